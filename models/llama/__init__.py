@@ -1,0 +1,56 @@
+"""The Llama family: shapes, presets, Hugging Face form; the module itself is imported only to be built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from nxtrain.errors import Problem
+from nxtrain.family import BuildContext, ModelConfig, ModelFamily
+from nxtrain_models.llama import config as shape
+from nxtrain_models.llama import hf
+from nxtrain_models.llama.config import LlamaConfig
+from nxtrain_models.llama.presets import PRESETS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Llama(ModelFamily):
+    """Llama 2, 3, 3.1 and 3.2 (text)."""
+
+    name = "llama"
+    config_type = LlamaConfig
+    presets = PRESETS
+
+    def check(self, config: ModelConfig, *, tp: int, pp: int, seq_len: int) -> list[Problem]:
+        """Every reason why this shape cannot run at these degrees."""
+        return shape.check(cast(LlamaConfig, config), tp=tp, pp=pp, seq_len=seq_len)
+
+    def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
+        """Make the module on the meta device."""
+        from nxtrain_models.llama.model import build  # torch loads here, not when a config is checked
+
+        return build(cast(LlamaConfig, config), context)
+
+    def from_hf(self, hf_config: Mapping[str, Any]) -> LlamaConfig:
+        """Read a Hugging Face `config.json`."""
+        return hf.from_hf(hf_config)
+
+    def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
+        """Write a Hugging Face `config.json`."""
+        return hf.to_hf(cast(LlamaConfig, config), dtype)
+
+    def flops_per_token(self, config: ModelConfig, seq_len: int) -> int:
+        """Floating point operations of forward and backward for one token.
+
+        Two per matrix entry forward and four backward; attention's two products see half of the sequence on average.
+
+        Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
+        """
+        llama = cast(LlamaConfig, config)
+        attention = llama.num_hidden_layers * llama.num_attention_heads * llama.head_size * seq_len
+        return 6 * (llama.num_matmul_params + attention)
+
+
+FAMILY = Llama()

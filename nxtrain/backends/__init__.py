@@ -1,0 +1,53 @@
+"""The only rooms that know a vendor; `open_backend` is their door."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nxtrain.errors import BackendError
+
+if TYPE_CHECKING:
+    from nxtrain.backends.base import Backend
+
+_ORDER = ("cuda", "cpu")
+
+
+def choose(name: str) -> tuple[str, str]:
+    """Name the backend to open and say why; `auto` takes the first that can run here.
+
+    PyTorch/XLA is never chosen by `auto`: on a machine without an accelerator it is a tool for tests.
+    """
+    if name != "auto":
+        return name, f"backend.name={name}"
+    reasons = []
+    for candidate in _ORDER:
+        support = _load(candidate).support()
+        reasons.append(f"{candidate}: {support.reason}")
+        if support.ok:
+            return candidate, "; ".join(reasons)
+    raise BackendError("no backend can run here: " + "; ".join(reasons))
+
+
+def open_backend(name: str) -> Backend:
+    """Claim this rank's device and join its process group.
+
+    Raises:
+        BackendError: The backend cannot run here; the message says why.
+    """
+    return _load(name)()
+
+
+def _load(name: str) -> type[Backend]:
+    if name == "cpu":
+        from nxtrain.backends.cpu import CpuBackend
+
+        return CpuBackend
+    if name == "cuda":
+        from nxtrain.backends.cuda import CudaBackend
+
+        return CudaBackend
+    if name == "xla":
+        from nxtrain.backends.xla import XlaBackend
+
+        return XlaBackend
+    raise BackendError(f"there is no backend {name!r}; known: cpu, cuda, xla")

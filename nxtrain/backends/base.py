@@ -1,0 +1,230 @@
+"""What a backend must offer, and nothing about any one of them.
+
+The model, the optimizer and the checkpoint are written against these types; `backends/` is the only folder that knows a
+vendor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from nxtrain.mesh import Axis
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from nxtrain.sharding import Init, Segment
+
+
+@dataclass(frozen=True)
+class Support:
+    """An answer to "can this run here", with its reason."""
+
+    ok: bool
+    reason: str
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """Block until the result may be used, and return it; called once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Done:
+    """A collective that needs no waiting."""
+
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        """Return the result."""
+        return self.result
+
+
+Op = Literal["sum", "max"]
+
+
+class Collectives(ABC):
+    """Communication between the ranks of an axis. An axis of size 1 is the identity and costs nothing.
+
+    Inputs are contiguous, equal in shape and type on all ranks of a group, and belong to the collective: their values
+    are undefined afterwards, which lets it work in place. Every rank calls the same collectives in the same order.
+    """
+
+    def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
+        """Reduce over the axis."""
+        return self.start_all_reduce(x, axis, op).wait()
+
+    def all_gather(self, x: Tensor, axis: Axis) -> Tensor:
+        """Concatenate every rank's `x` along dimension 0, in rank order: (n, ...) to (n * size, ...)."""
+        return self.start_all_gather(x, axis).wait()
+
+    def reduce_scatter(self, x: Tensor, axis: Axis) -> Tensor:
+        """Sum over the axis and keep this rank's slice of dimension 0: (n * size, ...) to (n, ...)."""
+        return self.start_reduce_scatter(x, axis).wait()
+
+    @abstractmethod
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending:
+        """`all_reduce` that other work may overlap."""
+
+    @abstractmethod
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending:
+        """`all_gather` that other work may overlap."""
+
+    @abstractmethod
+    def start_reduce_scatter(self, x: Tensor, axis: Axis) -> Pending:
+        """`reduce_scatter` that other work may overlap."""
+
+    @abstractmethod
+    def all_reduce_bucket(self, tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
+        """Sum tensors of one type over the axis and multiply by `scale`, in place and in one collective."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank of the world is here."""
+
+
+class Head(Protocol):
+    """The output projection, with the loss that never builds its full output."""
+
+    weight: nn.Parameter
+
+    def loss(self, hidden: Tensor, targets: Tensor, token_weight: Tensor) -> Tensor:
+        """Weighted sum of the tokens' cross entropies: (S/tp, B, D), (S, B), () to ()."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(S/tp, B, D) to (S, B, vocab_size) float32, whole on every rank; not differentiable."""
+        ...
+
+
+class Kernels(ABC):
+    """The operations that are worth a different implementation on each kind of device."""
+
+    @abstractmethod
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of grouped queries, scaled by 1/sqrt(head_dim).
+
+        Args:
+            q: (S, B, num_heads, head_dim).
+            k, v: (S, B, num_kv_heads, head_dim); each serves num_heads / num_kv_heads adjacent query heads.
+
+        Returns:
+            (S, B, num_heads, head_dim).
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
+
+    @abstractmethod
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        *,
+        lr: Tensor,
+        step: Tensor,
+        grad_scale: Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        """One AdamW update in place; may overwrite `grads`.
+
+        Args:
+            params, grads, exp_avgs, exp_avg_sqs: Equal shapes and types, float32 or bfloat16.
+            lr: () float32, on the device, so that a new value needs no new graph.
+            step: () float32, on the device, updates done including this one.
+            grad_scale: () float32, on the device, multiplies every gradient.
+            betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
+        """
+
+
+class LayerSet(ABC):
+    """The layers that are cut over tp, ready for one rank: one set on plain collectives, others on a vendor's layers.
+
+    All sets give their parameters the same names, shapes and `ShardSpec`s.
+
+    Attributes:
+        tp: Tensor parallel axis.
+        sequence_parallel: Between these layers, activations are cut along the sequence, (S / tp, B, D).
+    """
+
+    tp: Axis
+    sequence_parallel: bool
+
+    @abstractmethod
+    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init) -> nn.Module:
+        """(S/tp, B, in) to (S, B, out/tp), the segments one after the other."""
+
+    @abstractmethod
+    def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
+        """(S, B, in/tp) to (S/tp, B, out)."""
+
+    @abstractmethod
+    def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:
+        """(S, B) tokens to (S/tp, B, D)."""
+
+    @abstractmethod
+    def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:
+        """Scores over the vocabulary and the loss on them."""
+
+
+class Backend(ABC):
+    """One kind of device: where tensors live, how ranks talk, and when work is handed over.
+
+    Attributes:
+        name: `cpu`, `cuda`, `xla` ...
+        device: Where this rank's tensors live.
+        world, rank, local_rank: This process among all, and among those of its node.
+        collectives: How this rank talks to others.
+        kernels: What it computes differently from others.
+    """
+
+    name: str
+    device: torch.device
+    world: int
+    rank: int
+    local_rank: int
+    collectives: Collectives
+    kernels: Kernels
+
+    @staticmethod
+    @abstractmethod
+    def support() -> Support:
+        """Whether this backend can run here, and why or why not; claims no device."""
+
+    @abstractmethod
+    def put(self, x: Tensor) -> Tensor:
+        """Copy a host tensor to the device."""
+
+    @abstractmethod
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """Read scalars: the only device-to-host read in training, one transfer for all of them."""
+
+    @abstractmethod
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        """Upload numbers that change from step to step, as () float32 tensors that never become constants."""
+
+    def step_boundary(self) -> None:
+        """Hand the recorded work of a step to the device; eager devices have nothing to do."""
+
+    def peak_flops(self) -> float | None:
+        """Dense bfloat16 operations per second that the maker states for one device; None if unknown."""
+        return None
+
+    def peak_memory_bytes(self) -> int:
+        """Most device memory that this rank has held at once; 0 if the device does not tell."""
+        return 0
+
+    def close(self) -> None:
+        """Leave the process group and free the device."""

@@ -1,0 +1,71 @@
+"""CPU backend: gloo between processes, torch's fused kernels, an allocator that keeps its pages."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.c10d import C10dCollectives, Placement
+from nxtrain.backends.kernels import FusedKernels
+
+
+class CpuBackend(Backend):
+    """Plain CPU tensors; one process per rank."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        place = Placement.read()
+        self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
+        self.device = torch.device("cpu")
+        self.kernels = FusedKernels(grouped_attention=False)
+        self.collectives = C10dCollectives(self.world)
+        keep_heap()
+        if self.world > 1:
+            dist.init_process_group("gloo")
+
+    @staticmethod
+    def support() -> Support:
+        return Support(True, "every machine has a CPU")
+
+    def put(self, x: Tensor) -> Tensor:
+        return x
+
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: float(value) for name, value in values.items()}
+
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        return torch.tensor(values, dtype=torch.float32).unbind()
+
+    def peak_memory_bytes(self) -> int:
+        # Not getrusage: on Linux its peak survives exec, so a child begins with the peak of the process that started it.
+        status = Path("/proc/self/status")
+        if not status.exists():
+            return 0
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].removesuffix("kB")) * 1024
+
+    def close(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+def keep_heap() -> None:
+    """Make glibc keep freed blocks instead of returning them to the kernel.
+
+    A training step frees and allocates the same large activations again and again; by default each becomes a fresh
+    mapping whose pages the kernel must clear. Elsewhere than on glibc this does nothing.
+    """
+    mmap_max, trim_threshold = -4, -1  # M_MMAP_MAX, M_TRIM_THRESHOLD in malloc.h
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, -1)

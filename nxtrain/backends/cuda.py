@@ -1,0 +1,76 @@
+"""CUDA backend: NCCL between processes, one GPU per rank, torch's fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.c10d import C10dCollectives, Placement
+from nxtrain.backends.kernels import FusedKernels
+from nxtrain.errors import BackendError
+
+PEAK_FLOPS = {
+    "A100": 312e12,  # nvidia.com/en-us/data-center/a100, dense bfloat16
+    "H100 PCIe": 756e12,  # nvidia.com/en-us/data-center/h100, half of the figure with sparsity
+    "H100": 989e12,  # SXM, as above
+    "H200": 989e12,  # nvidia.com/en-us/data-center/h200
+}
+"""By a part of the device's name; the first that fits counts."""
+
+
+class CudaBackend(Backend):
+    """One GPU per rank, chosen by the local rank."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        support = self.support()
+        if not support.ok:
+            raise BackendError(f"backend.name=cuda cannot run here: {support.reason}")
+        place = Placement.read()
+        self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
+        gpus = torch.cuda.device_count()
+        if self.local_rank >= gpus:
+            raise BackendError(
+                f"local rank {self.local_rank} has no GPU: this node shows {gpus}; start at most {gpus} ranks per node"
+            )
+        self.device = torch.device("cuda", self.local_rank)
+        torch.cuda.set_device(self.device)
+        self.kernels = FusedKernels(grouped_attention=True)
+        self.collectives = C10dCollectives(self.world)
+        if self.world > 1:
+            # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
+
+    @staticmethod
+    def support() -> Support:
+        if torch.version.cuda is None:
+            return Support(False, f"torch {torch.__version__} is built without CUDA")
+        if not torch.cuda.is_available():
+            return Support(False, "torch finds no usable NVIDIA GPU or driver (see nvidia-smi)")
+        return Support(True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
+
+    def put(self, x: Tensor) -> Tensor:
+        return x.pin_memory().to(self.device, non_blocking=True)
+
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        read = torch.stack([value.detach().float() for value in values.values()]).tolist()
+        return dict(zip(values, read, strict=True))
+
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        return self.put(torch.tensor(values, dtype=torch.float32)).unbind()
+
+    def peak_flops(self) -> float | None:
+        name = torch.cuda.get_device_name(self.device)
+        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+    def peak_memory_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def close(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()

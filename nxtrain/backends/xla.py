@@ -1,0 +1,107 @@
+"""PyTorch/XLA backend: lazy tensors, replica groups instead of process groups, one graph per step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend, Collectives, Done, Op, Pending, Support
+from nxtrain.backends.kernels import PlainKernels
+from nxtrain.errors import BackendError
+from nxtrain.mesh import Axis
+
+
+class XlaCollectives(Collectives):
+    """Collectives as graph operations with explicit replica groups.
+
+    Every call names its groups, since an empty list means the whole world, and never pins layouts, since a pinned
+    all-gather lowers to a padded all-reduce.
+    """
+
+    def __init__(self) -> None:
+        import torch_xla.core.xla_model as xm
+
+        self._xm: Any = xm
+
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending:
+        if axis.size > 1:
+            self._xm.all_reduce(op, [x], groups=_groups(axis), pin_layout=False)
+        return Done(x)
+
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending:
+        if axis.size == 1:
+            return Done(x)
+        return Done(self._xm.all_gather(x, dim=0, groups=_groups(axis), pin_layout=False))
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis) -> Pending:
+        if axis.size == 1:
+            return Done(x)
+        out = self._xm.reduce_scatter("sum", x, 1.0, 0, axis.size, groups=_groups(axis), pin_layout=False)
+        return Done(out)
+
+    def all_reduce_bucket(self, tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
+        if axis.size > 1:
+            self._xm.all_reduce("sum", list(tensors), scale=scale, groups=_groups(axis), pin_layout=False)
+
+    def barrier(self) -> None:
+        self._xm.rendezvous("nxtrain")
+
+
+class XlaBackend(Backend):
+    """The XLA device of this rank, whatever plugin PJRT found.
+
+    Args:
+        sync: Cuts and runs the graph at a step boundary; tests with several devices in one process pass their own.
+    """
+
+    name = "xla"
+
+    def __init__(self, sync: Callable[[], None] | None = None) -> None:
+        support = self.support()
+        if not support.ok:
+            raise BackendError(f"backend.name=xla cannot run here: {support.reason}")
+        for dead in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+            if os.environ.get(dead, "0") not in {"", "0"}:
+                raise BackendError(
+                    f"{dead} is set: it silently stores float32 tensors as bfloat16; unset it and use precision.params"
+                )
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        self._sync: Callable[[], None] = sync or torch_xla.sync
+        self.device = torch_xla.device()
+        self.rank, self.world, self.local_rank = xr.global_ordinal(), xr.world_size(), xr.local_ordinal()
+        self.collectives = XlaCollectives()
+        self.kernels = PlainKernels()
+
+    @staticmethod
+    def support() -> Support:
+        if find_spec("torch_xla") is None:
+            return Support(False, "torch-xla is not installed; pip install 'nxtrain[xla]'")
+        return Support(True, "torch-xla is installed")
+
+    def put(self, x: Tensor) -> Tensor:
+        return x.to(self.device)
+
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        # After the boundary the values are device buffers: reading them moves bytes and builds no graph.
+        self.step_boundary()
+        return {name: float(value.cpu()) for name, value in values.items()}
+
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        # A 0-d host tensor is folded by value: 0 and 1 become constants, equal values one parameter, and each such
+        # coincidence is a new graph. Elements of a longer vector are opaque.
+        uploaded = torch.tensor([*values, -1.0], dtype=torch.float32).to(self.device)
+        return tuple(uploaded[i] for i in range(len(values)))
+
+    def step_boundary(self) -> None:
+        self._sync()
+
+
+def _groups(axis: Axis) -> list[list[int]]:
+    return [list(ranks) for ranks in axis.groups]

@@ -1,0 +1,132 @@
+"""Which part of which whole tensor lies where in a rank's local tensors, and which rank writes it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import ParamTable, Segment, ShardSpec, global_name
+
+Shards = Mapping[str, Mapping[str, Tensor]]
+"""Local tensors of a rank: kind, then the parameter's name in the model."""
+
+MODEL = "model"
+"""The kind of the weights."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of entries of one whole tensor, and its place in a local one.
+
+    Args:
+        kind: `model`, or the name of an optimizer state.
+        parameter: The local tensor's name in the model.
+        name: Global name of the whole tensor.
+        shape: Shape of the whole tensor.
+        dtype: Type of its entries.
+        dim: Dimension that is cut.
+        start, length: The entries along `dim`, in the whole tensor.
+        local_start: Where they begin along `dim` in the local tensor.
+        copy: Which of the equal copies this rank holds, 0 <= copy < copies.
+        copies: Ranks that hold these entries.
+        tied: It belongs to a parameter of another stage, which writes it.
+    """
+
+    kind: str
+    parameter: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int
+    start: int
+    length: int
+    local_start: int
+    copy: int = 0
+    copies: int = 1
+    tied: bool = False
+
+    @staticmethod
+    def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
+        """All of a weight."""
+        return Chunk(MODEL, name, name, shape, dtype, dim=0, start=0, length=shape[0], local_start=0)
+
+    @property
+    def key(self) -> str:
+        """Key of the whole tensor in the checkpoint."""
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size."""
+        return math.prod(self.box.sizes) * self.dtype.itemsize
+
+    @property
+    def box(self) -> ChunkStorageMetadata:
+        """Offsets and sizes in the whole tensor."""
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        offsets[self.dim], sizes[self.dim] = self.start, self.length
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+    @property
+    def index(self) -> MetadataIndex:
+        """How `torch.distributed.checkpoint` refers to it."""
+        return MetadataIndex(self.key, self.box.offsets)
+
+    def of(self, local: Tensor) -> Tensor:
+        """Its view into the local tensor."""
+        return local.narrow(self.dim, self.local_start, self.length)
+
+
+def chunks(shards: Shards, table: ParamTable, mesh: Mesh) -> Iterator[Chunk]:
+    """Every chunk in a rank's local tensors, in their order; padding is no part of any."""
+    for kind, tensors in shards.items():
+        for parameter, local in tensors.items():
+            spec = table[parameter]
+            assert tuple(local.shape) == spec.local_shape(mesh.tp), (kind, parameter, local.shape, spec)
+            for piece in spec.pieces(mesh.tp):
+                if piece.length:
+                    yield Chunk(
+                        kind,
+                        parameter,
+                        checkpoint_name(parameter, spec, piece.segment),
+                        spec.global_shape(piece.segment),
+                        local.dtype,
+                        spec.dim or 0,
+                        piece.start,
+                        piece.length,
+                        piece.local_start,
+                        copy=piece.copy * mesh.dp.size + mesh.dp.rank,
+                        copies=piece.copies * mesh.dp.size,
+                        tied=spec.tied_to is not None,
+                    )
+
+
+def checkpoint_name(parameter: str, spec: ShardSpec, segment: Segment) -> str:
+    """Global name of a segment; a parameter tied to another goes by the other's name."""
+    return global_name(spec.tied_to or parameter, segment)
+
+
+def owned(held: Sequence[Chunk]) -> list[Chunk]:
+    """Those of a rank's chunks that it writes: of equal copies one rank writes, and they share the bytes evenly.
+
+    Ranks that hold copies of a chunk hold copies of all chunks with as many copies, in the same order. So each can deal
+    them out by itself and come to the same result.
+    """
+    held = [chunk for chunk in held if not chunk.tied]
+    total, before = Counter[int](), Counter[int]()
+    for chunk in held:
+        total[chunk.copies] += chunk.num_bytes
+    mine = []
+    for chunk in held:
+        middle = 2 * before[chunk.copies] + chunk.num_bytes
+        before[chunk.copies] += chunk.num_bytes
+        if middle * chunk.copies // (2 * total[chunk.copies]) == chunk.copy:
+            mine.append(chunk)
+    return mine

@@ -1,0 +1,183 @@
+"""Conversion between checkpoints and Hugging Face folders, streamed: one tensor in, one file out at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.backends.kernels import FusedKernels
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.chunks import MODEL, Chunk
+from nxtrain.checkpoint.hf import CONFIG, INDEX, WEIGHTS, HfFolder
+from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.checkpoint.planner import ChunkLoadPlanner, ChunkSavePlanner, collective, stored_tensors
+from nxtrain.checkpoint.save import write
+from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
+from nxtrain.mesh import Mesh
+from nxtrain.parallel.native import NativeLayers
+from nxtrain.parallel.regions import TensorParallel
+from nxtrain.sharding import ParamTable
+
+_CHECKPOINT_FILES = (layout.META, layout.TOKENIZER, ".metadata", "*.distcp")
+_EXPORTED_FILES = (
+    CONFIG,
+    INDEX,
+    "model*.safetensors",
+    "generation_config.json",
+    layout.TOKENIZER,
+    "tokenizer_config.json",
+)
+_BEGIN = ("<|begin_of_text|>", "<s>")
+_END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+
+
+def hf_to_nxtrain(src: Path, dst: Path) -> None:
+    """Turn a Hugging Face folder into a checkpoint of its weights, at step 0.
+
+    Args:
+        src: Folder with `config.json` and safetensors.
+        dst: Folder to make; a checkpoint that is there already is replaced.
+
+    Raises:
+        ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
+    """
+    folder = HfFolder(src)
+    family = find_family(str(folder.config.get("model_type")))
+    config = family.from_hf(folder.config)
+    wanted = whole_shapes(family, config)
+    folder.check(wanted)
+    _refuse_to_overwrite(dst, _CHECKPOINT_FILES)
+    tensors = [Chunk.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
+    planner = ChunkSavePlanner(tensors, lambda chunk: folder.read(chunk.name).to(chunk.dtype))
+    meta = Meta(
+        step=0,
+        samples=0,
+        tokens=0,
+        seed=0,
+        family=family.name,
+        config=config.model_dump(mode="json"),
+        dtype=_name(folder.dtype),
+        mesh={"pp": 1, "dp": 1, "tp": 1},
+        kinds=(MODEL,),
+    )
+    tokenizer = src / layout.TOKENIZER
+    write(dst, planner, meta, Mesh(1, 0), tokenizer if tokenizer.is_file() else None, file_per_tensor=True)
+
+
+def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+    """Turn a checkpoint into a Hugging Face folder that `transformers` loads.
+
+    Args:
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken.
+        dst: Folder to make; an earlier export that is there already is replaced.
+        max_shard_bytes: Largest weight file, unless a single tensor exceeds it.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+        ConfigError: `dst` holds something else.
+    """
+    src = layout.resolve(src)
+    meta = read_meta(src)
+    family, config = meta.model()
+    _refuse_to_overwrite(dst, _EXPORTED_FILES)
+    with _new_folder(dst) as out:
+        _write_weights(src, out, max_shard_bytes)
+        special = _copy_tokenizer(src / layout.TOKENIZER, out)
+        ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
+        _write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
+        _write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+
+
+def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Whole shape of every tensor of a model, by global name."""
+    alone = TensorParallel(Mesh(1, 0).tp, C10dCollectives(1), torch.float32)
+    context = BuildContext(NativeLayers(alone), FusedKernels(grouped_attention=False), torch.float32, seq_len=1)
+    return ParamTable.of(family.build(config, context)).global_shapes()
+
+
+def _write_weights(checkpoint: Path, out: Path, max_bytes: int) -> None:
+    files = list(_split(checkpoint, max_bytes))
+    places: dict[str, str] = {}
+    for number, chunks in enumerate(files, start=1):
+        name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        layout.write_durably(out / name, partial(_write_file, checkpoint, chunks))
+        places.update({chunk.name: name for chunk in chunks})
+    if len(files) > 1:
+        total = sum(chunk.num_bytes for chunks in files for chunk in chunks)
+        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _split(checkpoint: Path, max_bytes: int) -> Iterator[list[Chunk]]:
+    """Cut the weights of a checkpoint into files."""
+    file: list[Chunk] = []
+    for key, stored in stored_tensors(checkpoint).items():
+        kind, _, name = key.partition("/")
+        if kind == MODEL:
+            chunk = Chunk.whole(name, tuple(stored.size), stored.properties.dtype)
+            if file and sum(c.num_bytes for c in file) + chunk.num_bytes > max_bytes:
+                yield file
+                file = []
+            file.append(chunk)
+    yield file
+
+
+def _write_file(checkpoint: Path, chunks: list[Chunk], file: Path) -> None:
+    targets = {chunk: torch.empty(chunk.shape, dtype=chunk.dtype) for chunk in chunks}
+    with collective(f"cannot read {checkpoint}"):
+        dcp.load({}, storage_reader=dcp.FileSystemReader(checkpoint), planner=ChunkLoadPlanner(targets), no_dist=True)
+    save_file({chunk.name: tensor for chunk, tensor in targets.items()}, file, {"format": "pt"})
+
+
+def _copy_tokenizer(file: Path, out: Path) -> dict[str, tuple[str, int] | None]:
+    """Copy a tokenizer, if there is one, and tell its tokens for the begin and the end of a text."""
+    if not file.is_file():
+        return {"bos": None, "eos": None}
+    added = {t["content"]: t["id"] for t in json.loads(file.read_text(encoding="utf-8"))["added_tokens"]}
+    special = {
+        role: next(((name, added[name]) for name in names if name in added), None)
+        for role, names in (("bos", _BEGIN), ("eos", _END))
+    }
+    shutil.copyfile(file, out / layout.TOKENIZER)
+    tokens = {f"{role}_token": token[0] for role, token in special.items() if token}
+    _write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
+    return special
+
+
+@contextmanager
+def _new_folder(dst: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when it is full, and vanishes if anything fails."""
+    try:
+        layout.prepare(dst)
+        yield layout.staging(dst)
+        layout.publish(dst)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {dst}: {error}") from error
+    finally:
+        layout.discard(dst)
+
+
+def _refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
+    foreign = [p.name for p in dst.iterdir() if not any(fnmatch(p.name, name) for name in own)] if dst.exists() else []
+    if foreign:
+        raise ConfigError(f"{dst} exists and holds {foreign[0]}, which no conversion wrote; give a new folder")
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    layout.write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

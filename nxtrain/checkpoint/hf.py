@@ -1,0 +1,149 @@
+"""Hugging Face model folders: what is in one, whether it fits a model, and reading from it without loading it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nxtrain.checkpoint.chunks import checkpoint_name
+from nxtrain.checkpoint.match import mismatches
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import ParamTable
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class HfFolder:
+    """A folder with `config.json` and safetensors, in one file or several with an index.
+
+    Attributes:
+        path: The folder.
+        config: Content of `config.json`.
+        shapes: Shape of every tensor, by name.
+        dtype: The narrowest type that holds all weights exactly.
+
+    Raises:
+        ConfigError: A file is missing or damaged, or weights are quantized.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = _read_json(path / CONFIG)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        codes: dict[str, str] = {}
+        for file in _weight_files(path):
+            for name, shape, code in _header(file):
+                self.shapes[name], self._files[name], codes[name] = shape, file, code
+        foreign = [f"{name} is {code}" for name, code in codes.items() if code not in _DTYPES]
+        if foreign:
+            raise ConfigError(f"{path}: {foreign[0]}; weights of type {', '.join(_DTYPES)} can be read")
+        self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        """Hold the tensors of the folder against those of a model.
+
+        Args:
+            wanted: Whole shape of every tensor of the model, by name.
+
+        Raises:
+            ConfigError: Some are missing, unknown or of another shape; all are named.
+        """
+        found = {name: shape for name, shape in self.shapes.items() if name in wanted or not self._harmless(name)}
+        problems = mismatches(wanted, found)
+        if problems:
+            raise ConfigError([Problem("", f"{self.path}: tensors do not fit the model: {p}") for p in problems])
+
+    def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
+        """Read some entries of a tensor along one dimension, or all of it, and nothing else."""
+        size = self.shapes[name][dim]
+        entries = slice(start, size if length is None else start + length)
+        where = (*(slice(None),) * dim, entries)
+        with safe_open(self._files[name], framework="pt") as file:
+            part: Tensor = file.get_slice(name)[where]
+        return part
+
+    def _harmless(self, name: str) -> bool:
+        # Old exports carry the rotary table; some exports of tied models carry the embedding twice.
+        tied_head = name == "lm_head.weight" and self.config.get("tie_word_embeddings", False)
+        return tied_head or name.endswith("rotary_emb.inv_freq")
+
+
+def load_hf_weights(src: Path, model_tensors: Mapping[str, Tensor], table: ParamTable, mesh: Mesh) -> None:
+    """Fill a rank's local weights from a Hugging Face folder, reading only what this rank holds.
+
+    Args:
+        src: The folder.
+        model_tensors: Parameter name to local tensor, on any device; weights are cast to its type.
+        table: How the parameters are cut.
+        mesh: The axes of this rank.
+
+    Raises:
+        ConfigError: The folder is unreadable or does not fit the model; then no tensor is touched.
+    """
+    folder = HfFolder(src)
+    wanted = {
+        checkpoint_name(name, spec, segment): spec.global_shape(segment)
+        for name, spec in table.items()
+        for segment in spec.segments
+    }
+    if mesh.pp_size > 1:  # a stage knows only its own tensors
+        wanted = {**folder.shapes, **wanted}
+    folder.check(wanted)
+    for name, local in model_tensors.items():
+        spec = table[name]
+        host = torch.zeros(local.shape, dtype=local.dtype)
+        for piece, view in spec.views(host, mesh.tp):
+            if piece.length:
+                source = checkpoint_name(name, spec, piece.segment)
+                view.copy_(folder.read(source, spec.dim or 0, piece.start, piece.length))
+        with torch.no_grad():
+            local.copy_(host)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}; is {file.parent} a Hugging Face model?") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return content
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if not (path / INDEX).exists():
+        files = [path / WEIGHTS]
+    else:
+        places = _read_json(path / INDEX).get("weight_map", {})
+        files = [path / name for name in sorted(set(places.values()))]
+    missing = ", ".join(file.name for file in files if not file.is_file())
+    if missing or not files:
+        raise ConfigError(
+            f"{path} lacks {missing or 'weights'}; pickled weights (*.bin) must be saved as safetensors first"
+        )
+    return files
+
+
+def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                part = opened.get_slice(name)
+                yield name, tuple(part.get_shape()), part.get_dtype()
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged: {error}") from error

@@ -1,0 +1,190 @@
+"""The command line: a command is one lazy import and one call, so that help and config errors never wait for torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+import nxtrain
+from nxtrain.errors import ConfigError, NxtrainError
+
+if TYPE_CHECKING:
+    from nxtrain.config.load import Loaded
+
+app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
+config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
+bench = typer.Typer(no_args_is_help=True, help="Measure speed beside other implementations.")
+app.add_typer(config, name="config")
+app.add_typer(convert, name="convert")
+app.add_typer(bench, name="bench")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file's; the value is TOML or a bare word."),
+]
+Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False)]
+Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Run the command line; a failure meant for people ends in its message and its exit code, without a traceback."""
+    try:
+        app()
+    except NxtrainError as error:
+        _report(error, os.environ.get("RANK"))
+        sys.exit(error.exit_code)
+
+
+def _report(error: NxtrainError, rank: str | None) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    # Every rank finds the same mistake in the configuration; other failures are a rank's own.
+    if isinstance(error, ConfigError) and rank not in {None, "0"}:
+        return
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    who = f"rank {rank}: " if rank and not isinstance(error, ConfigError) else ""
+    for block in error.problems if isinstance(error, ConfigError) else (error,):
+        console.print(Text.assemble(("error: ", "bold red"), f"{who}{block}"))
+
+
+def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
+    from nxtrain.config.check import resolve
+    from nxtrain.config.load import load
+
+    loaded = load(path, overrides or ())
+    resolve(loaded, world)
+    return loaded
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nxtrain {nxtrain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train Llamas on Trainium, and the same model code on CUDA GPUs, CPU and PyTorch/XLA."""
+
+
+@app.command(epilog="Example: torchrun --nproc-per-node 2 -m nxtrain train configs/demo.toml train.steps=20")
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train: one rank, or every rank under torchrun."""
+    loaded = _load(config, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
+    from nxtrain.train.run import train
+
+    train(loaded)
+
+
+@app.command(epilog="Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine")
+def launch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks; by default tp x pp x dp.")] = None,
+    target: Annotated[str, typer.Option(help="Where: local is this machine.")] = "local",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, start nothing.")] = False,
+) -> None:
+    """Start every rank of a run."""
+    if target != "local":
+        raise ConfigError(f"--target {target} is not available in this release; use local")
+    from nxtrain.launch.local import launch
+
+    launch(config, overrides or [], nproc, dry_run)
+
+
+@app.command(epilog='Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40')
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Run folder or checkpoint.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many likeliest tokens; 0: all.")] = 50,
+    seed: Annotated[int, typer.Option(help="Start of the randomness.")] = 0,
+) -> None:
+    """Continue a text with a trained model."""
+    from nxtrain.train.generate import generate
+
+    typer.echo(generate(checkpoint, prompt, max_new_tokens, temperature, top_k, seed))
+
+
+@convert.command(epilog="Example: nxtrain convert hf-to-nxtrain Llama-3.2-1B checkpoints/llama3.2-1b")
+def hf_to_nxtrain(src: Source, dst: Target) -> None:
+    """Read a Hugging Face folder, write a checkpoint."""
+    from nxtrain.checkpoint.convert import hf_to_nxtrain
+
+    hf_to_nxtrain(src, dst)
+
+
+@convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf")
+def nxtrain_to_hf(src: Source, dst: Target) -> None:
+    """Read a run folder or a checkpoint, write a Hugging Face folder."""
+    from nxtrain.checkpoint.convert import nxtrain_to_hf
+
+    nxtrain_to_hf(src, dst)
+
+
+@config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")
+def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print every value and where it came from, then check that they fit together."""
+    from nxtrain.config.check import resolve
+    from nxtrain.config.load import load
+    from nxtrain.config.show import dump, to_json
+
+    loaded = load(config, overrides or ())
+    typer.echo(json.dumps(to_json(loaded), indent=2) if as_json else dump(loaded.config, loaded.origins), nl=as_json)
+    resolve(loaded, world=None)
+
+
+@config.command(epilog="Example: nxtrain config keys | less")
+def keys() -> None:
+    """Print every key with its type, its default and what it does."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from nxtrain.config.show import keys
+
+    table = Table("key", "type", "default", "what it is", box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = table.columns[2].no_wrap = True
+    for key in keys():
+        table.add_row(key.name, key.kind, key.default, key.doc)
+    # Whoever reads a file or a pipe has no width to fit.
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, markup=False, highlight=False).print(table)
+
+
+@bench.command("train", epilog="Example: nxtrain bench train --precision bf16 --threads 2")
+def bench_train(
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each side runs, in turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in each round.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 4,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
+    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
+    as_json: AsJson = False,
+) -> None:
+    """Train the same model here and in Hugging Face transformers, and compare tokens per second."""
+    from nxtrain.bench.train import bench_train
+
+    bench_train(
+        threads=threads,
+        rounds=rounds,
+        steps=steps,
+        batch=batch,
+        seq_len=seq_len,
+        precision=precision,
+        as_json=as_json,
+    )

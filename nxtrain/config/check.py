@@ -1,0 +1,188 @@
+"""What fits together: the rules between keys that need arithmetic, the model's shape, and what this release can do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nxtrain.config.decode import decode
+from nxtrain.config.load import Loaded, origin_of, values
+from nxtrain.config.schema import RunConfig
+from nxtrain.config.tables import merge, toml_value
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.family import ModelConfig, ModelFamily, find_family
+from nxtrain.mesh import Mesh
+
+# Key, the values that this release runs, and what the others would need. A feature that arrives deletes its line.
+AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("parallel.pp", (1,), "pipeline parallelism; use parallel.tp"),
+    ("parallel.virtual_pp", (1,), "pipeline parallelism; use parallel.tp"),
+    ("parallel.shard", ("none",), "sharding over dp; use parallel.tp to cut the state"),
+    ("train.remat", ("none",), "recomputation; use a smaller train.micro_batch"),
+    ("precision.update", ("fp32", "fp32_master"), "bf16 update rules; use fp32_master"),
+    ("data.source", ("stdlib", "text", "tokens"), "Arrow tables; use text or tokens"),
+    ("data.packing", ("concat",), "fitting documents into rows; use concat"),
+    ("data.doc_mask", (False,), "masks between documents; use false"),
+    ("checkpoint.async", (False,), "checkpoints in the background; use false"),
+    ("backend.name", ("auto", "cpu", "cuda", "xla"), "Neuron backends; use xla, cuda or cpu"),
+    ("backend.layers", ("auto", "native"), "NeuronX Distributed layers; use native"),
+)
+
+_UPDATES = {"fp32": ("fp32",), "bf16": ("fp32_master", "bf16_stochastic", "bf16_kahan")}
+_UPDATE_REASONS = {
+    "fp32": "fp32 parameters are exact enough to be updated in place",
+    "bf16": "a bf16 parameter has 8 significant bits and loses most updates unless the rule keeps the rest",
+}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration that can run.
+
+    Args:
+        config: Every value.
+        family: The model's family.
+        model: The model's shape.
+    """
+
+    config: RunConfig
+    family: ModelFamily
+    model: ModelConfig
+
+
+def resolve(loaded: Loaded, world: int | None) -> Resolved:
+    """Hold a configuration to every rule between its keys.
+
+    Args:
+        loaded: The configuration and its provenance.
+        world: Number of ranks; None if not known yet, then dp=0 counts as 1.
+
+    Raises:
+        ConfigError: All that is wrong, together.
+    """
+    config = loaded.config
+    problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
+    problems += [*_precision(config), *_data(loaded)]
+    try:
+        model = resolve_model(config)
+        parallel = config.parallel
+        family = find_family(config.model.family)
+        problems += family.check(model, tp=parallel.tp, pp=parallel.pp, seq_len=config.train.seq_len)
+    except ConfigError as error:
+        problems += error.problems
+    if world is not None:
+        try:
+            Mesh.build(world, 0, tp=config.parallel.tp, pp=config.parallel.pp, dp=config.parallel.dp)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError([replace(p, origin=p.origin or origin_of(loaded.origins, p.key)) for p in problems])
+    return Resolved(config, family, model)
+
+
+def resolve_model(config: RunConfig) -> ModelConfig:
+    """The model's shape: that of `model.hf` or of `model.preset`, changed by `[model.config]`.
+
+    Raises:
+        ConfigError: No such family, preset or folder, or values that are no shape.
+    """
+    family = find_family(config.model.family)
+    base = (
+        family.from_hf(_hf_config(Path(config.model.hf)))
+        if config.model.hf
+        else family.preset(config.model.preset or "tiny")
+    )
+    return decode(family.config_type, merge(base.model_dump(), config.model.config), prefix="model.config.")
+
+
+def _hf_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "model.hf is a folder in Hugging Face's format: config.json beside its *.safetensors"
+        raise ConfigError([Problem("model.hf", f"cannot read {path}: {error.strerror}", hint=hint)]) from error
+    except ValueError as error:
+        raise ConfigError([Problem("model.hf", f"{path} is not valid JSON: {error}")]) from error
+    if not isinstance(config, dict):
+        raise ConfigError([Problem("model.hf", f"{path} holds no JSON object")])
+    return config
+
+
+def _unavailable(config: RunConfig) -> Iterator[Problem]:
+    given = values(config)
+    for key, available, instead in AVAILABLE:
+        if given[key] not in available:
+            yield Problem(key, f"{toml_value(given[key])} is not available in this release, which lacks {instead}")
+
+
+def _model_choice(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.preset and model.hf:
+        reason = f"preset={model.preset!r} and hf={model.hf!r} both give the shape"
+        yield Problem("model.preset", reason, hint='set one of them to ""')
+    if model.init == "hf" and not model.hf:
+        yield Problem("model.init", "hf takes the weights of model.hf, which is not set", hint="set model.hf=FOLDER")
+
+
+def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
+    parallel, train = config.parallel, config.train
+    dp = parallel.dp or max(1, (world or 1) // (parallel.tp * parallel.pp))
+    batch, micro = train.global_batch, train.micro_batch
+    if batch % (micro * dp):
+        low = batch // (micro * dp) * micro * dp
+        works = " or ".join(str(n) for n in (low, low + micro * dp) if n)
+        micros = [str(m) for m in range(1, batch // dp + 1) if batch % (m * dp) == 0]
+        other = f", or train.micro_batch among {', '.join(micros)}" if micros else ""
+        yield Problem(
+            "train.global_batch",
+            f"{batch} is not a multiple of micro_batch={micro} x dp={dp} = {micro * dp}",
+            hint=f"use train.global_batch={works}{other}",
+        )
+    if parallel.sequence_parallel and train.seq_len % parallel.tp:
+        low = train.seq_len // parallel.tp * parallel.tp
+        works = " or ".join(str(n) for n in (low, low + parallel.tp) if n)
+        yield Problem(
+            "train.seq_len",
+            f"tp={parallel.tp} does not divide seq_len={train.seq_len}, as sequence_parallel asks",
+            hint=f"use train.seq_len={works}, or parallel.sequence_parallel=false",
+        )
+
+
+def _schedule(config: RunConfig) -> Iterator[Problem]:
+    optim = config.optim
+    end = optim.decay_steps or config.train.steps
+    if optim.schedule == "cosine" and optim.min_lr > optim.lr:
+        reason = f"min_lr={optim.min_lr} exceeds lr={optim.lr}"
+        yield Problem("optim.min_lr", reason, hint=f"use optim.min_lr={optim.lr / 10} or less than lr")
+    if optim.warmup_steps > end:
+        name = "optim.decay_steps" if optim.decay_steps else "train.steps"
+        hint = "use fewer, or set optim.decay_steps to the length of the whole run that these steps begin"
+        yield Problem("optim.warmup_steps", f"{optim.warmup_steps} exceeds {name}={end}", hint=hint)
+
+
+def _precision(config: RunConfig) -> Iterator[Problem]:
+    params, update = config.precision.params, config.precision.update
+    if update not in _UPDATES[params]:
+        reason = f"{update} does not fit params={params}: {_UPDATE_REASONS[params]}"
+        yield Problem("precision.update", reason, hint=f"use {' or '.join(_UPDATES[params])}")
+
+
+def _data(loaded: Loaded) -> Iterator[Problem]:
+    data, train = loaded.config.data, loaded.config.train
+    if data.source != "stdlib" and not data.path:
+        yield Problem("data.path", f"source={data.source} reads a path, and none is set", hint="set data.path=...")
+    if data.path and loaded.origins["data.source"] == "default":
+        reason = f"path={data.path!r} is set, but no source: stdlib, the default, would not read it"
+        yield Problem("data.source", reason, hint="set data.source=text, tokens or stdlib")
+    held_out = data.validation_fraction
+    if data.source == "tokens" and held_out:
+        reason = f"holds out {held_out} of the documents, but source=tokens has rows and knows no documents"
+        yield Problem("data.validation_fraction", reason, hint="use data.validation_fraction=0")
+    if train.eval_every and (data.source == "tokens" or not held_out):
+        reason = f"eval_every={train.eval_every} evaluates on held-out documents, and none are held out"
+        fraction = "" if data.source == "tokens" else ", or data.validation_fraction=0.05"
+        yield Problem("train.eval_every", reason, hint=f"use train.eval_every=0{fraction}")

@@ -1,0 +1,115 @@
+"""One strict decode from tables to a frozen model that reports everything wrong at once, with the nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from nxtrain.config.tables import toml_value
+from nxtrain.errors import ConfigError, Problem
+
+M = TypeVar("M", bound=BaseModel)
+
+_WANTED = {
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "model_type": "a table",
+    "path_type": "a path",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
+_KINDS = {bool: "true or false", dict: "a table", float: "a number", int: "an integer", list: "a list", str: "a string"}
+
+
+def decode(
+    model: type[M], table: Mapping[str, Any], origin_of: Callable[[str], str] = lambda _: "", prefix: str = ""
+) -> M:
+    """Read tables into a model.
+
+    Args:
+        model: Strict pydantic model.
+        table: Values, as TOML gave them.
+        origin_of: Where the value of a dotted key came from.
+        prefix: Dotted key of the table, with a dot at its end.
+
+    Raises:
+        ConfigError: Unknown keys, wrong types, impossible values: all of them.
+    """
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        # A default that is made from a broken value is no problem of its own.
+        details = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
+    problems = []
+    for detail in details:
+        path = [part for part in detail["loc"] if isinstance(part, str)]
+        key = prefix + ".".join(path)
+        reason, hint = _explain(model, detail, path, prefix)
+        problems.append(Problem(key.rstrip("."), reason, origin_of(key.rstrip(".")), hint))
+    raise ConfigError(problems)
+
+
+def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """The way out of an unknown name: the closest known one, or all of them."""
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in known)}"
+
+
+def _explain(model: type[BaseModel], detail: ErrorDetails, path: list[str], prefix: str) -> tuple[str, str]:
+    kind, value = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        return "unknown key", _unknown(model, path, prefix)
+    if kind == "missing":
+        return "missing, and has no default", ""
+    if kind == "literal_error":
+        choices = [c.strip("'") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        return f"{toml_value(value)} is not one of {', '.join(choices)}", _suggest(value, choices)
+    if kind in _WANTED:
+        what = _KINDS.get(type(value), "a date or time")
+        text = toml_value(str(value))
+        quoted = f"in a file: {path[-1]} = {text}; on the command line: {prefix}{'.'.join(path)}='{text}'"
+        hint = quoted if kind == "string_type" else ""
+        return f"{toml_value(value)} is {what}, but {_WANTED[kind]} is needed", hint
+    rule = detail["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("Tuple should", "must")
+    return (f"{toml_value(value)}: {rule}" if path and not isinstance(value, Mapping) else rule), ""
+
+
+def _suggest(value: object, choices: Sequence[str]) -> str:
+    close = get_close_matches(str(value), choices, n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def _unknown(model: type[BaseModel], path: list[str], prefix: str) -> str:
+    *parents, leaf = path
+    section = model
+    for name in parents:
+        section = _tables(section)[name]
+    siblings = [field.alias or name for name, field in section.model_fields.items()]
+    here = prefix + "".join(f"{parent}." for parent in parents)
+    elsewhere = [prefix + key for key in _keys(model) if key.endswith(f".{leaf}")]
+    if elsewhere and leaf not in siblings:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return nearest(leaf, siblings, here)
+
+
+def _tables(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    found = {}
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            # On Python 3.10 even dict[str, Any] says that it is a type.
+            if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
+                found[field.alias or name] = kind
+    return found
+
+
+def _keys(model: type[BaseModel]) -> Iterator[str]:
+    tables = _tables(model)
+    for name, field in model.model_fields.items():
+        key = field.alias or name
+        yield from (f"{key}.{inner}" for inner in _keys(tables[key])) if key in tables else (key,)

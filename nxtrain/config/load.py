@@ -1,0 +1,134 @@
+"""From files and overrides to one frozen `RunConfig`, and where each of its values came from."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from nxtrain.config.decode import decode
+from nxtrain.config.schema import RunConfig
+from nxtrain.config.tables import flatten, merge, nest
+from nxtrain.errors import ConfigError, Problem
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration and its provenance.
+
+    Args:
+        config: Every value, decoded.
+        origins: Dotted key to `file:line`, `override` or `default`, for every value.
+    """
+
+    config: RunConfig
+    origins: Mapping[str, str]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a file, the files that it extends, and overrides.
+
+    Args:
+        path: TOML file. Its `extends = [...]` names files relative to it; later ones win, and the file itself last.
+        overrides: `dotted.key=value` each; the value is TOML, or else a string as it stands.
+
+    Raises:
+        ConfigError: A file that is missing or no TOML; or everything that is wrong with the values, together.
+    """
+    table, origins = _read(Path(path), ())
+    problems = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            problems.append(Problem("", f"{override!r} is no override", hint="write dotted.key=value"))
+            continue
+        added = nest(key, _parse_value(text))
+        table = merge(table, added)
+        origins |= dict.fromkeys(flatten(added), "override")
+    try:
+        config = decode(RunConfig, table, lambda key: origin_of(origins, key))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return Loaded(config, {key: origins.get(key, "default") for key in values(config)})
+
+
+def values(config: RunConfig) -> dict[str, Any]:
+    """Every value by its dotted TOML key, in the order of the schema."""
+    return flatten(config.model_dump(by_alias=True))
+
+
+def origin_of(origins: Mapping[str, str], key: str) -> str:
+    """Where a value came from; for a table, its first value; empty if nobody gave it."""
+    return next((origin for known, origin in origins.items() if f"{known}.".startswith(f"{key}.")), "")
+
+
+def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    if path.resolve() in parents:
+        chain = " -> ".join(p.name for p in (*parents, path))
+        raise ConfigError([Problem("extends", f"goes in a circle: {chain}", str(path))])
+    text = _text(path)
+    try:
+        own = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"line (\d+)", str(error))
+        raise ConfigError(f"{path}:{line[1] if line else text.count(chr(10)) + 1}: not valid TOML: {error}") from error
+    extends = own.pop("extends", [])
+    if not isinstance(extends, list) or not all(isinstance(name, str) for name in extends):
+        raise ConfigError([Problem("extends", f"{extends!r} is not a list of file names", str(path))])
+    table: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name in extends:
+        base, base_origins = _read(path.parent / name, (*parents, path.resolve()))
+        table = merge(table, base)
+        origins |= base_origins
+    lines = _lines(text)
+    for key in flatten(own):
+        line_key = key
+        while line_key and line_key not in lines:
+            line_key = line_key.rpartition(".")[0]
+        origins[key] = f"{path}:{lines[line_key]}" if line_key else str(path)
+    return merge(table, own), origins
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        names = [p.name for p in sorted(path.parent.glob("*.toml"))]
+        close = get_close_matches(path.name, names, n=1)
+        known = f"found there: {', '.join(names)}" if names else ""
+        hint = f"did you mean {path.parent / close[0]}?" if close else known
+        raise ConfigError([Problem("", f"cannot read {path}: {error.strerror}", hint=hint)]) from error
+
+
+def _parse_value(text: str) -> object:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _lines(text: str) -> dict[str, int]:
+    """Line of each key, by its dotted name; `tomllib` does not tell."""
+    lines: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
+            section = f"{header[1]}."
+        elif entry := re.match(r"\s*([\w.-]+)\s*=", line):
+            lines.setdefault(section + entry[1], number)
+    return lines

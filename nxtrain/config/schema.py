@@ -1,0 +1,230 @@
+"""Every knob of a run, with its unit, its default and what it does. Data only: nothing here reads a file or a device.
+
+Relative paths are relative to the working directory. The sections are frozen and strict: an integer is taken where a
+number is asked for, and nothing else is converted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+TextPath = Annotated[Path, Field(strict=False)]  # TOML has no paths, so a string becomes one
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A table of the configuration file."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class IdentityConfig(Section):
+    """[run]: what the run is called, where it writes and what its randomness starts from."""
+
+    name: str = "nxtrain"
+    """Name in logs and reports."""
+    dir: TextPath = Field(default_factory=lambda data: Path("runs") / data["name"])
+    """Folder of everything that the run writes; by default runs/ and the name."""
+    seed: NonNegativeInt = 0
+    """Start of all randomness: initial weights and data order."""
+
+
+class ClusterConfig(Section):
+    """[cluster]: the machines."""
+
+    instance: str = ""
+    """Instance type, such as `trn1.32xlarge`; empty: this machine."""
+    nodes: PositiveInt = 1
+    """Number of machines."""
+
+
+class ModelChoiceConfig(Section):
+    """[model]: which model, and how its weights start."""
+
+    family: str = "llama"
+    """Installed model family."""
+    preset: str = ""
+    """Published shape, such as `llama3-8b`; empty: `tiny`, unless model.hf gives the shape."""
+    hf: str = ""
+    """Hugging Face folder whose config.json gives the shape."""
+    init: Literal["scaled", "normal", "hf"] = "scaled"
+    """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
+    config: dict[str, Any] = {}
+    """Changes to the shape, under Hugging Face's names, such as `num_hidden_layers`."""
+    fused_qkv: bool = True
+    """One matrix for the query, key and value projections."""
+    fused_gate_up: bool = True
+    """One matrix for the gate and up projections."""
+
+
+class ParallelConfig(Section):
+    """[parallel]: how the ranks share the work."""
+
+    tp: PositiveInt = 1
+    """Tensor parallel degree: ranks that share each layer."""
+    pp: PositiveInt = 1
+    """Pipeline parallel degree: stages that share the layers."""
+    dp: NonNegativeInt = 0
+    """Data parallel degree: copies of the model; 0: the ranks that tp and pp leave over."""
+    sequence_parallel: bool = False
+    """Cut the sequence over tp between the matrix products."""
+    shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
+    """What is cut over dp: nothing, optimizer state, gradients too, parameters too, or those inside each node."""
+    virtual_pp: PositiveInt = 1
+    """Model chunks per pipeline stage."""
+
+
+class TrainConfig(Section):
+    """[train]: how much is computed per step, and for how long. Batches are counted in sequences."""
+
+    steps: PositiveInt = 1000
+    """Optimizer updates of the whole run."""
+    seq_len: PositiveInt = 128
+    """Tokens per sequence."""
+    global_batch: PositiveInt = 8
+    """Sequences per update, over all dp ranks."""
+    micro_batch: PositiveInt = 1
+    """Sequences per dp rank in one forward pass; the rest of the global batch is accumulated."""
+    remat: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping: nothing, attention, or whole blocks."""
+    eval_every: NonNegativeInt = 0
+    """Steps between evaluations on held-out data; 0: never."""
+    eval_batches: PositiveInt = 8
+    """Global batches per evaluation."""
+    loss_chunk_mib: PositiveInt = 64
+    """Most MiB of float32 logits that one rank holds at once."""
+
+
+class PrecisionConfig(Section):
+    """[precision]: number types of parameters, of gradient sums and of the update."""
+
+    params: Literal["fp32", "bf16"] = "fp32"
+    """Parameters and activations."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Sums of gradients over micro-batches and dp ranks."""
+    update: Literal["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"] = "fp32"
+    """Update rule: in fp32 params, on fp32 copies of bf16 params, by stochastic rounding, or compensated."""
+
+
+class OptimConfig(Section):
+    """[optim]: AdamW, its schedule and clipping."""
+
+    lr: NonNegativeFloat = 3e-4
+    """Highest learning rate."""
+    min_lr: NonNegativeFloat = 3e-5
+    """Learning rate at the end of the cosine."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Course of the learning rate after the warmup."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly to lr."""
+    decay_steps: NonNegativeInt = 0
+    """Step at which the cosine reaches min_lr; 0: train.steps."""
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
+    """Decay of the running means of the gradient and of its square."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the squared gradient's mean."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, times lr per step."""
+    decay_norms: bool = False
+    """Weight decay also applies to norm weights."""
+    clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0: never clip."""
+
+
+class DataConfig(Section):
+    """[data]: what is read."""
+
+    source: Literal["stdlib", "text", "arrow", "tokens"] = "stdlib"
+    """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
+    path: str = ""
+    """File, folder or glob that the source reads."""
+    tokenizer: str = ""
+    """tokenizer.json or its folder; empty: train a byte-level BPE of the model's vocab_size on the data."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """Documents end to end, or fitted whole into rows."""
+    doc_mask: bool = False
+    """Tokens attend only inside their own document."""
+    shuffle: bool = True
+    """Rows in an order drawn from the seed, new each epoch; otherwise as they lie."""
+    validation_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the documents that is held out for evaluation."""
+
+
+class CheckpointConfig(Section):
+    """[checkpoint]: when state is saved, how much is kept, where a run continues."""
+
+    every: NonNegativeInt = 1000
+    """Steps between checkpoints; 0: never."""
+    keep: PositiveInt = 3
+    """Newest checkpoints that stay on disk."""
+    async_: bool = Field(default=False, alias="async")
+    """Write while training goes on."""
+    resume: str = "auto"
+    """`auto`: from the newest checkpoint of run.dir, if any; `never`; or the path of a checkpoint."""
+
+
+class BackendConfig(Section):
+    """[backend]: the kind of device and of layers."""
+
+    name: Literal["auto", "cpu", "cuda", "xla", "neuron", "neuron-native"] = "auto"
+    """Kind of device; auto takes the best one present and says why."""
+    layers: Literal["auto", "native", "nxd"] = "auto"
+    """Parallel layers: our own, or NeuronX Distributed's."""
+
+
+class MetricsConfig(Section):
+    """[metrics]: what is reported."""
+
+    log_every: PositiveInt = 10
+    """Steps between lines of metrics.jsonl; each reads from the device once."""
+    tensorboard: bool = True
+    """Write TensorBoard event files as well."""
+    progress: bool = True
+    """Show progress in the terminal."""
+
+
+class CompileConfig(Section):
+    """[compile]: compiled graphs."""
+
+    cache_dir: TextPath = Path("compile_cache")
+    """Folder in which backends that compile keep their graphs."""
+
+
+class RecoveryConfig(Section):
+    """[recovery]: what happens when a rank fails."""
+
+    hang_timeout_s: PositiveFloat = 1800.0
+    """Seconds that a rank waits for the others before the run counts as hung."""
+    max_restarts: NonNegativeInt = 0
+    """Times that the launcher starts failed ranks again."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run: IdentityConfig = IdentityConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelChoiceConfig = ModelChoiceConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optim: OptimConfig = OptimConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    backend: BackendConfig = BackendConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    compile: CompileConfig = CompileConfig()
+    recovery: RecoveryConfig = RecoveryConfig()

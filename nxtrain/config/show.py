@@ -1,0 +1,80 @@
+"""How a configuration prints: as TOML that reads back exactly, and as a table of every key there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from nxtrain.config.load import Loaded
+from nxtrain.config.schema import RunConfig
+from nxtrain.config.tables import toml_key, toml_value
+
+_KIND_NAMES = {bool: "bool", int: "int", float: "float", str: "string", Path: "path", dict: "table", tuple: "list"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration.
+
+    Args:
+        name: Dotted key.
+        kind: Its type, or its choices.
+        default: Its default, as TOML.
+        doc: What it is, with its unit.
+    """
+
+    name: str
+    kind: str
+    default: str
+    doc: str
+
+
+def dump(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
+    """Write a configuration as TOML; `load` reads it back equal.
+
+    Args:
+        config: What to write.
+        origins: Dotted key to where the value came from, written as comments.
+    """
+    return "\n".join(_lines(config.model_dump(by_alias=True), "", origins or {})).lstrip("\n") + "\n"
+
+
+def to_json(loaded: Loaded) -> dict[str, Any]:
+    """The sections with their values, and beside them `origins`, by dotted key."""
+    return {**loaded.config.model_dump(by_alias=True, mode="json"), "origins": dict(loaded.origins)}
+
+
+def keys() -> list[Key]:
+    """Every key of the configuration, in the order of the schema."""
+    return list(_keys(RunConfig(), ""))
+
+
+def _lines(table: Mapping[str, Any], prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
+    for name, value in table.items():
+        if not isinstance(value, Mapping):
+            origin = origins.get(f"{prefix}{name}", "")
+            yield f"{toml_key(name)} = {toml_value(value)}" + (f"  # {origin}" if origin else "")
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            path = f"{prefix}{toml_key(name)}"
+            yield f"\n[{path}]"
+            yield from _lines(value, f"{path}.", origins)
+
+
+def _keys(section: BaseModel, prefix: str) -> Iterator[Key]:
+    for attribute, field in type(section).model_fields.items():
+        name, default = prefix + (field.alias or attribute), getattr(section, attribute)
+        if isinstance(default, BaseModel):
+            yield from _keys(default, f"{name}.")
+        else:
+            yield Key(name, _kind(field.annotation), toml_value(default), field.description or "")
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " | ".join(get_args(annotation))
+    return _KIND_NAMES[get_origin(annotation) or annotation]

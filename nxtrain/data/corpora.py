@@ -1,0 +1,145 @@
+"""Where text comes from: the Python standard library that every machine has, or a person's own files.
+
+A corpus is read anew at each pass and never held whole in memory.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nxtrain.errors import DataError
+
+# Tests of the library and tables of character codes are no text that one reads.
+_NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})
+
+_JSON_LINES = frozenset({".jsonl", ".ndjson"})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in a fixed order; iterating yields the text of each, blank ones left out.
+
+    A file is one document, a line of a `.jsonl` file is one too (its "text" field). A file with a NUL byte is binary
+    (git's rule) and skipped, because folders of text hold pictures too.
+
+    Attributes:
+        name: What messages call it.
+        files: The files, in document order.
+        undecodable: What happens to text that is not UTF-8: `skip` the file, or `refuse` the corpus.
+        skipped: Every file that the passes so far left out, with the reason.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    undecodable: Literal["skip", "refuse"]
+    skipped: dict[Path, str] = field(default_factory=dict, compare=False)
+
+    def __iter__(self) -> Iterator[str]:
+        """Read every document once.
+
+        Raises:
+            DataError: A file that cannot be read or decoded, or a `.jsonl` line without text; names file and line.
+        """
+        for path in self.files:
+            try:
+                documents = _json_lines(path) if path.suffix in _JSON_LINES else self._whole(path)
+                yield from (document for document in documents if document.strip())
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+    def _whole(self, path: Path) -> Iterator[str]:
+        content = path.read_bytes()
+        if b"\0" in content:
+            self.skipped[path] = "binary: it holds a NUL byte"
+            return
+        try:
+            yield _decode(content, path)
+        except DataError as error:
+            if self.undecodable == "refuse":
+                raise
+            self.skipped[path] = str(error)
+
+
+def stdlib_corpus(limit_bytes: int = 16_000_000) -> Corpus:
+    """The source of the running Python's standard library, docstrings in place, one module a document.
+
+    The docstrings are not repeated as documents of their own: the same text twice would let a held-out document be seen
+    in training. Files come in an order drawn from their names, so that the limit takes a sample of the whole library.
+
+    Args:
+        limit_bytes: Files are taken until their sizes pass this; all of CPython 3.11 is 10.7 MB.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = [path.relative_to(root) for path in root.rglob("*.py")]
+    modules = [module for module in modules if _NOT_PROSE.isdisjoint(module.parts)]
+    modules.sort(key=lambda module: (zlib.crc32(module.as_posix().encode()), module))
+    files, num_bytes = [], 0
+    for module in modules:
+        num_bytes += (root / module).stat().st_size
+        if num_bytes > limit_bytes:
+            break
+        files.append(root / module)
+    return Corpus(f"the standard library in {root}", tuple(files), "skip")
+
+
+def text_corpus(path: str) -> Corpus:
+    """The text of a file, of every file below a folder (hidden ones left out), or of a glob such as `books/**/*.txt`.
+
+    Raises:
+        DataError: Nothing is there.
+    """
+    root = Path(path).expanduser()
+    if root.is_dir():
+        found = [file for file in root.rglob("*") if not any(p.startswith(".") for p in file.relative_to(root).parts)]
+    elif root.exists():
+        found = [root]
+    else:
+        found = [Path(name) for name in glob.glob(str(root), recursive=True)]
+    files = tuple(sorted(file for file in found if file.is_file()))
+    if not files:
+        what = "holds no file" if root.is_dir() else "matches no file" if glob.has_magic(path) else "does not exist"
+        raise DataError(f"data.path={path} {what}; name a text file, a folder of them, or a glob (from {Path.cwd()})")
+    return Corpus(path, files, "refuse")
+
+
+def _json_lines(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        start = 0
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _json_text(_decode(line, path, number, start), f"{path}, line {number}")
+            start += len(line)
+
+
+def _json_text(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{where}: no string under "text"; each line is an object such as {{"text": "..."}}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f'{where}: "text" holds half of a surrogate pair at character {error.start}') from error
+    return text
+
+
+def _decode(content: bytes, path: Path, line: int = 0, offset: int = 0) -> str:
+    """Decode UTF-8; `line` is that of the content in its file, 0 for a whole file, and `offset` its first byte."""
+    try:
+        return content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = line or content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}, byte {offset + error.start}: 0x{content[error.start]:02x} is not UTF-8 "
+            f"({error.reason}); convert the file, for example with iconv -t utf-8"
+        ) from error

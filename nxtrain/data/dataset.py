@@ -1,0 +1,100 @@
+"""The door of the package: from the `[data]` section to samples, prepared by one rank and mapped by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nxtrain.data.files import read_array, replacing
+from nxtrain.data.packing import concat
+from nxtrain.data.prepare import Prepared, digest, prepare
+from nxtrain.data.samples import Samples, TableSamples
+from nxtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from nxtrain.config.schema import DataConfig
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains and evaluates on.
+
+    Attributes:
+        train: Rows to train on.
+        validation: Rows held out; None when nothing is, as for `source=tokens`, whose every row is trained on.
+        tokenizer: The `tokenizer.json` of the ids; None for token files that name none.
+        fingerprint: Identity of the rows: runs with equal fingerprints and seeds train on equal batches.
+        skipped: Files that were left out, with the reason.
+    """
+
+    train: Samples
+    validation: Samples | None
+    tokenizer: Path | None
+    fingerprint: str
+    skipped: tuple[str, ...] = ()
+
+
+def open_data(
+    config: DataConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    workdir: Path,
+    leader: bool,
+    barrier: Callable[[], None],
+) -> Data:
+    """Open the data of a run; every rank calls this at the same point.
+
+    Args:
+        config: The `[data]` section.
+        seq_len: Targets in a row.
+        vocab_size: Entries of the model's vocabulary.
+        workdir: Folder for what is prepared; found again by the next start.
+        leader: Whether this rank prepares; one rank for each copy of `workdir` does.
+        barrier: Waits for all ranks.
+
+    Raises:
+        DataError: Data that is missing, malformed, too short or outside of the vocabulary.
+    """
+    settings = (config.source, config.path, config.tokenizer, config.validation_fraction, seq_len, vocab_size)
+    receipt = workdir / f"prepared-{digest(*settings)}.json"
+    # The barrier comes whether or not the leader succeeds, or the others would wait for it until they time out.
+    try:
+        if leader:
+            receipt.unlink(missing_ok=True)
+            prepared = prepare(config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir)
+            with replacing(receipt) as file:
+                file.write(prepared.model_dump_json().encode())
+    finally:
+        barrier()
+    if not leader:
+        prepared = _read_receipt(receipt)
+
+    if config.source == "tokens":
+        train: Samples = TableSamples(read_array(prepared.train))
+    else:
+        train = _packed(prepared.train, seq_len, "leaves for training", "add text, or lower train.seq_len")
+    validation = None
+    if prepared.validation:
+        held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
+        way_out = "raise the fraction, or set it to 0 to train without evaluation"
+        validation = _packed(prepared.validation, seq_len, held_out, way_out)
+    return Data(train, validation, prepared.tokenizer, digest(prepared.fingerprint, seq_len), prepared.skipped)
+
+
+def _packed(path: Path, seq_len: int, what: str, way_out: str) -> Samples:
+    stream = read_array(path)
+    if stream.size <= seq_len:
+        raise DataError(
+            f"the corpus {what} {stream.size} tokens, less than one row of train.seq_len + 1 = {seq_len + 1}; {way_out}"
+        )
+    return TableSamples(concat(stream, seq_len))
+
+
+def _read_receipt(path: Path) -> Prepared:
+    try:
+        return Prepared.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise DataError("the rank that prepares the data failed; its message says why") from error

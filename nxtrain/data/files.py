@@ -1,0 +1,83 @@
+"""Files that are whole or absent, and token arrays that need not fit in memory."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from nxtrain.errors import DataError
+
+Tokens = NDArray[np.integer[Any]]
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that appears under its name only when complete and on disk.
+
+    Raises:
+        DataError: The folder cannot be made, or the disk is full or read-only.
+    """
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with draft.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}; free space or choose another run.dir") from error
+
+
+@contextmanager
+def writing_tokens(path: Path, dtype: DTypeLike) -> Iterator[Callable[[Tokens], None]]:
+    """Write a 1-d .npy file piece by piece; yields the function that appends ids.
+
+    Raises:
+        DataError: As `replacing`.
+    """
+    num_tokens = 0
+
+    def append(ids: Tokens) -> None:
+        nonlocal num_tokens
+        num_tokens += ids.size
+        file.write(ids.astype(dtype, copy=False).data)
+
+    with replacing(path) as file:
+        _write_header(file, dtype, 0)
+        yield append
+        # numpy pads its header for the largest count there can be, so the true one fits where 0 stood.
+        file.seek(0)
+        _write_header(file, dtype, num_tokens)
+
+
+def read_array(path: Path) -> NDArray[Any]:
+    """Map a .npy file into memory.
+
+    Raises:
+        DataError: It is absent, torn, or no .npy array.
+    """
+    try:
+        array = np.load(path, mmap_mode="r")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} is no .npy array of numbers, or is cut short: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path} is an archive of arrays; save the one that holds the ids with numpy.save")
+    return array
+
+
+def _write_header(file: BinaryIO, dtype: DTypeLike, num_tokens: int) -> None:
+    descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": (num_tokens,)})

@@ -1,0 +1,195 @@
+"""What one rank does for all before training: split a corpus, train its tokenizer, write its token files.
+
+Every file bears the fingerprint of what it was made from, so a second start finds it and a changed corpus never meets
+an old file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
+from nxtrain.data.files import read_array, writing_tokens
+from nxtrain.data.samples import check_table
+from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
+from nxtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from nxtrain.config.schema import DataConfig
+
+SECTION_CHARS = 1 << 16
+"""Longest run of text that is split off or encoded as one; bounds the memory that one huge document takes."""
+
+_BATCH_CHARS = 1 << 20  # text that is encoded at once; an encoding takes some 100 bytes a token
+
+_TOKENIZER_CHARS = 32 << 20  # a larger sample no longer changes which merges are frequent, but takes its time
+
+
+class Prepared(BaseModel):
+    """Where the data of a run lies.
+
+    Attributes:
+        train, validation: Token files; None when nothing is held out.
+        tokenizer: The `tokenizer.json` that made them; None for ids of unknown origin.
+        fingerprint: Identity of their content.
+        skipped: Files that were left out, with the reason.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    train: Path
+    validation: Path | None
+    tokenizer: Path | None
+    fingerprint: str
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The sections of a corpus, in order: documents, or parts of those longer than `SECTION_CHARS`.
+
+    Attributes:
+        hashes: (n,) hash of each section's text.
+        chars: (n,) length of each.
+        documents: (n,) number of the document that each belongs to.
+    """
+
+    hashes: NDArray[np.uint64]
+    chars: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+    @staticmethod
+    def of(corpus: Iterable[str]) -> Survey:
+        """Read a corpus once."""
+        hashes, chars, documents = array("Q"), array("q"), array("q")
+        for document, text in sections(corpus):
+            hashes.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+            chars.append(len(text))
+            documents.append(document)
+        return Survey(np.array(hashes, np.uint64), np.array(chars, np.int64), np.array(documents, np.int64))
+
+    def split(self, validation_fraction: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which sections are held out, and which of the others the tokenizer learns from; two (n,) masks.
+
+        Sections go by their hash, least first, until they hold the fraction of the text: what is held out depends
+        neither on the order of the corpus nor on a seed, and a corpus that grows hardly moves it.
+        """
+        order = np.argsort(self.hashes, kind="stable")
+        total = np.cumsum(self.chars[order])
+        wanted = validation_fraction * total[-1]
+        num_held = int(np.searchsorted(total, wanted)) + 1 if wanted else 0
+        kept = total[num_held - 1] if num_held else 0
+        num_sampled = int(np.searchsorted(total, kept + _TOKENIZER_CHARS)) + 1
+        held, sampled = np.zeros(order.size, np.bool_), np.zeros(order.size, np.bool_)
+        held[order[:num_held]] = True
+        sampled[order[num_held:num_sampled]] = True
+        return held, sampled
+
+    def digest(self) -> str:
+        """Identity of the text and of where its documents and sections end."""
+        return hashlib.blake2b(self.hashes.tobytes() + self.documents.tobytes()).hexdigest()
+
+    def ends(self, held: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """After which sections a document ends: where the next is another document's, or across the split."""
+        last = np.ones(held.size, np.bool_)
+        last[:-1] = (np.diff(self.documents) != 0) | (held[1:] != held[:-1])
+        return last
+
+
+def sections(corpus: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Number of each document with its parts: `SECTION_CHARS` at most, cut at the end of a line where there is one."""
+    for number, document in enumerate(corpus):
+        start = 0
+        while len(document) - start > SECTION_CHARS:
+            end = document.rfind("\n", start, start + SECTION_CHARS) + 1 or start + SECTION_CHARS
+            yield number, document[start:end]
+            start = end
+        yield number, document[start:]
+
+
+def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path) -> Prepared:
+    """Check the data of a run and write what training reads, unless it is there already.
+
+    Raises:
+        DataError: Data that is missing, malformed, empty or outside of the vocabulary, or a disk that is full.
+    """
+    if config.source == "tokens":
+        return _prepare_tokens(config, seq_len, vocab_size)
+    corpus = stdlib_corpus() if config.source == "stdlib" else text_corpus(config.path)
+    survey = Survey.of(corpus)
+    skipped = tuple(f"{path}: {reason}" for path, reason in sorted(corpus.skipped.items()))
+    if not survey.hashes.size:
+        reasons = "".join(f"\n    {line}" for line in skipped)
+        raise DataError(f"{corpus.name} holds no text; name a file with text under data.path{reasons}")
+
+    held, sampled = survey.split(config.validation_fraction)
+    identity = digest(survey.digest(), config.validation_fraction)
+    tokenizer_path = Path(config.tokenizer).expanduser()
+    if not config.tokenizer:
+        tokenizer_path = workdir / f"tokenizer-{digest(identity, vocab_size)}.json"
+        if not tokenizer_path.exists():
+            texts = (text for (_, text), chosen in zip(sections(corpus), sampled, strict=True) if chosen)
+            train_bpe(texts, vocab_size, tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, vocab_size)
+
+    fingerprint = digest(identity, tokenizer.digest)
+    train = workdir / f"train-{fingerprint}.npy"
+    validation = workdir / f"validation-{fingerprint}.npy" if held.any() else None
+    streams = {False: train} if validation is None else {False: train, True: validation}
+    if not all(path.exists() for path in streams.values()):
+        _write_streams(streams, corpus, tokenizer, held, survey.ends(held))
+    return Prepared(
+        train=train, validation=validation, tokenizer=tokenizer.path, fingerprint=fingerprint, skipped=skipped
+    )
+
+
+def digest(*parts: object) -> str:
+    """A short name for a combination of values."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepared:
+    path = Path(config.path).expanduser()
+    content = check_table(read_array(path), path, seq_len=seq_len, vocab_size=vocab_size)
+    tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size).path if config.tokenizer else None
+    return Prepared(train=path, validation=None, tokenizer=tokenizer, fingerprint=digest(content))
+
+
+def _write_streams(
+    paths: Mapping[bool, Path],
+    corpus: Corpus,
+    tokenizer: TextTokenizer,
+    held: NDArray[np.bool_],
+    ends: NDArray[np.bool_],
+) -> None:
+    """Encode a corpus into a stream for each side of the split, every document followed by its end token."""
+    encoded = (ids for batch in _batches(text for _, text in sections(corpus)) for ids in tokenizer.encode(batch))
+    end = np.array([tokenizer.end_id], tokenizer.dtype)
+    with ExitStack() as files:
+        append = {side: files.enter_context(writing_tokens(path, tokenizer.dtype)) for side, path in paths.items()}
+        for ids, is_held, is_last in zip(encoded, held, ends, strict=True):
+            append[bool(is_held)](ids)
+            if is_last:
+                append[bool(is_held)](end)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_chars = 0
+    for text in texts:
+        batch.append(text)
+        num_chars += len(text)
+        if num_chars >= _BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    yield batch

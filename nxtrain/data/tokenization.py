@@ -1,0 +1,127 @@
+"""From text to ids: a byte-level BPE trained on the spot, or any tokenizer in Hugging Face's file format."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from nxtrain.data.files import Tokens, replacing
+from nxtrain.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Where no tokenizer_config.json says it: the names that GPT, Llama 3, Llama 2 and Gemma give to the end of a document.
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer that fits the model.
+
+    Attributes:
+        path: Its `tokenizer.json`.
+        tokenizer: The loaded file.
+        end_id: Id that ends every document.
+        dtype: Smallest type that holds its ids.
+        digest: Identity of the file's content.
+    """
+
+    path: Path
+    tokenizer: Tokenizer
+    end_id: int
+    dtype: np.dtype[np.unsignedinteger[Any]]
+    digest: str
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Tokens]:
+        """Ids of each text; text that spells a special token stays text."""
+        for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+            yield np.array(encoding.ids, self.dtype)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE and save it; the same texts give the same file, whatever the number of threads.
+
+    Id 0 is `<|endoftext|>`, the 256 bytes follow. Short texts may not yield `vocab_size` entries; ids stay below it.
+
+    Args:
+        texts: What to learn merges from.
+        vocab_size: Most entries.
+        path: The `tokenizer.json` to write.
+
+    Raises:
+        DataError: The vocabulary has no room for every byte.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size <= len(alphabet):
+        raise DataError(
+            f"model.config.vocab_size={vocab_size} cannot hold the {len(alphabet)} bytes and {END_OF_TEXT}; "
+            f"a tokenizer trained on the spot needs {len(alphabet) + 1} or more"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    with replacing(path) as file:
+        file.write(tokenizer.to_str(pretty=True).encode())
+
+
+def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
+    """Load a `tokenizer.json`, or the one in a folder.
+
+    Args:
+        path: The file or its folder.
+        vocab_size: Entries of the model's vocabulary.
+
+    Raises:
+        DataError: It is absent or unreadable, has ids beyond the vocabulary, or no known end-of-text token.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+        tokenizer = Tokenizer.from_buffer(content)
+    except OSError as error:
+        raise DataError(f"data.tokenizer: {file} cannot be read: {error.strerror}") from error
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise DataError(f"data.tokenizer: {file} is no tokenizer.json of Hugging Face: {error}") from error
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    token, last = max(vocabulary.items(), key=lambda entry: entry[1])
+    if last >= vocab_size:
+        raise DataError(
+            f"data.tokenizer: {file} has ids up to {last} ({token!r}), but the model's vocabulary ends at "
+            f"{vocab_size - 1}; set model.config.vocab_size={last + 1} or more, or choose another tokenizer"
+        )
+    # A file may ask for the cut and the padding of the task that it was made for; a corpus wants neither.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    digest = hashlib.blake2b(content).hexdigest()
+    return TextTokenizer(file, tokenizer, _end_id(tokenizer, file), np.min_scalar_type(last), digest)
+
+
+def _end_id(tokenizer: Tokenizer, file: Path) -> int:
+    config = file.with_name("tokenizer_config.json")
+    try:
+        declared = json.loads(config.read_bytes()).get("eos_token") if config.exists() else None
+    except ValueError as error:
+        raise DataError(f"data.tokenizer: {config} is not JSON: {error}") from error
+    if isinstance(declared, dict):
+        declared = declared["content"]
+    names = (declared,) if declared else _END_NAMES
+    for name in names:
+        end_id = tokenizer.token_to_id(name)
+        if end_id is not None:
+            return end_id
+    raise DataError(
+        f"data.tokenizer: {file} has no token that ends a document (looked for {', '.join(names)}); "
+        f'name it as "eos_token" in {config}'
+    )

@@ -1,0 +1,84 @@
+"""Every failure that nxtrain reports to a person, each with the exit code that scripts and schedulers rely on.
+
+A user's mistake ends in one readable message and its exit code, never in a traceback; anything outside this tree is a
+bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class NxtrainError(Exception):
+    """Base of all errors meant for people; the message says what, the values, the rule and the way out."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    Args:
+        key: Dotted key, such as `parallel.tp`; empty when no single key is at fault.
+        reason: What is wrong, with the values and the rule.
+        origin: Where the value came from (file, override, default); empty if unknown.
+        hint: The way out, such as the nearest known name; may be empty.
+    """
+
+    key: str
+    reason: str
+    origin: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.origin})" if self.origin else ""
+        hint = f"\n    {self.hint}" if self.hint else ""
+        return f"{self.key}{where}: {self.reason}{hint}" if self.key else f"{self.reason}{hint}"
+
+
+class ConfigError(NxtrainError):
+    """A configuration or an input that cannot run; carries every problem found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[Problem]) -> None:
+        self.problems = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(NxtrainError):
+    """Training or evaluation data that is missing, malformed or out of range."""
+
+    exit_code = 3
+
+
+class CheckpointError(NxtrainError):
+    """A checkpoint that cannot be written, read or matched to the model."""
+
+    exit_code = 4
+
+
+class BackendError(NxtrainError):
+    """A device, driver, library or process group that is absent or does not fit."""
+
+    exit_code = 5
+
+
+class DivergedError(NxtrainError):
+    """A loss or a gradient that is no longer finite, or a run that left its course."""
+
+    exit_code = 6
+
+
+class HangError(NxtrainError):
+    """A rank that stopped making progress."""
+
+    exit_code = 7
+
+
+class StoppedBySignal(NxtrainError):
+    """A run that a signal ended after its state was saved; starting it again continues it."""
+
+    exit_code = 75

@@ -1,0 +1,149 @@
+"""The contract of a model family: what nxtrain asks of any architecture, and how it finds one.
+
+A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports one. Everything here but
+`ModelFamily.build` works without torch, so a configuration can be checked on any machine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from pydantic import BaseModel, ConfigDict
+
+from nxtrain.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from nxtrain.backends.base import Kernels, LayerSet
+
+
+IGNORE_INDEX = -100
+"""Target that no loss counts; torch's own choice in `cross_entropy`."""
+
+
+class ModelConfig(BaseModel):
+    """Shape of a decoder, under Hugging Face's names; families add what they need."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    vocab_size: int
+    """Entries of the vocabulary, unpadded."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_hidden_layers: int
+    """Transformer blocks."""
+    tie_word_embeddings: bool = False
+    """The output projection is the embedding matrix itself."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model shape and where it was published."""
+
+    config: ModelConfig
+    source: str
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a model is built with; it never asks for a device or a rank itself.
+
+    Args:
+        layers: The layers that are cut over tp.
+        kernels: Attention and normalization.
+        dtype: Type of the parameters and activations.
+        seq_len: Longest sequence.
+        fused_qkv, fused_gate_up: One matrix for the projections that share an input.
+        scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
+        decay_norms: Weight decay applies to the norms too.
+    """
+
+    layers: LayerSet
+    kernels: Kernels
+    dtype: torch.dtype
+    seq_len: int
+    fused_qkv: bool = True
+    fused_gate_up: bool = True
+    scaled_init: bool = True
+    decay_norms: bool = False
+
+
+class CausalLM(Protocol):
+    """What training and generation ask of a built model, beside being a `torch.nn.Module`."""
+
+    def loss(self, inputs: Tensor, targets: Tensor, token_weight: Tensor) -> Tensor:
+        """Weighted sum of the tokens' cross entropies: (B, S), (B, S), () to () float32."""
+        ...
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """(B, S) to (B, S, vocab_size) float32, whole on every rank; not differentiable."""
+        ...
+
+
+class ModelFamily(ABC):
+    """One architecture: its configuration, its presets, its module, its Hugging Face form and its arithmetic."""
+
+    name: str
+    config_type: type[ModelConfig]
+    presets: Mapping[str, Preset]
+
+    @abstractmethod
+    def check(self, config: ModelConfig, *, tp: int, pp: int, seq_len: int) -> list[Problem]:
+        """Every reason why this shape cannot run at these degrees; keys are `model.config.*` or `parallel.*`."""
+
+    @abstractmethod
+    def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
+        """Make the module, a `CausalLM`, on the meta device; parameters but fused ones bear Hugging Face's names."""
+
+    @abstractmethod
+    def from_hf(self, hf_config: Mapping[str, Any]) -> ModelConfig:
+        """Read a Hugging Face `config.json`.
+
+        Raises:
+            ConfigError: It describes something that this family does not compute.
+        """
+
+    @abstractmethod
+    def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
+        """Write a Hugging Face `config.json`; `dtype` is torch's name of the weights' type."""
+
+    @abstractmethod
+    def flops_per_token(self, config: ModelConfig, seq_len: int) -> int:
+        """Floating point operations of forward and backward for one token, causal attention counted once.
+
+        Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
+        """
+
+    def preset(self, name: str) -> ModelConfig:
+        """The configuration of a preset.
+
+        Raises:
+            ConfigError: No such preset.
+        """
+        if name not in self.presets:
+            known = ", ".join(self.presets)
+            raise ConfigError(
+                [Problem("model.preset", f"{name!r} is no preset of {self.name}", hint=f"known: {known}")]
+            )
+        return self.presets[name].config
+
+
+def find_family(name: str) -> ModelFamily:
+    """Load the family that is installed under this name.
+
+    Raises:
+        ConfigError: No package installed offers it.
+    """
+    found = {entry.name: entry for entry in entry_points(group="nxtrain.models")}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise ConfigError(
+            [Problem("model.family", f"no model family {name!r} is installed", hint=f"installed: {known}")]
+        )
+    return cast(ModelFamily, found[name].load())

@@ -1,0 +1,1 @@
+"""Starting the ranks of a run: each target renders a command over torchrun."""

@@ -1,0 +1,128 @@
+"""Which rank works with which: the parallel axes of a run as pure data.
+
+Nothing here touches a device or a process group, so one process can hold the mesh of rank 3001 of 4096. Ranks are laid
+out as [pp, dp, tp], tensor parallel fastest, so that the ranks that talk most are the nearest cores (the order of NxD
+and of Megatron-LM).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from nxtrain.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parallel dimension of a run, seen from one rank.
+
+    Args:
+        name: Name used in messages and as the key of a process group, such as `tp`.
+        rank: This rank's position inside its own replica group.
+        groups: Every replica group of the axis over the whole world, each a tuple of global ranks; together they
+            hold each rank once.
+    """
+
+    name: str
+    rank: int
+    groups: tuple[tuple[int, ...], ...] = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks in each replica group."""
+        return len(self.groups[0])
+
+    def neighbours(self, size: int) -> Axis:
+        """The axis of `size` adjacent ranks inside each group: those that share a replicated key/value head."""
+        assert self.size % size == 0, (self, size)
+        groups = tuple(g[i : i + size] for g in self.groups for i in range(0, len(g), size))
+        return Axis(f"{self.name}/{size}", self.rank % size, groups)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of one rank: pipeline, data and tensor parallel, and products of them.
+
+    Args:
+        world: Number of ranks.
+        rank: This rank, 0 <= rank < world.
+        pp_size, dp_size, tp_size: Degrees; their product is `world`.
+    """
+
+    world: int
+    rank: int
+    pp_size: int = 1
+    dp_size: int = 1
+    tp_size: int = 1
+
+    @staticmethod
+    def build(world: int, rank: int, *, tp: int = 1, pp: int = 1, dp: int = 0) -> Mesh:
+        """Lay out a world; `dp=0` takes what tp and pp leave over.
+
+        Raises:
+            ConfigError: The degrees do not multiply to the world size.
+        """
+        problems = []
+        if world % (tp * pp):
+            problems.append(
+                Problem(
+                    "parallel.tp",
+                    f"tp={tp} x pp={pp} = {tp * pp} does not divide the world of {world} ranks",
+                    hint=f"start a multiple of {tp * pp} ranks, or choose tp x pp among {_divisors(world)}",
+                )
+            )
+        elif dp and dp * tp * pp != world:
+            problems.append(
+                Problem(
+                    "parallel.dp",
+                    f"tp={tp} x pp={pp} x dp={dp} = {tp * pp * dp} ranks, but the world has {world}",
+                    hint=f"use dp={world // (tp * pp)}, or dp=0 to derive it",
+                )
+            )
+        if problems:
+            raise ConfigError(problems)
+        return Mesh(world, rank, pp, world // (tp * pp), tp)
+
+    @cached_property
+    def pp(self) -> Axis:
+        """Pipeline parallel: the stages of one model copy."""
+        return self.over("pp")
+
+    @cached_property
+    def dp(self) -> Axis:
+        """Data parallel: the copies of one shard."""
+        return self.over("dp")
+
+    @cached_property
+    def tp(self) -> Axis:
+        """Tensor parallel: the shards of one layer."""
+        return self.over("tp")
+
+    @cached_property
+    def model(self) -> Axis:
+        """Pipeline and tensor parallel together: the ranks that hold one copy of the whole model."""
+        return self.over("pp", "tp")
+
+    @cached_property
+    def all(self) -> Axis:
+        """Every rank."""
+        return self.over("pp", "dp", "tp")
+
+    def over(self, *names: str) -> Axis:
+        """The axis that spans the named ones; `over("pp", "tp")` groups the ranks that differ only in those."""
+        sizes = {"pp": self.pp_size, "dp": self.dp_size, "tp": self.tp_size}
+        strides = {"pp": self.dp_size * self.tp_size, "dp": self.tp_size, "tp": 1}
+        members, starts = [0], [0]
+        for name, size in sizes.items():
+            grow = members if name in names else starts
+            grow[:] = [base + i * strides[name] for base in grow for i in range(size)]
+        own = sum(strides[n] * (self.rank // strides[n] % sizes[n]) for n in names)
+        groups = tuple(tuple(start + member for member in members) for start in starts)
+        return Axis("x".join(names), members.index(own), groups)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

@@ -1,0 +1,144 @@
+"""Numbers about the speed of a run, and the record that each logged step becomes.
+
+Nothing here reads a device: tokens are counted on the host, and the clock is an argument. On a device that works
+asynchronously a window ends where the trainer fetches its values, since that is when the host has waited for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+Clock = Callable[[], float]
+"""Seconds that never run backwards."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Speed over one window of steps.
+
+    Args:
+        tokens: Tokens trained on since the first step of the run, resumed parts included.
+        tokens_per_s: Tokens of the global batches of the window, per second.
+        step_time_s: Mean seconds of a step.
+        mfu: Model FLOPs per second over the peak of all devices; None when the peak is unknown.
+    """
+
+    tokens: int
+    tokens_per_s: float
+    step_time_s: float
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of `metrics.jsonl`.
+
+    Args:
+        step: Finished updates, from 1.
+        loss: Mean over the tokens of the global batch, nats.
+        grad_norm: Global norm of the gradient before clipping.
+        param_norm: Global norm of the parameters after the update.
+        lr: Learning rate of the update.
+        throughput: Speed since the record before.
+        val_loss: Mean over the held-out tokens, nats; None when this step was not evaluated.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    param_norm: float
+    lr: float
+    throughput: Throughput
+    val_loss: float | None = None
+
+    def line(self) -> dict[str, float | None]:
+        """The record as flat keys; `mfu` is None when unknown, `val_loss` is there only when measured."""
+        flat = asdict(self)
+        flat |= flat.pop("throughput")
+        if self.val_loss is None:
+            del flat["val_loss"]
+        return flat
+
+
+class ThroughputMeter:
+    """Counts tokens and steps, and gives the speed of each window between two readings.
+
+    Args:
+        flops_per_token: FLOPs of forward and backward for one token.
+        peak_flops: FLOPs per second of all devices together; None when unknown.
+        tokens: Tokens trained on before this process began.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self, flops_per_token: int, peak_flops: float | None, *, tokens: int = 0, clock: Clock = time.monotonic
+    ) -> None:
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._clock = clock
+        self._tokens = tokens
+        self._open_window()
+
+    def add_step(self, num_tokens: int) -> None:
+        """Count one step over a global batch of `num_tokens` targets."""
+        self._tokens += num_tokens
+        self._num_steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time spent inside out of the window: evaluation and checkpoints are not training speed.
+
+        Pause only where the device has nothing queued, such as after a fetch, or the queue's time is left out too.
+        """
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._begin_s += self._clock() - begin
+
+    def read(self) -> Throughput:
+        """The speed since the last reading, over at least one step; the next window begins here."""
+        assert self._num_steps, "a window without a step has no speed"
+        seconds = self._clock() - self._begin_s
+        tokens_per_s = (self._tokens - self._begin_tokens) / seconds
+        mfu = self._flops_per_token * tokens_per_s / self._peak_flops if self._peak_flops else None
+        result = Throughput(self._tokens, tokens_per_s, seconds / self._num_steps, mfu)
+        self._open_window()
+        return result
+
+    def _open_window(self) -> None:
+        self._begin_s = self._clock()
+        self._begin_tokens = self._tokens
+        self._num_steps = 0
+
+
+class Pace:
+    """How long a run has taken and how long it will take, pauses included.
+
+    The first step seen only starts the measurement: it carries compilation and warm-up, which do not recur.
+
+    Args:
+        total_steps: Last step of the run.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, total_steps: int, *, clock: Clock = time.monotonic) -> None:
+        self._total_steps = total_steps
+        self._clock = clock
+        self._start_s = clock()
+        self._first: tuple[int, float] | None = None
+
+    def elapsed_s(self) -> float:
+        """Seconds since this process began to train."""
+        return self._clock() - self._start_s
+
+    def eta_s(self, step: int) -> float | None:
+        """Seconds until the last step; None until two steps were seen."""
+        now = self._clock()
+        first_step, first_s = self._first = self._first or (step, now)
+        if step == first_step:
+            return None
+        return (self._total_steps - step) * (now - first_s) / (step - first_step)

@@ -1,0 +1,1 @@
+"""Blocks of a decoder that know no device and no rank."""

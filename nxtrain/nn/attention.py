@@ -1,0 +1,72 @@
+"""Causal self-attention with grouped queries.
+
+Shapes: S sequence, B batch, D hidden, N query heads, K key/value heads, H head dimension; N, K of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from nxtrain.nn.rope import Rope
+from nxtrain.sharding import Init, Segment
+
+if TYPE_CHECKING:
+    from nxtrain.family import BuildContext
+
+
+class Attention(nn.Module):
+    """Projections, rotation, causal attention and the projection back.
+
+    K/V heads are cut over tp like query heads; when tp exceeds them, adjacent ranks hold the same head.
+
+    Args:
+        hidden_size: D.
+        num_heads, num_kv_heads: Over all ranks.
+        head_dim: H.
+        init, init_out: How the projections in and out start.
+        context: Where it runs.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        init: Init,
+        init_out: Init,
+        context: BuildContext,
+    ) -> None:
+        super().__init__()
+        layers = context.layers
+        replicas = max(1, layers.tp.size // num_kv_heads)
+        segments = (
+            Segment("q_proj", num_heads * head_dim),
+            Segment("k_proj", num_kv_heads * head_dim, replicas),
+            Segment("v_proj", num_kv_heads * head_dim, replicas),
+        )
+        self._fused, self._head_dim, self._kernels = context.fused_qkv, head_dim, context.kernels
+        self._num_heads = num_heads // layers.tp.size
+        self._num_kv_heads = num_kv_heads * replicas // layers.tp.size
+        if self._fused:
+            self.qkv_proj = layers.column(hidden_size, segments, init)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (layers.column(hidden_size, (s,), init) for s in segments)
+        self.o_proj = layers.row(num_heads * head_dim, hidden_size, init_out)
+
+    def forward(self, x: Tensor, rope: Rope) -> Tensor:
+        """(S/tp, B, D) to (S/tp, B, D)."""
+        heads = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
+        if self._fused:
+            qkv = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
+            # Queries and keys turn together, in one pass.
+            qk, v = qkv.split((heads[0] + heads[1], heads[2]), dim=2)
+            q, k = rope(qk).split(heads[:2], dim=2)
+        else:
+            projections = (self.q_proj, self.k_proj, self.v_proj)
+            q, k, v = (project(x).unflatten(-1, (-1, self._head_dim)) for project in projections)
+            q, k = rope(q), rope(k)
+        return self.o_proj(self._kernels.attention(q, k, v).flatten(2))  # type: ignore[no-any-return]

@@ -1,0 +1,91 @@
+"""Fill a model with its first weights, the same bits whatever the layout.
+
+A tensor is drawn in tiles, each from a counter-based generator keyed by the seed, the tensor's global name and the
+tile's place. A rank draws the tiles that its shard touches and no others, so no process ever holds a whole model, and a
+weight does not depend on tp, pp, dp, on fusing, on the device or on what else is in the model.
+
+Source: Salmon et al. 2011 (Philox, doi:10.1145/2063384.2063405).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nxtrain.mesh import Axis
+from nxtrain.sharding import Init, ParamTable, ShardSpec, global_name
+
+TILE = 256
+"""Edge of a tile in entries; part of what defines the weights of a seed."""
+
+
+def materialize(model: nn.Module, put: Callable[[Tensor], Tensor], fill: Callable[[str, Tensor], None] | None) -> None:
+    """Give a model on the meta device its storage.
+
+    Args:
+        model: Built on the meta device; shared parameters stay shared.
+        put: Copies a host tensor to the device.
+        fill: Writes a parameter, given its name and an empty host tensor; None leaves zeros, for a load that follows.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            key = id(parameter)
+            if key not in made:
+                host = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                if fill is not None:
+                    fill(names[key], host)
+                made[key] = nn.Parameter(put(host), requires_grad=parameter.requires_grad)
+            setattr(module, leaf, made[key])
+        for leaf, value in _host_buffers(module).items():
+            module.register_buffer(leaf, put(value), persistent=False)
+
+
+def draw(table: ParamTable, axis: Axis, seed: int) -> Callable[[str, Tensor], None]:
+    """A `fill` for `materialize` that draws each parameter as its `ShardSpec` says."""
+
+    def fill(name: str, local: Tensor) -> None:
+        draw_shard(local, name, table[name], axis, seed)
+
+    return fill
+
+
+def draw_shard(local: Tensor, name: str, spec: ShardSpec, axis: Axis, seed: int) -> None:
+    """Fill this rank's shard of one parameter, in place; padding is left as it is."""
+    for piece, view in spec.views(local, axis):
+        if spec.init.kind != "normal":
+            view.fill_(1.0 if spec.init.kind == "ones" else 0.0)
+            continue
+        offsets = [0] * view.dim()
+        offsets[spec.dim or 0] = piece.start
+        _draw_normal(view, global_name(name, piece.segment), spec.global_shape(piece.segment), offsets, spec.init, seed)
+
+
+def _draw_normal(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[int], init: Init, seed: int) -> None:
+    """Fill a view with its part of the tensor `name`: entries [offsets, offsets + view.shape) of `shape`."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
+    key = np.frombuffer(digest, dtype=np.uint64)
+    spans = [range(start // TILE, -(-(start + size) // TILE)) for start, size in zip(offsets, view.shape, strict=True)]
+    for tile in itertools.product(*spans):
+        origin = [index * TILE for index in tile]
+        extent = [min(TILE, whole - start) for start, whole in zip(origin, shape, strict=True)]
+        counter = np.array([0, 0, *([0, 0, *tile][-2:])], dtype=np.uint64)
+        bits = np.random.Generator(np.random.Philox(key=key, counter=counter))
+        drawn = torch.from_numpy(bits.standard_normal(extent, dtype=np.float32)).mul_(init.std)
+        into, outof = [], []
+        for start, size, offset, length in zip(origin, extent, offsets, view.shape, strict=True):
+            low, high = max(start, offset), min(start + size, offset + length)
+            into.append(slice(low - offset, high - offset))
+            outof.append(slice(low - start, high - start))
+        view[tuple(into)].copy_(drawn[tuple(outof)])
+
+
+def _host_buffers(module: nn.Module) -> dict[str, Tensor]:
+    host_buffers: Callable[[], dict[str, Tensor]] | None = getattr(module, "host_buffers", None)
+    return host_buffers() if host_buffers is not None else {}

@@ -1,0 +1,71 @@
+"""Feed-forward block with a gated unit.
+
+Shapes: S sequence, B batch, D hidden, F intermediate of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxtrain.sharding import Init, Segment
+
+if TYPE_CHECKING:
+    from nxtrain.family import BuildContext
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)).
+
+    A tp that does not divide the intermediate size pads it: padded columns are zero on both sides of the product, stay
+    zero and contribute nothing.
+
+    Args:
+        hidden_size: D.
+        intermediate_size: Over all ranks.
+        init, init_out: How the projections in and out start.
+        context: Where it runs.
+
+    Source: Shazeer 2020 (arXiv:2002.05202).
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, init: Init, init_out: Init, context: BuildContext
+    ) -> None:
+        super().__init__()
+        layers = context.layers
+        segments = (Segment("gate_proj", intermediate_size), Segment("up_proj", intermediate_size))
+        self._fused = context.fused_gate_up
+        if self._fused:
+            self.gate_up_proj = layers.column(hidden_size, segments, init)
+        else:
+            self.gate_proj, self.up_proj = (layers.column(hidden_size, (s,), init) for s in segments)
+        self.down_proj = layers.row(intermediate_size, hidden_size, init_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(S/tp, B, D) to (S/tp, B, D)."""
+        if self._fused:
+            hidden: Tensor = _SwiGLU.apply(self.gate_up_proj(x))
+        else:
+            hidden = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(hidden)  # type: ignore[no-any-return]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up from both side by side; keeps only its input and computes the unit again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat([gate_grad, F.silu(gate).mul_(grad)], dim=-1)

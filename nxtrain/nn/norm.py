@@ -1,0 +1,36 @@
+"""Root mean square normalization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Kernels
+from nxtrain.sharding import Init, ShardSpec
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32.
+
+    Args:
+        size: Width of the last dimension.
+        eps: Added to the mean square.
+        kernels: Where it is computed.
+        sequence_parallel: Each rank sees its slice of the sequence, so the weight's gradient is a partial sum.
+        dtype: Type of the weight.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, kernels: Kernels, sequence_parallel: bool, dtype: torch.dtype, decay: bool
+    ) -> None:
+        super().__init__()
+        spec = ShardSpec((size,), sequence_parallel=sequence_parallel, decay=decay, init=Init("ones"))
+        self.specs = {"weight": spec}
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self._eps, self._kernels = eps, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) to (..., size)."""
+        return self._kernels.rms_norm(x, self.weight, self._eps)

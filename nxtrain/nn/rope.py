@@ -1,0 +1,94 @@
+"""Rotary position embedding, with Llama 3's stretching of long wavelengths.
+
+Shapes: S sequence, B batch, N heads, H head dimension.
+
+Source: Su et al. 2021 (arXiv:2104.09864); the frequencies follow transformers' `modeling_rope_utils.py`, in float32
+like it, so that imported weights see the same angles.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's frequency scaling.
+
+    Args:
+        factor: Long wavelengths are stretched by this much.
+        low_freq_factor, high_freq_factor: The band of `original_length / wavelength` over which stretching fades out.
+        original_length: Positions of the unstretched training.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_length: int
+
+
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Angle per position of each pair of dimensions: (H / 2,) float32."""
+    freqs = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim))
+    if scaling is None:
+        return freqs
+    turns = scaling.original_length / (2 * math.pi / freqs)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = (turns - low) / (high - low)
+    blended = (1 - smooth) * freqs / scaling.factor + smooth * freqs
+    return torch.where(turns < low, freqs / scaling.factor, torch.where(turns > high, freqs, blended))
+
+
+class Rope(nn.Module):
+    """Tables of one model, shared by its layers; float32 whatever the model's type.
+
+    Args:
+        seq_len: S, the longest sequence.
+        head_dim: H.
+        theta: Base of the wavelengths.
+        scaling: Llama 3's, or None.
+    """
+
+    def __init__(self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        super().__init__()
+        self._seq_len, self._head_dim, self._theta, self._scaling = seq_len, head_dim, theta, scaling
+        self.cos: Tensor
+        self.sin: Tensor
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(seq_len, 1, 1, head_dim // 2), persistent=False)
+
+    def host_buffers(self) -> dict[str, Tensor]:
+        """Values of the buffers, computed on the host."""
+        positions = torch.arange(self._seq_len, dtype=torch.float32, device="cpu")
+        angles = torch.outer(positions, frequencies(self._head_dim, self._theta, self._scaling))
+        return {"cos": angles.cos()[:, None, None], "sin": angles.sin()[:, None, None]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same."""
+        length = x.shape[0]
+        rotated: Tensor = _Rotate.apply(x, self.cos[:length], self.sin[:length])
+        return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back, so nothing but the tables is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

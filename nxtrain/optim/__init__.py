@@ -1,0 +1,1 @@
+"""The update: AdamW and its learning rate."""

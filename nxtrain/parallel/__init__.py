@@ -1,0 +1,1 @@
+"""Layers and losses that are cut over ranks, written on `Collectives` alone."""

@@ -1,0 +1,46 @@
+"""Vocabulary embedding, its rows cut over the tensor parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxtrain.parallel.regions import TensorParallel
+from nxtrain.sharding import Init, ShardSpec
+
+
+class VocabEmbedding(nn.Module):
+    """Each rank looks up the tokens of its own vocabulary rows; the sum over ranks is the whole lookup.
+
+    Args:
+        vocab_size: V, unpadded; a tp that does not divide it pads the last rank's rows with zeros.
+        hidden_size: D.
+        init: How the weight starts.
+        tp: The ranks that share it.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, init: Init, tp: TensorParallel) -> None:
+        super().__init__()
+        spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
+        self.specs = {"weight": spec}
+        self.weight = tp.empty(spec)
+        self._tp = tp
+        self._piece = spec.pieces(tp.axis)[0]
+        # A tensor, not a number: every rank must record the same graph, whatever its rows.
+        self.first: Tensor
+        self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
+
+    def host_buffers(self) -> dict[str, Tensor]:
+        """Values of the buffers, computed on the host."""
+        return {"first": torch.tensor([self._piece.start, self._piece.local_length])}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(S, B) integers to (S/tp, B, D)."""
+        if self._tp.axis.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first[0]
+        elsewhere = (local < 0) | (local >= self._piece.local_length)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        partial = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return self._tp.leave(partial)

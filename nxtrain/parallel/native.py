@@ -1,0 +1,35 @@
+"""The layer set on plain collectives: the one for CPU, CUDA and PyTorch/XLA."""
+
+from __future__ import annotations
+
+from nxtrain.backends.base import LayerSet
+from nxtrain.parallel.embedding import VocabEmbedding
+from nxtrain.parallel.linear import ColumnLinear, RowLinear
+from nxtrain.parallel.loss import VocabHead
+from nxtrain.parallel.regions import TensorParallel
+from nxtrain.sharding import Init, Segment
+
+
+class NativeLayers(LayerSet):
+    """Megatron-style layers.
+
+    Args:
+        parallel: The ranks that share them.
+        loss_chunk_bytes: Most bytes of float32 logits that exist at once.
+    """
+
+    def __init__(self, parallel: TensorParallel, *, loss_chunk_bytes: int = 64 << 20) -> None:
+        self.tp, self.sequence_parallel = parallel.axis, parallel.sequence_parallel
+        self._parallel, self._loss_chunk_bytes = parallel, loss_chunk_bytes
+
+    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init) -> ColumnLinear:
+        return ColumnLinear(in_features, segments, init, self._parallel)
+
+    def row(self, in_features: int, out_features: int, init: Init) -> RowLinear:
+        return RowLinear(in_features, out_features, init, self._parallel)
+
+    def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> VocabEmbedding:
+        return VocabEmbedding(vocab_size, hidden_size, init, self._parallel)
+
+    def head(self, vocab_size: int, hidden_size: int, init: Init) -> VocabHead:
+        return VocabHead(vocab_size, hidden_size, init, self._parallel, chunk_bytes=self._loss_chunk_bytes)

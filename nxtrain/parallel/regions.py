@@ -1,0 +1,112 @@
+"""Differentiable collectives: each forward communication paired with the one that its gradient needs.
+
+Under tensor parallelism an activation is either whole on every rank, or, with sequence parallelism, cut along dimension
+0 (the sequence). These functions move between the two.
+
+Source: Shoeybi et al. 2019 (arXiv:1909.08053) section 3; Korthikanti et al. 2022 (arXiv:2205.05198) section 4.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Collectives
+from nxtrain.mesh import Axis
+from nxtrain.sharding import ShardSpec
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
+        ctx.comm, ctx.axis = comm, axis
+        return comm.all_gather(x.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.comm.reduce_scatter(grad.contiguous(), ctx.axis), None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
+        ctx.comm, ctx.axis = comm, axis
+        return comm.reduce_scatter(x.contiguous(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.comm.all_gather(grad.contiguous(), ctx.axis), None, None
+
+
+class _ReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
+        ctx.comm, ctx.axis = comm, axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.comm.all_reduce(grad.contiguous(), ctx.axis), None, None
+
+
+class _ReduceSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
+        ctx.mark_dirty(x)
+        return comm.all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How the layers of one rank share work; what every such layer is built with.
+
+    Args:
+        axis: Tensor parallel axis.
+        comm: Collectives.
+        dtype: Type of the weights.
+        sequence_parallel: Between the layers, activations are cut along the sequence.
+    """
+
+    axis: Axis
+    comm: Collectives
+    dtype: torch.dtype
+    sequence_parallel: bool = False
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Bring an activation to where each rank computes its own share from all of it.
+
+        Args:
+            x: (S / tp, B, D) under sequence parallelism, else (S, B, D), equal on all ranks.
+
+        Returns:
+            (S, B, D), equal on all ranks; its gradient may differ by rank and is summed on the way back.
+        """
+        if self.axis.size == 1:
+            return x
+        function = _GatherSequence if self.sequence_parallel else _ReduceGradient
+        return function.apply(x, self.comm, self.axis)  # type: ignore[no-any-return]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum the shares of all ranks.
+
+        Args:
+            x: (S, B, D), a partial sum; overwritten.
+
+        Returns:
+            (S / tp, B, D) under sequence parallelism, else (S, B, D), equal on all ranks.
+        """
+        if self.axis.size == 1:
+            return x
+        function = _ScatterSequence if self.sequence_parallel else _ReduceSum
+        return function.apply(x, self.comm, self.axis)  # type: ignore[no-any-return]
+
+    def empty(self, spec: ShardSpec) -> nn.Parameter:
+        """This rank's shard of a weight, not yet filled."""
+        return nn.Parameter(torch.empty(spec.local_shape(self.axis), dtype=self.dtype))

@@ -1,0 +1,190 @@
+"""How each parameter is cut over the tensor parallel ranks: the single truth for everything that touches a weight.
+
+Initialization, gradients, norms, checkpoints, conversion and planning all derive what they need from `ShardSpec`; no
+other module knows where a rank's rows begin. A fused matrix (q, k and v in one) is a stack of segments, each a tensor
+of its own under its own name in every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from nxtrain.mesh import Axis
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts.
+
+    Args:
+        kind: Drawn from N(0, std^2), or filled with a constant.
+        std: Standard deviation of `normal`.
+    """
+
+    kind: Literal["normal", "zeros", "ones"] = "normal"
+    std: float = 0.02
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One global tensor inside a parameter.
+
+    Args:
+        name: Module name of the tensor when it stands alone, such as `q_proj`; empty if the parameter holds just this.
+        size: Entries along the cut dimension in the whole tensor.
+        replicas: Adjacent tensor parallel ranks that hold the same slice (K/V heads when tp exceeds them).
+    """
+
+    name: str
+    size: int
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One run of a local shard: which entries of which global tensor a rank holds, and where.
+
+    Args:
+        segment: The global tensor.
+        start: First entry in the global tensor, along the cut dimension.
+        length: Real entries; may be 0 on the last ranks of a padded tensor.
+        local_start: First entry in the local shard.
+        local_length: Entries that the piece takes in the local shard; those past `length` are padding, always zero.
+        copy: Which of the equal copies this is, 0 <= copy < copies.
+        copies: Ranks of the axis that hold the same entries.
+    """
+
+    segment: Segment
+    start: int
+    length: int
+    local_start: int
+    local_length: int
+    copy: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How one parameter is cut over an axis.
+
+    Args:
+        shape: Shape of the whole parameter, segments stacked along `dim`, neither padded nor replicated.
+        dim: Dimension that is cut; None when every rank holds all of it.
+        segments: The global tensors stacked along `dim`; one unnamed segment unless the matrix is fused.
+        sequence_parallel: Each rank's gradient is a partial sum, because it saw only its slice of the sequence.
+        tied_to: Name of the parameter that this one must stay equal to, on another pipeline stage.
+        decay: Weight decay applies.
+        init: How the parameter starts.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    segments: tuple[Segment, ...] = ()
+    sequence_parallel: bool = False
+    tied_to: str | None = None
+    decay: bool = True
+    init: Init = field(default_factory=Init)
+
+    def __post_init__(self) -> None:
+        """Give an unfused parameter its one segment, and hold fused ones to their sum."""
+        axis = 0 if self.dim is None else self.dim
+        if not self.segments:
+            object.__setattr__(self, "segments", (Segment("", self.shape[axis]),))
+        assert sum(s.size for s in self.segments) == self.shape[axis], self
+
+    def pieces(self, axis: Axis) -> tuple[Piece, ...]:
+        """What this rank of `axis` holds, in local order; a segment that does not divide is padded at its end."""
+        pieces, local_start = [], 0
+        for segment in self.segments:
+            copies = axis.size if self.dim is None else segment.replicas
+            width = -(-segment.size * copies // axis.size)
+            start = min(axis.rank // copies * width, segment.size)
+            length = min(width, segment.size - start)
+            pieces.append(Piece(segment, start, length, local_start, width, axis.rank % copies, copies))
+            local_start += width
+        return tuple(pieces)
+
+    def local_shape(self, axis: Axis) -> tuple[int, ...]:
+        """Shape of each rank's shard, equal on all ranks."""
+        last = self.pieces(axis)[-1]
+        dim = self.dim or 0
+        return (*self.shape[:dim], last.local_start + last.local_length, *self.shape[dim + 1 :])
+
+    def global_shape(self, segment: Segment) -> tuple[int, ...]:
+        """Shape of one segment as a tensor of its own."""
+        dim = self.dim or 0
+        return (*self.shape[:dim], segment.size, *self.shape[dim + 1 :])
+
+    def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[Piece, Tensor]]:
+        """Each piece with its view into the local shard, padding left out."""
+        for piece in self.pieces(axis):
+            yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
+
+    def shard(self, tensors: Mapping[str, Tensor], axis: Axis) -> Tensor:
+        """Cut this rank's shard out of whole tensors, one per segment name; padding is zero."""
+        some = tensors[self.segments[0].name]
+        local = some.new_zeros(self.local_shape(axis))
+        for piece, view in self.views(local, axis):
+            view.copy_(tensors[piece.segment.name].narrow(self.dim or 0, piece.start, piece.length))
+        return local
+
+
+class ParamTable(Mapping[str, ShardSpec]):
+    """The `ShardSpec` of every parameter of a model, by parameter name, in model order."""
+
+    def __init__(self, specs: Mapping[str, ShardSpec]) -> None:
+        self._specs = dict(specs)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParamTable:
+        """Collect the `specs` that the modules of a model declare for their own parameters."""
+        specs = {}
+        for prefix, module in model.named_modules():
+            for name, spec in getattr(module, "specs", {}).items():
+                specs[f"{prefix}.{name}" if prefix else name] = spec
+        table = cls({name: specs[name] for name, _ in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            assert len(parameter.shape) == len(specs[name].shape), (name, parameter.shape, specs[name])
+        return table
+
+    def __getitem__(self, name: str) -> ShardSpec:
+        return self._specs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def num_params(self) -> int:
+        """Parameters of the whole model, each counted once whatever the layout."""
+        return sum(_numel(spec.shape) for spec in self.values() if spec.tied_to is None)
+
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model as a checkpoint knows it: global name to whole shape."""
+        return {
+            global_name(name, segment): spec.global_shape(segment)
+            for name, spec in self.items()
+            for segment in spec.segments
+        }
+
+
+def global_name(parameter: str, segment: Segment) -> str:
+    """Checkpoint name of a segment: `a.qkv_proj.weight` and segment `q_proj` give `a.q_proj.weight`."""
+    if not segment.name:
+        return parameter
+    module, _, leaf = parameter.rpartition(".")
+    parent, _, _ = module.rpartition(".")
+    return ".".join(part for part in (parent, segment.name, leaf) if part)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,155 @@
+"""A whole run on one rank: from a loaded configuration to the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.save import save
+from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.load import Loaded
+from nxtrain.config.show import dump
+from nxtrain.data import Data, Loader, Samples, open_data, unigram_entropy
+from nxtrain.mesh import Mesh
+from nxtrain.metrics.meters import ThroughputMeter
+from nxtrain.metrics.sinks import open_sinks
+from nxtrain.optim.schedule import Schedule
+from nxtrain.train.build import dtype_name
+from nxtrain.train.start import shards_of, start
+from nxtrain.train.step import TrainState
+from nxtrain.train.trainer import Trainer
+
+CONFIG_FILE = "config.toml"
+SUMMARY_FILE = "summary.json"
+DATA_DIR = "data"
+
+
+def train(loaded: Loaded) -> None:
+    """Train as configured: one rank, or every rank under torchrun.
+
+    Raises:
+        NxtrainError: Anything that a person can mend; the message says how.
+    """
+    name, reason = choose(loaded.config.backend.name)
+    backend = open_backend(name)
+    try:
+        train_on(backend, resolve(loaded, backend.world), reason)
+    finally:
+        backend.close()
+
+
+def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
+    """Train on a backend that is open already.
+
+    Args:
+        backend: This rank's device.
+        plan: The checked configuration.
+        reason: Why this backend was chosen.
+    """
+    config = plan.config
+    parallel, batches = config.parallel, config.train
+    mesh = Mesh.build(backend.world, backend.rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    leader = mesh.rank == 0
+    say = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not leader).print
+    if leader:
+        config.run.dir.mkdir(parents=True, exist_ok=True)
+        (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+    say(f"backend {backend.name} ({reason}); {mesh.world} ranks: tp {mesh.tp_size}, dp {mesh.dp_size}")
+    data = open_data(
+        config.data,
+        seq_len=batches.seq_len,
+        vocab_size=plan.model.vocab_size,
+        workdir=config.run.dir / DATA_DIR,
+        leader=leader,
+        barrier=backend.collectives.barrier,
+    )
+    state, meta = start(plan, backend, mesh, data.fingerprint)
+    say(
+        f"model {plan.family.name}, {state.table.num_params():,} parameters; data {data.train.num_rows:,} rows of "
+        f"{batches.seq_len} tokens; " + (f"continues after step {meta.step}" if meta.step else "starts from scratch")
+    )
+
+    def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"]) -> Loader:
+        return Loader(
+            samples,
+            seed=config.run.seed,
+            shuffle=shuffle,
+            global_batch=batches.global_batch,
+            micro_batch=batches.micro_batch,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp.size,
+            past_end=past_end,
+        )
+
+    flops = plan.family.flops_per_token(plan.model, batches.seq_len)
+    peak = backend.peak_flops()
+    sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
+    try:
+        trainer = Trainer(
+            config=config,
+            state=state,
+            train=loader(data.train, shuffle=config.data.shuffle, past_end="wrap"),
+            validation=loader(data.validation, shuffle=False, past_end="pad") if data.validation else None,
+            schedule=schedule_of(plan),
+            meter=ThroughputMeter(flops, peak * mesh.world if peak else None, tokens=meta.tokens),
+            sinks=sinks,
+            save=lambda step: _save(step, plan, state, data),
+        )
+        val_loss = trainer.run(meta.step)
+    finally:
+        for sink in sinks:
+            sink.close()
+    if leader and val_loss is not None and data.validation is not None:
+        _summarize(config.run.dir, val_loss, unigram_entropy(data.validation), say)
+
+
+def schedule_of(plan: Resolved) -> Schedule:
+    """The learning rate of each step, as configured."""
+    optim = plan.config.optim
+    return Schedule(
+        optim.lr, optim.min_lr, optim.warmup_steps, optim.decay_steps or plan.config.train.steps, optim.schedule
+    )
+
+
+def _save(step: int, plan: Resolved, state: TrainState, data: Data) -> None:
+    config = plan.config
+    samples = step * config.train.global_batch
+    meta = Meta(
+        step=step,
+        samples=samples,
+        tokens=samples * config.train.seq_len,
+        seed=config.run.seed,
+        family=plan.family.name,
+        config=plan.model.model_dump(),
+        dtype=dtype_name(plan),
+        data_fingerprint=data.fingerprint,
+    )
+    folder = config.run.dir / layout.FOLDER
+    save(
+        layout.step_path(folder, step),
+        shards_of(state),
+        state.table,
+        state.mesh,
+        meta,
+        tokenizer=data.tokenizer,
+        keep=config.checkpoint.keep,
+    )
+
+
+def _summarize(folder: Path, val_loss: float, entropy: float, say: Callable[[str], None]) -> None:
+    """Compare the held-out loss with what the best model without context reaches on the same tokens."""
+    summary = {"val_loss": val_loss, "unigram_entropy": entropy}
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    say(
+        f"held-out loss {val_loss:.4f} nats per token (perplexity {math.exp(val_loss):.1f}); unigram entropy of the "
+        f"same tokens {entropy:.4f} (perplexity {math.exp(entropy):.1f})"
+    )

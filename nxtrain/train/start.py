@@ -1,0 +1,89 @@
+"""Where a run begins: from drawn weights, from a Hugging Face folder, or from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.chunks import MODEL, Shards
+from nxtrain.checkpoint.hf import load_hf_weights
+from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.config.check import Resolved
+from nxtrain.errors import CheckpointError
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import ParamTable
+from nxtrain.train.build import build_model, build_state, dtype_name
+from nxtrain.train.step import TrainState
+
+
+def start(plan: Resolved, backend: Backend, mesh: Mesh, data_fingerprint: str) -> tuple[TrainState, Meta]:
+    """Build this rank's state and give it its first values; says where the run stands.
+
+    Raises:
+        CheckpointError: The checkpoint to continue is damaged or belongs to another run.
+        ConfigError: The Hugging Face folder of `model.init=hf` does not fit.
+    """
+    config = plan.config
+    checkpoint = _checkpoint(plan)
+    fresh = Meta(
+        step=0,
+        samples=0,
+        tokens=0,
+        seed=config.run.seed,
+        family=plan.family.name,
+        config=plan.model.model_dump(),
+        dtype=dtype_name(plan),
+        data_fingerprint=data_fingerprint,
+    )
+    drawn = checkpoint is None and config.model.init != "hf"
+    model = build_model(plan, backend, mesh, init="draw" if drawn else "zeros")
+    if checkpoint is None and config.model.init == "hf":
+        load_hf_weights(Path(config.model.hf), dict(model.named_parameters()), ParamTable.of(model), mesh)
+    state = build_state(plan, model, backend, mesh)
+    if checkpoint is None:
+        return state, fresh
+    meta = read_meta(checkpoint)
+    _refuse_drift(checkpoint, meta, fresh, plan)
+    if meta.step == 0:  # weights alone, from a conversion
+        load(checkpoint, {MODEL: shards_of(state)[MODEL]}, state.table, mesh)
+        state.optimizer.copy_master()
+        return state, fresh
+    load(checkpoint, shards_of(state), state.table, mesh)
+    state.optimizer.num_updates.copy_(backend.put(torch.full((2,), float(meta.step))))
+    return state, meta
+
+
+def shards_of(state: TrainState) -> Shards:
+    """Every tensor that a checkpoint holds: the weights and the optimizer's state."""
+    return {MODEL: {name: p.detach() for name, p in state.parameters.items()}, **state.optimizer.state}
+
+
+def _checkpoint(plan: Resolved) -> Path | None:
+    resume = plan.config.checkpoint.resume
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return layout.newest(plan.config.run.dir / layout.FOLDER)
+    return layout.resolve(Path(resume))
+
+
+def _refuse_drift(checkpoint: Path, meta: Meta, fresh: Meta, plan: Resolved) -> None:
+    """A run goes on only as what it was; weights alone may start any run of their shape."""
+    keys = ["family", "config"] if meta.step == 0 else ["family", "config", "dtype", "seed", "data_fingerprint"]
+    differences = [
+        f"{key} is {getattr(meta, key)!r} there and {getattr(fresh, key)!r} here"
+        for key in keys
+        if getattr(meta, key) != getattr(fresh, key)
+    ]
+    batch = plan.config.train.global_batch
+    if meta.samples != meta.step * batch:
+        differences.append(f"train.global_batch is {meta.samples // meta.step} there and {batch} here")
+    if differences:
+        raise CheckpointError(
+            f"{checkpoint} belongs to another run: {'; '.join(differences)}. Use another run.dir, "
+            "checkpoint.resume=never, or the configuration that the checkpoint was made with"
+        )

@@ -1,0 +1,107 @@
+"""The loop of a run: steps, records, evaluations and checkpoints, each at its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nxtrain.config.schema import RunConfig
+from nxtrain.data.loader import Batch, Loader
+from nxtrain.errors import DivergedError
+from nxtrain.metrics.meters import StepRecord, ThroughputMeter
+from nxtrain.metrics.sinks import Sink
+from nxtrain.optim.schedule import Schedule
+from nxtrain.train.step import DeviceBatch, TrainState, eval_step, train_step
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a run needs to go from one step to the last.
+
+    Args:
+        config: Numbers of steps, and when to do what.
+        state: Model, optimizer and device.
+        train: Batches to train on.
+        validation: Batches to evaluate on; None never evaluates.
+        schedule: Learning rate of each step.
+        meter: Speed.
+        sinks: Where records go.
+        save: Writes the checkpoint of a finished step.
+    """
+
+    config: RunConfig
+    state: TrainState
+    train: Loader
+    validation: Loader | None
+    schedule: Schedule
+    meter: ThroughputMeter
+    sinks: Sequence[Sink]
+    save: Callable[[int], None]
+
+    def run(self, finished: int) -> float | None:
+        """Train from the step after `finished` to the last, and return the last held-out loss, if any.
+
+        Raises:
+            DivergedError: A logged loss or gradient norm is not finite.
+        """
+        config, backend = self.config, self.state.backend
+        total = config.train.steps
+        # Every source gives each row seq_len targets that count.
+        step_tokens = config.train.global_batch * config.train.seq_len
+        val_loss = None
+        with closing(self.train.prefetched(finished)) as batches:
+            for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
+                rate = self.schedule.at(step)
+                result = train_step(self.state, self._put(batch), *backend.scalars(rate))
+                backend.step_boundary()
+                self.meter.add_step(step_tokens)
+                evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
+                saves = _due(step, config.checkpoint.every, total)
+                if evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total):
+                    norm = self.state.gradients.norm(self.state.parameters)
+                    read = backend.fetch({"loss": result.loss, "grad_norm": result.grad_norm, "param_norm": norm})
+                    _check_finite(step, read)
+                    throughput = self.meter.read()
+                    with self.meter.paused():
+                        val_loss = self.evaluate() if evaluates else None
+                        record = StepRecord(step=step, lr=rate, throughput=throughput, val_loss=val_loss, **read)
+                        for sink in self.sinks:
+                            sink.log(record.line())
+                        if saves:
+                            self.save(step)
+        return val_loss
+
+    def evaluate(self) -> float:
+        """Mean loss over the held-out tokens: the first `eval_batches` global batches, always the same."""
+        assert self.validation is not None
+        backend = self.state.backend
+        loss, num_tokens = 0.0, 0.0
+        for index in range(min(self.config.train.eval_batches, self.validation.steps_per_epoch)):
+            sums = eval_step(self.state, self._put(self.validation.batch(index)))
+            read = backend.fetch(dict(zip(("loss", "num_tokens"), sums, strict=True)))
+            loss += read["loss"]
+            num_tokens += read["num_tokens"]
+        return loss / num_tokens
+
+    def _put(self, batch: Batch) -> DeviceBatch:
+        put: Callable[[Tensor], Tensor] = self.state.backend.put
+        return DeviceBatch(put(torch.from_numpy(batch.inputs)), put(torch.from_numpy(batch.targets)))
+
+
+def _due(step: int, every: int, total: int) -> bool:
+    """Whether something that happens every so many steps, and after the last, happens now; 0 is never."""
+    return every > 0 and (step % every == 0 or step == total)
+
+
+def _check_finite(step: int, values: Mapping[str, float]) -> None:
+    wrong = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
+    if wrong:
+        raise DivergedError(
+            f"step {step}: {', '.join(wrong)}; the run has diverged. Resume from a checkpoint before it with a lower "
+            "optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
+        )

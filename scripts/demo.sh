@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Trains a small Llama on the text of Python's standard library, tensor parallel over two processes, and shows the result.
+#
+#   bash scripts/demo.sh [--short]
+#
+# --short trains just long enough to show that every part works.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+
+run=runs/demo overrides=()
+case ${1:-} in
+    "") ;;
+    --short) run=runs/demo-short overrides=(train.steps=20 optim.warmup_steps=5 train.eval_every=20 checkpoint.every=20) ;;
+    *) say "unknown argument $1; usage: demo.sh [--short]" && exit 2 ;;
+esac
+
+setup
+nxtrain="$venv/bin/nxtrain"
+rm -rf "$run"
+
+say "=== training; tp=2 with sequence parallelism"
+"$nxtrain" launch configs/demo.toml --nproc 2 "run.dir=$run" checkpoint.resume=never ${overrides[@]+"${overrides[@]}"}
+say "=== what it writes after \"def \""
+"$nxtrain" generate "$run" --prompt "def "
+say "=== export to Hugging Face, loaded by transformers, logits compared"
+"$nxtrain" convert nxtrain-to-hf "$run" "$run/huggingface" --verify
+say "=== done; the run folder is $run, its curves: $venv/bin/tensorboard --logdir $run"

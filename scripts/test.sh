@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Proves nxtrain right on this machine.
+#
+#   bash scripts/test.sh [lane ...] [--torch VERSION] [-- pytest arguments]
+#
+# Lanes: lint unit dist xla train faults device; all of them by default. --torch runs them on another torch, without
+# torch-xla and so without the lane xla. Exit code 0 when everything passed, 1 when not, 2 for a wrong call.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+
+lanes=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        lint | unit | dist | xla | train | faults | device) lanes+=("$1") ;;
+        --torch) NXTRAIN_TORCH=${2:?--torch needs a version, such as 2.13.0} && shift ;;
+        --) shift && break ;;
+        *) say "unknown argument $1; usage: test.sh [lane ...] [--torch VERSION] [-- pytest arguments]" && exit 2 ;;
+    esac
+    shift
+done
+export NXTRAIN_TORCH="${NXTRAIN_TORCH:-}"  # the demo, which a test runs, sets itself up the same way
+
+has_xla() { "$venv/bin/python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch_xla"))'; }
+
+setup
+if [ ${#lanes[@]} -eq 0 ]; then
+    lanes=(lint)
+    for lane in unit dist xla train faults device; do
+        [ -z "$(find "tests/$lane" -name 'test_*.py' 2>/dev/null)" ] || lanes+=("$lane")
+    done
+    if ! has_xla; then
+        say "without the lane xla: $venv has no torch-xla"
+        lanes=(${lanes[@]/xla/})
+    fi
+fi
+
+lint() {
+    local code=0
+    "$venv/bin/ruff" check . || code=1
+    "$venv/bin/ruff" format --check . || code=1
+    "$venv/bin/mypy" || code=1
+    "$venv/bin/lint-imports" --no-logo || code=1
+    return $code
+}
+
+# One process per lane, since torch-xla and the process groups leave traces in theirs.
+run_lane() {
+    case $1 in
+        lint) lint ;;
+        dist) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest tests/dist "${@:2}" ;;  # the ranks share the cores
+        *) "$venv/bin/python" -m pytest "tests/$1" "${@:2}" ;;
+    esac
+}
+
+summary=() failed=0 ran=0
+for lane in "${lanes[@]}"; do
+    say "=== $lane"
+    begin=$SECONDS code=0
+    run_lane "$lane" "$@" || code=$?
+    case $code in
+        0) verdict=passed ran=1 ;;
+        5) verdict="no test selected" ;;  # pytest's exit code for an empty selection, such as -k of another lane's test
+        *) verdict=FAILED failed=1 ;;
+    esac
+    summary+=("$(printf '%-7s %5d s  %s' "$lane" $((SECONDS - begin)) "$verdict")")
+done
+
+printf '\n%s' "torch $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')" "${summary[@]}"
+echo
+[ $failed = 0 ] && [ $ran = 1 ]

@@ -1,0 +1,36 @@
+"""Tests that need a device or a vendor's package are skipped where it is absent, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ask each kind of device once, and only when a test needs it: the answer imports torch."""
+    for marker, why_not in _WHY_NOT.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = why_not() if marked else ""
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_cuda() -> str:
+    from nxtrain.backends.cuda import CudaBackend
+
+    support = CudaBackend.support()
+    return "" if support.ok else support.reason
+
+
+def _why_no_package(name: str) -> Callable[[], str]:
+    return lambda: "" if find_spec(name) else f"{name} is not installed"
+
+
+_WHY_NOT = {
+    "cuda": _why_no_cuda,
+    "neuron": _why_no_package("torch_neuronx"),
+    "nxd": _why_no_package("neuronx_distributed"),
+}

@@ -1,0 +1,7 @@
+"""Ranks for the lane."""
+
+from __future__ import annotations
+
+from tests.support.ranks import ranks
+
+__all__ = ["ranks"]

@@ -1,0 +1,104 @@
+"""What several ranks save, any other layout loads, bit for bit: other tp and dp, fused or not, padded or not."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.save import save
+from nxtrain.errors import CheckpointError
+from nxtrain.mesh import Mesh
+from tests.support.checkpoints import blank, cut, meta, same, table
+from tests.support.ranks import RankPool
+
+Degrees = tuple[int, int]  # tp, dp
+
+
+def mesh_of(backend: Backend, degrees: Degrees) -> Mesh:
+    return Mesh.build(backend.world, backend.rank, tp=degrees[0], dp=degrees[1])
+
+
+def save_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused: bool) -> None:
+    mesh = mesh_of(backend, degrees)
+    specs = table(shape, mesh, fused_qkv=fused, fused_gate_up=fused)
+    save(path, cut(specs, mesh), specs, mesh, meta(), keep=1)
+
+
+def load_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused: bool) -> bool:
+    mesh = mesh_of(backend, degrees)
+    specs = table(shape, mesh, fused_qkv=fused, fused_gate_up=fused)
+    wanted = cut(specs, mesh)
+    shards = blank(wanted)
+    load(path, shards, specs, mesh)
+    return same(shards, wanted)
+
+
+@pytest.mark.parametrize("shape", ["gqa2", "odd", "tied"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (4, 1)), ((4, 1), (2, 1)), ((4, 1), (2, 2)), ((1, 2), (2, 1))],
+)
+def test_a_changed_layout_is_resharded(
+    ranks: RankPool, tmp_path: Path, shape: str, saved: Degrees, loaded: Degrees
+) -> None:
+    path = layout.step_path(tmp_path, 10)
+    ranks.run(saved[0] * saved[1], save_rank, path, shape, saved, True)
+    assert all(ranks.run(loaded[0] * loaded[1], load_rank, path, shape, loaded, False))
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_data_parallel_copies_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
+    path = layout.step_path(tmp_path, 10)
+    ranks.run(2, save_rank, path, "gqa2", (1, 2), True)
+    sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert min(sizes) > 0.4 * sum(sizes)
+
+
+def save_without_space(backend: Backend, path: Path) -> str:
+    """Rank 1 may write files of one KiB only, as if its disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if backend.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        save_rank(backend, path, "gqa2", (2, 1), True)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return ""
+
+
+def test_one_rank_without_space_fails_the_save_on_all_and_older_checkpoints_stay(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    older, path = layout.step_path(tmp_path, 10), layout.step_path(tmp_path, 20)
+    ranks.run(2, save_rank, older, "gqa2", (2, 1), True)
+    first, second = ranks.run(2, save_without_space, path)
+    assert first == second
+    assert first.startswith(f"cannot write {path}: rank 1: ")
+    assert layout.list_checkpoints(tmp_path) == [older] == list(tmp_path.iterdir())
+    assert all(ranks.run(2, load_rank, older, "gqa2", (2, 1), True))
+
+
+def refuse_rank(backend: Backend, path: Path) -> str:
+    mesh = mesh_of(backend, (2, 1))
+    specs = table("odd", mesh)
+    shards = blank(cut(specs, mesh))
+    try:
+        load(path, shards, specs, mesh)
+    except CheckpointError as error:
+        return str(error) if same(shards, blank(shards)) else "touched"
+    return ""
+
+
+def test_all_ranks_refuse_a_wrong_checkpoint_with_the_same_words(ranks: RankPool, tmp_path: Path) -> None:
+    path = layout.step_path(tmp_path, 10)
+    ranks.run(2, save_rank, path, "gqa2", (2, 1), True)
+    first, second = ranks.run(2, refuse_rank, path)
+    assert first == second
+    assert "model/model.embed_tokens.weight is bfloat16 (128, 64) instead of bfloat16 (131, 64)" in first

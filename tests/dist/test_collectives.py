@@ -1,0 +1,70 @@
+"""Every collective over every kind of axis, against the same operation on tensors that one process holds together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.mesh import Axis, Mesh
+from tests.support.layers import random
+from tests.support.ranks import RankPool
+
+Results = dict[str, Tensor]
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def held_by(rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    """What a rank brings: small integers, so that sums are exact in every type and order."""
+    return random(*shape, seed=rank, scale=4.0).round().to(dtype)
+
+
+def axes(world: int, rank: int) -> dict[str, Axis]:
+    mesh = Mesh.build(world, rank, tp=2)
+    return {"tp": mesh.tp, "dp": mesh.dp, "all": mesh.all, "neighbours": mesh.all.neighbours(2)}
+
+
+def collect(backend: Backend, dtype: torch.dtype) -> dict[str, Results]:
+    comm = backend.collectives
+    found = {}
+    for name, axis in axes(backend.world, backend.rank).items():
+        vector, matrix = (held_by(backend.rank, *shape, dtype=dtype) for shape in ((3,), (axis.size * 2, 3)))
+        bucket = [vector.clone(), matrix.clone()]
+        comm.all_reduce_bucket(bucket, axis, scale=0.5)
+        waiting = comm.start_all_reduce(matrix.clone(), axis)
+        found[name] = {
+            "sum": comm.all_reduce(vector.clone(), axis),
+            "max": comm.all_reduce(vector.clone(), axis, "max"),
+            "all_gather": comm.all_gather(matrix.clone(), axis),
+            "reduce_scatter": comm.reduce_scatter(matrix.clone(), axis),
+            "started": waiting.wait(),
+            "bucket_vector": bucket[0],
+            "bucket_matrix": bucket[1],
+        }
+    comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives_combine_what_the_ranks_of_an_axis_hold(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    for rank, by_axis in enumerate(ranks.run(world, collect, dtype)):
+        for name, axis in axes(world, rank).items():
+            group = next(group for group in axis.groups if rank in group)
+            vectors = torch.stack([held_by(member, 3, dtype=dtype) for member in group])
+            matrices = torch.stack([held_by(member, axis.size * 2, 3, dtype=dtype) for member in group])
+            scale = 0.5 if axis.size > 1 else 1.0
+            expected = {
+                "sum": vectors.sum(0),
+                "max": vectors.amax(0),
+                "all_gather": matrices.flatten(0, 1),
+                "reduce_scatter": matrices.sum(0).unflatten(0, (axis.size, 2))[axis.rank],
+                "started": matrices.sum(0),
+                "bucket_vector": vectors.sum(0) * scale,
+                "bucket_matrix": matrices.sum(0) * scale,
+            }
+            for operation, tensor in by_axis[name].items():
+                assert tensor.dtype == dtype
+                assert torch.equal(tensor, expected[operation]), (rank, name, operation)

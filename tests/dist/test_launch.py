@@ -1,0 +1,53 @@
+"""The agent that starts the ranks ends as the rank that failed did."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxtrain.errors import DataError, DivergedError
+from nxtrain.launch.torchrun import blame
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
+
+RANK = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(int(sys.argv[1]))
+if sys.argv[1] != "0":
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [0, DivergedError.exit_code])
+def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path, code: int) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK, encoding="utf-8")
+    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script), str(code))
+    assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == code
+
+
+def test_a_mistake_that_one_rank_finds_reaches_the_shell(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.txt"
+    overrides = (f"run.dir={tmp_path / 'run'}", "data.source=text", f"data.path={missing}")
+    command = (sys.executable, "-m", "nxtrain", "launch", str(DEMO), *overrides)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == DataError.exit_code
+    assert f"error: rank 0: data.path={missing} does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "code"),
+    [
+        ([1, DataError.exit_code, -15], DataError.exit_code),
+        ([-15, 1], 1),
+        ([-9, -15], 137),
+    ],
+)
+def test_the_code_that_tells_most_wins(exit_codes: list[int], code: int) -> None:
+    assert blame(exit_codes) == code

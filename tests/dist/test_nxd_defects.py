@@ -1,0 +1,224 @@
+"""What NeuronX Distributed 0.18 gets silently wrong, held here to the unsharded model; numbers are those of its defects.
+
+Beside each rule stands the mutant that makes the same mistake, to show that the rule would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend, Done, Op, Pending
+from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.config.check import Resolved
+from nxtrain.mesh import Axis, Mesh
+from nxtrain.parallel.grads import Gradients, SquareSum
+from nxtrain.sharding import ParamTable
+from nxtrain.train.build import build_model, build_state
+from nxtrain.train.step import train_step
+from tests.support.models import weights_of
+from tests.support.parity import (
+    LR,
+    Gradient,
+    batches,
+    gradient,
+    layout,
+    local_batch,
+    rank_gradient,
+    relative_errors,
+    start,
+    table_of,
+    whole,
+)
+from tests.support.ranks import RankPool
+
+BF16_ROUNDING = 2.0**-8
+"""Largest relative error of one rounding to bfloat16."""
+NUM_ROUNDINGS = 40
+"""Roundings between a weight's gradient and the loss, there and back: ten per half block, two halves, two blocks."""
+BF16_BOUND = (2 * NUM_ROUNDINGS) ** 0.5 * BF16_ROUNDING
+"""Relative L2 distance of two gradients that rounded differently: independent errors add as squares."""
+
+
+def gradients(ranks: RankPool, resolved: Resolved) -> list[Gradient]:
+    return ranks.run(resolved.config.parallel.tp, rank_gradient, resolved, weights_of(resolved))
+
+
+@cache
+def unsharded(shape: str) -> Resolved:
+    return layout(shape, tp=1)
+
+
+class KeepsInputGradient(C10dCollectives):
+    """Does not sum the gradient of a column layer's input over the ranks."""
+
+    def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
+        return super().start_all_reduce(x, axis, op).wait()
+
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending:
+        return Done(x)
+
+
+def gradient_without_input_sum(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
+    backend.collectives = KeepsInputGradient(backend.world)
+    return rank_gradient(backend, resolved, weights)
+
+
+def test_nxd_4_1_bf16_gradients_without_sequence_parallelism_equal_the_unsharded_ones(ranks: RankPool) -> None:
+    """4.1: the gradient of a column layer's input must be summed over tp even where its type is narrow."""
+    (alone,) = gradients(ranks, layout("gqa2", tp=1, params="bf16"))
+    expected = whole([alone.shards], layout("gqa2", tp=1, params="bf16"))
+    sharded = layout("gqa2", tp=2, params="bf16")
+    found = gradients(ranks, sharded)
+    errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
+    assert max(errors.values()) < BF16_BOUND, errors
+    assert found[0].norm == pytest.approx(alone.norm, rel=BF16_BOUND / 4)
+
+    mutants = ranks.run(2, gradient_without_input_sum, sharded, weights_of(sharded))
+    wrong = relative_errors(whole([rank.shards for rank in mutants], sharded), expected)
+    assert wrong["model.embed_tokens.weight"] > 5 * BF16_BOUND
+    assert mutants[0].norm != pytest.approx(alone.norm, rel=BF16_BOUND)
+
+
+@pytest.mark.parametrize(("shape", "tp"), [("gqa2", 2), ("gqa2", 4), ("odd", 2)])
+@pytest.mark.parametrize("sp", [False, True])
+def test_nxd_4_2_fused_projections_have_the_gradients_and_the_norm_of_separate_ones(
+    ranks: RankPool, shape: str, tp: int, sp: bool
+) -> None:
+    """4.2: a fused matrix takes part in the global norm as what it holds, so clipping does not depend on fusing."""
+    fused = layout(shape, tp=tp, sp=sp)
+    separate = layout(shape, tp=tp, sp=sp, fused_qkv=False, fused_gate_up=False)
+    a, b = gradients(ranks, fused), gradients(ranks, separate)
+    errors = relative_errors(whole([rank.shards for rank in a], fused), whole([rank.shards for rank in b], separate))
+    assert max(errors.values()) < 1e-6, errors
+    assert [rank.norm for rank in a] == pytest.approx([rank.norm for rank in b], rel=1e-6)
+
+
+class CountsEveryCopy(SquareSum):
+    """Counts a replicated K/V head once per rank that holds it."""
+
+    def __init__(self, table: ParamTable, tp: Axis) -> None:
+        super().__init__(table, tp, lambda host: host)
+        is_cut = [table[name].dim is not None for name, *_ in self._runs]
+        self._weights = torch.where(torch.tensor(is_cut), 1.0, self._weights)
+
+
+def norms_counting_copies(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> float:
+    state = start(backend, resolved, weights)
+    state.gradients.norm_weights = CountsEveryCopy(state.table, state.mesh.tp)
+    (batch,) = batches(resolved, 1)
+    return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch)).norm
+
+
+@pytest.mark.parametrize(("shape", "tp", "replicas"), [("mqa", 2, 2), ("gqa2", 4, 2), ("mqa", 4, 4)])
+def test_nxd_4_3_replicated_heads_have_the_gradients_and_the_norm_of_single_ones(
+    ranks: RankPool, shape: str, tp: int, replicas: int
+) -> None:
+    """4.3: a K/V head that several ranks hold counts once in the norm, and its gradient sums what all of them saw."""
+    (alone,) = gradients(ranks, unsharded(shape))
+    expected = whole([alone.shards], unsharded(shape))
+    sharded = layout(shape, tp=tp, sp=tp == 4)
+    mesh = Mesh.build(tp, 0, tp=tp)
+    qkv = table_of(sharded, mesh)["model.layers.0.self_attn.qkv_proj.weight"]
+    assert [piece.copies for piece in qkv.pieces(mesh.tp)] == [1, replicas, replicas]
+    found = gradients(ranks, sharded)
+    errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
+    assert max(errors.values()) < 2e-6, errors
+    assert [rank.norm for rank in found] == pytest.approx([alone.norm] * tp, rel=1e-6)
+    assert [rank.scale for rank in found] == pytest.approx([alone.scale] * tp, rel=1e-6)
+    assert alone.scale < 1.0
+
+    mutants = ranks.run(tp, norms_counting_copies, sharded, weights_of(sharded))
+    assert mutants[0] > alone.norm * 1.01
+
+
+def drawn_then_trained(backend: Backend, resolved: Resolved, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's drawn weights, and all of its state after some steps."""
+    mesh = Mesh.build(backend.world, backend.rank, tp=resolved.config.parallel.tp)
+    state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
+    drawn = {name: p.detach().clone() for name, p in state.parameters.items()}
+    for batch in batches(resolved, steps):
+        train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), *backend.scalars(LR))
+    kinds = {"param": {name: p.detach() for name, p in state.parameters.items()}, **state.optimizer.state}
+    return drawn, {f"{kind}/{name}": t for kind, tensors in kinds.items() for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+@pytest.mark.parametrize(("shape", "tp"), [("mqa", 2), ("gqa2", 4)])
+def test_nxd_4_4_copies_of_a_head_are_equal_bits_when_drawn_and_after_training(
+    ranks: RankPool, shape: str, tp: int, params: str
+) -> None:
+    """4.4: ranks that share a K/V head start with the same rows and never drift apart; so do replicated norms."""
+    resolved = layout(shape, tp=tp, sp=True, params=params)
+    by_rank = ranks.run(tp, drawn_then_trained, resolved, 5)
+    compared = 0
+    for rank in range(tp):
+        axis = Mesh.build(tp, rank, tp=tp).tp
+        for name, spec in table_of(resolved, Mesh.build(tp, rank, tp=tp)).items():
+            for piece in spec.pieces(axis):
+                if piece.copy == 0:
+                    continue
+                compared += 1
+                where = (spec.dim or 0, piece.local_start, piece.length)
+                first = rank - piece.copy
+                assert torch.equal(by_rank[rank][0][name].narrow(*where), by_rank[first][0][name].narrow(*where)), name
+                for key, tensor in by_rank[rank][1].items():
+                    if key.partition("/")[2] == name:
+                        assert torch.equal(tensor.narrow(*where), by_rank[first][1][key].narrow(*where)), key
+    assert compared
+
+
+@pytest.mark.parametrize(("tp", "fused"), [(2, True), (4, True), (4, False)])
+def test_padding_stays_zero_through_momentum_and_weight_decay(ranks: RankPool, tp: int, fused: bool) -> None:
+    resolved = layout("odd", tp=tp, sp=True, fused_gate_up=fused)
+    by_rank = ranks.run(tp, drawn_then_trained, resolved, 5)
+    padded = 0
+    for rank in range(tp):
+        mesh = Mesh.build(tp, rank, tp=tp)
+        table = table_of(resolved, mesh)
+        for key, tensor in by_rank[rank][1].items():
+            spec = table[key.partition("/")[2]]
+            for piece in spec.pieces(mesh.tp):
+                end, width = piece.local_start + piece.length, piece.local_length - piece.length
+                padding = tensor.narrow(spec.dim or 0, end, width)
+                padded += padding.numel()
+                assert not padding.any(), key
+    assert padded
+
+
+def gradient_without_norm_sum(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
+    """Takes the gradient of a norm weight, of which each rank has a part, for the whole."""
+    state = start(backend, resolved, weights)
+    table = ParamTable({name: replace(spec, sequence_parallel=False) for name, spec in state.table.items()})
+    grads = Gradients(
+        state.parameters,
+        table,
+        state.mesh,
+        backend.collectives,
+        backend.put,
+        dtype=torch.float32,
+        num_micro=1,
+    )
+    (batch,) = batches(resolved, 1)
+    mutant = replace(state, gradients=grads)
+    return gradient(mutant, local_batch(mutant, batch, resolved.config.train.micro_batch))
+
+
+def test_norm_weights_under_sequence_parallelism_have_the_gradient_of_the_whole_sequence(ranks: RankPool) -> None:
+    (alone,) = gradients(ranks, unsharded("gqa2"))
+    expected = whole([alone.shards], unsharded("gqa2"))
+    sharded = layout("gqa2", tp=2, sp=True)
+
+    def norm_errors(found: list[Gradient]) -> list[float]:
+        errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
+        return [error for name, error in errors.items() if "norm" in name]
+
+    found = norm_errors(gradients(ranks, sharded))
+    assert len(found) == 5
+    assert max(found) < 2e-6
+    assert min(norm_errors(ranks.run(2, gradient_without_norm_sum, sharded, weights_of(sharded)))) > 0.1

@@ -1,0 +1,91 @@
+"""Gradients are of the mean over the global batch's tokens, however the tokens that count lie among ranks and micro-batches.
+
+The reference is transformers on the whole batch in one process, with torch's cross entropy averaging over the targets that
+count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.config.check import Resolved
+from nxtrain.family import IGNORE_INDEX
+from nxtrain.mesh import Axis
+from nxtrain.train.step import DeviceBatch
+from tests.support.models import hf_model, tokens, weights_of
+from tests.support.parity import GLOBAL_BATCH, Gradient, gradient, layout, local_batch, relative_errors, start, whole
+from tests.support.ranks import RankPool
+
+COUNTED = (32, 3, 0, 17)
+"""Targets that count in each sequence of the batch: one has all, one has none."""
+
+
+def masked_targets(targets: Tensor) -> Tensor:
+    """(GLOBAL_BATCH, S) targets of which each sequence keeps its last few."""
+    counted = torch.tensor(COUNTED).unsqueeze(1)
+    return targets.masked_fill(torch.arange(targets.shape[1]) < targets.shape[1] - counted, IGNORE_INDEX)
+
+
+def expected(resolved: Resolved) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the whole batch."""
+    model = hf_model(resolved)
+    batch = tokens(resolved, GLOBAL_BATCH)
+    logits = model(input_ids=batch[:, :-1]).logits
+    targets = masked_targets(batch[:, 1:])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def rank_gradient(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
+    state = start(backend, resolved, weights)
+    batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
+    rows = masked_targets(tokens(resolved, GLOBAL_BATCH)[:, 1:]).chunk(state.mesh.dp.size)[state.mesh.dp.rank]
+    return gradient(state, DeviceBatch(batch.inputs, rows.reshape(batch.targets.shape).contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "micro"),
+    [
+        (1, 1, 4),
+        (1, 1, 1),  # a micro-batch without any target that counts
+        (1, 2, 2),  # 35 and 17 targets
+        (1, 2, 1),
+        (2, 2, 1),
+        (1, 4, 1),  # a rank without any target that counts
+    ],
+)
+def test_uneven_masks_give_the_mean_over_all_tokens(ranks: RankPool, tp: int, dp: int, micro: int) -> None:
+    resolved = layout("gqa2", tp=tp, dp=dp, micro=micro)
+    loss, grads = expected(layout("gqa2", tp=1))
+    found = ranks.run(tp * dp, rank_gradient, resolved, weights_of(resolved))
+    assert [rank.num_tokens for rank in found] == [sum(COUNTED)] * (tp * dp)
+    assert [rank.loss for rank in found] == pytest.approx([loss] * (tp * dp), abs=2e-6)
+    errors = relative_errors(whole([rank.shards for rank in found], resolved), grads)
+    assert max(errors.values()) < 3e-6, errors
+
+
+class DividesByWorld(C10dCollectives):
+    """Averages gradients over every rank, not over the data parallel ones."""
+
+    def all_reduce_bucket(self, tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
+        super().all_reduce_bucket(tensors, axis, scale if scale == 1.0 else 1.0 / self._world)
+
+
+def gradient_divided_by_world(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
+    backend.collectives = DividesByWorld(backend.world)
+    return rank_gradient(backend, resolved, weights)
+
+
+def test_a_gradient_divided_by_the_world_size_would_be_seen(ranks: RankPool) -> None:
+    resolved = layout("gqa2", tp=2, dp=2, micro=2)
+    _, grads = expected(layout("gqa2", tp=1))
+    found = ranks.run(4, gradient_divided_by_world, resolved, weights_of(resolved))
+    errors = relative_errors(whole([rank.shards for rank in found], resolved), grads)
+    assert min(errors.values()) == pytest.approx(0.5, abs=1e-3)

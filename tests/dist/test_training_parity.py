@@ -1,0 +1,52 @@
+"""Twenty steps on any layout are the twenty steps of transformers with torch's AdamW on one process, in float32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.support.models import weights_of
+from tests.support.parity import Course, check_course, layout, reference, run_ours
+from tests.support.ranks import RankPool
+
+STEPS = 20
+LAYOUTS = [
+    (1, 1, False),
+    (2, 1, False),
+    (2, 1, True),
+    (1, 2, False),
+    (2, 2, False),
+    (2, 2, True),
+    (4, 1, False),
+    (4, 1, True),
+]
+
+
+@cache
+def expected(shape: str) -> Course:
+    """The reference course of a shape, run once."""
+    return reference(layout(shape, tp=1), STEPS)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("tp", "dp", "sp"), LAYOUTS)
+def test_twenty_steps_equal_transformers(ranks: RankPool, tp: int, dp: int, sp: bool, accumulation: int) -> None:
+    resolved = layout("gqa2", tp=tp, dp=dp, sp=sp, micro=4 // dp // accumulation)
+    courses = ranks.run(tp * dp, run_ours, resolved, STEPS, weights_of(resolved))
+    check_course(courses, expected("gqa2"), resolved)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "sp"),
+    [
+        ("mqa", 4, True),  # each K/V head on four ranks
+        ("mqa", 2, False),
+        ("odd", 2, False),  # padded vocabulary and feed-forward
+        ("odd", 4, True),
+        ("tied", 2, True),
+    ],
+)
+def test_every_shape_trains_as_transformers_does(ranks: RankPool, shape: str, tp: int, sp: bool) -> None:
+    resolved = layout(shape, tp=tp, sp=sp)
+    check_course(ranks.run(tp, run_ours, resolved, STEPS, weights_of(resolved)), expected(shape), resolved)

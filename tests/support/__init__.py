@@ -1,0 +1,1 @@
+"""What several lanes of the tests share."""

@@ -1,0 +1,63 @@
+"""Known tensors for every parameter, whole and cut to any layout, and a `Meta` to save them with."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import ParamTable, global_name
+from tests.support.parity import layout, table_of
+
+Shards = dict[str, dict[str, Tensor]]
+
+KINDS = {"model": torch.bfloat16, "exp_avg": torch.float32}
+"""Kinds of tensors in these tests, and their types."""
+
+
+def whole(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor of a key: random, never zero, the same in every process."""
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    return torch.rand(shape, generator=generator).add_(0.5).to(dtype)
+
+
+def cut(table: ParamTable, mesh: Mesh, kinds: Mapping[str, torch.dtype] = KINDS) -> Shards:
+    """What a rank holds of the tensors of `whole`."""
+    return {
+        kind: {
+            name: spec.shard(
+                {s.name: whole(f"{kind}/{global_name(name, s)}", spec.global_shape(s), dtype) for s in spec.segments},
+                mesh.tp,
+            )
+            for name, spec in table.items()
+        }
+        for kind, dtype in kinds.items()
+    }
+
+
+def blank(shards: Shards) -> Shards:
+    """Tensors of the same form, filled with something that a load must replace, padding included."""
+    return {k: {name: torch.full_like(t, 9.0) for name, t in tensors.items()} for k, tensors in shards.items()}
+
+
+def same(a: Shards, b: Shards) -> bool:
+    """Whether two sets of shards are equal bit for bit."""
+    return {(k, n) for k in a for n in a[k]} == {(k, n) for k in b for n in b[k]} and all(
+        torch.equal(a[kind][name], b[kind][name]) for kind in a for name in a[kind]
+    )
+
+
+def table(shape: str, mesh: Mesh, **model: Any) -> ParamTable:
+    """How a mesh cuts one of the small models; `fused_qkv` and `fused_gate_up` as in the configuration."""
+    return table_of(layout(shape, tp=mesh.tp_size, dp=mesh.dp_size, **model), mesh)
+
+
+def meta(step: int = 10, **changes: Any) -> Meta:
+    """The rest of a state."""
+    values = {"step": step, "samples": 80, "tokens": 2560, "seed": 1, "family": "llama", "config": {}}
+    return Meta(**{**values, "dtype": "bfloat16", **changes})

@@ -1,0 +1,40 @@
+"""Single layers with given weights, on one rank of a tensor parallel axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.mesh import Axis
+from nxtrain.nn.init import materialize
+from nxtrain.parallel.regions import TensorParallel
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+ALONE = Axis("tp", 0, ((0,),))
+"""The axis of a rank that shares nothing."""
+
+
+def alone(dtype: torch.dtype = torch.float32) -> TensorParallel:
+    """What layers of an unshared model are built with."""
+    return TensorParallel(ALONE, C10dCollectives(1), dtype)
+
+
+def filled(layer: Layer, axis: Axis, weights: Mapping[str, Tensor]) -> Layer:
+    """Give a layer on the meta device its weight, cut out of whole tensors by segment name (empty if only one)."""
+    (spec,) = layer.specs.values()  # type: ignore[operator]
+
+    def fill(_: str, local: Tensor) -> None:
+        local.copy_(spec.shard(weights, axis))
+
+    materialize(layer, lambda host: host, fill)
+    return layer
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Normal numbers, the same in every process."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)

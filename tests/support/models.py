@@ -1,0 +1,100 @@
+"""Small Llamas, ours and transformers', with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Backend
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.family import find_family
+from nxtrain.mesh import Mesh
+from nxtrain.nn.init import materialize
+from nxtrain.sharding import ParamTable, global_name
+from nxtrain.train.build import build_meta
+
+if TYPE_CHECKING:
+    import transformers
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 8},
+    "gqa": {"num_key_value_heads": 4},
+    "gqa2": {"num_key_value_heads": 2},
+    "mqa": {"num_key_value_heads": 1},
+    "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "odd": {"num_key_value_heads": 4, "vocab_size": 131, "intermediate_size": 89},
+    "llama3-rope": {
+        "num_key_value_heads": 4,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+"""Attention and vocabulary variants, all otherwise `BASE`."""
+
+BASE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+}
+
+
+def plan(shape: str, **sections: Mapping[str, Any]) -> Resolved:
+    """A resolved configuration for one of `SHAPES`; `sections` override its tables."""
+    family = find_family("llama")
+    tables = {name: dict(table) for name, table in sections.items()}
+    model = family.config_type.model_validate({**BASE, **SHAPES[shape], **tables.get("model", {}).pop("config", {})})
+    tables.setdefault("train", {}).setdefault("seq_len", 32)
+    return Resolved(RunConfig.model_validate(tables), family, model)
+
+
+def hf_model(resolved: Resolved, seed: int = 0, std: float = 0.05) -> transformers.LlamaForCausalLM:
+    """transformers' model of the same shape with random float32 weights, norms included."""
+    import transformers  # takes seconds; ranks that get their weights from elsewhere do without
+
+    config = transformers.LlamaConfig.from_dict(resolved.family.to_hf(resolved.model, "float32"))
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape) * std + (1.0 if parameter.dim() == 1 else 0.0))
+    return model
+
+
+def weights_of(resolved: Resolved) -> dict[str, Tensor]:
+    """Whole weights of `hf_model`, by global name, in float32."""
+    return {name: p.detach() for name, p in hf_model(resolved).named_parameters()}
+
+
+def our_model(resolved: Resolved, backend: Backend, mesh: Mesh, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Our model, its shards cut from whole tensors under their global names."""
+    model = build_meta(resolved, backend, mesh)
+    table = ParamTable.of(model)
+
+    def fill(name: str, local: Tensor) -> None:
+        whole = {segment.name: weights[global_name(name, segment)] for segment in table[name].segments}
+        local.copy_(table[name].shard(whole, mesh.tp))
+
+    materialize(model, backend.put, fill)
+    return model
+
+
+def tokens(resolved: Resolved, batch: int, seed: int = 0) -> Tensor:
+    """(batch, seq_len + 1) random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    length = resolved.config.train.seq_len + 1
+    return torch.randint(0, resolved.model.vocab_size, (batch, length), generator=generator)

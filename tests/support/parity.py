@@ -1,0 +1,206 @@
+"""The reference run, transformers with torch's AdamW in one process, and ours on one rank of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.config.check import Resolved
+from nxtrain.mesh import Mesh
+from nxtrain.optim.adamw import AdamW
+from nxtrain.sharding import ParamTable, global_name
+from nxtrain.train.build import build_meta, build_state
+from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from tests.support.models import hf_model, our_model, plan, tokens
+
+LR = 3e-3
+OPTIM: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "clip": 0.5, "eps": 1e-5, "betas": (0.9, 0.95)}
+GLOBAL_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run went through.
+
+    Args:
+        losses, norms: Of each step.
+        weights: At the end, whole tensors by global name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def batches(resolved: Resolved, steps: int) -> list[Tensor]:
+    """The global batch of each step: (GLOBAL_BATCH, seq_len + 1)."""
+    return [tokens(resolved, GLOBAL_BATCH, seed=100 + step) for step in range(steps)]
+
+
+def reference(resolved: Resolved, steps: int, dtype: torch.dtype = torch.float32) -> Course:
+    """Train transformers' model on the whole batches."""
+    model = hf_model(resolved).to(dtype)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": OPTIM["weight_decay"]}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=OPTIM["betas"], eps=OPTIM["eps"])
+    losses, norms = [], []
+    for batch in batches(resolved, steps):
+        optimizer.zero_grad()
+        logits = model(input_ids=batch[:, :-1]).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM["clip"]).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return Course(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def start(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> TrainState:
+    """Our state at step 0 with given whole weights."""
+    parallel = resolved.config.parallel
+    mesh = Mesh.build(backend.world, backend.rank, tp=parallel.tp, dp=parallel.dp)
+    model = our_model(resolved, backend, mesh, weights)
+    return build_state(resolved, model, backend, mesh)
+
+
+def local_batch(state: TrainState, batch: Tensor, micro_batch: int) -> DeviceBatch:
+    """This rank's part of a global batch."""
+    dp = state.mesh.dp
+    rows = batch.chunk(dp.size)[dp.rank].unflatten(0, (-1, micro_batch))
+    put = state.backend.put
+    return DeviceBatch(put(rows[..., :-1].contiguous()), put(rows[..., 1:].contiguous()))
+
+
+def run_ours(backend: Backend, resolved: Resolved, steps: int, weights: Mapping[str, Tensor]) -> Course:
+    """Train our model on this rank, from whole weights; the course holds this rank's shards."""
+    state = start(backend, resolved, weights)
+    losses, norms = [], []
+    for batch in batches(resolved, steps):
+        (lr,) = backend.scalars(LR)
+        result = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), lr)
+        read = backend.fetch({"loss": result.loss, "norm": result.grad_norm})
+        losses.append(read["loss"])
+        norms.append(read["norm"])
+    return Course(losses, norms, {name: p.detach().cpu() for name, p in state.model.named_parameters()})
+
+
+def max_weight_error(course: Course, expected: Course, resolved: Resolved, mesh: Mesh) -> float:
+    """Largest difference between a rank's shards and the same part of the expected whole weights."""
+    table = table_of(resolved, mesh)
+    worst = 0.0
+    for name, local in course.weights.items():
+        for piece, view in table[name].views(local.float(), mesh.tp):
+            whole = expected.weights[global_name(name, piece.segment)].float()
+            part = whole.narrow(table[name].dim or 0, piece.start, piece.length)
+            if piece.length:
+                worst = max(worst, (view - part).abs().max().item())
+    return worst
+
+
+def check_course(courses: Sequence[Course], want: Course, resolved: Resolved) -> None:
+    """Hold what every rank went through against the reference, whose gradients must have been clipped."""
+    parallel = resolved.config.parallel
+    assert min(want.norms) > OPTIM["clip"], "clipping must be active"
+    for rank, course in enumerate(courses):
+        assert course.losses == pytest.approx(want.losses, rel=0, abs=2e-6)
+        assert course.norms == pytest.approx(want.norms, rel=1e-5)
+        mesh = Mesh.build(len(courses), rank, tp=parallel.tp, dp=parallel.dp)
+        assert max_weight_error(course, want, resolved, mesh) < 2e-5
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What one step found before its update.
+
+    Args:
+        loss, norm, num_tokens: As in `StepResult`.
+        scale: Factor of clipping.
+        shards: This rank's gradients, reduced, by parameter name.
+    """
+
+    loss: float
+    norm: float
+    num_tokens: float
+    scale: float
+    shards: dict[str, Tensor]
+
+
+def gradient(state: TrainState, batch: DeviceBatch) -> Gradient:
+    """Take one step that updates nothing."""
+    keeper = _Keeper()
+    (lr,) = state.backend.scalars(LR)
+    found = train_step(replace(state, optimizer=keeper), batch, lr)
+    scalars = {"loss": found.loss, "norm": found.grad_norm, "num_tokens": found.num_tokens, "scale": keeper.scale}
+    return Gradient(**state.backend.fetch(scalars), shards=keeper.grads)
+
+
+class _Keeper(AdamW):
+    """Keeps the gradients that an update would be made of."""
+
+    def __init__(self) -> None:
+        self.grads: dict[str, Tensor] = {}
+        self.scale = torch.ones(())
+
+    def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor) -> None:
+        self.grads = {name: grad.detach().cpu().clone() for name, grad in grads.items()}
+        self.scale = grad_scale
+
+
+def rank_gradient(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
+    """The gradient of one global batch on this rank."""
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch))
+
+
+def whole(shards: Sequence[Mapping[str, Tensor]], resolved: Resolved) -> dict[str, Tensor]:
+    """Put together what the ranks hold, by global name; copies come from the first rank that has them."""
+    parallel = resolved.config.parallel
+    tensors: dict[str, Tensor] = {}
+    for rank in reversed(range(parallel.tp)):
+        mesh = Mesh.build(len(shards), rank, tp=parallel.tp, dp=parallel.dp)
+        for name, spec in table_of(resolved, mesh).items():
+            for piece, view in spec.views(shards[rank][name], mesh.tp):
+                key = global_name(name, piece.segment)
+                into = tensors.setdefault(key, view.new_zeros(spec.global_shape(piece.segment)))
+                into.narrow(spec.dim or 0, piece.start, piece.length).copy_(view)
+    return tensors
+
+
+def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """|found - expected| / |expected| of each tensor, in the L2 norm."""
+    assert found.keys() == expected.keys()
+    pairs = {name: (found[name].double(), expected[name].double()) for name in expected}
+    return {name: ((a - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
+
+
+def table_of(resolved: Resolved, mesh: Mesh) -> ParamTable:
+    """How a layout cuts the model; needs no process group, since nothing is computed."""
+    return ParamTable.of(build_meta(resolved, _NoBackend(), mesh))  # type: ignore[arg-type]
+
+
+class _NoBackend:
+    collectives: Any = None
+    kernels: Any = None
+
+
+def layout(
+    shape: str, *, tp: int, dp: int = 1, sp: bool = False, micro: int = 4, params: str = "fp32", **model: Any
+) -> Resolved:
+    """A resolved configuration of the parity runs."""
+    update = "fp32" if params == "fp32" else "fp32_master"
+    return plan(
+        shape,
+        parallel={"tp": tp, "dp": dp, "sequence_parallel": sp},
+        train={"global_batch": GLOBAL_BATCH, "micro_batch": micro, "loss_chunk_mib": 1},
+        precision={"params": params, "update": update},
+        optim=OPTIM,
+        model=model,
+    )

@@ -1,0 +1,112 @@
+"""Which backend opens, and what a machine without its device says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Support
+from nxtrain.backends.c10d import C10dCollectives, Placement
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
+from nxtrain.errors import BackendError
+from tests.support.layers import ALONE, random
+
+NO_GPU = Support(False, "no GPU in this test")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaBackend, "support", staticmethod(lambda: NO_GPU))
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_takes_the_cpu_where_nothing_else_runs_and_says_why() -> None:
+    assert choose("auto") == ("cpu", "cuda: no GPU in this test; cpu: every machine has a CPU")
+
+
+def test_auto_takes_cuda_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaBackend, "support", staticmethod(lambda: Support(True, "8 x H200")))
+    assert choose("auto") == ("cuda", "cuda: 8 x H200")
+
+
+def test_a_name_is_taken_at_its_word() -> None:
+    assert choose("xla") == ("xla", "backend.name=xla")
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BackendError, match=r"there is no backend 'tpu'; known: cpu, cuda, xla"):
+        open_backend("tpu")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_cuda_without_a_gpu_is_refused_with_the_reason_and_exit_code_5() -> None:
+    with pytest.raises(BackendError, match=r"backend\.name=cuda cannot run here: no GPU in this test") as refused:
+        open_backend("cuda")
+    assert refused.value.exit_code == 5
+
+
+@pytest.mark.parametrize(
+    ("built_with", "available", "reason"),
+    [(None, False, "built without CUDA"), ("12.8", False, "no usable NVIDIA GPU or driver")],
+)
+def test_cuda_support_tells_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, built_with: str | None, available: bool, reason: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_with)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    support = CudaBackend.support()
+    assert not support.ok
+    assert reason in support.reason
+
+
+def test_a_local_rank_beyond_the_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaBackend, "support", staticmethod(lambda: Support(True, "2 x H200")))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BackendError, match=r"local rank 2 has no GPU: this node shows 2; start at most 2 ranks"):
+        open_backend("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12)],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, device: str, peak: float) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    backend = object.__new__(CudaBackend)
+    backend.device = torch.device("cuda", 0)
+    assert backend.peak_flops() == peak
+    assert peak in PEAK_FLOPS.values()
+
+
+def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert Placement.read() == Placement(0, 1, 0)
+    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}.items():
+        monkeypatch.setenv(name, value)
+    assert Placement.read() == Placement(9, 16, 1)
+
+
+def test_collectives_of_a_rank_alone_are_the_identity_and_copy_nothing() -> None:
+    comm, x = C10dCollectives(1), random(4, 3)
+    before = x.clone()
+    assert comm.all_reduce(x, ALONE) is x
+    assert comm.all_reduce(x, ALONE, "max") is x
+    assert comm.all_gather(x, ALONE) is x
+    assert comm.reduce_scatter(x, ALONE) is x
+    comm.all_reduce_bucket([x], ALONE, scale=0.5)
+    comm.barrier()
+    assert torch.equal(x, before)
+
+
+def test_the_cpu_backend_reads_and_uploads_scalars_in_float32() -> None:
+    backend = CpuBackend()
+    lr, step = backend.scalars(0.1, 3.0)
+    assert lr.shape == step.shape == ()
+    assert lr.dtype == torch.float32
+    assert backend.fetch({"lr": lr, "step": step}) == {"lr": torch.tensor(0.1).item(), "step": 3.0}
+    assert backend.peak_memory_bytes() > 50e6

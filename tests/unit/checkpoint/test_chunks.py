@@ -1,0 +1,80 @@
+"""Of every whole tensor each entry is written by exactly one rank, whatever the mesh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nxtrain.checkpoint.chunks import Chunk, chunks, owned
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import ParamTable, Segment, ShardSpec
+from tests.support.checkpoints import KINDS, table
+
+SHAPES = ("gqa2", "mqa", "odd", "tied")
+
+
+def held(specs: ParamTable, mesh: Mesh) -> list[Chunk]:
+    shards = {
+        kind: {name: torch.empty(spec.local_shape(mesh.tp), dtype=dtype) for name, spec in specs.items()}
+        for kind, dtype in KINDS.items()
+    }
+    return list(chunks(shards, specs, mesh))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (4, 3), (8, 2)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_entry_is_written_once(shape: str, tp: int, dp: int, fused: bool) -> None:
+    meshes = [Mesh.build(tp * dp, rank, tp=tp, dp=dp) for rank in range(tp * dp)]
+    counts: dict[str, torch.Tensor] = {}
+    for mesh in meshes:
+        specs = table(shape, mesh, fused_qkv=fused, fused_gate_up=fused)
+        for chunk in owned(held(specs, mesh)):
+            count = counts.setdefault(chunk.key, torch.zeros(chunk.shape, dtype=torch.int8))
+            count.narrow(chunk.dim, chunk.start, chunk.length).add_(1)
+    wanted = table(shape, Mesh(1, 0), fused_qkv=False, fused_gate_up=False)
+    assert counts.keys() == {f"{kind}/{name}" for kind in KINDS for name in wanted}
+    assert all(bool((count == 1).all()) for count in counts.values())
+
+
+def test_copies_share_the_bytes_to_within_one_tensor() -> None:
+    replicas = 6
+    written, largest = [], 0
+    for rank in range(replicas):
+        mesh = Mesh.build(replicas, rank, tp=1, dp=replicas)
+        mine = owned(held(table("gqa2", mesh), mesh))
+        written.append(sum(chunk.num_bytes for chunk in mine))
+        largest = max(largest, *(chunk.num_bytes for chunk in mine))
+    assert max(written) - min(written) <= 2 * largest, "each end of a share is off by half a tensor at most"
+    assert min(written) > 0
+
+
+def test_padding_belongs_to_no_chunk() -> None:
+    specs = ParamTable({"w": ShardSpec((5, 2), dim=0)})
+    lengths = []
+    for rank in range(4):
+        mesh = Mesh.build(4, rank, tp=4)
+        lengths.append([chunk.length for chunk in chunks({"model": {"w": torch.empty(2, 2)}}, specs, mesh)])
+    assert lengths == [[2], [2], [1], []]
+
+
+def test_a_tied_parameter_goes_by_the_name_of_the_other_and_is_not_written() -> None:
+    spec = ShardSpec((4, 2), dim=0, segments=(Segment("", 4),))
+    specs = ParamTable({"lm_head.weight": replace(spec, tied_to="model.embed_tokens.weight")})
+    mesh = Mesh(1, 0)
+    (chunk,) = chunks({"model": {"lm_head.weight": torch.empty(4, 2)}}, specs, mesh)
+    assert chunk.key == "model/model.embed_tokens.weight"
+    assert owned([chunk]) == []
+
+
+def test_ranks_with_equal_copies_deal_them_out_alike() -> None:
+    """No rank asks another, so ranks whose padded neighbours differ must still agree."""
+    writers: Counter[tuple[str, int]] = Counter()
+    for rank in range(12):
+        mesh = Mesh.build(12, rank, tp=4, dp=3)
+        for chunk in owned(held(table("odd", mesh), mesh)):
+            writers[chunk.key, chunk.start] += 1
+    assert set(writers.values()) == {1}

@@ -1,0 +1,136 @@
+"""Reading Hugging Face folders: what fits is read slice by slice, what does not is named before anything is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nxtrain.checkpoint.hf import HfFolder, load_hf_weights
+from nxtrain.errors import ConfigError
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import ParamTable
+from tests.support.checkpoints import blank, cut, same, table, whole
+
+ALONE = Mesh(1, 0)
+WEIGHTS = {"model": torch.float32}
+
+
+def tensors_of(specs: ParamTable) -> dict[str, Tensor]:
+    return {name: whole(f"model/{name}", shape, torch.float32) for name, shape in specs.global_shapes().items()}
+
+
+def export(path: Path, tensors: Mapping[str, Tensor], files: int = 1, **config: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    names = list(tensors)
+    if files == 1:
+        save_file(dict(tensors), path / "model.safetensors")
+        return path
+    places = {name: f"part-{i % files}.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in names if places[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return path
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("shape", ["gqa2", "odd", "tied"])
+def test_each_rank_gets_its_slices(tmp_path: Path, shape: str, tp: int, files: int) -> None:
+    src = export(tmp_path, tensors_of(table(shape, ALONE)), files)
+    for rank in range(tp):
+        mesh = Mesh.build(tp, rank, tp=tp)
+        specs = table(shape, mesh)
+        wanted = cut(specs, mesh, WEIGHTS)
+        shards = blank(wanted)
+        load_hf_weights(src, shards["model"], specs, mesh)
+        assert same(shards, wanted), f"rank {rank}"
+
+
+def test_weights_are_cast_to_the_type_of_the_model(tmp_path: Path) -> None:
+    specs = table("gqa2", ALONE)
+    src = export(tmp_path, tensors_of(specs))
+    shards = blank(cut(specs, ALONE, {"model": torch.bfloat16}))["model"]
+    load_hf_weights(src, shards, specs, ALONE)
+    wanted = cut(specs, ALONE, WEIGHTS)["model"]
+    assert all(torch.equal(shards[name], wanted[name].bfloat16()) for name in wanted)
+
+
+def test_all_that_does_not_fit_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
+    specs = table("gqa2", ALONE)
+    tensors = tensors_of(specs)
+    del tensors["model.norm.weight"]
+    tensors["model.embed_tokens.weight"] = torch.zeros(100, 64)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    src = export(tmp_path, tensors)
+    shards = blank(cut(specs, ALONE, WEIGHTS))
+    with pytest.raises(ConfigError) as caught:
+        load_hf_weights(src, shards["model"], specs, ALONE)
+    prefix = f"{src}: tensors do not fit the model: "
+    assert [problem.reason.removeprefix(prefix) for problem in caught.value.problems] == [
+        "1 missing: model.norm.weight",
+        "1 unknown to the model: model.layers.0.self_attn.q_proj.bias",
+        "1 different: model.embed_tokens.weight is (100, 64) instead of (128, 64)",
+    ]
+    assert same(shards, blank(shards))
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    specs = table("gqa2", ALONE)
+    src = export(tmp_path, {"model.norm.weight": torch.zeros(64)})
+    missing = len(specs.global_shapes()) - 1
+    with pytest.raises(ConfigError, match=rf"{missing} missing: .* and {missing - 10} more$"):
+        load_hf_weights(src, blank(cut(specs, ALONE, WEIGHTS))["model"], specs, ALONE)
+
+
+def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
+    specs = table("gqa2", ALONE)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    HfFolder(export(tmp_path, {**tensors_of(specs), **extra})).check(specs.global_shapes())
+
+
+def test_the_second_copy_of_a_tied_embedding_is_ignored_only_where_it_is_tied(tmp_path: Path) -> None:
+    specs = table("tied", ALONE)
+    tensors = {**tensors_of(specs), "lm_head.weight": torch.zeros(128, 64)}
+    HfFolder(export(tmp_path, tensors, tie_word_embeddings=True)).check(specs.global_shapes())
+    with pytest.raises(ConfigError, match=r"1 unknown to the model: lm_head\.weight"):
+        HfFolder(export(tmp_path, tensors)).check(specs.global_shapes())
+
+
+def test_the_type_of_a_folder_holds_all_its_weights_exactly(tmp_path: Path) -> None:
+    half = {"a": torch.zeros(1, dtype=torch.bfloat16)}
+    assert HfFolder(export(tmp_path, half)).dtype == torch.bfloat16
+    assert HfFolder(export(tmp_path, {**half, "b": torch.zeros(1, dtype=torch.float16)})).dtype == torch.float32
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="q is I8; weights of type F32, BF16, F16 can be read"):
+        HfFolder(export(tmp_path, {"q": torch.zeros(1, dtype=torch.int8)}))
+
+
+def test_a_folder_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json: No such file"):
+        HfFolder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is no valid JSON"):
+        HfFolder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"lacks model\.safetensors; pickled weights"):
+        HfFolder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 20)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        HfFolder(tmp_path)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    src = export(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)}, files=3)
+    (src / "part-1.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"lacks part-1\.safetensors"):
+        HfFolder(src)

@@ -1,0 +1,269 @@
+"""Values that cannot run together are refused, all at once, with the arithmetic and the values that would work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nxtrain.config.check import AVAILABLE, Resolved, resolve, resolve_model
+from nxtrain.config.load import load, values
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import ConfigError, Problem
+
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG), encoding="utf-8")
+    return tmp_path
+
+
+def checked(tmp_path: Path, *overrides: str, world: int | None = None) -> Resolved:
+    path = tmp_path / "run.toml"
+    path.touch()
+    return resolve(load(path, overrides), world)
+
+
+def problems(tmp_path: Path, *overrides: str, world: int | None = None) -> list[Problem]:
+    with pytest.raises(ConfigError) as raised:
+        checked(tmp_path, *overrides, world=world)
+    return list(raised.value.problems)
+
+
+def only(tmp_path: Path, *overrides: str, world: int | None = None) -> Problem:
+    (problem,) = problems(tmp_path, *overrides, world=world)
+    return problem
+
+
+def test_the_defaults_run(tmp_path: Path) -> None:
+    resolved = checked(tmp_path, world=1)
+    assert resolved.config == RunConfig()
+    assert resolved.model == resolved.family.preset("tiny")
+
+
+def test_global_batch_is_whole_micro_batches(tmp_path: Path) -> None:
+    found = only(tmp_path, "train.global_batch=12", "train.micro_batch=4", "parallel.dp=2")
+    assert found == Problem(
+        "train.global_batch",
+        "12 is not a multiple of micro_batch=4 x dp=2 = 8",
+        "override",
+        "use train.global_batch=8 or 16, or train.micro_batch among 1, 2, 3, 6",
+    )
+
+
+@pytest.mark.parametrize("fix", ["train.global_batch=8", "train.global_batch=16", "train.micro_batch=6"])
+def test_the_batches_that_the_hint_names_work(tmp_path: Path, fix: str) -> None:
+    checked(tmp_path, "train.global_batch=12", "train.micro_batch=4", "parallel.dp=2", fix)
+
+
+def test_dp_follows_from_the_world(tmp_path: Path) -> None:
+    overrides = ("parallel.tp=2", "train.global_batch=6", "train.micro_batch=3")
+    checked(tmp_path, *overrides, world=4)
+    found = only(tmp_path, *overrides, world=8)
+    assert found.reason == "6 is not a multiple of micro_batch=3 x dp=4 = 12"
+    assert found.hint == "use train.global_batch=12"
+
+
+def test_sequence_parallelism_cuts_whole_tokens(tmp_path: Path) -> None:
+    overrides = ("parallel.tp=4", "train.seq_len=130")
+    checked(tmp_path, *overrides)
+    found = only(tmp_path, *overrides, "parallel.sequence_parallel=true")
+    assert found.key == "train.seq_len"
+    assert found.reason == "tp=4 does not divide seq_len=130, as sequence_parallel asks"
+    assert found.hint == "use train.seq_len=128 or 132, or parallel.sequence_parallel=false"
+
+
+def test_heads_that_tp_does_not_divide_are_refused_by_the_family(tmp_path: Path) -> None:
+    found = only(tmp_path, "parallel.tp=3")
+    assert (found.key, found.origin) == ("parallel.tp", "override")
+    assert found.reason == "tp=3 does not divide model.config.num_attention_heads=4"
+
+
+def test_the_degrees_multiply_to_the_world(tmp_path: Path) -> None:
+    assert only(tmp_path, "parallel.tp=2", world=3).key == "parallel.tp"
+    assert only(tmp_path, "parallel.dp=2", world=4).reason == "tp=1 x pp=1 x dp=2 = 2 ranks, but the world has 4"
+
+
+def test_all_rules_are_checked_at_once(tmp_path: Path) -> None:
+    found = problems(
+        tmp_path,
+        "parallel.tp=3",
+        "parallel.shard=zero1",
+        "train.global_batch=3",
+        "train.micro_batch=2",
+        "optim.min_lr=1",
+        "model.init=hf",
+        "data.source=text",
+        world=4,
+    )
+    assert [(problem.key, problem.origin) for problem in found] == [
+        ("parallel.shard", "override"),
+        ("model.init", "override"),
+        ("train.global_batch", "override"),
+        ("optim.min_lr", "override"),
+        ("data.path", "default"),
+        ("parallel.tp", "override"),  # heads
+        ("parallel.tp", "override"),  # world
+    ]
+
+
+@pytest.mark.parametrize(
+    ("params", "update", "hint"),
+    [
+        ("fp32", "fp32", None),
+        ("bf16", "fp32_master", None),
+        ("fp32", "fp32_master", "use fp32"),
+        ("bf16", "fp32", "use fp32_master or bf16_stochastic or bf16_kahan"),
+    ],
+)
+def test_the_update_rule_fits_the_parameters(tmp_path: Path, params: str, update: str, hint: str | None) -> None:
+    overrides = (f"precision.params={params}", f"precision.update={update}")
+    if hint is None:
+        checked(tmp_path, *overrides)
+    else:
+        assert only(tmp_path, *overrides).hint == hint
+
+
+def test_the_warmup_ends_before_the_schedule(tmp_path: Path) -> None:
+    overrides = ("train.steps=10", "optim.warmup_steps=11")
+    assert only(tmp_path, *overrides).reason == "11 exceeds train.steps=10"
+    assert only(tmp_path, *overrides, "optim.decay_steps=10").reason == "11 exceeds optim.decay_steps=10"
+    checked(tmp_path, *overrides, "optim.decay_steps=11")
+
+
+def test_min_lr_bounds_a_cosine_only(tmp_path: Path) -> None:
+    assert only(tmp_path, "optim.lr=1e-5").reason == "min_lr=3e-05 exceeds lr=1e-05"
+    checked(tmp_path, "optim.lr=1e-5", "optim.schedule=constant")
+
+
+def test_a_path_without_a_source_is_not_ignored(tmp_path: Path) -> None:
+    assert only(tmp_path, "data.path=x").key == "data.source"
+    checked(tmp_path, "data.path=x", "data.source=stdlib")
+
+
+def test_evaluation_needs_held_out_data(tmp_path: Path) -> None:
+    assert only(tmp_path, "train.eval_every=5").key == "train.eval_every"
+    checked(tmp_path, "train.eval_every=5", "data.validation_fraction=0.1")
+
+
+def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
+    overrides = ("data.source=tokens", "data.path=x.npy")
+    checked(tmp_path, *overrides)
+    found = problems(tmp_path, *overrides, "train.eval_every=5", "data.validation_fraction=0.1")
+    assert [problem.key for problem in found] == ["data.validation_fraction", "train.eval_every"]
+    checked(tmp_path, *overrides, "train.eval_every=0", "data.validation_fraction=0")
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("parallel.pp", ["parallel.pp=2"]),
+        ("parallel.virtual_pp", ["parallel.virtual_pp=2"]),
+        *(("parallel.shard", [f"parallel.shard={shard}"]) for shard in ("zero1", "grad_op", "full", "hybrid")),
+        *(("train.remat", [f"train.remat={remat}"]) for remat in ("selective", "full")),
+        ("precision.update", ["precision.params=bf16", "precision.update=bf16_stochastic"]),
+        ("precision.update", ["precision.params=bf16", "precision.update=bf16_kahan"]),
+        ("data.source", ["data.source=arrow", "data.path=x"]),
+        ("data.packing", ["data.packing=best_fit"]),
+        ("data.doc_mask", ["data.doc_mask=true"]),
+        ("checkpoint.async", ["checkpoint.async=true"]),
+        ("backend.name", ["backend.name=neuron"]),
+        ("backend.name", ["backend.name=neuron-native"]),
+        ("backend.layers", ["backend.layers=nxd"]),
+    ],
+)
+def test_what_this_release_lacks_is_refused_in_one_sentence(tmp_path: Path, key: str, overrides: list[str]) -> None:
+    found = only(tmp_path, *overrides)
+    assert found.key == key
+    assert "not available in this release" in found.reason
+    assert "; use " in found.reason
+
+
+def test_every_default_is_available() -> None:
+    given = values(RunConfig())
+    assert [key for key, available, _ in AVAILABLE if given[key] not in available] == []
+
+
+def test_model_config_changes_the_preset(tmp_path: Path) -> None:
+    resolved = checked(tmp_path, "model.preset=llama3.1-8b", "model.config.num_hidden_layers=2")
+    base = resolved.family.preset("llama3.1-8b").model_dump()
+    assert resolved.model.model_dump() == {**base, "num_hidden_layers": 2}
+
+
+def test_model_config_changes_a_part_of_a_nested_table(tmp_path: Path) -> None:
+    resolved = checked(tmp_path, "model.preset=llama3.1-8b", "model.config.rope_scaling.factor=4")
+    base = resolved.family.preset("llama3.1-8b").model_dump()
+    assert resolved.model.model_dump()["rope_scaling"] == {**base["rope_scaling"], "factor": 4.0}
+
+
+def test_mistakes_in_model_config_have_full_keys_and_nearest_names(tmp_path: Path) -> None:
+    overrides = ("model.config.hiden_size=8", "model.config.vocab_size=many", "model.config.num_hidden_layers=0")
+    found = {problem.key: problem for problem in problems(tmp_path, *overrides)}
+    assert found["model.config.hiden_size"].hint == "did you mean model.config.hidden_size?"
+    assert found["model.config.vocab_size"].reason == '"many" is a string, but an integer is needed'
+    assert found["model.config.num_hidden_layers"].reason == "0: must be greater than 0"
+    assert {problem.origin for problem in found.values()} == {"override"}
+
+
+def test_a_shape_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    found = only(tmp_path, "model.config.num_key_value_heads=3")
+    assert (found.key, found.origin) == ("model.config", "override")
+    assert "num_key_value_heads=3 does not divide num_attention_heads=4" in found.reason
+
+
+def test_an_unknown_preset_or_family_is_refused(tmp_path: Path) -> None:
+    assert only(tmp_path, "model.preset=llama9").key == "model.preset"
+    assert only(tmp_path, "model.family=mamba").key == "model.family"
+
+
+def test_the_shape_may_come_from_a_hugging_face_folder(hf: Path) -> None:
+    model = checked(hf, f"model.hf={hf}", "model.init=hf", "model.config.num_hidden_layers=1").model.model_dump()
+    assert {name: model[name] for name in ("vocab_size", "num_hidden_layers", "tie_word_embeddings")} == {
+        "vocab_size": 96,
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+    }
+
+
+def test_two_sources_of_the_shape_are_refused(hf: Path) -> None:
+    found = only(hf, f"model.hf={hf}", "model.preset=tiny")
+    assert found.key == "model.preset"
+    assert "both give the shape" in found.reason
+
+
+def test_weights_of_hugging_face_need_their_folder(tmp_path: Path) -> None:
+    assert only(tmp_path, "model.init=hf").key == "model.init"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "cannot read"), ("{", "is not valid JSON"), ("[]", "holds no JSON object")],
+)
+def test_a_broken_hugging_face_folder_is_named(tmp_path: Path, content: str | None, reason: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    found = only(tmp_path, f"model.hf={tmp_path}")
+    assert found.key == "model.hf"
+    assert reason in found.reason
+    assert str(tmp_path / "config.json") in found.reason
+
+
+def test_resolve_model_works_on_a_plain_config() -> None:
+    assert resolve_model(RunConfig()).vocab_size > 0

@@ -1,0 +1,273 @@
+"""From a corpus to rows: nothing lost, nothing twice, split by document, prepared once, and safe with many ranks."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from nxtrain.config.schema import DataConfig
+from nxtrain.data import Data, Samples, open_data
+from nxtrain.data import prepare as prepare_module
+from nxtrain.data.files import writing_tokens
+from nxtrain.data.packing import concat
+from nxtrain.data.prepare import Survey, sections
+from nxtrain.errors import DataError
+from tests.unit.data.conftest import OpenAlone
+
+END = 0
+
+
+def all_rows(samples: Samples) -> NDArray[np.int64]:
+    return samples.rows(np.arange(samples.num_rows))
+
+
+def stream_of(samples: Samples) -> list[int]:
+    rows = all_rows(samples)
+    return [*rows[:, :-1].ravel().tolist(), int(rows[-1, -1])]
+
+
+def texts_of(data: Data, samples: Samples) -> list[str]:
+    """Documents of a stream, decoded; the one that the last row cuts is left out."""
+    assert data.tokenizer is not None
+    tokenizer = Tokenizer.from_file(str(data.tokenizer))
+    text = tokenizer.decode(stream_of(samples), skip_special_tokens=False)
+    return text.split("<|endoftext|>")[:-1]
+
+
+@pytest.mark.parametrize("num_tokens", [9, 10, 16, 17, 18, 1000])
+def test_every_token_but_the_first_is_a_target_once(num_tokens: int) -> None:
+    stream = np.arange(num_tokens)
+    rows = concat(stream, 8)
+    targets = rows[:, 1:].ravel()
+    np.testing.assert_array_equal(targets, stream[1 : 1 + targets.size])
+    np.testing.assert_array_equal(rows[:, :-1].ravel(), targets - 1)
+    assert num_tokens - 1 - targets.size < 8
+    assert rows.base is not None, "rows must be a view of the stream"
+
+
+def test_too_few_tokens_make_no_row() -> None:
+    assert concat(np.arange(8), 8).shape == (0, 9)
+
+
+def test_stream_holds_every_document_in_order_with_its_end(folder_of_text: Path, open_alone: OpenAlone) -> None:
+    data = open_alone(source="text", path=str(folder_of_text), seq_len=1)
+    assert texts_of(data, data.train) == [path.read_text() for path in sorted(folder_of_text.iterdir())]
+
+
+def test_empty_tiny_and_huge_documents(tmp_path: Path, open_alone: OpenAlone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "SECTION_CHARS", 50)
+    monkeypatch.setattr(prepare_module, "_BATCH_CHARS", 120)
+    huge = "".join(f"line {i} of a long document\n" for i in range(200)) + "x" * 333
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name, text in (("0", ""), ("1", "a"), ("2", huge), ("3", "\n"), ("4", "b")):
+        (folder / name).write_text(text)
+    data = open_alone(source="text", path=str(folder), seq_len=1)
+    assert texts_of(data, data.train) == ["a", huge, "b"]
+
+
+def test_sections_end_with_lines_and_join_to_the_document() -> None:
+    document = "".join(f"{i}\n" for i in range(40_000)) + "y" * 200_000
+    parts = list(sections(["first", document]))
+    assert [number for number, _ in parts] == [0] + [1] * (len(parts) - 1)
+    assert "".join(text for number, text in parts if number == 1) == document
+    assert all(len(text) <= prepare_module.SECTION_CHARS for _, text in parts)
+    assert all(text.endswith(("\n", "y")) for _, text in parts[1:])
+
+
+def test_split_is_by_document_and_complete(folder_of_text: Path, open_alone: OpenAlone) -> None:
+    data = open_alone(source="text", path=str(folder_of_text), seq_len=1, validation_fraction=0.25)
+    assert data.validation is not None
+    train, validation = texts_of(data, data.train), texts_of(data, data.validation)
+    assert sorted(train + validation) == sorted(path.read_text() for path in folder_of_text.iterdir())
+    share = sum(map(len, validation)) / sum(map(len, train + validation))
+    # Documents are taken until they hold the fraction, and each is 1/60 of the text.
+    assert 0.25 <= share < 0.25 + 1.2 / 60
+
+
+def test_split_ignores_the_order_of_the_corpus(folder_of_text: Path) -> None:
+    documents = [path.read_text() for path in sorted(folder_of_text.iterdir())]
+
+    def held(corpus: list[str]) -> set[str]:
+        mask, _ = Survey.of(corpus).split(0.3)
+        return {text for text, is_held in zip(corpus, mask, strict=True) if is_held}
+
+    assert held(documents) == held(documents[::-1])
+    grown = held([*documents, "one more document, which moves the threshold by one document at most"])
+    assert len(held(documents) ^ grown) <= 2
+
+
+def test_document_that_the_split_cuts_ends_on_both_sides() -> None:
+    survey = Survey(np.arange(5, dtype=np.uint64), np.full(5, 10), np.array([0, 0, 0, 0, 1]))
+    held = np.array([False, True, True, False, False])
+    assert survey.ends(held).tolist() == [True, False, True, True, True]
+
+
+def test_the_tokenizer_does_not_learn_from_what_is_held_out() -> None:
+    documents = [f"document {i} " * 20 for i in range(50)]
+    held, sampled = Survey.of(documents).split(0.2)
+    np.testing.assert_array_equal(sampled, ~held)
+
+
+def test_the_tokenizer_learns_from_a_sample_of_a_large_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "_TOKENIZER_CHARS", 100)
+    held, sampled = Survey.of([f"{i:010}" for i in range(50)]).split(0.2)
+    assert (held.sum(), sampled.sum(), (held & sampled).sum()) == (10, 10, 0)
+
+
+def test_equal_documents_can_be_split(tmp_path: Path, open_alone: OpenAlone) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text("the same text " * 20)
+    data = open_alone(source="text", path=str(tmp_path / "*.txt"), seq_len=1, validation_fraction=0.2)
+    assert data.validation is not None
+    assert (len(texts_of(data, data.train)), len(texts_of(data, data.validation))) == (8, 2)
+
+
+def test_single_file_can_be_split(tmp_path: Path, open_alone: OpenAlone) -> None:
+    text = "".join(f"{i} bottles of beer on the wall\n" for i in range(20_000))
+    (tmp_path / "song.txt").write_text(text)
+    data = open_alone(source="text", path=str(tmp_path / "song.txt"), seq_len=64, validation_fraction=0.1)
+    assert data.validation is not None
+    total = data.train.num_rows + data.validation.num_rows
+    assert 0.1 <= data.validation.num_rows / total < 0.25
+
+
+def test_second_start_reuses_the_files_and_gives_equal_rows(
+    folder_of_text: Path, open_alone: OpenAlone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"source": "text", "path": str(folder_of_text), "validation_fraction": 0.2}
+    first = open_alone(**keys)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").iterdir() if path.suffix != ".json"}
+    monkeypatch.setattr(prepare_module, "train_bpe", None)
+    monkeypatch.setattr(prepare_module, "_write_streams", None)
+    second = open_alone(**keys)
+    assert second.fingerprint == first.fingerprint
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    np.testing.assert_array_equal(all_rows(second.train), all_rows(first.train))
+
+
+def test_preparing_again_from_nothing_is_bitwise_equal(folder_of_text: Path, tmp_path: Path) -> None:
+    contents = []
+    for name in ("one", "two"):
+        config = DataConfig(source="text", path=str(folder_of_text), validation_fraction=0.2)
+        workdir = tmp_path / name
+        open_data(config, seq_len=8, vocab_size=300, workdir=workdir, leader=True, barrier=lambda: None)
+        contents.append({p.name: p.read_bytes() for p in workdir.iterdir() if not p.name.startswith("prepared")})
+    assert contents[0] == contents[1]
+    assert len(contents[0]) == 3
+
+
+def test_changed_text_changes_the_fingerprint(folder_of_text: Path, open_alone: OpenAlone) -> None:
+    keys = {"source": "text", "path": str(folder_of_text)}
+    first = open_alone(**keys)
+    (folder_of_text / "00.txt").write_text("something else")
+    second = open_alone(**keys)
+    assert second.fingerprint != first.fingerprint
+    assert texts_of(second, second.train)[0] == "something else"
+
+
+def test_given_tokenizer_is_used(folder_of_text: Path, open_alone: OpenAlone, tmp_path: Path) -> None:
+    trained = open_alone(source="text", path=str(folder_of_text)).tokenizer
+    assert trained is not None
+    own = tmp_path / "own"
+    own.mkdir()
+    trained.rename(own / "tokenizer.json")
+    data = open_alone(source="text", path=str(folder_of_text), tokenizer=str(own), vocab_size=999)
+    assert data.tokenizer == own / "tokenizer.json"
+    assert all_rows(data.train).max() < 300
+    (folder_of_text / "00.txt").write_text("something else")
+    changed = open_alone(source="text", path=str(folder_of_text), tokenizer=str(own), vocab_size=999)
+    assert texts_of(changed, changed.train)[0] == "something else"
+
+
+def test_corpus_without_text_says_what_was_skipped(tmp_path: Path, open_alone: OpenAlone) -> None:
+    (tmp_path / "picture").write_bytes(b"\0")
+    with pytest.raises(DataError, match=r"holds no text(.|\n)*picture: binary"):
+        open_alone(source="text", path=str(tmp_path / "picture"))
+
+
+def test_too_little_text_names_the_figures(tmp_path: Path, open_alone: OpenAlone) -> None:
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(DataError, match=r"leaves for training \d tokens, less than one row of .* 9; add text"):
+        open_alone(source="text", path=str(tmp_path / "short.txt"))
+    (tmp_path / "short.txt").write_text("x y z " * 100)
+    with pytest.raises(DataError, match=r"leaves for training 0 tokens"):
+        open_alone(source="text", path=str(tmp_path / "short.txt"), validation_fraction=0.1)
+
+
+def test_too_small_a_split_says_so(folder_of_text: Path, open_alone: OpenAlone) -> None:
+    with pytest.raises(
+        DataError, match=r"holds out with data\.validation_fraction=0\.001 \d+ tokens.*raise the fraction"
+    ):
+        open_alone(source="text", path=str(folder_of_text), seq_len=1000, validation_fraction=0.001)
+
+
+def test_full_disk_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "ids.npy"
+    path.write_bytes(b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        refused = pytest.raises(DataError, match=r"ids\.npy cannot be written: File too large; free space")
+        with refused, writing_tokens(path, np.uint16) as append:
+            append(np.zeros(100_000, np.uint16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"ids.npy": b"old"}
+
+
+def open_on_ranks(config: DataConfig, workdir: Path, num_ranks: int) -> list[Data | BaseException]:
+    """Open with rank 0 as leader; a rank that fails leaves the others waiting for at most 20 s."""
+    barrier = threading.Barrier(num_ranks, timeout=20)
+    outcomes: list[Data | BaseException] = [SystemExit()] * num_ranks
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = open_data(
+                config,
+                seq_len=8,
+                vocab_size=300,
+                workdir=workdir,
+                leader=rank == 0,
+                barrier=lambda: void(barrier.wait()),
+            )
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def void(_: object) -> None:
+    pass
+
+
+def test_followers_map_what_the_leader_prepared(folder_of_text: Path, tmp_path: Path) -> None:
+    config = DataConfig(source="text", path=str(folder_of_text), validation_fraction=0.2)
+    first, *others = open_on_ranks(config, tmp_path / "work", 3)
+    assert isinstance(first, Data)
+    for other in others:
+        assert isinstance(other, Data)
+        assert (other.tokenizer, other.fingerprint) == (first.tokenizer, first.fingerprint)
+        np.testing.assert_array_equal(all_rows(other.train), all_rows(first.train))
+
+
+def test_when_the_leader_fails_no_rank_waits_or_takes_old_files(folder_of_text: Path, tmp_path: Path) -> None:
+    config = DataConfig(source="text", path=str(folder_of_text))
+    assert all(isinstance(outcome, Data) for outcome in open_on_ranks(config, tmp_path / "work", 2))
+    (folder_of_text / "00.txt").write_bytes(b"\xff")
+    leader, follower = open_on_ranks(config, tmp_path / "work", 2)
+    assert isinstance(leader, DataError)
+    assert "00.txt, line 1, byte 0" in str(leader)
+    assert isinstance(follower, DataError)
+    assert "the rank that prepares the data failed" in str(follower)

@@ -1,0 +1,121 @@
+"""The loader: design contract of token files, independence from the layout, exact resume, errors that arrive."""
+
+from __future__ import annotations
+
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nxtrain.data import Loader
+from nxtrain.data.samples import TableSamples
+from nxtrain.family import IGNORE_INDEX
+
+NUM_ROWS, SEQ_LEN = 21, 6
+TABLE = np.arange(NUM_ROWS * (SEQ_LEN + 1), dtype=np.uint16).reshape(NUM_ROWS, SEQ_LEN + 1)
+
+
+def rows_of_step(step: int, *, shuffle: bool, micro_batch: int, dp_size: int) -> NDArray[np.int64]:
+    """Row numbers of a global batch of 8, ranks joined in order."""
+    parts = []
+    for dp_rank in range(dp_size):
+        loader = Loader(
+            TableSamples(TABLE),
+            seed=3,
+            shuffle=shuffle,
+            global_batch=8,
+            micro_batch=micro_batch,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+        )
+        batch = loader.batch(step)
+        assert batch.inputs.shape == batch.targets.shape == (8 // dp_size // micro_batch, micro_batch, SEQ_LEN)
+        assert batch.inputs.dtype == batch.targets.dtype == np.int64
+        assert batch.num_tokens == batch.targets.size
+        np.testing.assert_array_equal(batch.targets, batch.inputs + 1)
+        parts.append(batch.inputs[..., 0].ravel() // (SEQ_LEN + 1))
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 100])
+def test_unshuffled_steps_take_consecutive_rows_and_wrap(step: int) -> None:
+    rows = rows_of_step(step, shuffle=False, micro_batch=2, dp_size=2)
+    assert rows.tolist() == [(step * 8 + i) % NUM_ROWS for i in range(8)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("step", [0, 2, 17])
+def test_layout_changes_neither_rows_nor_their_order(step: int, shuffle: bool) -> None:
+    reference = rows_of_step(step, shuffle=shuffle, micro_batch=8, dp_size=1)
+    for dp_size in (1, 2, 4):
+        for micro_batch in (1, 2, 8 // dp_size):
+            rows = rows_of_step(step, shuffle=shuffle, micro_batch=micro_batch, dp_size=dp_size)
+            np.testing.assert_array_equal(rows, reference)
+
+
+def test_every_epoch_trains_on_every_row_once_across_steps() -> None:
+    rows = np.concatenate([rows_of_step(s, shuffle=True, micro_batch=4, dp_size=2) for s in range(NUM_ROWS)])
+    epochs = rows.reshape(8, NUM_ROWS)
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(NUM_ROWS), (8, 1)))
+    assert len({tuple(epoch) for epoch in epochs}) == 8
+
+
+def test_padded_pass_counts_every_row_once() -> None:
+    samples = TableSamples(TABLE)
+    counted, num_tokens = [], 0
+    for dp_rank in (0, 1):
+        loader = Loader(
+            samples,
+            seed=0,
+            shuffle=False,
+            global_batch=8,
+            micro_batch=2,
+            dp_rank=dp_rank,
+            dp_size=2,
+            past_end="pad",
+        )
+        assert loader.steps_per_epoch == 3
+        for step in range(3):
+            batch = loader.batch(step)
+            counted.append(batch.targets[batch.targets != IGNORE_INDEX])
+            num_tokens += batch.num_tokens
+    np.testing.assert_array_equal(np.sort(np.concatenate(counted)), TABLE[:, 1:].ravel())
+    assert num_tokens == NUM_ROWS * SEQ_LEN
+
+
+def test_prefetched_batches_equal_direct_ones_from_any_step() -> None:
+    loader = Loader(TableSamples(TABLE), seed=1, shuffle=True, global_batch=4, micro_batch=2)
+    for start in (0, 5):
+        for step, batch in enumerate(islice(loader.prefetched(start), 9), start):
+            np.testing.assert_array_equal(batch.inputs, loader.batch(step).inputs)
+            np.testing.assert_array_equal(batch.targets, loader.batch(step).targets)
+
+
+class FailingSamples(TableSamples):
+    """A file that cannot be read beyond row 12."""
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As the table, up to row 12."""
+        if indices.max() >= 12:
+            raise OSError("read error")
+        return super().rows(indices)
+
+
+def test_read_error_reaches_the_consumer_at_its_step() -> None:
+    loader = Loader(FailingSamples(TABLE), seed=0, shuffle=False, global_batch=4, micro_batch=4)
+    batches = loader.prefetched(0)
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(OSError, match="read error"):
+        next(batches)
+
+
+def test_closing_ends_the_thread() -> None:
+    loader = Loader(TableSamples(TABLE), seed=0, shuffle=False, global_batch=4, micro_batch=4)
+    batches = loader.prefetched(0)
+    next(batches)
+    assert any(thread.name.startswith("nxtrain-data") for thread in threading.enumerate())
+    batches.close()
+    assert not any(thread.name.startswith("nxtrain-data") for thread in threading.enumerate())

@@ -1,0 +1,66 @@
+"""Speed, time left and the record of a step, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nxtrain.metrics.meters import Pace, StepRecord, Throughput, ThroughputMeter
+
+if TYPE_CHECKING:
+    from tests.unit.metrics.conftest import FakeClock
+
+
+def test_throughput_is_that_of_the_window_and_tokens_are_those_of_the_run(clock: FakeClock) -> None:
+    meter = ThroughputMeter(flops_per_token=6_000, peak_flops=1_200_000.0, tokens=500, clock=clock)
+    for _ in range(4):
+        meter.add_step(50)
+    clock.now += 8.0
+    assert meter.read() == Throughput(tokens=700, tokens_per_s=25.0, step_time_s=2.0, mfu=0.125)
+    meter.add_step(30)
+    clock.now += 0.5
+    assert meter.read() == Throughput(tokens=730, tokens_per_s=60.0, step_time_s=0.5, mfu=0.3)
+
+
+def test_pauses_are_not_training_time_even_when_they_fail(clock: FakeClock) -> None:
+    meter = ThroughputMeter(flops_per_token=1, peak_flops=None, clock=clock)
+    meter.add_step(10)
+    clock.now += 2.0
+    with pytest.raises(RuntimeError), meter.paused():
+        clock.now += 100.0
+        raise RuntimeError
+    assert meter.read() == Throughput(tokens=10, tokens_per_s=5.0, step_time_s=2.0, mfu=None)
+
+
+def test_eta_leaves_out_the_first_step_that_carried_compilation(clock: FakeClock) -> None:
+    pace = Pace(total_steps=100, clock=clock)
+    clock.now += 600.0
+    assert pace.eta_s(41) is None
+    clock.now += 30.0
+    assert pace.eta_s(51) == 49 * 3.0
+    clock.now += 50.0
+    assert pace.eta_s(61) == 39 * 4.0
+    assert pace.elapsed_s() == 680.0
+    assert pace.eta_s(100) == 0.0
+
+
+def test_line_has_the_contract_keys_and_null_for_an_unknown_mfu() -> None:
+    record = StepRecord(7, 2.5, 1.25, 30.0, 1e-3, Throughput(4096, 512.0, 0.125, None))
+    assert record.line() == {
+        "step": 7,
+        "loss": 2.5,
+        "grad_norm": 1.25,
+        "param_norm": 30.0,
+        "lr": 1e-3,
+        "tokens": 4096,
+        "tokens_per_s": 512.0,
+        "step_time_s": 0.125,
+        "mfu": None,
+    }
+
+
+def test_line_has_the_held_out_loss_only_when_it_was_measured() -> None:
+    speed = Throughput(1, 1.0, 1.0, None)
+    assert "val_loss" not in StepRecord(1, 2.0, 1.0, 1.0, 0.0, speed).line()
+    assert StepRecord(1, 2.0, 1.0, 1.0, 0.0, speed, val_loss=0.0).line()["val_loss"] == 0.0

@@ -1,0 +1,69 @@
+"""What a person sees of a run, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from nxtrain.metrics.progress import open_progress
+
+if TYPE_CHECKING:
+    from tests.unit.metrics.conftest import FakeClock
+
+
+def record(step: int, **more: float) -> dict[str, float | None]:
+    return {"step": step, "loss": 5.0 - step / 100, "tokens_per_s": 12_345.0, "mfu": None, **more}
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    with io.StringIO() as text:
+        yield text
+
+
+def test_a_log_gets_the_first_line_the_last_one_evaluations_and_one_in_ten_seconds(
+    log: io.StringIO, clock: FakeClock
+) -> None:
+    lines = open_progress(100, 0, console=Console(file=log, force_terminal=False), clock=clock)
+    for step in range(1, 101):
+        clock.now += 1.0
+        lines.log(record(step, val_loss=4.0) if step == 33 else record(step))
+    lines.close()
+    printed = log.getvalue().splitlines()
+    steps = [int(line.split()[1].removesuffix("/100")) for line in printed]
+    assert steps == [1, 11, 21, 31, 33, 43, 53, 63, 73, 83, 93, 100]
+    assert printed[0] == "step 1/100  loss 4.9900  12.3k tokens/s  0:00:01"
+    assert printed[4] == "step 33/100  loss 4.6700  val 4.0000  12.3k tokens/s  0:00:33 0:01:07 left"
+    assert printed[-1] == "step 100/100  loss 4.0000  val 4.0000  12.3k tokens/s  0:01:40 0:00:00 left"
+
+
+def test_a_long_line_is_not_wrapped(log: io.StringIO, clock: FakeClock) -> None:
+    lines = open_progress(10, 0, console=Console(file=log, width=20), clock=clock)
+    lines.log(record(1))
+    assert log.getvalue().count("\n") == 1
+
+
+def test_a_terminal_gets_a_bar_with_step_loss_speed_and_time(log: io.StringIO, clock: FakeClock) -> None:
+    bar = open_progress(200, 40, console=Console(file=log, force_terminal=True, width=120), clock=clock)
+    bar.log(record(50, val_loss=4.25))
+    clock.now += 60.0
+    bar.log(record(100))
+    bar.close()
+    last = log.getvalue().rsplit("step", 1)[1]
+    for words in ("100/200", "loss 4.0000", "val 4.2500", "12.3k tokens/s", "0:01:00", "0:02:00 left"):
+        assert words in last
+    assert "40/200" in log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "words"),
+    [(0.0, "0 "), (98.76, "98.8 "), (999.4, "999 "), (999.6, "1k "), (1_234_567.0, "1.23M "), (5e9, "5G ")],
+)
+def test_speeds_have_three_figures(log: io.StringIO, clock: FakeClock, tokens_per_s: float, words: str) -> None:
+    lines = open_progress(10, 0, console=Console(file=log), clock=clock)
+    lines.log({"step": 1, "loss": 1.0, "tokens_per_s": tokens_per_s})
+    assert f"  {words}tokens/s" in log.getvalue()

@@ -1,0 +1,151 @@
+"""First weights: the same bits for a seed whatever the layout, and never more memory than a rank's own part."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.config.check import Resolved
+from nxtrain.mesh import Mesh
+from nxtrain.nn.init import draw_shard
+from nxtrain.sharding import Init, ShardSpec, global_name
+from tests.support.models import SHAPES, plan
+from tests.support.parity import layout, table_of, whole
+
+ALONE = Mesh.build(1, 0).tp
+GOLDEN_VALUES = [-0.00961301569, 0.0538624115, 0.00191343809]
+GOLDEN_DIGEST = "89084c06cee0b0fd9a628699c11a4f94bd9cb206d56be990d0b12c4df9157f2b"
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+
+
+def drawn(resolved: Resolved, seed: int = 0) -> dict[str, Tensor]:
+    """The whole tensors that the ranks of a layout draw together, by global name."""
+    tp = resolved.config.parallel.tp
+    by_rank = []
+    for rank in range(tp):
+        mesh = Mesh.build(tp, rank, tp=tp)
+        shards = {}
+        for name, spec in table_of(resolved, mesh).items():
+            shards[name] = torch.zeros(spec.local_shape(mesh.tp))
+            draw_shard(shards[name], name, spec, mesh.tp, seed)
+        by_rank.append(shards)
+    return whole(by_rank, resolved)
+
+
+def one(name: str = WEIGHT, seed: int = 0, shape: tuple[int, int] = (300, 520), std: float = 1.0) -> Tensor:
+    """One tensor as a single rank draws it."""
+    local = torch.zeros(shape)
+    draw_shard(local, name, ShardSpec(shape, dim=0, init=Init(std=std)), ALONE, seed)
+    return local
+
+
+@pytest.mark.parametrize("shape", ["gqa2", "mqa", "odd", "tied"])
+def test_tp_and_fusing_do_not_change_a_bit(shape: str) -> None:
+    expected = drawn(layout(shape, tp=1, fused_qkv=False, fused_gate_up=False))
+    for tp in (1, 2, 4):
+        found = drawn(layout(shape, tp=tp))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), (tp, name)
+
+
+@pytest.mark.parametrize(("dim", "tp"), [(0, 2), (0, 7), (1, 4), (1, 8)])
+def test_any_cut_across_the_tiles_is_the_same_part_of_the_whole(dim: int, tp: int) -> None:
+    expected = one()
+    for rank in range(tp):
+        axis = Mesh.build(tp, rank, tp=tp).tp
+        spec = ShardSpec((300, 520), dim=dim, init=Init(std=1.0))
+        local = torch.zeros(spec.local_shape(axis))
+        draw_shard(local, WEIGHT, spec, axis, seed=0)
+        assert torch.equal(local, spec.shard({"": expected}, axis)), rank
+
+
+def test_a_weight_does_not_depend_on_what_else_is_in_the_model() -> None:
+    few = drawn(plan("gqa", model={"config": {"num_hidden_layers": 1}, "init": "normal"}))
+    many = drawn(plan("gqa", model={"config": {"num_hidden_layers": 3}, "init": "normal"}))
+    assert few.keys() < many.keys()
+    assert all(torch.equal(few[name], many[name]) for name in few)
+
+
+def test_names_seeds_and_tiles_are_independent() -> None:
+    base = one()
+    for other in (one(seed=1), one(name=WEIGHT.replace("0", "1"))):
+        assert abs(torch.corrcoef(torch.stack([base.flatten(), other.flatten()]))[0, 1].item()) < 0.01
+    tiles = torch.stack([base[:256, :256].flatten(), base[:256, 256:512].flatten()])
+    assert abs(torch.corrcoef(tiles)[0, 1].item()) < 0.02
+
+
+def test_the_weights_of_a_seed_are_what_they_always_were() -> None:
+    """A change of name, key, tile or distribution would silently give every seed another model."""
+    few = one(std=0.02)[::60, ::60]  # of every tile; none from the tail, whose last bit is up to the C library
+    assert few.abs().max() < 3 * 0.02
+    assert few[0, :3].tolist() == pytest.approx(GOLDEN_VALUES, rel=1e-6)
+    assert hashlib.sha256(few.numpy().astype("<f4").tobytes()).hexdigest() == GOLDEN_DIGEST
+
+
+@pytest.mark.parametrize("init", ["scaled", "normal"])
+def test_standard_deviations_are_the_published_ones(init: str) -> None:
+    """Range on every matrix; on the projections into the residual stream range / sqrt(2 * layers), when scaled."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "initializer_range": 0.03}
+    resolved = plan("mha", model={"init": init, "config": {**sizes, "num_hidden_layers": 3}})
+    for name, tensor in drawn(resolved).items():
+        if "norm" in name:
+            assert torch.equal(tensor, torch.ones(256))
+            continue
+        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        expected = 0.03 / math.sqrt(6) if init == "scaled" and into_residual else 0.03
+        assert tensor.std().item() == pytest.approx(expected, rel=0.01), name
+        assert abs(tensor.mean().item()) < 0.02 * expected, name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tensor_of_a_model_is_drawn(shape: str) -> None:
+    resolved = layout(shape, tp=4)
+    names = {
+        global_name(name, segment)
+        for name, spec in table_of(resolved, Mesh.build(4, 0, tp=4)).items()
+        for segment in spec.segments
+    }
+    tensors = drawn(resolved)
+    assert tensors.keys() == names
+    assert all((tensor == 0).sum() < 3 for tensor in tensors.values())
+
+
+PEAK = """
+import resource, sys
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.mesh import Mesh
+from nxtrain.train.build import build_model
+from tests.support.models import plan
+
+sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, vocab_size=32000, num_attention_heads=16)
+resolved = plan("mha", parallel={"tp": 8}, model={"config": sizes})
+backend = CpuBackend()
+start = backend.peak_memory_bytes()
+model = build_model(resolved, backend, Mesh.build(8, 3, tp=8), init="draw")
+sizes = [parameter.nbytes for parameter in model.parameters()]
+print(backend.peak_memory_bytes() - start, sum(sizes), max(sizes))
+"""
+
+
+def test_a_rank_of_a_big_model_takes_the_memory_of_its_own_shards() -> None:
+    """1.6 GB of weights, of which this rank has an eighth; a tensor more and the heap's slack are allowed on top."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    peak, local, largest = map(int, done.stdout.split())
+    assert 150e6 < local < 250e6
+    assert 0.5 * local < peak < local + largest + 16e6, done.stdout
