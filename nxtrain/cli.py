@@ -128,12 +128,24 @@ def hf_to_nxtrain(src: Source, dst: Target) -> None:
     hf_to_nxtrain(src, dst)
 
 
-@convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf")
-def nxtrain_to_hf(src: Source, dst: Target) -> None:
+@convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf --verify")
+def nxtrain_to_hf(
+    src: Source,
+    dst: Target,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Load the result in transformers and compare scores.")
+    ] = False,
+) -> None:
     """Read a run folder or a checkpoint, write a Hugging Face folder."""
     from nxtrain.checkpoint.convert import nxtrain_to_hf
 
-    nxtrain_to_hf(src, dst)
+    checkpoint = nxtrain_to_hf(src, dst)
+    if verify:
+        from nxtrain.backends import open_backend
+        from nxtrain.checkpoint.model import verify_export
+
+        difference = verify_export(checkpoint, dst, open_backend("cpu"))
+        typer.echo(f"transformers loads {dst}; its scores differ from ours by at most {difference:.2g}")
 
 
 @config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")

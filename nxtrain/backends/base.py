@@ -123,6 +123,10 @@ class Kernels(ABC):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
 
+    def batches(self, names: list[str]) -> list[list[str]]:
+        """How to divide the parameters over calls of `adamw`: all in one, unless the device prefers otherwise."""
+        return [names] if names else []
+
     @abstractmethod
     def adamw(
         self,

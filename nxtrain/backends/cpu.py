@@ -24,7 +24,7 @@ class CpuBackend(Backend):
         place = Placement.read()
         self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
         self.device = torch.device("cpu")
-        self.kernels = FusedKernels(grouped_attention=False)
+        self.kernels = FusedKernels(one_by_one=True, grouped_attention=False)
         self.collectives = C10dCollectives(self.world)
         keep_heap()
         if self.world > 1:
@@ -44,7 +44,7 @@ class CpuBackend(Backend):
         return torch.tensor(values, dtype=torch.float32).unbind()
 
     def peak_memory_bytes(self) -> int:
-        # Not getrusage: on Linux its peak survives exec, so a child begins with the peak of the process that started it.
+        # Not getrusage: on Linux its peak survives exec, so a child begins with the peak of its parent.
         status = Path("/proc/self/status")
         if not status.exists():
             return 0

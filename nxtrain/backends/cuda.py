@@ -40,7 +40,7 @@ class CudaBackend(Backend):
             )
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
-        self.kernels = FusedKernels(grouped_attention=True)
+        self.kernels = FusedKernels(one_by_one=False, grouped_attention=True)
         self.collectives = C10dCollectives(self.world)
         if self.world > 1:
             # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.

@@ -16,18 +16,23 @@ class FusedKernels(Kernels):
     """torch's own fused kernels, on CPU and CUDA.
 
     Args:
+        one_by_one: Update one parameter per call.
         grouped_attention: The device's flash attention takes fewer K/V heads than query heads. On CPU (torch 2.9) it
             does not, and asking for it falls back to full score matrices.
     """
 
-    def __init__(self, *, grouped_attention: bool) -> None:
-        self._grouped_attention = grouped_attention
+    def __init__(self, *, one_by_one: bool, grouped_attention: bool) -> None:
+        self._one_by_one, self._grouped_attention = one_by_one, grouped_attention
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _sdpa(q, k, v, grouped=self._grouped_attention)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
+
+    def batches(self, names: list[str]) -> list[list[str]]:
+        # A CPU starts kernels for nothing, and what is cast for one parameter is still in its cache for the update.
+        return [[name] for name in names] if self._one_by_one else super().batches(names)
 
     def adamw(
         self,

@@ -77,13 +77,16 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     write(dst, planner, meta, Mesh(1, 0), tokenizer if tokenizer.is_file() else None, file_per_tensor=True)
 
 
-def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Path:
     """Turn a checkpoint into a Hugging Face folder that `transformers` loads.
 
     Args:
         src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken.
         dst: Folder to make; an earlier export that is there already is replaced.
         max_shard_bytes: Largest weight file, unless a single tensor exceeds it.
+
+    Returns:
+        The checkpoint that was taken.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged.
@@ -99,12 +102,15 @@ def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
         _write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
         _write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    return src
 
 
 def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Whole shape of every tensor of a model, by global name."""
     alone = TensorParallel(Mesh(1, 0).tp, C10dCollectives(1), torch.float32)
-    context = BuildContext(NativeLayers(alone), FusedKernels(grouped_attention=False), torch.float32, seq_len=1)
+    context = BuildContext(
+        NativeLayers(alone), FusedKernels(one_by_one=True, grouped_attention=False), torch.float32, seq_len=1
+    )
     return ParamTable.of(family.build(config, context)).global_shapes()
 
 

@@ -43,9 +43,11 @@ class AdamW:
     ) -> None:
         self._parameters, self._kernels = parameters, kernels
         self._betas, self._eps = betas, eps
-        decayed = [name for name in parameters if table[name].decay]
-        plain = [name for name in parameters if not table[name].decay]
-        self._groups = [group for group in ((decayed, weight_decay), (plain, 0.0)) if group[0]]
+        self._groups = [
+            (names, weight_decay if decays else 0.0)
+            for decays in (True, False)
+            for names in kernels.batches([name for name in parameters if table[name].decay == decays])
+        ]
 
         def zeros() -> dict[str, Tensor]:
             # Made on the host: on a lazy device each then has a buffer of its own, and the first step is like the rest.
@@ -88,6 +90,6 @@ class AdamW:
                 eps=self._eps,
                 weight_decay=weight_decay,
             )
-        if "master" in self.state:
-            for name, master in self.state["master"].items():
-                self._parameters[name].copy_(master)
+            if "master" in self.state:
+                for name in names:
+                    self._parameters[name].copy_(self.state["master"][name])

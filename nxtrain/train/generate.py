@@ -10,17 +10,9 @@ from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.chunks import MODEL
-from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.meta import read_meta
-from nxtrain.config.check import Resolved
-from nxtrain.config.schema import PrecisionConfig, RunConfig, TrainConfig
+from nxtrain.checkpoint.model import open_model
 from nxtrain.data.tokenization import END_OF_TEXT
 from nxtrain.errors import ConfigError
-from nxtrain.family import CausalLM
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable
-from nxtrain.train.build import build_model
 
 
 def generate(checkpoint: Path, prompt: str, max_new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
@@ -42,29 +34,20 @@ def generate(checkpoint: Path, prompt: str, max_new_tokens: int, temperature: fl
         ConfigError: It carries no tokenizer.
     """
     folder = layout.resolve(checkpoint)
-    meta = read_meta(folder)
     file = folder / layout.TOKENIZER
     if not file.exists():
         raise ConfigError(f"{folder} carries no {layout.TOKENIZER}: it was trained on token ids alone")
     tokenizer = Tokenizer.from_file(str(file))
     ids = tokenizer.encode(prompt).ids
-    family, model_config = meta.model()
-    config = RunConfig(
-        train=TrainConfig(seq_len=max(1, len(ids)) + max_new_tokens),
-        precision=PrecisionConfig(params="bf16" if meta.dtype == "bfloat16" else "fp32"),
-    )
     backend = open_backend(choose("auto")[0])
-    mesh = Mesh.build(1, 0)
-    model = build_model(Resolved(config, family, model_config), backend, mesh, init="zeros")
-    load(folder, {MODEL: dict(model.named_parameters())}, ParamTable.of(model), mesh)
+    model = open_model(folder, backend, seq_len=max(1, len(ids)) + max_new_tokens)
     end = tokenizer.token_to_id(END_OF_TEXT)
     if not ids:
         raise ConfigError("--prompt is empty; give at least one character to continue")
     generator = torch.Generator().manual_seed(seed)
-    lm: CausalLM = model  # type: ignore[assignment]
     for _ in range(max_new_tokens):
         with torch.no_grad():
-            scores = lm.logits(backend.put(torch.tensor([ids])))[0, -1].cpu()
+            scores = model.logits(backend.put(torch.tensor([ids])))[0, -1].cpu()
         token = _sample(scores, temperature, top_k, generator)
         if token == end:
             break

@@ -129,7 +129,7 @@ def _save(step: int, plan: Resolved, state: TrainState, data: Data) -> None:
         tokens=samples * config.train.seq_len,
         seed=config.run.seed,
         family=plan.family.name,
-        config=plan.model.model_dump(),
+        config=plan.model.model_dump(mode="json"),
         dtype=dtype_name(plan),
         data_fingerprint=data.fingerprint,
     )

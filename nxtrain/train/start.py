@@ -35,7 +35,7 @@ def start(plan: Resolved, backend: Backend, mesh: Mesh, data_fingerprint: str) -
         tokens=0,
         seed=config.run.seed,
         family=plan.family.name,
-        config=plan.model.model_dump(),
+        config=plan.model.model_dump(mode="json"),
         dtype=dtype_name(plan),
         data_fingerprint=data_fingerprint,
     )

@@ -1,7 +1,7 @@
-"""Gradients are of the mean over the global batch's tokens, however the tokens that count lie among ranks and micro-batches.
+"""Gradients are of the mean over the global batch's tokens, wherever those that count lie.
 
-The reference is transformers on the whole batch in one process, with torch's cross entropy averaging over the targets that
-count.
+The reference is transformers on the whole batch in one process, with torch's cross entropy, which averages over the
+targets that count.
 """
 
 from __future__ import annotations

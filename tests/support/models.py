@@ -57,6 +57,7 @@ def plan(shape: str, **sections: Mapping[str, Any]) -> Resolved:
     tables = {name: dict(table) for name, table in sections.items()}
     model = family.config_type.model_validate({**BASE, **SHAPES[shape], **tables.get("model", {}).pop("config", {})})
     tables.setdefault("train", {}).setdefault("seq_len", 32)
+    tables.setdefault("model", {})["config"] = model.model_dump(exclude_none=True)
     return Resolved(RunConfig.model_validate(tables), family, model)
 
 

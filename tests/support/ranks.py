@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, each in a process that stays alive between tests.
+"""Run a function on several ranks, each in a process that stays alive between tests.
 
 Importing torch takes seconds, so the processes are started once per test session; each run joins them in a new process
 group, and leaves it.
@@ -20,9 +20,14 @@ TIMEOUT_S = 120
 
 
 class RankPool:
-    """Processes that play ranks."""
+    """Processes that play ranks.
 
-    def __init__(self) -> None:
+    Args:
+        backend: What each opens.
+    """
+
+    def __init__(self, backend: str = "cpu") -> None:
+        self._backend = backend
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -32,7 +37,7 @@ class RankPool:
         the processes are replaced.
         """
         while len(self._workers) < world:
-            self._workers.append(_start())
+            self._workers.append(_start(self._backend))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -63,15 +68,15 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def _start() -> tuple[Any, Connection]:
+def _start(backend: str) -> tuple[Any, Connection]:
     context = mp.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process = context.Process(target=_serve, args=(there, backend), daemon=True)
     process.start()
     return process, here
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, name: str) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -79,10 +84,10 @@ def _serve(pipe: Connection) -> None:
         rank, world, port, body, args = pipe.recv()
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()})
-        from nxtrain.backends.cpu import CpuBackend
+        from nxtrain.backends import open_backend
 
         try:
-            backend = CpuBackend()
+            backend = open_backend(name)
             try:
                 pipe.send((True, body(backend, *args)))
             finally:

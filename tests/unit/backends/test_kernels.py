@@ -10,7 +10,11 @@ from nxtrain.backends.base import Kernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from tests.support.layers import random
 
-KERNELS = [FusedKernels(grouped_attention=False), FusedKernels(grouped_attention=True), PlainKernels()]
+KERNELS = [
+    FusedKernels(one_by_one=True, grouped_attention=False),
+    FusedKernels(one_by_one=False, grouped_attention=True),
+    PlainKernels(),
+]
 EVERY = pytest.mark.parametrize("kernels", KERNELS, ids=["fused", "grouped", "plain"])
 
 S, B, H = 12, 2, 8

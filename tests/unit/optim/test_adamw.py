@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nxtrain.backends.base import Kernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
-from nxtrain.optim.adamw import AdamW, Update
-from nxtrain.sharding import Init, ParamTable, ShardSpec
-from tests.support.layers import random
+from nxtrain.optim.adamw import AdamW
+from nxtrain.sharding import ParamTable, ShardSpec
+from tests.support.adamw import RULE, STEPS, TABLE, first, grads_of, host, ours, torchs
 
-STEPS = 50
-KERNELS = {"fused": FusedKernels(grouped_attention=False), "plain": PlainKernels()}
+KERNELS = {"fused": FusedKernels(one_by_one=True, grouped_attention=False), "plain": PlainKernels()}
 EVERY = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
-TABLE = ParamTable(
-    {"matrix": ShardSpec((9, 5)), "vector": ShardSpec((7,)), "norm": ShardSpec((6,), decay=False, init=Init("ones"))}
-)
-RULE: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-SCALE = 0.25
-
-
-def lr_of(step: int) -> float:
-    """Changes from step to step, and is 0 in the first, as under a warmup."""
-    return 1e-2 * step / STEPS
-
-
-def grads_of(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {n: random(*spec.shape, seed=100 * step + i).to(dtype) for i, (n, spec) in enumerate(TABLE.items())}
-
-
-def first(dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    return {n: nn.Parameter(random(*spec.shape, seed=i).to(dtype)) for i, (n, spec) in enumerate(TABLE.items())}
-
-
-def ours(kernels: Kernels, dtype: torch.dtype, update: Update) -> tuple[AdamW, Mapping[str, nn.Parameter]]:
-    parameters = first(dtype)
-    optimizer = AdamW(parameters, TABLE, kernels, lambda host: host, update=update, **RULE)
-    for step in range(STEPS):
-        optimizer.step(grads_of(step, dtype), torch.tensor(lr_of(step)), torch.tensor(SCALE))
-    return optimizer, parameters
-
-
-def torchs(dtype: torch.dtype) -> tuple[torch.optim.AdamW, dict[str, nn.Parameter]]:
-    """torch's AdamW on float32 parameters, with gradients that were rounded to `dtype` and scaled by hand."""
-    parameters = {name: nn.Parameter(p.detach().float()) for name, p in first(dtype).items()}
-    decayed = [p for name, p in parameters.items() if TABLE[name].decay]
-    plain = [p for name, p in parameters.items() if not TABLE[name].decay]
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, foreach=False, **RULE)
-    for step in range(STEPS):
-        for name, grad in grads_of(step, dtype).items():
-            parameters[name].grad = grad.float() * SCALE
-        for group in optimizer.param_groups:
-            group["lr"] = lr_of(step)
-        optimizer.step()
-    return optimizer, parameters
 
 
 @EVERY
@@ -90,7 +46,7 @@ def test_masters_keep_updates_that_bf16_would_lose() -> None:
     table = ParamTable({"w": ShardSpec((4,))})
     kernels = KERNELS["fused"]
     rule: dict[str, Any] = {**RULE, "weight_decay": 0.0}
-    optimizer = AdamW({"w": parameter}, table, kernels, lambda host: host, update="fp32_master", **rule)
+    optimizer = AdamW({"w": parameter}, table, kernels, host, update="fp32_master", **rule)
     for _ in range(16):  # each update is the learning rate, a quarter of the distance to the next smaller bf16 number
         grads = {"w": torch.ones(4, dtype=torch.bfloat16)}
         optimizer.step(grads, torch.tensor(2.0**-10), torch.tensor(1.0))
@@ -101,6 +57,6 @@ def test_masters_keep_updates_that_bf16_would_lose() -> None:
 @EVERY
 def test_a_rate_of_zero_changes_no_parameter(kernels: Kernels) -> None:
     parameters = first(torch.float32)
-    optimizer = AdamW(parameters, TABLE, kernels, lambda host: host, update="fp32", **RULE)
+    optimizer = AdamW(parameters, TABLE, kernels, host, update="fp32", **RULE)
     optimizer.step(grads_of(0, torch.float32), torch.tensor(0.0), torch.tensor(1.0))
     assert all(torch.equal(parameters[name], p) for name, p in first(torch.float32).items())

@@ -1,0 +1,142 @@
+"""The parity suite on NVIDIA GPUs, float32 without TF32 against transformers on the CPU; and a step that never waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.errors import BackendError
+from nxtrain.mesh import Mesh
+from nxtrain.train.step import train_step
+from tests.support.adamw import STEPS as NUM_UPDATES
+from tests.support.adamw import ours, torchs
+from tests.support.models import SHAPES, hf_model, our_model, plan, tokens, weights_of
+from tests.support.parity import LR, Course, batches, check_course, layout, local_batch, reference, run_ours, start
+from tests.support.ranks import RankPool
+from tests.support.runs import course, run_plan, token_file, train_rank
+
+pytestmark = pytest.mark.cuda
+
+STEPS = 20
+
+
+@cache
+def expected(shape: str) -> Course:
+    """The reference course of a shape, run once, on the CPU."""
+    return reference(layout(shape, tp=1), STEPS)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    """The first GPU, alone in its world."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        opened = open_backend("cuda")
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield opened
+    torch.set_float32_matmul_precision(precision)
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[RankPool]:
+    """Two ranks over NCCL, each with a GPU of its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs; this machine shows {torch.cuda.device_count()}")
+    pool = RankPool("cuda")
+    yield pool
+    pool.close()
+
+
+def test_auto_takes_the_gpu() -> None:
+    assert choose("auto")[0] == "cuda"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_logits_equal_transformers(backend: Backend, shape: str) -> None:
+    resolved = plan(shape)
+    inputs = tokens(resolved, batch=2)[:, :-1].contiguous()
+    with torch.no_grad():
+        want = hf_model(resolved)(input_ids=inputs).logits
+    model = our_model(resolved, backend, Mesh.build(1, 0), weights_of(resolved))
+    found = model.logits(backend.put(inputs))  # type: ignore[operator]
+    assert (found.cpu() - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("shape", ["gqa2", "odd", "tied"])
+def test_twenty_float32_steps_equal_transformers(backend: Backend, shape: str, accumulation: int) -> None:
+    resolved = layout(shape, tp=1, micro=4 // accumulation)
+    check_course([run_ours(backend, resolved, STEPS, weights_of(resolved))], expected(shape), resolved)
+
+
+def test_bf16_steps_stay_finite_and_begin_where_float32_does(backend: Backend) -> None:
+    resolved = layout("gqa2", tp=1, params="bf16")
+    found = run_ours(backend, resolved, STEPS, weights_of(resolved))
+    assert all(map(math.isfinite, [*found.losses, *found.norms]))
+    assert found.losses[0] == pytest.approx(expected("gqa2").losses[0], rel=2**-8)
+    assert found.losses[-1] == pytest.approx(expected("gqa2").losses[-1], rel=0.02)
+
+
+def test_fused_adamw_equals_torch_on_the_cpu(backend: Backend) -> None:
+    optimizer, parameters = ours(backend.kernels, torch.float32, "fp32", backend.put)
+    _, want = torchs(torch.float32)
+    assert optimizer.num_updates.tolist() == [NUM_UPDATES, NUM_UPDATES]
+    for name, parameter in want.items():
+        torch.testing.assert_close(parameters[name].detach().cpu(), parameter.detach(), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+def test_a_step_never_makes_the_host_wait(backend: Backend, params: str) -> None:
+    resolved = layout("gqa2", tp=1, micro=2, params=params)
+    state = start(backend, resolved, weights_of(resolved))
+    (batch,) = (local_batch(state, batch, micro_batch=2) for batch in batches(resolved, 1))
+    rates = [backend.scalars(LR * step)[0] for step in range(3)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for lr in rates:
+            result = train_step(state, batch, lr)
+            backend.step_boundary()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert math.isfinite(backend.fetch({"loss": result.loss})["loss"])
+
+
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(backend: Backend, tmp_path: Path) -> None:
+    data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", num_rows=18))}
+    optim, bf16 = {"decay_steps": 4}, {"params": "bf16", "update": "fp32_master"}
+
+    def run(name: str, steps: int) -> Path:
+        resolved = run_plan(tmp_path / name, data, steps=steps, optim=optim, precision=bf16, checkpoint={"every": 2})
+        train_rank(backend, resolved)
+        return resolved.config.run.dir
+
+    straight = run("straight", 4)
+    run("broken", 2)
+    assert course(run("broken", 4)) == course(straight)
+    assert backend.peak_memory_bytes() > 0
+
+
+@pytest.mark.parametrize(("tp", "dp", "sp"), [(2, 1, False), (2, 1, True), (1, 2, False)])
+def test_twenty_float32_steps_on_two_gpus_equal_transformers(two_gpus: RankPool, tp: int, dp: int, sp: bool) -> None:
+    resolved = layout("gqa2", tp=tp, dp=dp, sp=sp, micro=4 // dp)
+    check_course(two_gpus.run(2, run_ours, resolved, STEPS, weights_of(resolved)), expected("gqa2"), resolved)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = torch.cuda.device_count()
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(count))
+    monkeypatch.setenv("WORLD_SIZE", str(count + 1))
+    with pytest.raises(BackendError, match=rf"local rank {count} has no GPU"):
+        open_backend("cuda")

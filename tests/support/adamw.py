@@ -1,0 +1,70 @@
+"""Fifty updates of a few small parameters, by our AdamW and by torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Kernels
+from nxtrain.optim.adamw import AdamW, Update
+from nxtrain.sharding import Init, ParamTable, ShardSpec
+from tests.support.layers import random
+
+STEPS = 50
+TABLE = ParamTable(
+    {"matrix": ShardSpec((9, 5)), "vector": ShardSpec((7,)), "norm": ShardSpec((6,), decay=False, init=Init("ones"))}
+)
+RULE: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SCALE = 0.25
+"""Factor of every gradient, as clipping gives."""
+
+
+def lr_of(step: int) -> float:
+    """Changes from step to step, and is 0 in the first, as under a warmup."""
+    return 1e-2 * step / STEPS
+
+
+def grads_of(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Gradients of a step, on the host."""
+    return {n: random(*spec.shape, seed=100 * step + i).to(dtype) for i, (n, spec) in enumerate(TABLE.items())}
+
+
+def first(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """Parameters before the first step, on the host."""
+    return {n: nn.Parameter(random(*spec.shape, seed=i).to(dtype)) for i, (n, spec) in enumerate(TABLE.items())}
+
+
+def host(x: Tensor) -> Tensor:
+    """Put a tensor where it is."""
+    return x
+
+
+def ours(
+    kernels: Kernels, dtype: torch.dtype, update: Update, put: Callable[[Tensor], Tensor] = host
+) -> tuple[AdamW, Mapping[str, nn.Parameter]]:
+    """Our optimizer after its steps, and the parameters."""
+    parameters = {name: nn.Parameter(put(p.detach())) for name, p in first(dtype).items()}
+    optimizer = AdamW(parameters, TABLE, kernels, put, update=update, **RULE)
+    for step in range(STEPS):
+        grads = {name: put(grad) for name, grad in grads_of(step, dtype).items()}
+        optimizer.step(grads, put(torch.tensor(lr_of(step))), put(torch.tensor(SCALE)))
+    return optimizer, parameters
+
+
+def torchs(dtype: torch.dtype) -> tuple[torch.optim.AdamW, dict[str, nn.Parameter]]:
+    """torch's AdamW on float32 parameters, with gradients that were rounded to `dtype` and scaled by hand."""
+    parameters = {name: nn.Parameter(p.detach().float()) for name, p in first(dtype).items()}
+    decayed = [p for name, p in parameters.items() if TABLE[name].decay]
+    plain = [p for name, p in parameters.items() if not TABLE[name].decay]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, foreach=False, **RULE)
+    for step in range(STEPS):
+        for name, grad in grads_of(step, dtype).items():
+            parameters[name].grad = grad.float() * SCALE
+        for group in optimizer.param_groups:
+            group["lr"] = lr_of(step)
+        optimizer.step()
+    return optimizer, parameters

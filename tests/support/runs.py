@@ -1,0 +1,85 @@
+"""Whole runs in folders of their own, and what they leave there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.chunks import Shards
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.config.check import Resolved
+from nxtrain.mesh import Mesh
+from nxtrain.metrics.sinks import METRICS_FILE
+from nxtrain.train.run import train_on
+from nxtrain.train.start import shards_of, start
+from tests.support.models import BASE, plan
+
+SEQ_LEN = 16
+GLOBAL_BATCH = 4
+QUIET = {"log_every": 1, "tensorboard": False, "progress": False}
+TIMINGS = {"tokens_per_s", "step_time_s", "mfu"}
+"""Keys of a record that depend on the clock."""
+
+
+def token_file(path: Path, num_rows: int, seed: int = 0) -> Path:
+    """A .npy of random rows for the models of `plan`."""
+    rows = np.random.default_rng(seed).integers(0, BASE["vocab_size"], (num_rows, SEQ_LEN + 1), dtype=np.uint16)
+    np.save(path, rows)
+    return path
+
+
+def run_plan(run_dir: Path, data: Mapping[str, Any], *, steps: int, **sections: Mapping[str, Any]) -> Resolved:
+    """A short run with everything logged; `sections` override its tables."""
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"dir": run_dir},
+        "data": dict(data),
+        "train": {"steps": steps, "seq_len": SEQ_LEN, "global_batch": GLOBAL_BATCH, "micro_batch": 1},
+        "optim": {"lr": 1e-2, "min_lr": 1e-3},
+        "metrics": QUIET,
+    }
+    for name, table in sections.items():
+        tables[name] = {**tables.get(name, {}), **table}
+    return plan("gqa2", **tables)
+
+
+def train_rank(backend: Backend, resolved: Resolved) -> None:
+    """One rank of a run."""
+    train_on(backend, resolved, "chosen by the test")
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of the metrics file."""
+    return [json.loads(line) for line in (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+
+
+def course(run_dir: Path) -> list[dict[str, Any]]:
+    """The records without what depends on the clock."""
+    return [{key: value for key, value in record.items() if key not in TIMINGS} for record in records(run_dir)]
+
+
+def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> Shards:
+    """Every tensor of a checkpoint, whole: one rank loads what any number of ranks saved."""
+    path = layout.step_path(run_dir / layout.FOLDER, step)
+    config = resolved.config
+    parallel = config.parallel.model_copy(update={"tp": 1, "dp": 1, "sequence_parallel": False})
+    checkpoint = config.checkpoint.model_copy(update={"resume": str(path)})
+    alone = config.model_copy(update={"parallel": parallel, "checkpoint": checkpoint})
+    state, _ = start(
+        Resolved(alone, resolved.family, resolved.model), backend, Mesh.build(1, 0), read_meta(path).data_fingerprint
+    )
+    return shards_of(state)
+
+
+def assert_equal_bits(a: Shards, b: Shards) -> None:
+    """Hold two states against each other."""
+    assert {(kind, name) for kind in a for name in a[kind]} == {(kind, name) for kind in b for name in b[kind]}
+    for kind, tensors in a.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, b[kind][name]), (kind, name)

@@ -1,0 +1,120 @@
+"""What a person gets wrong ends in a message that says what works and in the exit code of its kind, not in a traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nxtrain import cli
+from nxtrain.config.show import dump
+from nxtrain.errors import ConfigError, DivergedError
+from tests.support.models import hf_model, plan
+from tests.support.runs import course, run_plan, token_file
+
+
+class Command:
+    """`nxtrain train` on a small configuration of its own."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        data = {"source": "tokens", "path": str(token_file(folder / "rows.npy", num_rows=24))}
+        self.run_dir, self._config = folder / "run", folder / "config.toml"
+        self._patch, self._capture = patch, capture
+        resolved = run_plan(self.run_dir, data, steps=4, backend={"name": "cpu"})
+        self._config.write_text(dump(resolved.config), encoding="utf-8")
+
+    def train(self, *overrides: str) -> tuple[int, str]:
+        """Exit code and what it said on stderr; an exception would be a traceback, and fails the test."""
+        self._patch.setattr(sys, "argv", ["nxtrain", "train", str(self._config), *overrides])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = self._capture.readouterr().err
+        assert "Traceback" not in said
+        return int(ended.value.code or 0), said
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return Command(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["parallel.tp=3"],
+            ["parallel.tp", "tp=3 does not divide model.config.num_attention_heads=8", "use 1, 2, 4, 8"],
+        ),
+        (
+            ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=18"],
+            ["train.seq_len", "tp=4 does not divide seq_len=18", "use train.seq_len=16 or 20"],
+        ),
+        (
+            ["train.global_batch=6", "train.micro_batch=4"],
+            [
+                "train.global_batch",
+                "6 is not a multiple of micro_batch=4 x dp=1 = 4",
+                "use train.global_batch=4 or 8, or train.micro_batch among 1, 2, 3, 6",
+            ],
+        ),
+    ],
+    ids=["heads", "sequence", "batch"],
+)
+def test_a_configuration_that_cannot_run_is_refused_with_the_values_that_work(
+    command: Command, overrides: list[str], messages: list[str]
+) -> None:
+    code, said = command.train(*overrides)
+    assert code == ConfigError.exit_code
+    assert all(message in said for message in messages), said
+    assert "override" in said
+    assert not command.run_dir.exists()
+
+
+SHAPE = "gqa2"
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    hf_model(plan(SHAPE)).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_a_run_starts_from_a_hugging_face_folder_that_fits(command: Command, hf_folder: Path) -> None:
+    code, said = command.train(f"model.hf={hf_folder}", "model.init=hf", "train.steps=1")
+    assert (code, len(course(command.run_dir))) == (0, 1), said
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "message"),
+    [
+        ("model.norm.weight", None, "1 missing: model.norm.weight"),
+        ("model.layers.7.mlp.weight", torch.zeros(2), "1 unknown to the model: model.layers.7.mlp.weight"),
+        ("model.norm.weight", torch.zeros(7), "1 different: model.norm.weight is (7,) instead of (64,)"),
+    ],
+    ids=["missing", "extra", "misshapen"],
+)
+def test_hugging_face_tensors_that_do_not_fit_are_named(
+    command: Command, hf_folder: Path, name: str, replacement: torch.Tensor | None, message: str
+) -> None:
+    file = hf_folder / "model.safetensors"
+    tensors = {key: tensor for key, tensor in load_file(file).items() if key != name}
+    save_file(tensors | ({name: replacement} if replacement is not None else {}), file, {"format": "pt"})
+    code, said = command.train(f"model.hf={hf_folder}", "model.init=hf")
+    assert code == ConfigError.exit_code
+    assert str(hf_folder) in said
+    assert message in said
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_exit_code_6(command: Command) -> None:
+    code, said = command.train("optim.lr=1e15", "optim.min_lr=1e15", "optim.clip=0.0", "checkpoint.every=1")
+    assert code == DivergedError.exit_code == 6
+    assert "error: step 2: loss=nan" in said
+    assert "a lower optim.lr" in said
+    assert [record["step"] for record in course(command.run_dir)] == [1]
+    # The state that diverged is not among the checkpoints.
+    assert [path.name for path in (command.run_dir / "checkpoints").iterdir()] == ["step-00000001"]
