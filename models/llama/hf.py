@@ -16,7 +16,7 @@ from nxtrain_models.llama.config import LlamaConfig
 
 _ORIGIN = "config.json"
 _SAME = tuple(name for name in LlamaConfig.model_fields if not name.startswith("rope_"))
-_UNSUPPORTED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_UNSUPPORTED = {"model_type": "llama", "attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 
 
 def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:

@@ -28,13 +28,17 @@ def choose(name: str) -> tuple[str, str]:
     raise BackendError("no backend can run here: " + "; ".join(reasons))
 
 
-def open_backend(name: str) -> Backend:
+def open_backend(name: str, hang_timeout_s: float = 1800.0) -> Backend:
     """Claim this rank's device and join its process group.
+
+    Args:
+        name: `cpu`, `cuda` or `xla`.
+        hang_timeout_s: Seconds that a collective waits for the other ranks before it fails.
 
     Raises:
         BackendError: The backend cannot run here; the message says why.
     """
-    return _load(name)()
+    return _load(name)(hang_timeout_s=hang_timeout_s)
 
 
 def _load(name: str) -> type[Backend]:

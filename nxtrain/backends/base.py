@@ -202,6 +202,10 @@ class Backend(ABC):
     collectives: Collectives
     kernels: Kernels
 
+    @abstractmethod
+    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
+        """Claim this rank's device and join its process group, whose collectives fail after so long without a peer."""
+
     @staticmethod
     @abstractmethod
     def support() -> Support:

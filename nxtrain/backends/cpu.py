@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
         place = Placement.read()
         self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
         self.device = torch.device("cpu")
@@ -28,7 +29,7 @@ class CpuBackend(Backend):
         self.collectives = C10dCollectives(self.world)
         keep_heap()
         if self.world > 1:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=timedelta(seconds=hang_timeout_s))
 
     @staticmethod
     def support() -> Support:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name=cuda cannot run here: {support.reason}")
@@ -44,7 +45,8 @@ class CudaBackend(Backend):
         self.collectives = C10dCollectives(self.world)
         if self.world > 1:
             # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device)
+            timeout = timedelta(seconds=hang_timeout_s)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device, timeout=timeout)
 
     @staticmethod
     def support() -> Support:

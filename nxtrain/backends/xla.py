@@ -29,8 +29,7 @@ class XlaCollectives(Collectives):
         self._xm: Any = xm
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending:
-        if axis.size > 1:
-            self._xm.all_reduce(op, [x], groups=_groups(axis), pin_layout=False)
+        self._reduce(op, [x], axis, 1.0)
         return Done(x)
 
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending:
@@ -45,8 +44,17 @@ class XlaCollectives(Collectives):
         return Done(out)
 
     def all_reduce_bucket(self, tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
-        if axis.size > 1:
-            self._xm.all_reduce("sum", list(tensors), scale=scale, groups=_groups(axis), pin_layout=False)
+        self._reduce("sum", tensors, axis, scale)
+
+    def _reduce(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> None:
+        if axis.size == 1:
+            return
+        # torch-xla's own in-place form loses the result of a tensor that is a view or was summed in place, such as an
+        # accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
+        fresh = [tensor.clone() for tensor in tensors]
+        self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)
+        for tensor, reduced in zip(tensors, fresh, strict=True):
+            tensor.copy_(reduced)
 
     def barrier(self) -> None:
         self._xm.rendezvous("nxtrain")
@@ -57,11 +65,12 @@ class XlaBackend(Backend):
 
     Args:
         sync: Cuts and runs the graph at a step boundary; tests with several devices in one process pass their own.
+        hang_timeout_s: Unused: the runtime's own limit holds for collectives inside a graph.
     """
 
     name = "xla"
 
-    def __init__(self, sync: Callable[[], None] | None = None) -> None:
+    def __init__(self, *, sync: Callable[[], None] | None = None, hang_timeout_s: float = 1800.0) -> None:
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name=xla cannot run here: {support.reason}")

@@ -72,7 +72,7 @@ def peer(work: Workload) -> Callable[[], float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return _timed(step, work.steps)
 

@@ -96,15 +96,20 @@ def check_table(table: NDArray[np.generic], path: Path, *, seq_len: int, vocab_s
     return digest.hexdigest()
 
 
-def unigram_entropy(samples: Samples) -> float:
+def unigram_entropy(samples: Samples, num_rows: int | None = None) -> float:
     """Entropy of the targets under their own frequencies, in nats per token.
 
     It is the least loss of a model that knows how common each token is and nothing of its context.
+
+    Args:
+        samples: The rows.
+        num_rows: Only so many first ones count; None: all.
     """
+    num_rows = samples.num_rows if num_rows is None else min(num_rows, samples.num_rows)
     counts = np.zeros(0, np.int64)
     chunk_rows = -(-_CHUNK_TOKENS // samples.seq_len)
-    for start in range(0, samples.num_rows, chunk_rows):
-        indices = np.arange(start, min(start + chunk_rows, samples.num_rows))
+    for start in range(0, num_rows, chunk_rows):
+        indices = np.arange(start, min(start + chunk_rows, num_rows))
         found = np.bincount(samples.rows(indices)[:, 1:].ravel(), minlength=counts.size)
         found[: counts.size] += counts
         counts = found

@@ -42,5 +42,4 @@ class VocabEmbedding(nn.Module):
         local = tokens - self.first[0]
         elsewhere = (local < 0) | (local >= self._piece.local_length)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        partial = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return self._tp.leave(partial)
+        return self._tp.leave(found * (~elsewhere).unsqueeze(-1).to(found.dtype))

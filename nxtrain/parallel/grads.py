@@ -95,14 +95,7 @@ class Gradients:
                     if piece.copies > 1:
                         partial.setdefault(piece.copies, []).append(view)
         for copies, views in partial.items():
-            # A view of rows is summed in a tensor of its own: a lazy backend does not write through views.
-            whole = [
-                view.contiguous() if view.is_contiguous() and view._base is None else view.clone() for view in views
-            ]
-            self._comm.all_reduce_bucket(whole, tp.neighbours(copies))
-            for view, summed in zip(views, whole, strict=True):
-                if view is not summed:
-                    view.copy_(summed)
+            self._comm.all_reduce_bucket(views, tp.neighbours(copies))
 
 
 class SquareSum:

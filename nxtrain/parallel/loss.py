@@ -169,11 +169,11 @@ def _chunk(
     column = local.masked_fill(~here, 0).unsqueeze(1)
 
     peak = comm.all_reduce(scores.amax(dim=1), axis, "max")
-    target_score = scores.gather(1, column).squeeze(1).masked_fill(~here, 0.0)
+    target_score = torch.where(here, scores.gather(1, column).squeeze(1), torch.zeros_like(peak))
     exp = scores.sub_(peak.unsqueeze(1)).exp_()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
     losses = sums[0].log() + peak - sums[1]
-    loss = losses.masked_fill(~counted, 0.0).sum() * token_weight
+    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum() * token_weight
     if not needs_grad:
         return loss, None
     factor = counted.float() * token_weight

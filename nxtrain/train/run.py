@@ -40,7 +40,7 @@ def train(loaded: Loaded) -> None:
         NxtrainError: Anything that a person can mend; the message says how.
     """
     name, reason = choose(loaded.config.backend.name)
-    backend = open_backend(name)
+    backend = open_backend(name, loaded.config.recovery.hang_timeout_s)
     try:
         train_on(backend, resolve(loaded, backend.world), reason)
     finally:
@@ -72,6 +72,8 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
         leader=leader,
         barrier=backend.collectives.barrier,
     )
+    if data.skipped:
+        say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
     state, meta = start(plan, backend, mesh, data.fingerprint)
     say(
         f"model {plan.family.name}, {state.table.num_params():,} parameters; data {data.train.num_rows:,} rows of "
@@ -109,7 +111,8 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
         for sink in sinks:
             sink.close()
     if leader and val_loss is not None and data.validation is not None:
-        _summarize(config.run.dir, val_loss, unigram_entropy(data.validation), say)
+        evaluated = batches.eval_batches * batches.global_batch
+        _summarize(config.run.dir, val_loss, unigram_entropy(data.validation, evaluated), say)
 
 
 def schedule_of(plan: Resolved) -> Schedule:

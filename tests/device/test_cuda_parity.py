@@ -1,4 +1,4 @@
-"""The parity suite on NVIDIA GPUs, float32 without TF32 against transformers on the CPU; and a step that never waits."""
+"""The parity suite on NVIDIA GPUs, without TF32 against transformers on the CPU; and a step that never waits."""
 
 from __future__ import annotations
 

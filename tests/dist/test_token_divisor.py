@@ -7,6 +7,7 @@ targets that count.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from nxtrain.backends.c10d import C10dCollectives
 from nxtrain.config.check import Resolved
 from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis
+from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import DeviceBatch
 from tests.support.models import hf_model, tokens, weights_of
 from tests.support.parity import GLOBAL_BATCH, Gradient, gradient, layout, local_batch, relative_errors, start, whole
@@ -69,6 +71,29 @@ def test_uneven_masks_give_the_mean_over_all_tokens(ranks: RankPool, tp: int, dp
     assert [rank.loss for rank in found] == pytest.approx([loss] * (tp * dp), abs=2e-6)
     errors = relative_errors(whole([rank.shards for rank in found], resolved), grads)
     assert max(errors.values()) < 3e-6, errors
+
+
+def gradient_in_small_buckets(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> bool:
+    """Whether all-reduces of some tensors each give the bits of one for all."""
+    state = start(backend, resolved, weights)
+    batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
+    small = Gradients(
+        state.parameters,
+        state.table,
+        state.mesh,
+        backend.collectives,
+        backend.put,
+        dtype=torch.float32,
+        num_micro=1,
+        bucket_bytes=20_000,
+    )
+    one, many = (gradient(replace(state, gradients=grads), batch) for grads in (state.gradients, small))
+    return one.norm == many.norm and all(torch.equal(one.shards[name], many.shards[name]) for name in one.shards)
+
+
+def test_the_size_of_buckets_changes_no_bit(ranks: RankPool) -> None:
+    resolved = layout("gqa2", tp=1, dp=2, micro=2)
+    assert all(ranks.run(2, gradient_in_small_buckets, resolved, weights_of(resolved)))
 
 
 class DividesByWorld(C10dCollectives):

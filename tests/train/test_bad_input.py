@@ -1,4 +1,4 @@
-"""What a person gets wrong ends in a message that says what works and in the exit code of its kind, not in a traceback."""
+"""What a person gets wrong ends in a message that says what works and in the exit code of its kind, no traceback."""
 
 from __future__ import annotations
 

@@ -124,3 +124,9 @@ def test_a_width_of_heads_that_does_not_follow_from_the_other_sizes_is_kept() ->
 
 def test_training_degrees_of_the_exporter_do_not_matter() -> None:
     assert FAMILY.from_hf({**LEGACY, "pretraining_tp": 4}) == FAMILY.from_hf(LEGACY)
+
+
+def test_another_architecture_is_refused_by_name() -> None:
+    """Its biases or windows would be lost in silence."""
+    with pytest.raises(ConfigError, match="qwen2"):
+        FAMILY.from_hf({**FAMILY.to_hf(FAMILY.preset("tiny"), "float32"), "model_type": "qwen2"})

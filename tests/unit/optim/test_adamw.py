@@ -14,7 +14,11 @@ from nxtrain.optim.adamw import AdamW
 from nxtrain.sharding import ParamTable, ShardSpec
 from tests.support.adamw import RULE, STEPS, TABLE, first, grads_of, host, ours, torchs
 
-KERNELS = {"fused": FusedKernels(one_by_one=True, grouped_attention=False), "plain": PlainKernels()}
+KERNELS = {
+    "fused": FusedKernels(one_by_one=False, grouped_attention=False),
+    "one-by-one": FusedKernels(one_by_one=True, grouped_attention=False),
+    "plain": PlainKernels(),
+}
 EVERY = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 
 

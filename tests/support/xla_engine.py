@@ -1,0 +1,101 @@
+"""Several XLA:CPU devices in one process, one thread each, with real collectives between them.
+
+XLA:CPU matches the participants of a collective by the compiled module, so all threads must run the very same one: rank
+0 compiles and runs first, and the others then find its module in the cache of the process. A rank that builds another
+graph never meets the others, and XLA ends the process after ten seconds: hence each run has a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 200
+
+
+def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+    """Call `body(backend, *args)` on each device of a fresh process and return what each returned, by rank.
+
+    Args:
+        world: Devices.
+        body: Importable by name, like what it is given.
+        args: Its arguments.
+        folder: For the files that carry arguments and results.
+    """
+    job, result = folder / f"job-{world}.pickle", folder / f"result-{world}.pickle"
+    job.write_bytes(pickle.dumps((world, body, args)))
+    pool = str(16 * world)  # a collective that waits keeps its thread
+    env = {
+        **os.environ,
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(world),
+        "XLA_ENABLE_PARAM_ALIASING": "0",  # rank 0 would wait for donated buffers, which wait for the others
+        "XLA_THREAD_POOL_SIZE": pool,
+        "NPROC": pool,
+    }
+    argv = [sys.executable, "-m", "tests.support.xla_engine", str(job), str(result)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]
+
+
+class Devices:
+    """The threads of one process."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world, timeout=100)
+
+    def sync(self) -> None:
+        """Step boundary: rank 0 compiles and starts, then the others find the same module."""
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        leads = xr.global_ordinal() == 0
+        self._barrier.wait()
+        if leads:
+            torch_xla.sync()
+        self._barrier.wait()
+        if not leads:
+            torch_xla.sync()
+
+    def run(self, body: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Call `body(backend, *args)` in every thread."""
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        from torch_xla._internal import pjrt
+
+        from nxtrain.backends.xla import XlaBackend
+
+        def join(local_rank: int, local_world_size: int) -> None:
+            pjrt._initialize_single_process(local_rank, local_world_size)
+            # Without it the world has size 1 and every collective is skipped in silence.
+            xm.set_replication(torch_xla.device(), xm.get_xla_supported_devices())
+
+        def play() -> Any:
+            try:
+                return body(XlaBackend(sync=self.sync), *args)
+            except BaseException:
+                self._barrier.abort()  # else the others wait for this rank
+                raise
+
+        results = pjrt._run_thread_per_device(0, 1, play, join)
+        return [results[rank] for rank in sorted(results)]
+
+
+def main(job: Path, result: Path) -> None:
+    """Run a job file."""
+    world, body, args = pickle.loads(job.read_bytes())
+    result.write_bytes(pickle.dumps(Devices(world).run(body, args)))
+    sys.stdout.flush()
+    os._exit(0)  # the runtime's threads do not join
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
