@@ -13,7 +13,18 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
+from nxtrain.backends.cpu_attention import blocked_attention, is_short
 from nxtrain.backends.kernels import FusedKernels
+
+
+class CpuKernels(FusedKernels):
+    """torch's fused kernels, but for attention over short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__(one_by_one=True, grouped_attention=False)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return blocked_attention(q, k, v) if is_short(q) else super().attention(q, k, v)
 
 
 class CpuBackend(Backend):
@@ -25,7 +36,7 @@ class CpuBackend(Backend):
         place = Placement.read()
         self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
         self.device = torch.device("cpu")
-        self.kernels = FusedKernels(one_by_one=True, grouped_attention=False)
+        self.kernels = CpuKernels()
         self.collectives = C10dCollectives(self.world)
         keep_heap()
         if self.world > 1:
