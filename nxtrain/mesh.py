@@ -70,7 +70,8 @@ class Mesh:
                 Problem(
                     "parallel.tp",
                     f"tp={tp} x pp={pp} = {tp * pp} does not divide the world of {world} ranks",
-                    hint=f"start a multiple of {tp * pp} ranks, or choose tp x pp among {_divisors(world)}",
+                    hint=f"start a multiple of {tp * pp} ranks (`nxtrain launch` starts as many as needed), "
+                    f"or choose tp x pp among {_divisors(world)}",
                 )
             )
         elif dp and dp * tp * pp != world:

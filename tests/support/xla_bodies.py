@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -28,10 +29,18 @@ def counters() -> dict[str, Any]:
     """What torch-xla counts: graphs compiled, executions, and operations that fell back to the host."""
     import torch_xla.debug.metrics as met
 
-    executed = met.metric_data("ExecuteTime")
+    def executed() -> int:
+        data = met.metric_data("ExecuteTime")
+        return int(data[0]) if data else 0
+
+    # An execution is counted by a callback of the runtime, some time after its results are there.
+    before, now = -1, executed()
+    while before != now:
+        time.sleep(0.5)
+        before, now = now, executed()
     return {
         "compiled": met.counter_value("UncachedCompile") or 0,
-        "executed": executed[0] if executed else 0,
+        "executed": now,
         "fallbacks": [name for name in met.counter_names() if name.startswith("aten::")],
     }
 
