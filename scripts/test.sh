@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [lane ...] [--torch VERSION] [-- pytest arguments]
 #
-# Lanes: lint unit dist xla train faults device; all of them by default. --torch runs them on another torch, without
+# Lanes: lint device unit dist xla train faults; all of them by default. --torch runs them on another torch, without
 # torch-xla and so without the lane xla. Exit code 0 when everything passed, 1 when not, 2 for a wrong call.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,7 +26,7 @@ has_xla() { "$venv/bin/python" -c 'import importlib.util, sys; sys.exit(not impo
 setup
 if [ ${#lanes[@]} -eq 0 ]; then
     lanes=(lint)
-    for lane in unit dist xla train faults device; do
+    for lane in device unit dist xla train faults; do
         [ -z "$(find "tests/$lane" -name 'test_*.py' 2>/dev/null)" ] || lanes+=("$lane")
     done
     if ! has_xla; then

@@ -54,6 +54,8 @@ class Trainer:
         # Every source gives each row seq_len targets that count.
         step_tokens = config.train.global_batch * config.train.seq_len
         val_loss = None
+        # What was loaded becomes buffers like any step's results, and the first step the same graph as the others.
+        backend.step_boundary()
         with closing(self.train.prefetched(finished)) as batches:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
                 rate = self.schedule.at(step)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.xla import XlaBackend, XlaCollectives
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Axis
 from nxtrain.parallel.grads import Gradients
@@ -20,35 +20,69 @@ from tests.support.models import tokens
 from tests.support.parity import GLOBAL_BATCH, LR, Course, local_batch, run_ours, start
 
 
-def courses(backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tensor]]], steps: int) -> list[Course]:
-    """Train each case from its weights."""
-    return [run_ours(backend, resolved, steps, weights) for resolved, weights in cases]
+@dataclass(frozen=True)
+class Counts:
+    """What torch-xla has counted, in all threads of the process.
+
+    Args:
+        compiled: Graphs that were new.
+        launched: Graphs that were run, new or known. The runtime counts an execution some time after its results are
+            there; this is counted when it is asked for.
+        fallbacks: Operations that left the graph to run on the host.
+    """
+
+    compiled: int
+    launched: int
+    fallbacks: tuple[str, ...]
+
+    @staticmethod
+    def now() -> Counts:
+        """Read the counters."""
+        import torch_xla.debug.metrics as met
+
+        compiled, known = (met.counter_value(name) or 0 for name in ("UncachedCompile", "CachedCompile"))
+        return Counts(compiled, compiled + known, tuple(n for n in met.counter_names() if n.startswith("aten::")))
 
 
-def counters() -> dict[str, Any]:
-    """What torch-xla counts: graphs compiled, executions, and operations that fell back to the host."""
-    import torch_xla.debug.metrics as met
-
-    def executed() -> int:
-        data = met.metric_data("ExecuteTime")
-        return int(data[0]) if data else 0
-
-    # An execution is counted by a callback of the runtime, some time after its results are there.
-    before, now = -1, executed()
-    while before != now:
-        time.sleep(0.5)
-        before, now = now, executed()
-    return {
-        "compiled": met.counter_value("UncachedCompile") or 0,
-        "executed": now,
-        "fallbacks": [name for name in met.counter_names() if name.startswith("aten::")],
-    }
+def courses(
+    backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tensor]]], steps: int
+) -> list[tuple[Course, int]]:
+    """Train each case from its weights; what it went through, and how many graphs it took on all devices together."""
+    found = []
+    for resolved, weights in cases:
+        before = Counts.now().compiled
+        course = run_ours(backend, resolved, steps, weights)
+        found.append((course, Counts.now().compiled - before))
+    return found
 
 
-def steady(
+@dataclass(frozen=True)
+class Steps:
+    """What a series of steps made torch-xla do.
+
+    Args:
+        compiled, launched: Graphs, since before the first step, after each.
+        fallbacks: Operations that had left a graph by the end.
+        refusal: Why the first step that wanted to run something by itself was stopped; empty if none did.
+    """
+
+    compiled: list[int]
+    launched: list[int]
+    fallbacks: tuple[str, ...]
+    refusal: str
+
+
+def all_steps(
+    backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tensor], Sequence[float], str]]
+) -> list[Steps]:
+    """`steps` of each case."""
+    return [steps(backend, *case) for case in cases]
+
+
+def steps(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], rates: Sequence[float], mutant: str
-) -> list[dict[str, Any]]:
-    """Take one step per learning rate, with execution forbidden inside the step; what was counted after each.
+) -> Steps:
+    """Take one step per learning rate, with execution forbidden inside the step.
 
     Args:
         backend: Of this rank.
@@ -64,18 +98,26 @@ def steady(
         state = replace(state, gradients=cast(Gradients, _Reading(state.gradients)))
     batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
     backend.step_boundary()
-    counts = [counters()]
+    before, counts, refusal = Counts.now(), [], ""
     for rate in rates:
         lr = torch.tensor(rate).to(backend.device) if mutant == "lr" else backend.scalars(rate)[0]
         torch_xla._XLAC._set_allow_execution(False)
         try:
             result = train_step(state, batch, lr)
+        except RuntimeError as error:
+            refusal = str(error)
+            break
         finally:
             torch_xla._XLAC._set_allow_execution(True)
         backend.step_boundary()
         assert math.isfinite(backend.fetch({"norm": result.grad_norm})["norm"])
-        counts.append(counters())
-    return counts
+        counts.append(Counts.now())
+    return Steps(
+        [count.compiled - before.compiled for count in counts],
+        [count.launched - before.launched for count in counts],
+        Counts.now().fallbacks,
+        refusal,
+    )
 
 
 class _Reading:
@@ -92,35 +134,66 @@ class _Reading:
 
 
 def mutated_courses(
-    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], steps: int, mutant: str
-) -> Course:
-    """Train with a defect: `world` averages gradients over all ranks, `norm` keeps the norms' partial sums."""
-    comm: Any = backend.collectives
-    reduce_bucket = comm.all_reduce_bucket
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], steps: int, mutants: Sequence[str]
+) -> dict[str, Course]:
+    """Train with each defect: `world` averages gradients over all ranks, `norm` keeps the norms' partial sums."""
+    found = {}
+    for mutant in mutants:
+        comm: Any = XlaCollectives()
+        comm.all_reduce_bucket = _mutated(comm.all_reduce_bucket, mutant, backend.world)
+        backend.collectives = comm
+        found[mutant] = run_ours(backend, resolved, steps, weights)
+    return found
 
+
+def _mutated(reduce_bucket: Callable[[Sequence[Tensor], Axis, float], None], mutant: str, world: int) -> Any:
     def all_reduce_bucket(tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
         if mutant == "norm" and axis.name.startswith("tp"):
             return
-        reduce_bucket(tensors, axis, 1.0 / backend.world if mutant == "world" and axis.name == "dp" else scale)
+        reduce_bucket(tensors, axis, 1.0 / world if mutant == "world" and axis.name == "dp" else scale)
 
-    comm.all_reduce_bucket = all_reduce_bucket
-    return run_ours(backend, resolved, steps, weights)
+    return all_reduce_bucket
 
 
-def traced(
-    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], world: int, ranks: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Record the second step of ranks of a pretended world, executing nothing: the graph's hash and its text."""
+@dataclass(frozen=True)
+class Recorded:
+    """A step that was recorded and never run.
+
+    Args:
+        hash: Of the graph.
+        text: Its HLO, as the compiler gets it.
+    """
+
+    hash: str
+    text: str
+
+
+def recorded(
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], world: int, ranks: Sequence[int], mutant: str
+) -> list[Recorded]:
+    """Record the first two steps of each of some ranks of a pretended world, executing nothing.
+
+    Args:
+        backend: Of the one true device.
+        resolved: The run; its accumulation has two micro-batches of one sequence.
+        weights: Whole weights.
+        world: Ranks of the pretended world.
+        ranks: Those to play, one after the other.
+        mutant: `""`; `number` keeps the first vocabulary row of a rank as a number.
+    """
     import torch_xla
     import torch_xla.runtime as xr
 
-    from nxtrain.backends.xla import XlaBackend
-
-    device, graphs = str(backend.device), []
+    device, found = str(backend.device), []
     for rank in ranks:
         xr._WORLD_SIZE, xr._ORDINAL = world, rank
         pretended = XlaBackend()
         state = start(pretended, resolved, weights)
+        if mutant == "number":
+            embedding: Any = state.model.get_submodule("model.embed_tokens")
+            first = embedding.first.tolist()
+            del embedding.first
+            embedding.first = first
         rows = tokens(resolved, 2).unsqueeze(1)
         batch = DeviceBatch(pretended.put(rows[..., :-1].contiguous()), pretended.put(rows[..., 1:].contiguous()))
         torch_xla.sync()
@@ -128,11 +201,12 @@ def traced(
             result = train_step(state, batch, *pretended.scalars(LR))
             live = [*state.parameters.values(), *(t for kind in state.optimizer.state.values() for t in kind.values())]
             live += [state.optimizer.num_updates, result.loss, result.grad_norm, result.num_tokens]
-            found = {
-                "hash": torch_xla._XLAC._get_graph_hash(live).hex(),
-                "text": torch_xla._XLAC._get_xla_tensors_hlo(live),
-            }
+            found.append(
+                Recorded(
+                    torch_xla._XLAC._get_graph_hash(live).hex(),
+                    torch_xla._XLAC._get_xla_tensors_hlo(live),
+                )
+            )
             torch_xla._XLAC._clear_pending_irs(device)
             torch_xla._XLAC._set_all_reduce_token(device, None)
-        graphs.append(found)
-    return graphs
+    return found

@@ -10,47 +10,56 @@ import pytest
 
 from tests.support.models import weights_of
 from tests.support.parity import OPTIM, layout
-from tests.support.xla_bodies import steady, traced
+from tests.support.xla_bodies import Recorded, Steps, all_steps, recorded
 from tests.support.xla_engine import run_devices
 
 RATES = [0.0, 1e-3, 1.0, 0.5, OPTIM["weight_decay"], OPTIM["betas"][0], 1e-3, 0.0]
 """Values that XLA would fold into constants, or unite with others, if they came as numbers."""
 
-
-def test_every_step_is_the_same_graph_and_reads_nothing(tmp_path: Path) -> None:
-    resolved = layout("gqa2", tp=1)
-    (counts,) = run_devices(1, steady, resolved, weights_of(resolved), RATES, "", folder=tmp_path)
-    assert [count["compiled"] - counts[0]["compiled"] for count in counts[1:]] == [1] * len(RATES)
-    assert [count["executed"] - counts[0]["executed"] for count in counts[1:]] == [*range(1, len(RATES) + 1)]
-    assert counts[-1]["fallbacks"] == []
+SOUND = {"fp32": ("fp32", 4), "bf16, accumulated": ("bf16", 2)}  # type of the parameters, micro batch
+MUTANTS = {"lr": [1e-3, 1.0], "read": [1e-3]}  # learning rates
 
 
-def test_every_step_is_the_same_graph_on_four_devices(tmp_path: Path) -> None:
-    resolved = layout("gqa2", tp=2, dp=2, sp=True, micro=2)
-    by_rank = run_devices(4, steady, resolved, weights_of(resolved), RATES[:4], "", folder=tmp_path)
-    assert by_rank[0][-1]["compiled"] - by_rank[0][0]["compiled"] == 1
-    assert by_rank[0][-1]["fallbacks"] == []
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
+    """Steps of sound runs and of mutants, one after the other in one process."""
+    runs = [(layout("gqa2", tp=1, params=params, micro=micro), RATES, "") for params, micro in SOUND.values()]
+    runs += [(layout("gqa2", tp=1), rates, mutant) for mutant, rates in MUTANTS.items()]
+    cases = [(run, weights_of(run), rates, mutant) for run, rates, mutant in runs]
+    (found,) = run_devices(1, all_steps, cases, folder=tmp_path_factory.mktemp("one"))
+    return dict(zip([*SOUND, *MUTANTS], found, strict=True))
 
 
-def test_a_learning_rate_that_is_a_number_would_be_noticed(tmp_path: Path) -> None:
-    resolved = layout("gqa2", tp=1)
-    (counts,) = run_devices(1, steady, resolved, weights_of(resolved), RATES, "lr", folder=tmp_path)
-    assert counts[-1]["compiled"] - counts[0]["compiled"] > 1
+@pytest.mark.parametrize("case", SOUND)
+def test_every_step_from_the_first_is_the_same_graph_and_reads_nothing(
+    case: str, on_one_device: dict[str, Steps]
+) -> None:
+    steps = on_one_device[case]
+    assert steps.refusal == ""
+    assert steps.compiled == [1] * len(RATES)
+    assert steps.launched == [*range(1, len(RATES) + 1)]
+    assert steps.fallbacks == ()
 
 
-def test_a_read_inside_the_step_would_be_noticed(tmp_path: Path) -> None:
-    resolved = layout("gqa2", tp=1)
-    with pytest.raises(AssertionError, match="execution"):
-        run_devices(1, steady, resolved, weights_of(resolved), RATES, "read", folder=tmp_path)
+def test_a_learning_rate_that_is_a_number_would_be_noticed(on_one_device: dict[str, Steps]) -> None:
+    assert on_one_device["lr"].compiled == [1, 2]
+
+
+def test_a_read_inside_the_step_would_be_noticed(on_one_device: dict[str, Steps]) -> None:
+    assert "execution" in on_one_device["read"].refusal
+
+
+def record(ranks: list[int], folder: Path, mutant: str = "") -> list[Recorded]:
+    """Steps of ranks of 4096: tp 8 under sequence parallelism, dp 512, micro-batches 2, K/V heads replicated 4 times."""
+    resolved = layout("gqa2", tp=8, dp=512, sp=True)
+    (found,) = run_devices(1, recorded, resolved, weights_of(resolved), 4096, ranks, mutant, folder=folder)
+    return found  # type: ignore[no-any-return]
 
 
 def test_all_ranks_of_4096_record_one_graph_with_the_groups_of_the_mesh(tmp_path: Path) -> None:
-    """tp 8 under sequence parallelism, dp 512, two micro-batches, K/V heads replicated 4 times."""
-    resolved = layout("gqa2", tp=8, dp=512, sp=True)
-    ranks = [0, 1, 7, 8, 3001, 4095]
-    (graphs,) = run_devices(1, traced, resolved, weights_of(resolved), 4096, ranks, folder=tmp_path)
-    assert len({graph["hash"] for graph in graphs}) == 1
-    text = graphs[0]["text"]
+    steps = record([0, 1, 7, 8, 3001, 4095], tmp_path)
+    assert len({step.hash for step in steps}) == 1
+    text = steps[0].text
     assert "f64[" not in text
     census = Counter(
         (kind, len(groups.split("},{")), len(groups.split("},{")[0].split(",")))
@@ -58,12 +67,25 @@ def test_all_ranks_of_4096_record_one_graph_with_the_groups_of_the_mesh(tmp_path
             r" (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=\{\{(.*?)\}\}", text
         )
     )
-    assert {(groups, size) for _, groups, size in census} == {(512, 8), (8, 512), (1024, 4)}
-    gathers, scatters = census["all-gather", 512, 8], census["reduce-scatter", 512, 8]
-    # A block enters and leaves parallelism twice, forward and backward, and gathers its two inputs again for their
-    # weights' gradients; the embedding leaves and the head enters once: 2 micro-batches of 2 blocks.
-    assert gathers == 2 * (2 * (2 + 2 + 2) + 2)
-    assert scatters == 2 * (2 * (2 + 2) + 2)
+    micro_batches, blocks = 2, 2
+    assert census == {
+        # A block enters tensor parallelism twice forward and twice backward, and gathers its two inputs again for the
+        # gradients of their weights; the head enters once, and the embedding once, backward.
+        ("all-gather", 512, 8): micro_batches * (blocks * (2 + 2 + 2) + 2),
+        # What enters forward leaves backward, and the other way round: all of the above but the inputs' second time.
+        ("reduce-scatter", 512, 8): micro_batches * (blocks * (2 + 2) + 2),
+        # The largest logit and the sums over the vocabulary, per micro-batch; the norms' gradients; the global norm.
+        ("all-reduce", 512, 8): micro_batches * 2 + 2,
+        # The K/V heads' gradients, between the ranks that share one.
+        ("all-reduce", 1024, 4): 1,
+        # The number of tokens, the gradients in one bucket after the last micro-batch, the loss.
+        ("all-reduce", 8, 512): 3,
+    }
     # Mean gradients over dp: 1/512 stands in the graph, and 1/4096 does not.
     assert f"constant({1 / 512})" in text
     assert str(1 / 4096) not in text
+
+
+def test_a_rank_that_stands_in_the_graph_as_a_number_would_be_noticed(tmp_path: Path) -> None:
+    first, second = (steps.hash for steps in record([0, 1], tmp_path, mutant="number")[::2])
+    assert first != second

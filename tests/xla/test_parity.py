@@ -27,28 +27,45 @@ LAYOUTS: dict[int, list[tuple[str, int, int, bool, int]]] = {  # shape, tp, dp, 
     4: [("gqa2", 2, 2, True, 1), ("gqa2", 4, 1, True, 4), ("mqa", 4, 1, False, 4)],
     8: [("gqa2", 4, 2, True, 2), ("gqa2", 2, 4, False, 1)],
 }
+MUTATED = layout("gqa2", tp=2, dp=2, sp=True, micro=2)
 
 
 @cache
-def expected(shape: str) -> Course:
+def expected(shape: str, steps: int = STEPS) -> Course:
     """The reference course of a shape, run once."""
-    return reference(layout(shape, tp=1), STEPS)
+    return reference(layout(shape, tp=1), steps)
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_steps_equal_transformers(world: int, tmp_path: Path) -> None:
+def test_steps_equal_transformers_and_are_one_graph_on_all_devices(world: int, tmp_path: Path) -> None:
     cases: list[Resolved] = [
         layout(shape, tp=tp, dp=dp, sp=sp, micro=micro) for shape, tp, dp, sp, micro in LAYOUTS[world]
     ]
     by_rank = run_devices(world, courses, [(case, weights_of(case)) for case in cases], STEPS, folder=tmp_path)
-    for index, (case, (shape, *_)) in enumerate(zip(cases, LAYOUTS[world], strict=True)):
-        check_course([by_rank[rank][index] for rank in range(world)], expected(shape), case)
+    for case, (shape, *_), found in zip(cases, LAYOUTS[world], zip(*by_rank, strict=True), strict=True):
+        check_course([course for course, _ in found], expected(shape), case)
+        assert {graphs for _, graphs in found} == {1}
 
 
-@pytest.mark.parametrize("mutant", ["world", "norm"])
-def test_a_wrong_divisor_or_a_lost_sum_would_be_noticed(mutant: str, tmp_path: Path) -> None:
-    """Averaging over the world instead of dp, and norm weights that keep the gradient of their own slice."""
-    case = layout("gqa2", tp=2, dp=2, sp=True, micro=2)
-    by_rank = run_devices(4, mutated_courses, case, weights_of(case), STEPS, mutant, folder=tmp_path)
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Course]]:
+    """By rank, one step of each mutant."""
+    folder = tmp_path_factory.mktemp("mutants")
+    return run_devices(4, mutated_courses, MUTATED, weights_of(MUTATED), 1, ["world", "norm"], folder=folder)
+
+
+def test_an_average_over_the_world_instead_of_dp_would_be_noticed(mutants: list[dict[str, Course]]) -> None:
+    found = [rank["world"] for rank in mutants]
+    assert found[0].losses == pytest.approx(expected("gqa2", 1).losses, rel=0, abs=2e-6)
+    assert found[0].norms == pytest.approx([norm / 2 for norm in expected("gqa2", 1).norms], rel=1e-5)
     with pytest.raises(AssertionError):
-        check_course(by_rank, expected("gqa2"), case)
+        check_course(found, expected("gqa2", 1), MUTATED)
+
+
+def test_norm_weights_that_keep_the_gradient_of_their_own_slice_would_be_noticed(
+    mutants: list[dict[str, Course]],
+) -> None:
+    found = [rank["norm"] for rank in mutants]
+    assert found[0].losses == pytest.approx(expected("gqa2", 1).losses, rel=0, abs=2e-6)
+    with pytest.raises(AssertionError):
+        check_course(found, expected("gqa2", 1), MUTATED)
