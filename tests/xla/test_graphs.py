@@ -50,7 +50,7 @@ def test_a_read_inside_the_step_would_be_noticed(on_one_device: dict[str, Steps]
 
 
 def record(ranks: list[int], folder: Path, mutant: str = "") -> list[Recorded]:
-    """Steps of ranks of 4096: tp 8 under sequence parallelism, dp 512, micro-batches 2, K/V heads replicated 4 times."""
+    """Steps of ranks of 4096: tp 8 with sequence parallelism, dp 512, two micro-batches, 4 copies of the K/V heads."""
     resolved = layout("gqa2", tp=8, dp=512, sp=True)
     (found,) = run_devices(1, recorded, resolved, weights_of(resolved), 4096, ranks, mutant, folder=folder)
     return found  # type: ignore[no-any-return]
