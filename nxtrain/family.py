@@ -7,7 +7,7 @@ A family is found by its entry point in the group `nxtrain.models`; nothing in n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -76,6 +76,11 @@ class BuildContext:
 
 class CausalLM(Protocol):
     """What training and generation ask of a built model, beside being a `torch.nn.Module`."""
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The submodules that repeat, in order of use: what is gathered as one when parameters are sharded."""
+        ...
 
     def loss(self, inputs: Tensor, targets: Tensor, token_weight: Tensor) -> Tensor:
         """Weighted sum of the tokens' cross entropies: (B, S), (B, S), () to () float32."""

@@ -49,6 +49,7 @@ class Mesh:
         world: Number of ranks.
         rank: This rank, 0 <= rank < world.
         pp_size, dp_size, tp_size: Degrees; their product is `world`.
+        shard_size: Adjacent data parallel ranks that cut training state between them; divides `dp_size`.
     """
 
     world: int
@@ -56,10 +57,11 @@ class Mesh:
     pp_size: int = 1
     dp_size: int = 1
     tp_size: int = 1
+    shard_size: int = 1
 
     @staticmethod
-    def build(world: int, rank: int, *, tp: int = 1, pp: int = 1, dp: int = 0) -> Mesh:
-        """Lay out a world; `dp=0` takes what tp and pp leave over.
+    def build(world: int, rank: int, *, tp: int = 1, pp: int = 1, dp: int = 0, shard: int = 1) -> Mesh:
+        """Lay out a world; `dp=0` takes what tp and pp leave over, `shard=0` cuts state over all of dp.
 
         Raises:
             ConfigError: The degrees do not multiply to the world size.
@@ -82,9 +84,18 @@ class Mesh:
                     hint=f"use dp={world // (tp * pp)}, or dp=0 to derive it",
                 )
             )
+        elif shard and world // (tp * pp) % shard:
+            problems.append(
+                Problem(
+                    "parallel.shard_size",
+                    f"{shard} does not divide dp={world // (tp * pp)}",
+                    hint=f"use one of {_divisors(world // (tp * pp))}",
+                )
+            )
         if problems:
             raise ConfigError(problems)
-        return Mesh(world, rank, pp, world // (tp * pp), tp)
+        dp = world // (tp * pp)
+        return Mesh(world, rank, pp, dp, tp, shard or dp)
 
     @cached_property
     def pp(self) -> Axis:
@@ -97,6 +108,16 @@ class Mesh:
         return self.over("dp")
 
     @cached_property
+    def shard(self) -> Axis:
+        """The data parallel ranks that cut training state between them."""
+        return self.over("shard")
+
+    @cached_property
+    def replica(self) -> Axis:
+        """The data parallel ranks that hold the same training state."""
+        return self.over("replica")
+
+    @cached_property
     def tp(self) -> Axis:
         """Tensor parallel: the shards of one layer."""
         return self.over("tp")
@@ -107,19 +128,28 @@ class Mesh:
         return self.over("pp", "tp")
 
     @cached_property
+    def state(self) -> Axis:
+        """The ranks that together hold one copy of the training state."""
+        return self.over("pp", "shard", "tp")
+
+    @cached_property
     def all(self) -> Axis:
         """Every rank."""
         return self.over("pp", "dp", "tp")
 
     def over(self, *names: str) -> Axis:
         """The axis that spans the named ones; `over("pp", "tp")` groups the ranks that differ only in those."""
-        sizes = {"pp": self.pp_size, "dp": self.dp_size, "tp": self.tp_size}
-        strides = {"pp": self.dp_size * self.tp_size, "dp": self.tp_size, "tp": 1}
+        replicas = self.dp_size // self.shard_size
+        sizes = {"pp": self.pp_size, "replica": replicas, "shard": self.shard_size, "tp": self.tp_size}
+        parts = [part for name in names for part in (("replica", "shard") if name == "dp" else (name,))]
         members, starts = [0], [0]
-        for name, size in sizes.items():
-            grow = members if name in names else starts
-            grow[:] = [base + i * strides[name] for base in grow for i in range(size)]
-        own = sum(strides[n] * (self.rank // strides[n] % sizes[n]) for n in names)
+        own, stride = 0, self.world
+        for part, size in sizes.items():
+            stride //= size
+            grow = members if part in parts else starts
+            grow[:] = [base + i * stride for base in grow for i in range(size)]
+            if part in parts:
+                own += stride * (self.rank // stride % size)
         groups = tuple(tuple(start + member for member in members) for start in starts)
         return Axis("x".join(names), members.index(own), groups)
 

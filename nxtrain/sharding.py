@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from nxtrain.mesh import Axis
+from nxtrain.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -69,6 +69,49 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Block:
+    """A box of entries of one global tensor, and where a rank keeps it.
+
+    Args:
+        segment: The global tensor.
+        offsets, sizes: The box in the global tensor.
+        local_offsets: Where it begins in the local tensor.
+        copy: Which of the equal copies over the tensor parallel axis this is, 0 <= copy < copies.
+        copies: Tensor parallel ranks that hold the same entries.
+    """
+
+    segment: Segment
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+    copy: int
+    copies: int
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Block:
+        """All of an unfused tensor."""
+        origin = (0,) * len(shape)
+        return Block(Segment("", shape[0]), origin, shape, origin, copy=0, copies=1)
+
+    def of(self, local: Tensor) -> Tensor:
+        """Its view into the local tensor."""
+        for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
+            if size != local.shape[dim]:
+                local = local.narrow(dim, start, size)
+        return local
+
+
+def row_cut(num_rows: int, axis: Axis) -> tuple[int, int]:
+    """The rows of dimension 0 that a rank of an axis keeps, first and number: equally many, fewer on the last ranks.
+
+    Source: the cut of torch's `fully_shard`, which is that of `torch.chunk`.
+    """
+    width = -(-num_rows // axis.size)
+    start = min(axis.rank * width, num_rows)
+    return start, min(width, num_rows - start)
+
+
+@dataclass(frozen=True)
 class ShardSpec:
     """How one parameter is cut over an axis.
 
@@ -119,6 +162,19 @@ class ShardSpec:
         """Shape of one segment as a tensor of its own."""
         dim = self.dim or 0
         return (*self.shape[:dim], segment.size, *self.shape[dim + 1 :])
+
+    def blocks(self, tp: Axis, shard: Axis) -> Iterator[Block]:
+        """What this rank holds once its tensor parallel shard is cut by rows over `shard`; padding left out."""
+        dim = self.dim or 0
+        first, num_rows = row_cut(self.local_shape(tp)[0], shard)
+        for piece in self.pieces(tp):
+            offsets, sizes, local = [0] * len(self.shape), list(self.shape), [0] * len(self.shape)
+            offsets[dim], sizes[dim], local[dim] = piece.start, piece.length, piece.local_start
+            low, high = max(local[0], first), min(local[0] + sizes[0], first + num_rows)
+            if low < high and piece.length:
+                offsets[0] += low - local[0]
+                sizes[0], local[0] = high - low, low - first
+                yield Block(piece.segment, tuple(offsets), tuple(sizes), tuple(local), piece.copy, piece.copies)
 
     def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[Piece, Tensor]]:
         """Each piece with its view into the local shard, padding left out."""
@@ -172,6 +228,43 @@ class ParamTable(Mapping[str, ShardSpec]):
             for name, spec in self.items()
             for segment in spec.segments
         }
+
+
+class Layout(Mapping[str, tuple[Block, ...]]):
+    """The blocks of every parameter whose training state a rank holds: by parameter name, in model order.
+
+    Its local tensors are the rows of the tensor parallel shards that `row_cut` gives this rank of `mesh.shard`, and
+    perhaps rows of zeros after them.
+
+    Args:
+        table: How the parameters are cut over tp.
+        mesh: The axes of this rank.
+    """
+
+    def __init__(self, table: ParamTable, mesh: Mesh) -> None:
+        self.table, self.mesh = table, mesh
+        self._blocks = {name: tuple(spec.blocks(mesh.tp, mesh.shard)) for name, spec in table.items()}
+
+    def __getitem__(self, name: str) -> tuple[Block, ...]:
+        return self._blocks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def row_copies(self, name: str, num_rows: int) -> list[int]:
+        """How many tensor parallel ranks hold each of the first rows of this rank's tensor; 1 for padding."""
+        copies = [1] * num_rows
+        for block in self[name]:
+            for row in range(block.local_offsets[0], block.local_offsets[0] + block.sizes[0]):
+                copies[row] = block.copies
+        return copies
+
+    def mixes_copies(self, name: str) -> bool:
+        """Whether rows of a parameter differ in how many ranks hold them, on any rank."""
+        return len({piece.copies for piece in self.table[name].pieces(self.mesh.tp)}) > 1
 
 
 def global_name(parameter: str, segment: Segment) -> str:

@@ -9,6 +9,7 @@ Source: Touvron et al. 2023 (arXiv:2302.13971, arXiv:2307.09288); Grattafiori et
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -77,6 +78,11 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = context.layers.head(config.vocab_size, config.hidden_size, init)
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        """The transformer blocks, in order of use."""
+        return tuple(self.model.layers)
 
     def loss(self, inputs: Tensor, targets: Tensor, token_weight: Tensor) -> Tensor:
         """Weighted sum of the tokens' cross entropies: (B, S), (B, S), () to () float32."""

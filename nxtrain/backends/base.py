@@ -9,13 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from nxtrain.mesh import Axis
+from nxtrain.errors import BackendError
+from nxtrain.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from nxtrain.sharding import Init, Segment
 
@@ -28,21 +30,24 @@ class Support:
     reason: str
 
 
-class Pending(Protocol):
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Pending(Protocol[Result_co]):
     """A collective under way."""
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Result_co:
         """Block until the result may be used, and return it; called once."""
         ...
 
 
 @dataclass(frozen=True)
-class Done:
+class Done(Generic[Result_co]):
     """A collective that needs no waiting."""
 
-    result: Tensor
+    result: Result_co
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Result_co:
         """Return the result."""
         return self.result
 
@@ -69,21 +74,33 @@ class Collectives(ABC):
         """Sum over the axis and keep this rank's slice of dimension 0: (n * size, ...) to (n, ...)."""
         return self.start_reduce_scatter(x, axis).wait()
 
+    def all_reduce_in_place(self, tensors: Sequence[Tensor], axis: Axis) -> None:
+        """Sum tensors of one type over the axis, in one collective; they may be views."""
+        if axis.size > 1:
+            reduced = self.start_all_reduce_bucket(tensors, axis, tensors[0].dtype).wait()
+            for tensor, result in zip(tensors, reduced, strict=True):
+                tensor.copy_(result)
+
     @abstractmethod
-    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending:
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         """`all_reduce` that other work may overlap."""
 
     @abstractmethod
-    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending:
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         """`all_gather` that other work may overlap."""
 
     @abstractmethod
-    def start_reduce_scatter(self, x: Tensor, axis: Axis) -> Pending:
-        """`reduce_scatter` that other work may overlap."""
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
+        """`reduce_scatter` that other work may overlap, times `scale`."""
 
     @abstractmethod
-    def all_reduce_bucket(self, tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
-        """Sum tensors of one type over the axis and multiply by `scale`, in place and in one collective."""
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        """Sum tensors over the axis in a type, times `scale`, in one collective that other work may overlap.
+
+        The tensors keep their values, and may be freed at once.
+        """
 
     @abstractmethod
     def barrier(self) -> None:
@@ -189,7 +206,8 @@ class Backend(ABC):
     Attributes:
         name: `cpu`, `cuda`, `xla` ...
         device: Where this rank's tensors live.
-        world, rank, local_rank: This process among all, and among those of its node.
+        world, rank: Number of processes, and this one among them.
+        local_world, local_rank: The same among those of its node.
         collectives: How this rank talks to others.
         kernels: What it computes differently from others.
     """
@@ -198,6 +216,7 @@ class Backend(ABC):
     device: torch.device
     world: int
     rank: int
+    local_world: int
     local_rank: int
     collectives: Collectives
     kernels: Kernels
@@ -222,6 +241,17 @@ class Backend(ABC):
     @abstractmethod
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         """Upload numbers that change from step to step, as () float32 tensors that never become constants."""
+
+    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        """The data parallel ranks as torch's own sharding takes them: (shard,) or (replica, shard).
+
+        Raises:
+            BackendError: The device has no process groups.
+        """
+        raise BackendError(
+            f"parallel.shard=grad_op, full and hybrid run on the backends cpu and cuda, not on {self.name}; "
+            "use parallel.shard=zero1, which cuts the optimizer state on every backend"
+        )
 
     def step_boundary(self) -> None:
         """Hand the recorded work of a step to the device; eager devices have nothing to do."""

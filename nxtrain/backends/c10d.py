@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Collectives, Done, Op, Pending
-from nxtrain.mesh import Axis
+from nxtrain.mesh import Axis, Mesh
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -23,22 +24,39 @@ class Placement:
     rank: int
     world: int
     local_rank: int
+    local_world: int
 
     @staticmethod
     def read() -> Placement:
         """Read torchrun's variables."""
         get = os.environ.get
-        return Placement(int(get("RANK", "0")), int(get("WORLD_SIZE", "1")), int(get("LOCAL_RANK", "0")))
+        return Placement(
+            rank=int(get("RANK", "0")),
+            world=int(get("WORLD_SIZE", "1")),
+            local_rank=int(get("LOCAL_RANK", "0")),
+            local_world=int(get("LOCAL_WORLD_SIZE", "1")),
+        )
 
 
 @dataclass(frozen=True)
 class _Async:
     work: dist.Work
     result: Tensor
+    scale: float = 1.0
 
     def wait(self) -> Tensor:
         self.work.wait()
-        return self.result
+        return self.result if self.scale == 1.0 else self.result.mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class _AsyncBucket:
+    flat: _Async
+    shapes: list[torch.Size]
+
+    def wait(self) -> list[Tensor]:
+        parts = self.flat.wait().split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class C10dCollectives(Collectives):
@@ -63,32 +81,45 @@ class C10dCollectives(Collectives):
             self._groups[axis.groups] = group
         return self._groups[axis.groups]
 
-    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending:
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
         return _Async(_started(dist.all_reduce(x, _REDUCE[op], self.group(axis), async_op=True)), x)
 
-    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending:
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
         out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
         return _Async(_started(dist.all_gather_into_tensor(out, x, self.group(axis), async_op=True)), out)
 
-    def start_reduce_scatter(self, x: Tensor, axis: Axis) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-        return _Async(_started(dist.reduce_scatter_tensor(out, x, group=self.group(axis), async_op=True)), out)
+        return _Async(_started(dist.reduce_scatter_tensor(out, x, group=self.group(axis), async_op=True)), out, scale)
 
-    def all_reduce_bucket(self, tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
         if axis.size == 1:
-            return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self.group(axis))
-        flat.mul_(scale)
-        reduced = flat.split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, reduced, strict=True):
-            tensor.copy_(part.view_as(tensor))
+            return Done([tensor.to(dtype) for tensor in tensors])
+        flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
+        for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+            part.view(tensor.shape).copy_(tensor)
+        work = _started(dist.all_reduce(flat, group=self.group(axis), async_op=True))
+        return _AsyncBucket(_Async(work, flat, scale), [tensor.shape for tensor in tensors])
+
+    def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
+        """The data parallel ranks as torch's own sharding takes them: (shard,) or (replica, shard)."""
+        if mesh.replica.size == 1:
+            return DeviceMesh.from_group(self.group(mesh.shard), device, mesh_dim_names=("shard",))
+        (ranks,) = (group for group in mesh.dp.groups if mesh.rank in group)
+        return DeviceMesh.from_group(
+            [self.group(mesh.replica), self.group(mesh.shard)],
+            device,
+            torch.tensor(ranks).view(-1, mesh.shard.size),
+            mesh_dim_names=("replica", "shard"),
+        )
 
     def barrier(self) -> None:
         if self._world > 1:

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
 from nxtrain.backends.cpu_attention import blocked_attention, is_short
 from nxtrain.backends.kernels import FusedKernels
+from nxtrain.mesh import Mesh
 
 
 class CpuKernels(FusedKernels):
@@ -31,10 +33,12 @@ class CpuBackend(Backend):
     """Plain CPU tensors; one process per rank."""
 
     name = "cpu"
+    collectives: C10dCollectives
 
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
         place = Placement.read()
-        self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
+        self.rank, self.world = place.rank, place.world
+        self.local_rank, self.local_world = place.local_rank, place.local_world
         self.device = torch.device("cpu")
         self.kernels = CpuKernels()
         self.collectives = C10dCollectives(self.world)
@@ -54,6 +58,9 @@ class CpuBackend(Backend):
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return torch.tensor(values, dtype=torch.float32).unbind()
+
+    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        return self.collectives.device_mesh(self.device.type, mesh)
 
     def peak_memory_bytes(self) -> int:
         # Not getrusage: on Linux its peak survives exec, so a child begins with the peak of its parent.

@@ -8,11 +8,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
 from nxtrain.backends.kernels import FusedKernels
 from nxtrain.errors import BackendError
+from nxtrain.mesh import Mesh
 
 PEAK_FLOPS = {
     "A100": 312e12,  # nvidia.com/en-us/data-center/a100, dense bfloat16
@@ -27,13 +29,15 @@ class CudaBackend(Backend):
     """One GPU per rank, chosen by the local rank."""
 
     name = "cuda"
+    collectives: C10dCollectives
 
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name=cuda cannot run here: {support.reason}")
         place = Placement.read()
-        self.rank, self.world, self.local_rank = place.rank, place.world, place.local_rank
+        self.rank, self.world = place.rank, place.world
+        self.local_rank, self.local_world = place.local_rank, place.local_world
         gpus = torch.cuda.device_count()
         if self.local_rank >= gpus:
             raise BackendError(
@@ -69,6 +73,9 @@ class CudaBackend(Backend):
     def peak_flops(self) -> float | None:
         name = torch.cuda.get_device_name(self.device)
         return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        return self.collectives.device_mesh(self.device.type, mesh)
 
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))

@@ -28,33 +28,34 @@ class XlaCollectives(Collectives):
 
         self._xm: Any = xm
 
-    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending:
-        self._reduce(op, [x], axis, 1.0)
-        return Done(x)
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        return Done(x.copy_(self._reduced(op, [x], axis, 1.0)[0]))
 
-    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending:
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
         return Done(self._xm.all_gather(x, dim=0, groups=_groups(axis), pin_layout=False))
 
-    def start_reduce_scatter(self, x: Tensor, axis: Axis) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
-        out = self._xm.reduce_scatter("sum", x, 1.0, 0, axis.size, groups=_groups(axis), pin_layout=False)
+        out = self._xm.reduce_scatter("sum", x, scale, 0, axis.size, groups=_groups(axis), pin_layout=False)
         return Done(out)
 
-    def all_reduce_bucket(self, tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
-        self._reduce("sum", tensors, axis, scale)
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        cast = [tensor.to(dtype) for tensor in tensors]
+        return Done(cast if axis.size == 1 else self._reduced("sum", cast, axis, scale))
 
-    def _reduce(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> None:
-        if axis.size == 1:
-            return
-        # torch-xla's own in-place form loses the result of a tensor that is a view or was summed in place, such as an
-        # accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
+    def _reduced(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> list[Tensor]:
+        # torch-xla's in-place form gives one collective for all, but loses the result of a tensor that is a view or was
+        # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
         fresh = [tensor.clone() for tensor in tensors]
         self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)
-        for tensor, reduced in zip(tensors, fresh, strict=True):
-            tensor.copy_(reduced)
+        return fresh
 
     def barrier(self) -> None:
         self._xm.rendezvous("nxtrain")
@@ -84,7 +85,8 @@ class XlaBackend(Backend):
 
         self._sync: Callable[[], None] = sync or torch_xla.sync
         self.device = torch_xla.device()
-        self.rank, self.world, self.local_rank = xr.global_ordinal(), xr.world_size(), xr.local_ordinal()
+        self.rank, self.world = xr.global_ordinal(), xr.world_size()
+        self.local_rank, self.local_world = xr.local_ordinal(), xr.local_device_count()
         self.collectives = XlaCollectives()
         self.kernels = PlainKernels()
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable, Segment, ShardSpec, global_name
+from nxtrain.sharding import Block, Layout, Segment, ShardSpec, global_name
 
 Shards = Mapping[str, Mapping[str, Tensor]]
 """Local tensors of a rank: kind, then the parameter's name in the model."""
@@ -23,7 +22,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of entries of one whole tensor, and its place in a local one.
+    """A box of entries of one whole tensor, and its place in a local one.
 
     Args:
         kind: `model`, or the name of an optimizer state.
@@ -31,9 +30,7 @@ class Chunk:
         name: Global name of the whole tensor.
         shape: Shape of the whole tensor.
         dtype: Type of its entries.
-        dim: Dimension that is cut.
-        start, length: The entries along `dim`, in the whole tensor.
-        local_start: Where they begin along `dim` in the local tensor.
+        block: The entries in the whole tensor and in the local one.
         copy: Which of the equal copies this rank holds, 0 <= copy < copies.
         copies: Ranks that hold these entries.
         tied: It belongs to a parameter of another stage, which writes it.
@@ -44,10 +41,7 @@ class Chunk:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    dim: int
-    start: int
-    length: int
-    local_start: int
+    block: Block
     copy: int = 0
     copies: int = 1
     tied: bool = False
@@ -55,7 +49,7 @@ class Chunk:
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
         """All of a weight."""
-        return Chunk(MODEL, name, name, shape, dtype, dim=0, start=0, length=shape[0], local_start=0)
+        return Chunk(MODEL, name, name, shape, dtype, Block.whole(shape))
 
     @property
     def key(self) -> str:
@@ -65,14 +59,12 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         """Size."""
-        return math.prod(self.box.sizes) * self.dtype.itemsize
+        return math.prod(self.block.sizes) * self.dtype.itemsize
 
     @property
     def box(self) -> ChunkStorageMetadata:
         """Offsets and sizes in the whole tensor."""
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        offsets[self.dim], sizes[self.dim] = self.start, self.length
-        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        return ChunkStorageMetadata(torch.Size(self.block.offsets), torch.Size(self.block.sizes))
 
     @property
     def index(self) -> MetadataIndex:
@@ -81,31 +73,27 @@ class Chunk:
 
     def of(self, local: Tensor) -> Tensor:
         """Its view into the local tensor."""
-        return local.narrow(self.dim, self.local_start, self.length)
+        return self.block.of(local)
 
 
-def chunks(shards: Shards, table: ParamTable, mesh: Mesh) -> Iterator[Chunk]:
+def chunks(shards: Shards, cut: Layout) -> Iterator[Chunk]:
     """Every chunk in a rank's local tensors, in their order; padding is no part of any."""
+    replica = cut.mesh.replica
     for kind, tensors in shards.items():
         for parameter, local in tensors.items():
-            spec = table[parameter]
-            assert tuple(local.shape) == spec.local_shape(mesh.tp), (kind, parameter, local.shape, spec)
-            for piece in spec.pieces(mesh.tp):
-                if piece.length:
-                    yield Chunk(
-                        kind,
-                        parameter,
-                        checkpoint_name(parameter, spec, piece.segment),
-                        spec.global_shape(piece.segment),
-                        local.dtype,
-                        spec.dim or 0,
-                        piece.start,
-                        piece.length,
-                        piece.local_start,
-                        copy=piece.copy * mesh.dp.size + mesh.dp.rank,
-                        copies=piece.copies * mesh.dp.size,
-                        tied=spec.tied_to is not None,
-                    )
+            spec = cut.table[parameter]
+            for block in cut[parameter]:
+                yield Chunk(
+                    kind,
+                    parameter,
+                    checkpoint_name(parameter, spec, block.segment),
+                    spec.global_shape(block.segment),
+                    local.dtype,
+                    block,
+                    copy=block.copy * replica.size + replica.rank,
+                    copies=block.copies * replica.size,
+                    tied=spec.tied_to is not None,
+                )
 
 
 def checkpoint_name(parameter: str, spec: ShardSpec, segment: Segment) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -81,17 +81,18 @@ class HfFolder:
         return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
-def load_hf_weights(src: Path, model_tensors: Mapping[str, Tensor], table: ParamTable, mesh: Mesh) -> None:
-    """Fill a rank's local weights from a Hugging Face folder, reading only what this rank holds.
+def hf_weights(src: Path, table: ParamTable, mesh: Mesh) -> Callable[[str, Tensor], None]:
+    """Check a Hugging Face folder, and return what writes a parameter's shard from it, given its name and host tensor.
+
+    Only what this rank holds is read; weights are cast to the tensor's type, and padding is left as it is.
 
     Args:
         src: The folder.
-        model_tensors: Parameter name to local tensor, on any device; weights are cast to its type.
         table: How the parameters are cut.
         mesh: The axes of this rank.
 
     Raises:
-        ConfigError: The folder is unreadable or does not fit the model; then no tensor is touched.
+        ConfigError: The folder is unreadable or does not fit the model.
     """
     folder = HfFolder(src)
     wanted = {
@@ -102,15 +103,15 @@ def load_hf_weights(src: Path, model_tensors: Mapping[str, Tensor], table: Param
     if mesh.pp_size > 1:  # a stage knows only its own tensors
         wanted = {**folder.shapes, **wanted}
     folder.check(wanted)
-    for name, local in model_tensors.items():
+
+    def fill(name: str, local: Tensor) -> None:
         spec = table[name]
-        host = torch.zeros(local.shape, dtype=local.dtype)
-        for piece, view in spec.views(host, mesh.tp):
+        for piece, view in spec.views(local, mesh.tp):
             if piece.length:
                 source = checkpoint_name(name, spec, piece.segment)
                 view.copy_(folder.read(source, spec.dim or 0, piece.start, piece.length))
-        with torch.no_grad():
-            local.copy_(host)
+
+    return fill
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.nn.init import materialize
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import ParamTable
+from nxtrain.sharding import Layout, ParamTable
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 """Largest difference of a score that rounding explains, by the type of the weights."""
@@ -40,7 +40,7 @@ def open_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
     layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype))
     model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
     materialize(model, backend.put, fill=None)
-    load(path, {MODEL: dict(model.named_parameters())}, ParamTable.of(model), mesh)
+    load(path, {MODEL: dict(model.named_parameters())}, Layout(ParamTable.of(model), mesh))
     return cast(CausalLM, model)
 
 

@@ -17,14 +17,13 @@ from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.planner import ChunkSavePlanner, collective
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable
+from nxtrain.sharding import Layout
 
 
 def save(
     path: Path,
     shards: Shards,
-    table: ParamTable,
-    mesh: Mesh,
+    cut: Layout,
     meta: Meta,
     *,
     tokenizer: Path | None = None,
@@ -36,8 +35,7 @@ def save(
     Args:
         path: Its folder, `layout.step_path(...)`; a checkpoint that is there already is replaced.
         shards: Kind to parameter name to local tensor, on any device.
-        table: How the parameters are cut.
-        mesh: The axes of this rank.
+        cut: Where they lie in the model.
         meta: The rest of the state; `mesh` and `kinds` are filled in.
         tokenizer: A `tokenizer.json` to keep with it.
         keep: Checkpoints that stay in the folder, this one included; 0 for all.
@@ -46,17 +44,18 @@ def save(
     Raises:
         CheckpointError: Any rank failed to write; older checkpoints are untouched.
     """
+    mesh = cut.mesh
     degrees = {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}
     meta = meta.model_copy(update={"mesh": degrees, "kinds": tuple(shards)})
-    staged = stage(shards, table, mesh)
+    staged = stage(shards, cut)
     write(path, ChunkSavePlanner(tuple(staged), staged.__getitem__), meta, mesh, tokenizer, process_group)
     on_leader(lambda: layout.prune(path.parent, keep), mesh, process_group, f"cannot delete in {path.parent}")
 
 
-def stage(shards: Shards, table: ParamTable, mesh: Mesh) -> Mapping[Chunk, Tensor]:
+def stage(shards: Shards, cut: Layout) -> Mapping[Chunk, Tensor]:
     """Bring the chunks that this rank writes to the host, each device tensor in one transfer."""
     staged = {}
-    mine = owned(tuple(chunks(shards, table, mesh)))
+    mine = owned(tuple(chunks(shards, cut)))
     for (kind, parameter), group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter)):
         local = shards[kind][parameter].detach().cpu()
         staged.update({chunk: chunk.of(local) for chunk in group})

@@ -20,7 +20,6 @@ from nxtrain.mesh import Mesh
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("parallel.pp", (1,), "pipeline parallelism; use parallel.tp"),
     ("parallel.virtual_pp", (1,), "pipeline parallelism; use parallel.tp"),
-    ("parallel.shard", ("none",), "sharding over dp; use parallel.tp to cut the state"),
     ("train.remat", ("none",), "recomputation; use a smaller train.micro_batch"),
     ("precision.update", ("fp32", "fp32_master"), "bf16 update rules; use fp32_master"),
     ("data.source", ("stdlib", "text", "tokens"), "Arrow tables; use text or tokens"),

@@ -83,6 +83,14 @@ class ParallelConfig(Section):
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
     """What is cut over dp: nothing, optimizer state, gradients too, parameters too, or those inside each node."""
+    shard_size: NonNegativeInt = 0
+    """With shard=hybrid, adjacent dp ranks that cut state between them; 0: those of one node."""
+    bucket_mib: PositiveInt = 64
+    """MiB of gradients in one data parallel collective."""
+    prefetch: NonNegativeInt = 1
+    """With shard=grad_op, full or hybrid, blocks whose parameters are gathered ahead of their use."""
+    offload: bool = False
+    """With shard=grad_op, full or hybrid, keep parameters and optimizer state in host memory."""
     virtual_pp: PositiveInt = 1
     """Model chunks per pipeline stage."""
 
@@ -113,10 +121,14 @@ class PrecisionConfig(Section):
 
     params: Literal["fp32", "bf16"] = "fp32"
     """Parameters and activations."""
+    accumulate: Literal["fp32", "bf16"] = "fp32"
+    """Sums of gradients over micro-batches."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Sums of gradients over micro-batches and dp ranks."""
+    """Sums of gradients over dp ranks."""
     update: Literal["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"] = "fp32"
     """Update rule: in fp32 params, on fp32 copies of bf16 params, by stochastic rounding, or compensated."""
+    state: Literal["fp32", "bf16"] = "fp32"
+    """Running means of the gradient and of its square; bf16 is rounded to nearest, under bf16_stochastic at random."""
 
 
 class OptimConfig(Section):

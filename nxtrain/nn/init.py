@@ -24,18 +24,27 @@ TILE = 256
 """Edge of a tile in entries; part of what defines the weights of a seed."""
 
 
-def materialize(model: nn.Module, put: Callable[[Tensor], Tensor], fill: Callable[[str, Tensor], None] | None) -> None:
-    """Give a model on the meta device its storage.
+Fill = Callable[[str, Tensor], None]
+"""Writes a parameter, given its name and an empty host tensor of this rank's shard."""
+
+
+def materialize(
+    model: nn.Module, put: Callable[[Tensor], Tensor], fill: Fill | None, within: nn.Module | None = None
+) -> None:
+    """Give a model on the meta device its storage; what has storage already is left alone.
 
     Args:
         model: Built on the meta device; shared parameters stay shared.
         put: Copies a host tensor to the device.
-        fill: Writes a parameter, given its name and an empty host tensor; None leaves zeros, for a load that follows.
+        fill: Writes each parameter; None leaves zeros, for a load that follows.
+        within: Only this submodule; None: all.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for module in (within or model).modules():
         for leaf, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                continue
             key = id(parameter)
             if key not in made:
                 host = torch.zeros(parameter.shape, dtype=parameter.dtype)
@@ -47,7 +56,7 @@ def materialize(model: nn.Module, put: Callable[[Tensor], Tensor], fill: Callabl
             module.register_buffer(leaf, put(value), persistent=False)
 
 
-def draw(table: ParamTable, axis: Axis, seed: int) -> Callable[[str, Tensor], None]:
+def draw(table: ParamTable, axis: Axis, seed: int) -> Fill:
     """A `fill` for `materialize` that draws each parameter as its `ShardSpec` says."""
 
     def fill(name: str, local: Tensor) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nxtrain.backends.base import Kernels
-from nxtrain.sharding import ParamTable
-
-Update = Literal["fp32", "fp32_master"]
+from nxtrain.precision import Precision
+from nxtrain.sharding import Layout
 
 
 class AdamW:
@@ -31,39 +29,42 @@ class AdamW:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
-        table: ParamTable,
+        shards: Mapping[str, Tensor],
+        layout: Layout,
         kernels: Kernels,
         put: Callable[[Tensor], Tensor],
         *,
-        update: Update,
+        precision: Precision,
+        seed: int,
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
     ) -> None:
-        self._parameters, self._kernels = parameters, kernels
+        self._parameters, self._kernels = shards, kernels
         self._betas, self._eps = betas, eps
         self._groups = [
             (names, weight_decay if decays else 0.0)
             for decays in (True, False)
-            for names in kernels.batches([name for name in parameters if table[name].decay == decays])
+            for names in kernels.batches([name for name in shards if layout.table[name].decay == decays])
         ]
 
         def zeros() -> dict[str, Tensor]:
             # Made on the host: on a lazy device each then has a buffer of its own, and the first step is like the rest.
-            return {name: put(torch.zeros(p.shape, dtype=torch.float32)) for name, p in parameters.items()}
+            return {name: put(torch.zeros(p.shape, dtype=torch.float32)) for name, p in shards.items()}
 
         self.state: dict[str, dict[str, Tensor]] = {"exp_avg": zeros(), "exp_avg_sq": zeros()}
-        if update == "fp32_master":
-            self.state["master"] = zeros()
-            self.copy_master()
+        if precision.update == "fp32_master":
+            wide = {name: shard for name, shard in shards.items() if shard.dtype == torch.float32}
+            self.state["master"] = wide or zeros()
+            self.reset()
         self.num_updates = put(torch.zeros(2))
         """(2,) float32, the number of updates done, twice: a longer vector never becomes a constant of a graph."""
 
-    def copy_master(self) -> None:
+    @torch.no_grad()
+    def reset(self) -> None:
         """Take the float32 copies from the parameters, after those were given new values."""
-        with torch.no_grad():
-            for name, master in self.state.get("master", {}).items():
+        for name, master in self.state.get("master", {}).items():
+            if master is not self._parameters[name]:
                 master.copy_(self._parameters[name])
 
     @torch.no_grad()
@@ -92,4 +93,5 @@ class AdamW:
             )
             if "master" in self.state:
                 for name in names:
-                    self._parameters[name].copy_(self.state["master"][name])
+                    if self._parameters[name] is not self.state["master"][name]:
+                        self._parameters[name].copy_(self.state["master"][name])

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
+from nxtrain.checkpoint.hf import hf_weights
 from nxtrain.config.check import Resolved
 from nxtrain.family import BuildContext
 from nxtrain.mesh import Mesh
-from nxtrain.nn.init import draw, materialize
+from nxtrain.nn.init import Fill, draw, materialize
 from nxtrain.optim.adamw import AdamW
+from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, Zero1
+from nxtrain.parallel.fully_sharded import FullySharded, Sharding
 from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.sharding import ParamTable
+from nxtrain.precision import DTYPES, Precision
+from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.step import TrainState
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def dtype_name(plan: Resolved) -> str:
@@ -27,19 +29,64 @@ def dtype_name(plan: Resolved) -> str:
     return str(DTYPES[plan.config.precision.params]).removeprefix("torch.")
 
 
-def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["draw", "zeros"]) -> nn.Module:
+def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int) -> Mesh:
+    """Lay out a world as configured.
+
+    Raises:
+        ConfigError: The degrees do not fit the world.
+    """
+    parallel = plan.config.parallel
+    within_node = parallel.shard_size or max(1, ranks_per_node // (parallel.tp * parallel.pp))
+    shard = {"none": 1, "hybrid": within_node}.get(parallel.shard, 0)
+    return Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard)
+
+
+def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["draw", "hf", "zeros"]) -> nn.Module:
     """Build this rank's part of the model and give it storage.
 
     Args:
         plan: What to build.
         backend: Where it lives.
         mesh: The axes of this rank.
-        init: `draw` the first weights, or leave zeros for a load that follows.
+        init: Draw the first weights, read those of `model.hf`, or leave zeros for a load that follows.
+
+    Raises:
+        ConfigError: The Hugging Face folder does not fit.
     """
     model = build_meta(plan, backend, mesh)
-    fill = draw(ParamTable.of(model), mesh.tp, plan.config.run.seed) if init == "draw" else None
-    materialize(model, backend.put, fill)
+    table = ParamTable.of(model)
+    fill = None
+    if init == "draw":
+        fill = draw(table, mesh.tp, plan.config.run.seed)
+    elif init == "hf":
+        fill = hf_weights(Path(plan.config.model.hf), table, mesh)
+    fill_model(plan, model, backend, mesh, fill)
     return model
+
+
+def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, fill: Fill | None) -> None:
+    """Give a model on the meta device its storage, sharded over the data parallel ranks where that is asked for."""
+    if not is_fully_sharded(plan):
+        materialize(model, backend.put, fill)
+        return
+    parallel, precision = plan.config.parallel, Precision.of(plan.config.precision)
+    sharding = Sharding(
+        backend.device_mesh(mesh),
+        keep_gathered=parallel.shard == "grad_op",
+        prefetch=parallel.prefetch,
+        offload=parallel.offload,
+        precision=precision,
+    )
+
+    def put(host: Tensor) -> Tensor:  # parameters in the type that is stored; tables and indices as they are
+        return backend.put(host.to(precision.sharded_params) if host.dtype == precision.params else host)
+
+    sharding.apply(model, lambda module: materialize(model, put, fill, within=module))
+
+
+def is_fully_sharded(plan: Resolved) -> bool:
+    """Whether parameters themselves are cut over the data parallel ranks."""
+    return plan.config.parallel.shard in ("grad_op", "full", "hybrid")
 
 
 def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
@@ -62,34 +109,44 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
 
 def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) -> TrainState:
     """Give a model what training needs beside it; its weights must have their first values."""
-    run = plan.config
-    table = ParamTable.of(model)
-    parameters = dict(model.named_parameters())
-    update = run.precision.update
-    assert update in ("fp32", "fp32_master"), update
+    run, comm = plan.config, backend.collectives
+    precision = Precision.of(run.precision)
+    layout = Layout(ParamTable.of(model), mesh)
+    data_parallel = _data_parallel(plan, model, layout, backend, precision)
+    optimizer = AdamW(
+        data_parallel.shards,
+        layout,
+        backend.kernels,
+        backend.put,
+        precision=precision,
+        seed=run.run.seed,
+        betas=run.optim.betas,
+        eps=run.optim.eps,
+        weight_decay=run.optim.weight_decay,
+    )
     return TrainState(
         model=model,
-        table=table,
-        gradients=Gradients(
-            parameters,
-            table,
-            mesh,
-            backend.collectives,
-            backend.put,
-            dtype=DTYPES[run.precision.reduce],
-            num_micro=run.train.global_batch // (run.train.micro_batch * mesh.dp.size),
-        ),
-        optimizer=AdamW(
-            parameters,
-            table,
-            backend.kernels,
-            backend.put,
-            update=update,
-            betas=run.optim.betas,
-            eps=run.optim.eps,
-            weight_decay=run.optim.weight_decay,
-        ),
+        data_parallel=data_parallel,
+        gradients=Gradients(data_parallel, comm, backend.put),
+        optimizer=optimizer,
         backend=backend,
-        mesh=mesh,
+        precision=precision,
         clip=run.optim.clip,
     )
+
+
+def _data_parallel(
+    plan: Resolved, model: nn.Module, layout: Layout, backend: Backend, precision: Precision
+) -> DataParallel:
+    run = plan.config
+    if is_fully_sharded(plan):
+        return FullySharded(model, layout)
+    how = Reduction(
+        precision=precision,
+        num_micro=run.train.global_batch // (run.train.micro_batch * layout.mesh.dp.size),
+        bucket_bytes=run.parallel.bucket_mib << 20,
+    )
+    parameters = dict(model.named_parameters())
+    if run.parallel.shard == "zero1":
+        return Zero1(parameters, layout, backend.collectives, how, backend.put)
+    return Replicated(parameters, layout, backend.collectives, how)

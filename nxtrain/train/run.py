@@ -19,11 +19,10 @@ from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
 from nxtrain.data import Data, Loader, Samples, open_data, unigram_entropy
-from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.build import dtype_name
+from nxtrain.train.build import build_mesh, dtype_name
 from nxtrain.train.start import shards_of, start
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer
@@ -56,14 +55,17 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
         reason: Why this backend was chosen.
     """
     config = plan.config
-    parallel, batches = config.parallel, config.train
-    mesh = Mesh.build(backend.world, backend.rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    batches = config.train
+    mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world)
     leader = mesh.rank == 0
     say = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not leader).print
     if leader:
         config.run.dir.mkdir(parents=True, exist_ok=True)
         (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
-    say(f"backend {backend.name} ({reason}); {mesh.world} ranks: tp {mesh.tp_size}, dp {mesh.dp_size}")
+    say(
+        f"backend {backend.name} ({reason}); {mesh.world} ranks: tp {mesh.tp_size}, dp {mesh.dp_size}"
+        + (f", state cut over {mesh.shard_size} ({config.parallel.shard})" if mesh.shard_size > 1 else "")
+    )
     data = open_data(
         config.data,
         seq_len=batches.seq_len,
@@ -140,8 +142,7 @@ def _save(step: int, plan: Resolved, state: TrainState, data: Data) -> None:
     save(
         layout.step_path(folder, step),
         shards_of(state),
-        state.table,
-        state.mesh,
+        state.layout,
         meta,
         tokenizer=data.tokenizer,
         keep=config.checkpoint.keep,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import MODEL, Shards
-from nxtrain.checkpoint.hf import load_hf_weights
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable
 from nxtrain.train.build import build_model, build_state, dtype_name
 from nxtrain.train.step import TrainState
 
@@ -39,27 +38,43 @@ def start(plan: Resolved, backend: Backend, mesh: Mesh, data_fingerprint: str) -
         dtype=dtype_name(plan),
         data_fingerprint=data_fingerprint,
     )
-    drawn = checkpoint is None and config.model.init != "hf"
-    model = build_model(plan, backend, mesh, init="draw" if drawn else "zeros")
-    if checkpoint is None and config.model.init == "hf":
-        load_hf_weights(Path(config.model.hf), dict(model.named_parameters()), ParamTable.of(model), mesh)
+    first: Literal["draw", "hf"] = "hf" if config.model.init == "hf" else "draw"
+    model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")
     state = build_state(plan, model, backend, mesh)
     if checkpoint is None:
         return state, fresh
     meta = read_meta(checkpoint)
     _refuse_drift(checkpoint, meta, fresh, plan)
-    if meta.step == 0:  # weights alone, from a conversion
-        load(checkpoint, {MODEL: shards_of(state)[MODEL]}, state.table, mesh)
-        state.optimizer.copy_master()
+    restore(state, checkpoint, weights_only=meta.step == 0)  # step 0 is a conversion
+    if meta.step == 0:
         return state, fresh
-    load(checkpoint, shards_of(state), state.table, mesh)
     state.optimizer.num_updates.copy_(backend.put(torch.full((2,), float(meta.step))))
     return state, meta
 
 
 def shards_of(state: TrainState) -> Shards:
-    """Every tensor that a checkpoint holds: the weights and the optimizer's state."""
-    return {MODEL: {name: p.detach() for name, p in state.parameters.items()}, **state.optimizer.state}
+    """Every tensor that a checkpoint holds: the weights, in their own type, and the optimizer's state."""
+    weights = {name: shard.detach().to(state.precision.params) for name, shard in state.data_parallel.shards.items()}
+    return {MODEL: weights, **state.optimizer.state}
+
+
+@torch.no_grad()
+def restore(state: TrainState, checkpoint: Path, *, weights_only: bool) -> None:
+    """Fill a state from a checkpoint.
+
+    Raises:
+        CheckpointError: It is damaged or does not fit.
+    """
+    shards = shards_of(state)
+    load(checkpoint, {MODEL: shards[MODEL]} if weights_only else shards, state.layout)
+    masters = {} if weights_only else state.optimizer.state.get("master", {})
+    for name, shard in state.data_parallel.shards.items():
+        # A shard of the weights' own type was filled in place, and one that is a master has more digits than they.
+        if shard.dtype != state.precision.params and shard is not masters.get(name):
+            shard.copy_(shards[MODEL][name])
+    if weights_only:
+        state.optimizer.reset()
+    state.data_parallel.publish()
 
 
 def _checkpoint(plan: Resolved) -> Path | None:

@@ -11,8 +11,10 @@ from nxtrain.backends.base import Backend
 from nxtrain.family import IGNORE_INDEX, CausalLM
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
+from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.parallel.grads import Gradients, clip_factor
-from nxtrain.sharding import ParamTable
+from nxtrain.precision import Precision
+from nxtrain.sharding import Layout, ParamTable
 
 
 @dataclass(frozen=True)
@@ -21,26 +23,36 @@ class TrainState:
 
     Args:
         model: Built and filled.
-        table: How its parameters are cut.
+        data_parallel: What is shared with the other data parallel ranks, and what this one updates.
         gradients: Reduction and norm.
         optimizer: Update rule with its state.
         backend: Device and collectives.
-        mesh: The axes of this rank.
+        precision: Types of everything.
         clip: Largest global gradient norm; 0: never clip.
     """
 
     model: nn.Module
-    table: ParamTable
+    data_parallel: DataParallel
     gradients: Gradients
     optimizer: AdamW
     backend: Backend
-    mesh: Mesh
+    precision: Precision
     clip: float
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's parameters by name, each once."""
-        return dict(self.model.named_parameters())
+    def layout(self) -> Layout:
+        """The entries of the model that this rank updates."""
+        return self.data_parallel.layout
+
+    @property
+    def table(self) -> ParamTable:
+        """How the parameters are cut over tp."""
+        return self.layout.table
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes of this rank."""
+        return self.layout.mesh
 
     @property
     def lm(self) -> CausalLM:
@@ -89,15 +101,17 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: Tensor) -> StepResult:
     dp, comm = state.mesh.dp, state.backend.collectives
     num_tokens = comm.all_reduce(_count(batch.targets), dp)
     token_weight = dp.size / num_tokens
-    state.gradients.clear()
     loss = torch.zeros_like(num_tokens)
-    for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
+    num_micro = len(batch.inputs)
+    for index, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
+        state.data_parallel.begin(last=index == num_micro - 1)
         micro_loss = state.lm.loss(inputs, targets, token_weight)
         micro_loss.backward()
         loss = loss + micro_loss.detach()
     grads = state.gradients.reduce()
     norm = state.gradients.norm(grads)
     state.optimizer.step(grads, lr, clip_factor(norm, state.clip))
+    state.data_parallel.publish()
     return StepResult(comm.all_reduce(loss, dp) / dp.size, norm, num_tokens)
 
 

@@ -65,7 +65,7 @@ class Trainer:
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
                 if evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total):
-                    norm = self.state.gradients.norm(self.state.parameters)
+                    norm = self.state.gradients.norm(self.state.data_parallel.shards)
                     read = backend.fetch({"loss": result.loss, "grad_norm": result.grad_norm, "param_norm": norm})
                     _check_finite(step, read)
                     throughput = self.meter.read()

@@ -13,6 +13,7 @@ from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.save import save
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
+from nxtrain.sharding import Layout
 from tests.support.checkpoints import blank, cut, meta, same, table
 from tests.support.ranks import RankPool
 
@@ -26,7 +27,7 @@ def mesh_of(backend: Backend, degrees: Degrees) -> Mesh:
 def save_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused: bool) -> None:
     mesh = mesh_of(backend, degrees)
     specs = table(shape, mesh, fused_qkv=fused, fused_gate_up=fused)
-    save(path, cut(specs, mesh), specs, mesh, meta(), keep=1)
+    save(path, cut(specs, mesh), Layout(specs, mesh), meta(), keep=1)
 
 
 def load_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused: bool) -> bool:
@@ -34,7 +35,7 @@ def load_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused:
     specs = table(shape, mesh, fused_qkv=fused, fused_gate_up=fused)
     wanted = cut(specs, mesh)
     shards = blank(wanted)
-    load(path, shards, specs, mesh)
+    load(path, shards, Layout(specs, mesh))
     return same(shards, wanted)
 
 
@@ -90,7 +91,7 @@ def refuse_rank(backend: Backend, path: Path) -> str:
     specs = table("odd", mesh)
     shards = blank(cut(specs, mesh))
     try:
-        load(path, shards, specs, mesh)
+        load(path, shards, Layout(specs, mesh))
     except CheckpointError as error:
         return str(error) if same(shards, blank(shards)) else "touched"
     return ""

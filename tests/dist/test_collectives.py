@@ -31,8 +31,9 @@ def collect(backend: Backend, dtype: torch.dtype) -> dict[str, Results]:
     found = {}
     for name, axis in axes(backend.world, backend.rank).items():
         vector, matrix = (held_by(backend.rank, *shape, dtype=dtype) for shape in ((3,), (axis.size * 2, 3)))
-        bucket = [vector.clone(), matrix.clone()]
-        comm.all_reduce_bucket(bucket, axis, scale=0.5)
+        bucket = comm.start_all_reduce_bucket([vector, matrix], axis, torch.float32, scale=0.5).wait()
+        wide = matrix.clone().repeat(1, 2)
+        comm.all_reduce_in_place([wide[:, :3], vector.clone()], axis)
         waiting = comm.start_all_reduce(matrix.clone(), axis)
         found[name] = {
             "sum": comm.all_reduce(vector.clone(), axis),
@@ -40,6 +41,9 @@ def collect(backend: Backend, dtype: torch.dtype) -> dict[str, Results]:
             "all_gather": comm.all_gather(matrix.clone(), axis),
             "reduce_scatter": comm.reduce_scatter(matrix.clone(), axis),
             "started": waiting.wait(),
+            "scattered": comm.start_reduce_scatter(matrix.clone(), axis, scale=0.5).wait(),
+            "view": wide[:, :3],
+            "untouched": wide[:, 3:],
             "bucket_vector": bucket[0],
             "bucket_matrix": bucket[1],
         }
@@ -62,9 +66,12 @@ def test_collectives_combine_what_the_ranks_of_an_axis_hold(ranks: RankPool, wor
                 "all_gather": matrices.flatten(0, 1),
                 "reduce_scatter": matrices.sum(0).unflatten(0, (axis.size, 2))[axis.rank],
                 "started": matrices.sum(0),
-                "bucket_vector": vectors.sum(0) * scale,
-                "bucket_matrix": matrices.sum(0) * scale,
+                "scattered": matrices.sum(0).unflatten(0, (axis.size, 2))[axis.rank] * scale,
+                "view": matrices.sum(0),
+                "untouched": matrices[axis.rank],
+                "bucket_vector": vectors.float().sum(0) * scale,
+                "bucket_matrix": matrices.float().sum(0) * scale,
             }
             for operation, tensor in by_axis[name].items():
-                assert tensor.dtype == dtype
+                assert tensor.dtype == (torch.float32 if "bucket" in operation else dtype)
                 assert torch.equal(tensor, expected[operation]), (rank, name, operation)

@@ -19,7 +19,7 @@ from nxtrain.backends.c10d import C10dCollectives
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.grads import Gradients, SquareSum
-from nxtrain.sharding import ParamTable
+from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.step import train_step
 from tests.support.models import weights_of
@@ -61,7 +61,7 @@ class KeepsInputGradient(C10dCollectives):
     def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
         return super().start_all_reduce(x, axis, op).wait()
 
-    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending:
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         return Done(x)
 
 
@@ -103,15 +103,14 @@ def test_nxd_4_2_fused_projections_have_the_gradients_and_the_norm_of_separate_o
 class CountsEveryCopy(SquareSum):
     """Counts a replicated K/V head once per rank that holds it."""
 
-    def __init__(self, table: ParamTable, tp: Axis) -> None:
-        super().__init__(table, tp, lambda host: host)
-        is_cut = [table[name].dim is not None for name, *_ in self._runs]
-        self._weights = torch.where(torch.tensor(is_cut), 1.0, self._weights)
+    def __init__(self, layout: Layout, shards: Mapping[str, Tensor]) -> None:
+        super().__init__(layout, shards, lambda host: host)
+        self._row_weights = {name: torch.ones_like(weights) for name, weights in self._row_weights.items()}
 
 
 def norms_counting_copies(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> float:
     state = start(backend, resolved, weights)
-    state.gradients.norm_weights = CountsEveryCopy(state.table, state.mesh.tp)
+    state.gradients.square_sum = CountsEveryCopy(state.layout, state.data_parallel.shards)
     (batch,) = batches(resolved, 1)
     return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch)).norm
 
@@ -142,10 +141,10 @@ def drawn_then_trained(backend: Backend, resolved: Resolved, steps: int) -> tupl
     """This rank's drawn weights, and all of its state after some steps."""
     mesh = Mesh.build(backend.world, backend.rank, tp=resolved.config.parallel.tp)
     state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
-    drawn = {name: p.detach().clone() for name, p in state.parameters.items()}
+    drawn = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     for batch in batches(resolved, steps):
         train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), *backend.scalars(LR))
-    kinds = {"param": {name: p.detach() for name, p in state.parameters.items()}, **state.optimizer.state}
+    kinds = {"param": {name: p.detach() for name, p in state.model.named_parameters()}, **state.optimizer.state}
     return drawn, {f"{kind}/{name}": t for kind, tensors in kinds.items() for name, t in tensors.items()}
 
 
@@ -196,15 +195,8 @@ def gradient_without_norm_sum(backend: Backend, resolved: Resolved, weights: Map
     """Takes the gradient of a norm weight, of which each rank has a part, for the whole."""
     state = start(backend, resolved, weights)
     table = ParamTable({name: replace(spec, sequence_parallel=False) for name, spec in state.table.items()})
-    grads = Gradients(
-        state.parameters,
-        table,
-        state.mesh,
-        backend.collectives,
-        backend.put,
-        dtype=torch.float32,
-        num_micro=1,
-    )
+    state.data_parallel.layout = Layout(table, state.mesh)
+    grads = Gradients(state.data_parallel, backend.collectives, backend.put)
     (batch,) = batches(resolved, 1)
     mutant = replace(state, gradients=grads)
     return gradient(mutant, local_batch(mutant, batch, resolved.config.train.micro_batch))

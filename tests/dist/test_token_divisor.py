@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, Pending
 from nxtrain.backends.c10d import C10dCollectives
 from nxtrain.config.check import Resolved
 from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis
+from nxtrain.parallel.data_parallel import Reduction, Replicated
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import DeviceBatch
-from tests.support.models import hf_model, tokens, weights_of
+from tests.support.models import hf_model, our_model, tokens, weights_of
 from tests.support.parity import GLOBAL_BATCH, Gradient, gradient, layout, local_batch, relative_errors, start, whole
 from tests.support.ranks import RankPool
 
@@ -77,17 +78,14 @@ def gradient_in_small_buckets(backend: Backend, resolved: Resolved, weights: Map
     """Whether all-reduces of some tensors each give the bits of one for all."""
     state = start(backend, resolved, weights)
     batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
-    small = Gradients(
-        state.parameters,
-        state.table,
-        state.mesh,
-        backend.collectives,
-        backend.put,
-        dtype=torch.float32,
-        num_micro=1,
-        bucket_bytes=20_000,
+    model = our_model(resolved, backend, state.mesh, weights)
+    how = Reduction(state.precision, num_micro=1, bucket_bytes=20_000)
+    split = Replicated(dict(model.named_parameters()), state.layout, backend.collectives, how)
+    assert len(split.buckets) > 5
+    small = replace(
+        state, model=model, data_parallel=split, gradients=Gradients(split, backend.collectives, backend.put)
     )
-    one, many = (gradient(replace(state, gradients=grads), batch) for grads in (state.gradients, small))
+    one, many = gradient(state, batch), gradient(small, batch)
     return one.norm == many.norm and all(torch.equal(one.shards[name], many.shards[name]) for name in one.shards)
 
 
@@ -99,8 +97,10 @@ def test_the_size_of_buckets_changes_no_bit(ranks: RankPool) -> None:
 class DividesByWorld(C10dCollectives):
     """Averages gradients over every rank, not over the data parallel ones."""
 
-    def all_reduce_bucket(self, tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
-        super().all_reduce_bucket(tensors, axis, scale if scale == 1.0 else 1.0 / self._world)
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        return super().start_all_reduce_bucket(tensors, axis, dtype, scale if scale == 1.0 else 1.0 / self._world)
 
 
 def gradient_divided_by_world(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:

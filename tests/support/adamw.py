@@ -9,17 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Kernels
-from nxtrain.optim.adamw import AdamW, Update
-from nxtrain.sharding import Init, ParamTable, ShardSpec
+from nxtrain.mesh import Mesh
+from nxtrain.optim.adamw import AdamW
+from nxtrain.precision import Precision, Update
+from nxtrain.sharding import Init, Layout, ParamTable, ShardSpec
 from tests.support.layers import random
 
 STEPS = 50
 TABLE = ParamTable(
     {"matrix": ShardSpec((9, 5)), "vector": ShardSpec((7,)), "norm": ShardSpec((6,), decay=False, init=Init("ones"))}
 )
-RULE: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+RULE: dict[str, Any] = {"seed": 0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+LAYOUT = Layout(TABLE, Mesh.build(1, 0))
 SCALE = 0.25
 """Factor of every gradient, as clipping gives."""
+
+
+def precision(params: torch.dtype, update: Update, state: torch.dtype = torch.float32) -> Precision:
+    """Types of a run with sums in float32."""
+    return Precision(params, accumulate=torch.float32, reduce=torch.float32, update=update, state=state)
 
 
 def lr_of(step: int) -> float:
@@ -47,7 +55,7 @@ def ours(
 ) -> tuple[AdamW, Mapping[str, nn.Parameter]]:
     """Our optimizer after its steps, and the parameters."""
     parameters = {name: nn.Parameter(put(p.detach())) for name, p in first(dtype).items()}
-    optimizer = AdamW(parameters, TABLE, kernels, put, update=update, **RULE)
+    optimizer = AdamW(parameters, LAYOUT, kernels, put, precision=precision(dtype, update), **RULE)
     for step in range(STEPS):
         grads = {name: put(grad) for name, grad in grads_of(step, dtype).items()}
         optimizer.step(grads, put(torch.tensor(lr_of(step))), put(torch.tensor(SCALE)))
@@ -60,7 +68,8 @@ def torchs(dtype: torch.dtype) -> tuple[torch.optim.AdamW, dict[str, nn.Paramete
     decayed = [p for name, p in parameters.items() if TABLE[name].decay]
     plain = [p for name, p in parameters.items() if not TABLE[name].decay]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, foreach=False, **RULE)
+    rule = {key: value for key, value in RULE.items() if key != "seed"}
+    optimizer = torch.optim.AdamW(groups, lr=0.0, foreach=False, **rule)
     for step in range(STEPS):
         for name, grad in grads_of(step, dtype).items():
             parameters[name].grad = grad.float() * SCALE

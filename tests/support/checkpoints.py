@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable, global_name
+from nxtrain.sharding import ParamTable, global_name, row_cut
 from tests.support.parity import layout, table_of
 
 Shards = dict[str, dict[str, Tensor]]
@@ -28,16 +28,14 @@ def whole(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def cut(table: ParamTable, mesh: Mesh, kinds: Mapping[str, torch.dtype] = KINDS) -> Shards:
     """What a rank holds of the tensors of `whole`."""
-    return {
-        kind: {
-            name: spec.shard(
-                {s.name: whole(f"{kind}/{global_name(name, s)}", spec.global_shape(s), dtype) for s in spec.segments},
-                mesh.tp,
-            )
-            for name, spec in table.items()
-        }
-        for kind, dtype in kinds.items()
-    }
+
+    def shard(kind: str, name: str, dtype: torch.dtype) -> Tensor:
+        spec = table[name]
+        tensors = {s.name: whole(f"{kind}/{global_name(name, s)}", spec.global_shape(s), dtype) for s in spec.segments}
+        local = spec.shard(tensors, mesh.tp)
+        return local.narrow(0, *row_cut(local.shape[0], mesh.shard))
+
+    return {kind: {name: shard(kind, name, dtype) for name in table} for kind, dtype in kinds.items()}
 
 
 def blank(shards: Shards) -> Shards:

@@ -13,9 +13,8 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.family import find_family
 from nxtrain.mesh import Mesh
-from nxtrain.nn.init import materialize
 from nxtrain.sharding import ParamTable, global_name
-from nxtrain.train.build import build_meta
+from nxtrain.train.build import build_meta, fill_model
 
 if TYPE_CHECKING:
     import transformers
@@ -90,7 +89,7 @@ def our_model(resolved: Resolved, backend: Backend, mesh: Mesh, weights: Mapping
         whole = {segment.name: weights[global_name(name, segment)] for segment in table[name].segments}
         local.copy_(table[name].shard(whole, mesh.tp))
 
-    materialize(model, backend.put, fill)
+    fill_model(resolved, model, backend, mesh, fill)
     return model
 
 

@@ -14,8 +14,8 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
-from nxtrain.sharding import ParamTable, global_name
-from nxtrain.train.build import build_meta, build_state
+from nxtrain.sharding import Layout, ParamTable, global_name
+from nxtrain.train.build import build_mesh, build_meta, build_state
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.models import hf_model, our_model, plan, tokens
 
@@ -64,8 +64,7 @@ def reference(resolved: Resolved, steps: int, dtype: torch.dtype = torch.float32
 
 def start(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> TrainState:
     """Our state at step 0 with given whole weights."""
-    parallel = resolved.config.parallel
-    mesh = Mesh.build(backend.world, backend.rank, tp=parallel.tp, dp=parallel.dp)
+    mesh = build_mesh(resolved, backend.world, backend.rank, backend.world)
     model = our_model(resolved, backend, mesh, weights)
     return build_state(resolved, model, backend, mesh)
 
@@ -88,30 +87,28 @@ def run_ours(backend: Backend, resolved: Resolved, steps: int, weights: Mapping[
         read = backend.fetch({"loss": result.loss, "norm": result.grad_norm})
         losses.append(read["loss"])
         norms.append(read["norm"])
-    return Course(losses, norms, {name: p.detach().cpu() for name, p in state.model.named_parameters()})
+    return Course(losses, norms, {name: p.detach().cpu() for name, p in state.data_parallel.shards.items()})
 
 
 def max_weight_error(course: Course, expected: Course, resolved: Resolved, mesh: Mesh) -> float:
     """Largest difference between a rank's shards and the same part of the expected whole weights."""
-    table = table_of(resolved, mesh)
     worst = 0.0
-    for name, local in course.weights.items():
-        for piece, view in table[name].views(local.float(), mesh.tp):
-            whole = expected.weights[global_name(name, piece.segment)].float()
-            part = whole.narrow(table[name].dim or 0, piece.start, piece.length)
-            if piece.length:
-                worst = max(worst, (view - part).abs().max().item())
+    for name, blocks in Layout(table_of(resolved, mesh), mesh).items():
+        for block in blocks:
+            part = expected.weights[global_name(name, block.segment)].float()
+            for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+                part = part.narrow(dim, offset, size)
+            worst = max(worst, (block.of(course.weights[name].float()) - part).abs().max().item())
     return worst
 
 
 def check_course(courses: Sequence[Course], want: Course, resolved: Resolved) -> None:
     """Hold what every rank went through against the reference, whose gradients must have been clipped."""
-    parallel = resolved.config.parallel
     assert min(want.norms) > OPTIM["clip"], "clipping must be active"
     for rank, course in enumerate(courses):
         assert course.losses == pytest.approx(want.losses, rel=0, abs=2e-6)
         assert course.norms == pytest.approx(want.norms, rel=1e-5)
-        mesh = Mesh.build(len(courses), rank, tp=parallel.tp, dp=parallel.dp)
+        mesh = build_mesh(resolved, len(courses), rank, len(courses))
         assert max_weight_error(course, want, resolved, mesh) < 2e-5
 
 
@@ -192,13 +189,23 @@ class _NoBackend:
 
 
 def layout(
-    shape: str, *, tp: int, dp: int = 1, sp: bool = False, micro: int = 4, params: str = "fp32", **model: Any
+    shape: str,
+    *,
+    tp: int,
+    dp: int = 1,
+    sp: bool = False,
+    micro: int = 4,
+    params: str = "fp32",
+    update: str = "",
+    shard: str = "none",
+    shard_size: int = 0,
+    **model: Any,
 ) -> Resolved:
     """A resolved configuration of the parity runs."""
-    update = "fp32" if params == "fp32" else "fp32_master"
+    update = update or ("fp32" if params == "fp32" else "fp32_master")
     return plan(
         shape,
-        parallel={"tp": tp, "dp": dp, "sequence_parallel": sp},
+        parallel={"tp": tp, "dp": dp, "sequence_parallel": sp, "shard": shard, "shard_size": shard_size},
         train={"global_batch": GLOBAL_BATCH, "micro_batch": micro, "loss_chunk_mib": 1},
         precision={"params": params, "update": update},
         optim=OPTIM,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, Done, Pending
 from nxtrain.backends.xla import XlaBackend, XlaCollectives
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Axis
@@ -140,19 +140,24 @@ def mutated_courses(
     found = {}
     for mutant in mutants:
         comm: Any = XlaCollectives()
-        comm.all_reduce_bucket = _mutated(comm.all_reduce_bucket, mutant, backend.world)
+        comm.start_all_reduce_bucket = _mutated(comm.start_all_reduce_bucket, mutant, backend.world)
         backend.collectives = comm
         found[mutant] = run_ours(backend, resolved, steps, weights)
     return found
 
 
-def _mutated(reduce_bucket: Callable[[Sequence[Tensor], Axis, float], None], mutant: str, world: int) -> Any:
-    def all_reduce_bucket(tensors: Sequence[Tensor], axis: Axis, scale: float = 1.0) -> None:
+def _mutated(start: Callable[..., Any], mutant: str, world: int) -> Any:
+    def start_all_reduce_bucket(
+        tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
         if mutant == "norm" and axis.name.startswith("tp"):
-            return
-        reduce_bucket(tensors, axis, 1.0 / world if mutant == "world" and axis.name == "dp" else scale)
+            return Done(list(tensors))
+        found: Pending[list[Tensor]] = start(
+            tensors, axis, dtype, 1.0 / world if mutant == "world" and axis.name == "dp" else scale
+        )
+        return found
 
-    return all_reduce_bucket
+    return start_all_reduce_bucket
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,11 @@ def recorded(
         torch_xla.sync()
         for _ in range(2):
             result = train_step(state, batch, *pretended.scalars(LR))
-            live = [*state.parameters.values(), *(t for kind in state.optimizer.state.values() for t in kind.values())]
+            live = [
+                *state.model.parameters(),
+                *state.data_parallel.shards.values(),
+                *(t for kind in state.optimizer.state.values() for t in kind.values()),
+            ]
             live += [state.optimizer.num_updates, result.loss, result.grad_norm, result.num_tokens]
             found.append(
                 Recorded(

@@ -83,12 +83,12 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert Placement.read() == Placement(0, 1, 0)
-    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}.items():
+    assert Placement.read() == Placement(rank=0, world=1, local_rank=0, local_world=1)
+    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
-    assert Placement.read() == Placement(9, 16, 1)
+    assert Placement.read() == Placement(rank=9, world=16, local_rank=1, local_world=8)
 
 
 def test_collectives_of_a_rank_alone_are_the_identity_and_copy_nothing() -> None:
@@ -98,7 +98,8 @@ def test_collectives_of_a_rank_alone_are_the_identity_and_copy_nothing() -> None
     assert comm.all_reduce(x, ALONE, "max") is x
     assert comm.all_gather(x, ALONE) is x
     assert comm.reduce_scatter(x, ALONE) is x
-    comm.all_reduce_bucket([x], ALONE, scale=0.5)
+    comm.all_reduce_in_place([x], ALONE)
+    assert comm.start_all_reduce_bucket([x], ALONE, x.dtype, scale=0.5).wait()[0] is x
     comm.barrier()
     assert torch.equal(x, before)
 

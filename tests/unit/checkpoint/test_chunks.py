@@ -10,10 +10,12 @@ import torch
 
 from nxtrain.checkpoint.chunks import Chunk, chunks, owned
 from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable, Segment, ShardSpec
+from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec
 from tests.support.checkpoints import KINDS, table
 
 SHAPES = ("gqa2", "mqa", "odd", "tied")
+LAYOUTS = [(tp, dp, 1) for tp, dp in [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (4, 3), (8, 2)]]
+LAYOUTS += [(1, 3, 3), (2, 2, 2), (4, 3, 3), (8, 6, 2), (2, 6, 3), (1, 40, 40)]  # the last has ranks without rows
 
 
 def held(specs: ParamTable, mesh: Mesh) -> list[Chunk]:
@@ -21,20 +23,24 @@ def held(specs: ParamTable, mesh: Mesh) -> list[Chunk]:
         kind: {name: torch.empty(spec.local_shape(mesh.tp), dtype=dtype) for name, spec in specs.items()}
         for kind, dtype in KINDS.items()
     }
-    return list(chunks(shards, specs, mesh))
+    return list(chunks(shards, Layout(specs, mesh)))
+
+
+def ends(chunk: Chunk) -> list[int]:
+    return [offset + size for offset, size in zip(chunk.block.offsets, chunk.block.sizes, strict=True)]
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (4, 3), (8, 2)])
+@pytest.mark.parametrize(("tp", "dp", "shard"), LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_entry_is_written_once(shape: str, tp: int, dp: int, fused: bool) -> None:
-    meshes = [Mesh.build(tp * dp, rank, tp=tp, dp=dp) for rank in range(tp * dp)]
+def test_every_entry_is_written_once(shape: str, tp: int, dp: int, shard: int, fused: bool) -> None:
+    meshes = [Mesh.build(tp * dp, rank, tp=tp, dp=dp, shard=shard) for rank in range(tp * dp)]
     counts: dict[str, torch.Tensor] = {}
     for mesh in meshes:
         specs = table(shape, mesh, fused_qkv=fused, fused_gate_up=fused)
         for chunk in owned(held(specs, mesh)):
             count = counts.setdefault(chunk.key, torch.zeros(chunk.shape, dtype=torch.int8))
-            count.narrow(chunk.dim, chunk.start, chunk.length).add_(1)
+            count[tuple(map(slice, chunk.block.offsets, ends(chunk)))].add_(1)
     wanted = table(shape, Mesh(1, 0), fused_qkv=False, fused_gate_up=False)
     assert counts.keys() == {f"{kind}/{name}" for kind in KINDS for name in wanted}
     assert all(bool((count == 1).all()) for count in counts.values())
@@ -57,7 +63,9 @@ def test_padding_belongs_to_no_chunk() -> None:
     lengths = []
     for rank in range(4):
         mesh = Mesh.build(4, rank, tp=4)
-        lengths.append([chunk.length for chunk in chunks({"model": {"w": torch.empty(2, 2)}}, specs, mesh)])
+        lengths.append(
+            [chunk.block.sizes[0] for chunk in chunks({"model": {"w": torch.empty(2, 2)}}, Layout(specs, mesh))]
+        )
     assert lengths == [[2], [2], [1], []]
 
 
@@ -65,16 +73,16 @@ def test_a_tied_parameter_goes_by_the_name_of_the_other_and_is_not_written() -> 
     spec = ShardSpec((4, 2), dim=0, segments=(Segment("", 4),))
     specs = ParamTable({"lm_head.weight": replace(spec, tied_to="model.embed_tokens.weight")})
     mesh = Mesh(1, 0)
-    (chunk,) = chunks({"model": {"lm_head.weight": torch.empty(4, 2)}}, specs, mesh)
+    (chunk,) = chunks({"model": {"lm_head.weight": torch.empty(4, 2)}}, Layout(specs, mesh))
     assert chunk.key == "model/model.embed_tokens.weight"
     assert owned([chunk]) == []
 
 
 def test_ranks_with_equal_copies_deal_them_out_alike() -> None:
     """No rank asks another, so ranks whose padded neighbours differ must still agree."""
-    writers: Counter[tuple[str, int]] = Counter()
+    writers: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for rank in range(12):
         mesh = Mesh.build(12, rank, tp=4, dp=3)
         for chunk in owned(held(table("odd", mesh), mesh)):
-            writers[chunk.key, chunk.start] += 1
+            writers[chunk.key, chunk.block.offsets] += 1
     assert set(writers.values()) == {1}

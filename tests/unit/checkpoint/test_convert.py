@@ -19,6 +19,7 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.save import save
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
+from nxtrain.sharding import Layout
 from tests.support.checkpoints import blank, cut, meta, table
 from tests.support.models import hf_model, plan, tokens
 
@@ -98,7 +99,7 @@ def test_any_rank_loads_an_imported_checkpoint(tmp_path: Path) -> None:
     mesh = Mesh.build(4, 3, tp=4)
     specs = table("gqa2", mesh)
     shards = blank(cut(specs, mesh, {"model": torch.float32}))
-    load(tmp_path / "ours", shards, specs, mesh)
+    load(tmp_path / "ours", shards, Layout(specs, mesh))
     name = "model.layers.1.self_attn.qkv_proj.weight"
     parts = [whole[name.replace("qkv", part)] for part in "qkv"]
     wanted = torch.cat([parts[0][48:64], parts[1][8:16], parts[2][8:16]])  # 2 of 8 heads; the second of 2 K/V heads
@@ -116,7 +117,7 @@ def test_a_run_is_exported_with_its_newest_weights_and_its_tokenizer(tmp_path: P
         shards["model"]["model.norm.weight"].fill_(float(step))
         state = meta(step, config=resolved.model.model_dump(mode="json"))
         path = layout.step_path(tmp_path / "run" / "checkpoints", step)
-        save(path, shards, specs, ALONE, state, tokenizer=tmp_path / "tokenizer.json")
+        save(path, shards, Layout(specs, ALONE), state, tokenizer=tmp_path / "tokenizer.json")
     nxtrain_to_hf(tmp_path / "run", tmp_path / "hf")
     exported = weights(tmp_path / "hf")
     assert bool((exported["model.norm.weight"] == 2).all())

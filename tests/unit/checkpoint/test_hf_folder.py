@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nxtrain.checkpoint.hf import HfFolder, load_hf_weights
+from nxtrain.checkpoint.hf import HfFolder, hf_weights
 from nxtrain.errors import ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import ParamTable
@@ -38,6 +38,13 @@ def export(path: Path, tensors: Mapping[str, Tensor], files: int = 1, **config: 
         save_file({name: tensors[name] for name in names if places[name] == file}, path / file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return path
+
+
+def load_hf_weights(src: Path, tensors: Mapping[str, torch.Tensor], specs: ParamTable, mesh: Mesh) -> None:
+    """Fill tensors that are zero, as a model's are before they are filled."""
+    fill = hf_weights(src, specs, mesh)
+    for name, local in tensors.items():
+        fill(name, local.zero_())
 
 
 @pytest.mark.parametrize("files", [1, 3])

@@ -14,7 +14,7 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.save import save
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable, ShardSpec
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import KINDS, blank, cut, meta, same, table
 
 ALONE = Mesh(1, 0)
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
 
 def store(path: Path, shape: str = "gqa2", **model: bool) -> None:
     specs = table(shape, ALONE, **model)
-    save(path, cut(specs, ALONE), specs, ALONE, meta())
+    save(path, cut(specs, ALONE), Layout(specs, ALONE), meta())
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -40,14 +40,14 @@ def test_any_layout_reads_what_one_rank_wrote(path: Path, shape: str, tp: int, f
         specs = table(shape, mesh, fused_qkv=fused, fused_gate_up=fused)
         wanted = cut(specs, mesh)
         shards = blank(wanted)
-        load(path, shards, specs, mesh)
+        load(path, shards, Layout(specs, mesh))
         assert same(shards, wanted), f"rank {rank}"
 
 
 def test_the_meta_comes_back_with_what_save_knows(path: Path) -> None:
     store(path)
     specs = table("gqa2", ALONE)
-    loaded = load(path, cut(specs, ALONE), specs, ALONE)
+    loaded = load(path, cut(specs, ALONE), Layout(specs, ALONE))
     assert loaded == meta(mesh={"pp": 1, "dp": 1, "tp": 1}, kinds=("model", "exp_avg"))
     assert read_meta(path) == loaded
 
@@ -57,7 +57,7 @@ def test_kinds_that_are_not_asked_for_are_left(path: Path) -> None:
     specs = table("gqa2", ALONE)
     wanted = cut(specs, ALONE, {"model": torch.bfloat16})
     shards = blank(wanted)
-    load(path, shards, specs, ALONE)
+    load(path, shards, Layout(specs, ALONE))
     assert same(shards, wanted)
 
 
@@ -67,7 +67,7 @@ def test_parameters_that_require_gradients_are_filled_in_place(path: Path) -> No
     wanted = cut(specs, ALONE, {"model": torch.bfloat16})["model"]
     parameters = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in wanted.items()}
     places = {name: parameter.data_ptr() for name, parameter in parameters.items()}
-    load(path, {"model": parameters}, specs, ALONE)
+    load(path, {"model": parameters}, Layout(specs, ALONE))
     assert all(torch.equal(parameters[name], wanted[name]) for name in wanted)
     assert places == {name: parameter.data_ptr() for name, parameter in parameters.items()}
 
@@ -80,8 +80,7 @@ def test_only_the_checkpoint_is_left_and_the_tokenizer_is_in_it(path: Path, tmp_
         save(
             layout.step_path(path.parent / "run", step),
             cut(specs, ALONE, {"model": torch.float32}),
-            specs,
-            ALONE,
+            Layout(specs, ALONE),
             meta(step),
             tokenizer=tokenizer,
             keep=2,
@@ -99,13 +98,13 @@ def small(shape: tuple[int, int], *names: str) -> ParamTable:
 def test_every_difference_from_the_model_is_named_and_nothing_is_touched(path: Path) -> None:
     saved = small((4, 2), "same.weight", "wide.weight", "typed.weight", "old.weight")
     tensors = {name: torch.ones(4, 2) for name in saved}
-    save(path, {"model": tensors}, saved, ALONE, meta())
+    save(path, {"model": tensors}, Layout(saved, ALONE), meta())
 
     wanted = ParamTable({**small((4, 2), "same.weight", "typed.weight", "new.weight"), **small((4, 3), "wide.weight")})
     shards = {name: torch.zeros(spec.shape) for name, spec in wanted.items()}
     shards["typed.weight"] = torch.zeros(4, 2, dtype=torch.bfloat16)
     with pytest.raises(CheckpointError) as caught:
-        load(path, {"model": shards}, wanted, ALONE)
+        load(path, {"model": shards}, Layout(wanted, ALONE))
     lines = str(caught.value).splitlines()
     assert lines[0] == f"cannot load {path}: it does not fit the model"
     assert lines[1:] == [
@@ -120,9 +119,9 @@ def test_every_difference_from_the_model_is_named_and_nothing_is_touched(path: P
 
 def test_a_missing_kind_is_said_to_be_missing(path: Path) -> None:
     specs = table("gqa2", ALONE)
-    save(path, cut(specs, ALONE, {"model": torch.bfloat16}), specs, ALONE, meta())
+    save(path, cut(specs, ALONE, {"model": torch.bfloat16}), Layout(specs, ALONE), meta())
     with pytest.raises(CheckpointError, match=r"(?s)\d+ missing: exp_avg/.* and \d+ more.*it holds: model$"):
-        load(path, cut(specs, ALONE), specs, ALONE)
+        load(path, cut(specs, ALONE), Layout(specs, ALONE))
 
 
 def test_an_incomplete_or_foreign_meta_is_an_error_that_names_the_file(path: Path) -> None:
@@ -145,7 +144,7 @@ def test_a_torn_file_is_a_checkpoint_error_and_nothing_is_touched(path: Path, fi
     specs = table("gqa2", ALONE)
     shards = blank(cut(specs, ALONE))
     with pytest.raises(CheckpointError, match=f"cannot load {path}"):
-        load(path, shards, specs, ALONE)
+        load(path, shards, Layout(specs, ALONE))
     assert same(shards, blank(shards))
 
 
@@ -154,7 +153,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_says_why(path: Path) -> Non
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     specs = table("gqa2", ALONE)
     with pytest.raises(CheckpointError, match=f"cannot write {path}: .*no-such-file"):
-        save(path, cut(specs, ALONE), specs, ALONE, meta(), tokenizer=path.parent / "no-such-file")
+        save(path, cut(specs, ALONE), Layout(specs, ALONE), meta(), tokenizer=path.parent / "no-such-file")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert list(path.parent.iterdir()) == [path]
 
@@ -163,5 +162,5 @@ def test_ranks_that_do_not_add_up_to_whole_tensors_cannot_save(path: Path) -> No
     mesh = Mesh.build(2, 0, tp=2)
     specs = table("gqa2", mesh)
     with pytest.raises(CheckpointError, match="ranks hold"):
-        save(path, cut(specs, mesh, {"model": KINDS["model"]}), specs, mesh, meta())
+        save(path, cut(specs, mesh, {"model": KINDS["model"]}), Layout(specs, mesh), meta())
     assert not path.exists()

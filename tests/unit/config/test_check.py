@@ -105,7 +105,7 @@ def test_all_rules_are_checked_at_once(tmp_path: Path) -> None:
     found = problems(
         tmp_path,
         "parallel.tp=3",
-        "parallel.shard=zero1",
+        "data.doc_mask=true",
         "train.global_batch=3",
         "train.micro_batch=2",
         "optim.min_lr=1",
@@ -114,7 +114,7 @@ def test_all_rules_are_checked_at_once(tmp_path: Path) -> None:
         world=4,
     )
     assert [(problem.key, problem.origin) for problem in found] == [
-        ("parallel.shard", "override"),
+        ("data.doc_mask", "override"),
         ("model.init", "override"),
         ("train.global_batch", "override"),
         ("optim.min_lr", "override"),
@@ -176,7 +176,6 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
     [
         ("parallel.pp", ["parallel.pp=2"]),
         ("parallel.virtual_pp", ["parallel.virtual_pp=2"]),
-        *(("parallel.shard", [f"parallel.shard={shard}"]) for shard in ("zero1", "grad_op", "full", "hybrid")),
         *(("train.remat", [f"train.remat={remat}"]) for remat in ("selective", "full")),
         ("precision.update", ["precision.params=bf16", "precision.update=bf16_stochastic"]),
         ("precision.update", ["precision.params=bf16", "precision.update=bf16_kahan"]),

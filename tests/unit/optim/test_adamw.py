@@ -10,9 +10,10 @@ from torch import nn
 
 from nxtrain.backends.base import Kernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
+from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
-from nxtrain.sharding import ParamTable, ShardSpec
-from tests.support.adamw import RULE, STEPS, TABLE, first, grads_of, host, ours, torchs
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from tests.support.adamw import LAYOUT, RULE, STEPS, first, grads_of, host, ours, precision, torchs
 
 KERNELS = {
     "fused": FusedKernels(one_by_one=False, grouped_attention=False),
@@ -47,10 +48,12 @@ def test_fp32_masters_of_bf16_parameters_equal_torch_and_are_rounded_to_nearest(
 
 def test_masters_keep_updates_that_bf16_would_lose() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    table = ParamTable({"w": ShardSpec((4,))})
+    layout = Layout(ParamTable({"w": ShardSpec((4,))}), Mesh.build(1, 0))
     kernels = KERNELS["fused"]
     rule: dict[str, Any] = {**RULE, "weight_decay": 0.0}
-    optimizer = AdamW({"w": parameter}, table, kernels, host, update="fp32_master", **rule)
+    optimizer = AdamW(
+        {"w": parameter}, layout, kernels, host, precision=precision(torch.bfloat16, "fp32_master"), **rule
+    )
     for _ in range(16):  # each update is the learning rate, a quarter of the distance to the next smaller bf16 number
         grads = {"w": torch.ones(4, dtype=torch.bfloat16)}
         optimizer.step(grads, torch.tensor(2.0**-10), torch.tensor(1.0))
@@ -61,6 +64,6 @@ def test_masters_keep_updates_that_bf16_would_lose() -> None:
 @EVERY
 def test_a_rate_of_zero_changes_no_parameter(kernels: Kernels) -> None:
     parameters = first(torch.float32)
-    optimizer = AdamW(parameters, TABLE, kernels, host, update="fp32", **RULE)
+    optimizer = AdamW(parameters, LAYOUT, kernels, host, precision=precision(torch.float32, "fp32"), **RULE)
     optimizer.step(grads_of(0, torch.float32), torch.tensor(0.0), torch.tensor(1.0))
     assert all(torch.equal(parameters[name], p) for name, p in first(torch.float32).items())

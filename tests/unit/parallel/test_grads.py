@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.c10d import C10dCollectives
 from nxtrain.mesh import Mesh
-from nxtrain.parallel.grads import Gradients, SquareSum, clip_factor
-from nxtrain.sharding import ParamTable, Segment, ShardSpec
+from nxtrain.parallel.data_parallel import Reduction, Replicated, fill_buckets
+from nxtrain.parallel.grads import SquareSum, clip_factor
+from nxtrain.precision import Precision
+from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec, row_cut
 from tests.support.layers import random
 
 
@@ -52,57 +56,66 @@ def whole_tensors() -> dict[str, dict[str, Tensor]]:
     }
 
 
+@pytest.mark.parametrize("shard", [1, 3])
 @pytest.mark.parametrize("tp", [1, 4])
-def test_the_ranks_together_count_every_entry_once(tp: int) -> None:
+def test_the_ranks_together_count_every_entry_once(tp: int, shard: int) -> None:
     whole = whole_tensors()
     expected = sum(t.double().square().sum().item() for tensors in whole.values() for t in tensors.values())
     total = 0.0
-    for rank in range(tp):
-        specs = ParamTable(
-            {
-                name: spec
-                if tp > 1
-                else ShardSpec(spec.shape, spec.dim, tuple(Segment(s.name, s.size) for s in spec.segments))
-                for name, spec in TABLE.items()
-            }
-        )
-        axis = Mesh.build(tp, rank, tp=tp).tp
-        total += SquareSum(specs, axis, host)({n: specs[n].shard(whole[n], axis) for n in specs}).item()
+    for rank in range(tp * shard):
+        mesh = Mesh.build(tp * shard, rank, tp=tp, shard=shard)
+        layout = Layout(TABLE if tp > 1 else unshared(TABLE), mesh)
+        shards = {name: spec.shard(whole[name], mesh.tp) for name, spec in layout.table.items()}
+        rows = {name: t.narrow(0, *row_cut(t.shape[0], mesh.shard)) for name, t in shards.items()}
+        total += SquareSum(layout, rows, host)(rows).item()
     assert total == pytest.approx(expected, rel=1e-6)
+
+
+def unshared(table: ParamTable) -> ParamTable:
+    """The same model on ranks that are few enough for every K/V head."""
+    return ParamTable(
+        {
+            name: replace(spec, segments=tuple(replace(segment, replicas=1) for segment in spec.segments))
+            for name, spec in table.items()
+        }
+    )
 
 
 def test_nxd_4_9_the_norm_of_bf16_gradients_is_summed_in_float32() -> None:
     """NxD 4.9: a sum of squares in bf16 stands still as soon as the next square is less than half its last digit."""
-    table = ParamTable({"w": ShardSpec((4096,))})
     grads = {"w": torch.full((4096,), 0.01, dtype=torch.bfloat16)}
-    squares = SquareSum(table, Mesh.build(1, 0).tp, host)(grads)
+    layout = Layout(ParamTable({"w": ShardSpec((4096,))}), Mesh.build(1, 0))
+    squares = SquareSum(layout, grads, host)(grads)
     assert squares.dtype == torch.float32
     assert squares.item() == pytest.approx(4096 * grads["w"][0].double().item() ** 2, rel=1e-6)
 
 
-def sums_of(dtype: torch.dtype, num_micro: int) -> Tensor:
+def sums_of(accumulate: torch.dtype, num_micro: int) -> Tensor:
     """Gradients of one bf16 parameter over micro-batches of 1 and then of ones that bf16 would lose beside it."""
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    gradients = Gradients(
-        {"w": parameter},
-        ParamTable({"w": ShardSpec((4,))}),
-        Mesh.build(1, 0),
-        C10dCollectives(1),
-        host,
-        dtype=dtype,
-        num_micro=num_micro,
-    )
+    layout = Layout(ParamTable({"w": ShardSpec((4,))}), Mesh.build(1, 0))
+    precision = Precision(torch.bfloat16, accumulate, torch.float32, "fp32_master", torch.float32)
+    ranks = Replicated({"w": parameter}, layout, C10dCollectives(1), Reduction(precision, num_micro, 1 << 20))
     for _ in range(2):  # the second step must not see the first
-        gradients.clear()
         for micro in range(num_micro):
+            ranks.begin(last=micro == num_micro - 1)
             (parameter * (1.0 if micro == 0 else 2**-10)).sum().backward()
-    return gradients.reduce()["w"]
+        grads = ranks.reduce()
+    return grads["w"]
 
 
-def test_micro_batches_are_summed_in_the_type_of_the_reduction() -> None:
+def test_micro_batches_are_summed_in_the_type_of_the_configuration() -> None:
     assert torch.equal(sums_of(torch.float32, 9), torch.full((4,), 1.0 + 8 * 2**-10))
     assert torch.equal(sums_of(torch.bfloat16, 9), torch.ones(4, dtype=torch.bfloat16))
 
 
 def test_a_single_micro_batch_needs_no_sums_beside_autograd() -> None:
     assert sums_of(torch.float32, 1).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(1, [["a"], ["b"], ["c"], ["d"]]), (10, [["a", "b"], ["c"], ["d"]]), (100, [["a", "b", "c", "d"]])],
+)
+def test_buckets_are_neighbours_up_to_a_size(limit: int, expected: list[list[str]]) -> None:
+    assert fill_buckets({"a": 6, "b": 4, "c": 20, "d": 3}, limit) == expected

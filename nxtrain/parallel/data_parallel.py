@@ -1,0 +1,221 @@
+"""How data parallel ranks share gradients, and who updates what.
+
+Every rank computes gradients of its own sequences. Replicated: all average them and update all. ZeRO-1: each averages
+and updates some rows of every parameter, and gives the result to the others. `fully_sharded` adds torch's own sharding.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Collectives, Pending
+from nxtrain.precision import Precision
+from nxtrain.sharding import Layout
+
+
+class DataParallel(ABC):
+    """What the data parallel ranks do between forward passes.
+
+    Attributes:
+        layout: The entries of the model that this rank updates.
+        shards: Its tensors of them, by parameter name.
+    """
+
+    layout: Layout
+    shards: Mapping[str, Tensor]
+
+    @abstractmethod
+    def begin(self, *, last: bool) -> None:
+        """Prepare for a micro-batch, the last one of its step or not."""
+
+    @abstractmethod
+    def reduce(self) -> dict[str, Tensor]:
+        """Gradients of `shards`, averaged over the data parallel ranks; the caller may overwrite them."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Bring new values of `shards` to where the next forward pass reads them."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are summed.
+
+    Args:
+        precision: Types of the sums.
+        num_micro: Micro-batches per step.
+        bucket_bytes: Size of one collective, in the type of the reduction.
+    """
+
+    precision: Precision
+    num_micro: int
+    bucket_bytes: int
+
+
+class Bucketed(DataParallel):
+    """Averages gradients bucket by bucket, each as soon as the last backward pass has finished it.
+
+    Args:
+        parameters: By name, as in the model.
+        layout: The entries that this rank updates.
+        comm: Collectives.
+        how: Types and sizes of the sums.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], layout: Layout, comm: Collectives, how: Reduction
+    ) -> None:
+        self.layout, self._parameters, self._comm = layout, parameters, comm
+        self._dp, self._precision = layout.mesh.dp, how.precision
+        # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept beside it.
+        accumulate, reduce = how.precision.accumulate, how.precision.reduce
+        self._widens = how.num_micro > 1 and any(p.dtype != accumulate for p in parameters.values())
+        self._sums: dict[str, Tensor] = {}
+        sizes = {name: p.numel() * reduce.itemsize for name, p in reversed(list(parameters.items()))}
+        self.buckets = fill_buckets(sizes, how.bucket_bytes)
+        self._bucket_of = {name: index for index, names in enumerate(self.buckets) for name in names}
+        self._missing: Counter[int] = Counter()
+        self._started: dict[int, Pending[list[Tensor]]] = {}
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+
+    def begin(self, *, last: bool) -> None:
+        if last and self._dp.size > 1:
+            self._missing = Counter(self._bucket_of.values())
+
+    def reduce(self) -> dict[str, Tensor]:
+        if self._dp.size == 1:
+            return {name: self._take(name) for name in self._parameters}
+        reduced: dict[str, Tensor] = {}
+        for index, names in enumerate(self.buckets):
+            reduced.update(zip(names, self._started.pop(index).wait(), strict=True))
+        return {name: reduced[name] for name in self._parameters}
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def finished(parameter: Tensor) -> None:
+            if self._widens:
+                grad = _take_grad(parameter)
+                if name in self._sums:
+                    self._sums[name].add_(grad)
+                else:
+                    self._sums[name] = grad.to(self._precision.accumulate)
+            bucket = self._bucket_of[name]
+            if self._missing[bucket]:
+                self._missing[bucket] -= 1
+                if not self._missing[bucket]:
+                    with torch.no_grad():
+                        names = self.buckets[bucket]
+                        self._started[bucket] = self._start([self._take(name) for name in names], names)
+
+        return finished
+
+    def _take(self, name: str) -> Tensor:
+        return self._sums.pop(name) if self._widens else _take_grad(self._parameters[name])
+
+    @abstractmethod
+    def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
+        """Begin to average the gradients of a bucket."""
+
+
+class Replicated(Bucketed):
+    """Every rank updates everything, from gradients that all have."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], layout: Layout, comm: Collectives, how: Reduction
+    ) -> None:
+        super().__init__(parameters, layout, comm, how)
+        self.shards = parameters
+
+    def publish(self) -> None:
+        """Nothing: the parameters themselves were updated."""
+
+    def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
+        return self._comm.start_all_reduce_bucket(grads, self._dp, self._precision.reduce, scale=1.0 / self._dp.size)
+
+
+class Zero1(Bucketed):
+    """Each rank updates its rows of every parameter, then all gather the rows of all.
+
+    Source: Rajbhandari et al. 2020 (arXiv:1910.02054) section 5.1.
+
+    Args:
+        put: Copies a host tensor to the device.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layout: Layout,
+        comm: Collectives,
+        how: Reduction,
+        put: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__(parameters, layout, comm, how)
+        self._shard = layout.mesh.shard
+        self.shards = {name: put(self._own_rows(name, p.detach().cpu())) for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        gathering = []
+        for names in self.buckets:
+            packed = torch.cat([self.shards[name].reshape(1, -1) for name in names], dim=1)
+            gathering.append(self._comm.start_all_gather(packed, self._shard))
+        for names, pending in zip(self.buckets, gathering, strict=True):
+            parts = pending.wait().split([self.shards[name].numel() for name in names], dim=1)
+            for name, part in zip(names, parts, strict=True):
+                parameter = self._parameters[name]
+                parameter.copy_(part.reshape(-1, *parameter.shape[1:])[: parameter.shape[0]])
+
+    def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
+        padded = [_pad_rows(grad.to(self._precision.reduce), self._shard.size) for grad in grads]
+        packed = torch.cat([grad.reshape(self._shard.size, -1) for grad in padded], dim=1)
+        scattering = self._comm.start_reduce_scatter(packed, self._shard, scale=1.0 / self._dp.size)
+        return _Unpack(scattering, [self.shards[name].shape for name in names])
+
+    def _own_rows(self, name: str, host: Tensor) -> Tensor:
+        """This rank's rows of a parameter; those past its end are zeros, so that all ranks have equally many."""
+        padded = _pad_rows(host, self._shard.size)
+        return padded.chunk(self._shard.size)[self._shard.rank].clone()
+
+
+class _Unpack:
+    """Tensors that a reduce-scatter carries side by side."""
+
+    def __init__(self, packed: Pending[Tensor], shapes: Sequence[torch.Size]) -> None:
+        self._packed, self._shapes = packed, shapes
+
+    def wait(self) -> list[Tensor]:
+        parts = self._packed.wait().split([shape.numel() for shape in self._shapes], dim=1)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def fill_buckets(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+    """Group neighbours up to a size; what is larger than that is alone."""
+    buckets: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not buckets or filled + size > limit_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += size
+    return buckets
+
+
+def _pad_rows(x: Tensor, multiple: int) -> Tensor:
+    rows = -x.shape[0] % multiple
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows)) if rows else x
+
+
+def _take_grad(parameter: Tensor) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None, "every parameter takes part in every step"
+    parameter.grad = None
+    return grad

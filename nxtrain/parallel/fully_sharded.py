@@ -1,0 +1,113 @@
+"""Parameters, gradients and optimizer state cut over the data parallel ranks, by torch's `fully_shard`.
+
+Each block's parameters are gathered before it runs and dropped after it; its gradients are reduced and scattered as
+soon as its backward pass is done, in every micro-batch.
+
+Source: Zhao et al. 2023 (arXiv:2304.11277); torch.distributed.fsdp.fully_shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from nxtrain.family import CausalLM
+from nxtrain.parallel.data_parallel import DataParallel
+from nxtrain.precision import Precision
+from nxtrain.sharding import Layout
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded.
+
+    Args:
+        mesh: The ranks, (shard,) or (replica, shard).
+        keep_gathered: Parameters stay whole from the forward pass to the end of the backward pass.
+        prefetch: Blocks whose parameters are gathered ahead of their use.
+        offload: Shards live in host memory, and are updated there.
+        precision: Types of storage, computation and reduction.
+    """
+
+    mesh: DeviceMesh
+    keep_gathered: bool
+    prefetch: int
+    offload: bool
+    precision: Precision
+
+    def apply(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
+        """Give a model on the meta device its storage and shard it, so that never more than a block is whole.
+
+        Args:
+            model: A `CausalLM` of a tensor parallel rank; what is outside its blocks is sharded together.
+            fill: Gives the parameters of a module that are still on the meta device their storage and values.
+        """
+        blocks = cast(CausalLM, model).blocks
+        for block in blocks:
+            self._shard(block, fill)
+        self._shard(model, fill)
+        for method in ("loss", "logits"):
+            register_fsdp_forward_method(model, method)
+        units = [cast(FSDPModule, block) for block in blocks]
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + self.prefetch])
+            unit.set_modules_to_backward_prefetch(units[max(0, index - self.prefetch) : index][::-1])
+
+    def _shard(self, module: nn.Module, fill: Callable[[nn.Module], None]) -> None:
+        fill(module)
+        dtypes = self.precision
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            reshard_after_forward=not self.keep_gathered,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=dtypes.params, reduce_dtype=dtypes.reduce, cast_forward_inputs=False
+            ),
+            offload_policy=CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+        )
+
+
+class FullySharded(DataParallel):
+    """Every rank updates the shards that `fully_shard` left it.
+
+    Args:
+        model: A sharded model.
+        layout: The entries that this rank has.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.layout = layout
+        self._model = cast(FSDPModule, model)
+        self._parameters: Mapping[str, DTensor] = {n: cast(DTensor, p) for n, p in model.named_parameters()}
+        self.shards = {name: parameter.to_local().detach() for name, parameter in self._parameters.items()}
+
+    def begin(self, *, last: bool) -> None:
+        # Inside a node every micro-batch is reduced, to keep gradients sharded; across nodes only their sum.
+        self._model.set_requires_all_reduce(last)
+
+    def reduce(self) -> dict[str, Tensor]:
+        grads = {name: _local_grad(parameter) for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return grads
+
+    def publish(self) -> None:
+        """Nothing: the next forward pass gathers the shards."""
+
+
+def _local_grad(parameter: DTensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in every step"
+    return cast(DTensor, parameter.grad).to_local()

@@ -1,0 +1,49 @@
+"""Which number type everything in a step has: the one place that derives it from `[precision]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nxtrain.config.schema import PrecisionConfig
+
+Update = Literal["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of one run.
+
+    Args:
+        params: Parameters and activations, and parameters in checkpoints.
+        accumulate: Sums of gradients over micro-batches.
+        reduce: Sums of gradients over data parallel ranks.
+        update: Rule that turns the float32 result of an update into a parameter.
+        state: Running means of the optimizer.
+    """
+
+    params: torch.dtype
+    accumulate: torch.dtype
+    reduce: torch.dtype
+    update: Update
+    state: torch.dtype
+
+    @staticmethod
+    def of(config: PrecisionConfig) -> Precision:
+        """Read a configuration that was checked."""
+        return Precision(
+            params=DTYPES[config.params],
+            accumulate=DTYPES[config.accumulate],
+            reduce=DTYPES[config.reduce],
+            update=config.update,
+            state=DTYPES[config.state],
+        )
+
+    @property
+    def sharded_params(self) -> torch.dtype:
+        """How `fully_shard` stores parameters: it gives reduced gradients the type of the parameters that it stores."""
+        return self.reduce if self.params != torch.float32 else self.params

@@ -1,0 +1,43 @@
+"""However training state is cut over the data parallel ranks, the run is the unsharded one."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.support.models import weights_of
+from tests.support.parity import Course, check_course, layout, reference, run_ours
+from tests.support.ranks import RankPool
+
+STEPS = 5
+
+
+@cache
+def expected(shape: str) -> Course:
+    """The reference course of a shape, run once."""
+    return reference(layout(shape, tp=1), STEPS)
+
+
+CUTS = [
+    (shard, tp, 2, accumulation) for shard in ("zero1", "grad_op", "full") for tp in (1, 2) for accumulation in (1, 2)
+]
+CUTS += [("zero1", 1, 4, 1), ("full", 1, 4, 1), ("hybrid", 1, 4, 1), ("hybrid", 2, 4, 1)]
+
+
+@pytest.mark.parametrize(("shard", "tp", "dp", "accumulation"), CUTS)
+def test_every_cut_trains_as_transformers_does(
+    ranks: RankPool, shard: str, tp: int, dp: int, accumulation: int
+) -> None:
+    size = 2 if shard == "hybrid" else 0
+    micro = 4 // dp // accumulation
+    resolved = layout("gqa2", tp=tp, dp=dp, sp=tp == 2, micro=micro, shard=shard, shard_size=size)
+    courses = ranks.run(tp * dp, run_ours, resolved, STEPS, weights_of(resolved))
+    check_course(courses, expected("gqa2"), resolved)
+
+
+@pytest.mark.parametrize("shape", ["odd", "tied", "mqa"])
+@pytest.mark.parametrize("shard", ["zero1", "full"])
+def test_shapes_that_do_not_divide_are_cut_and_trained(ranks: RankPool, shape: str, shard: str) -> None:
+    resolved = layout(shape, tp=2, dp=2, sp=True, micro=2, shard=shard)
+    check_course(ranks.run(4, run_ours, resolved, STEPS, weights_of(resolved)), expected(shape), resolved)
