@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from nxtrain.backends.rounding import RoundingKey
     from nxtrain.sharding import Init, Segment
 
 
@@ -121,6 +122,50 @@ class Head(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AdamStep:
+    """What an AdamW update depends on, beside its tensors.
+
+    Args:
+        lr: () float32, on the device, so that a new value needs no new graph.
+        step: () float32, on the device, updates done including this one.
+        grad_scale: () float32, on the device, multiplies every gradient.
+        betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
+    """
+
+    lr: Tensor
+    step: Tensor
+    grad_scale: Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a parameter.
+
+    Args:
+        name: The parameter.
+        start, number: Indices of dimension 0.
+        whole: They are all that there are.
+    """
+
+    name: str
+    start: int
+    number: int
+    whole: bool
+
+    @staticmethod
+    def all(name: str, number: int) -> Rows:
+        """All rows of a parameter."""
+        return Rows(name, 0, number, whole=True)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Their view into a tensor of the parameter's shape."""
+        return x if self.whole else x.narrow(0, self.start, self.number)
+
+
 class Kernels(ABC):
     """The operations that are worth a different implementation on each kind of device."""
 
@@ -140,9 +185,9 @@ class Kernels(ABC):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
 
-    def batches(self, names: list[str]) -> list[list[str]]:
-        """How to divide the parameters over calls of `adamw`: all in one, unless the device prefers otherwise."""
-        return [names] if names else []
+    def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
+        """How to divide an update over calls of `adamw`: all at once, unless the device prefers otherwise."""
+        return [[Rows.all(name, shape[0]) for name, shape in shapes.items()]] if shapes else []
 
     @abstractmethod
     def adamw(
@@ -151,22 +196,25 @@ class Kernels(ABC):
         grads: Sequence[Tensor],
         exp_avgs: Sequence[Tensor],
         exp_avg_sqs: Sequence[Tensor],
-        *,
-        lr: Tensor,
-        step: Tensor,
-        grad_scale: Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        how: AdamStep,
     ) -> None:
-        """One AdamW update in place; may overwrite `grads`.
+        """One AdamW update in place of contiguous float32 tensors of equal shapes; may overwrite `grads`.
+
+        What becomes of an entry does not depend on where in a tensor it lies.
+        """
+
+    @abstractmethod
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        """Round to one of the two nearest bfloat16 values, the nearer the likelier, so that the mean is `x`.
+
+        Values that bfloat16 has, infinities and NaN stay as they are; what rounds above the largest becomes infinite.
+        The result depends on the arguments alone, and is the same on every device that rounds in software.
 
         Args:
-            params, grads, exp_avgs, exp_avg_sqs: Equal shapes and types, float32 or bfloat16.
-            lr: () float32, on the device, so that a new value needs no new graph.
-            step: () float32, on the device, updates done including this one.
-            grad_scale: () float32, on the device, multiplies every gradient.
-            betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
+            x: float32; may be overwritten.
+            out: As `x`, bfloat16 or float32; may be `x`.
+            key: What the random bits depend on; a row of the key is an index of dimension 0.
+            step: () int32, `step_hash` of the number of updates.
         """
 
 

@@ -3,30 +3,75 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.base import AdamStep, Backend, Rows, Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
 from nxtrain.backends.cpu_attention import blocked_attention, is_short
 from nxtrain.backends.kernels import FusedKernels
+from nxtrain.backends.rounding import RoundingKey, round_by_pairs_on_host
 from nxtrain.mesh import Mesh
+
+TILE_ENTRIES = 1 << 19
+"""Few enough that what one operation of an update writes is in the cache for the next, and many enough for its call."""
+
+
+VECTOR_ENTRIES = 16
+"""Entries of a cache line, which torch's fused update takes at a time; a multiple of every vector's length."""
 
 
 class CpuKernels(FusedKernels):
-    """torch's fused kernels, but for attention over short sequences."""
-
-    def __init__(self) -> None:
-        super().__init__(one_by_one=True, grouped_attention=False)
+    """torch's fused kernels, but for attention over short sequences; updates tile by tile."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return blocked_attention(q, k, v) if is_short(q) else super().attention(q, k, v)
+
+    def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
+        tiles = []
+        for name, (num_rows, *rest) in shapes.items():
+            width = max(1, TILE_ENTRIES // max(1, math.prod(rest)))
+            tiles += [
+                [Rows(name, start, min(width, num_rows - start), whole=width >= num_rows)]
+                for start in range(0, num_rows, width)
+            ]
+        return tiles
+
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        how: AdamStep,
+    ) -> None:
+        # torch's kernel rounds what its vector instructions leave over differently, so those entries are filled up.
+        for entry in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+            flat = [x.view(-1) for x in entry]
+            left_over = len(flat[0]) % VECTOR_ENTRIES
+            whole = len(flat[0]) - left_over
+            self._update([x[:whole] for x in flat], how)
+            if left_over:
+                filled = [F.pad(x[whole:], (0, VECTOR_ENTRIES - left_over)) for x in flat]
+                self._update(filled, how)
+                for x, updated in zip(flat, filled, strict=True):
+                    x[whole:] = updated[:left_over]
+
+    def _update(self, entry: Sequence[Tensor], how: AdamStep) -> None:
+        param, grad, exp_avg, exp_avg_sq = entry
+        if len(param):
+            super().adamw([param], [grad], [exp_avg], [exp_avg_sq], how)
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_by_pairs_on_host(x, out, key, step)
 
 
 class CpuBackend(Backend):

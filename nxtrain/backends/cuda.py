@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -10,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.base import Backend, Rows, Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
-from nxtrain.backends.kernels import FusedKernels
+from nxtrain.backends.kernels import FusedKernels, sdpa
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Mesh
 
@@ -23,6 +24,28 @@ PEAK_FLOPS = {
     "H200": 989e12,  # nvidia.com/en-us/data-center/h200
 }
 """By a part of the device's name; the first that fits counts."""
+
+
+TILE_ENTRIES = 1 << 26
+"""Entries updated by one call: enough for a GPU, and float32 copies of no more than these exist at once."""
+
+
+class CudaKernels(FusedKernels):
+    """torch's fused kernels."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, grouped=True)
+
+    def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
+        tiles: list[list[Rows]] = []
+        filled = TILE_ENTRIES
+        for name, shape in shapes.items():
+            if filled + math.prod(shape) > TILE_ENTRIES:
+                tiles.append([])
+                filled = 0
+            tiles[-1].append(Rows.all(name, shape[0]))
+            filled += math.prod(shape)
+        return tiles
 
 
 class CudaBackend(Backend):
@@ -45,7 +68,7 @@ class CudaBackend(Backend):
             )
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
-        self.kernels = FusedKernels(one_by_one=False, grouped_attention=True)
+        self.kernels = CudaKernels()
         self.collectives = C10dCollectives(self.world)
         if self.world > 1:
             # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.

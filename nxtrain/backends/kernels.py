@@ -9,30 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.base import Kernels
+from nxtrain.backends.base import AdamStep, Kernels
+from nxtrain.backends.rounding import RoundingKey, round_by_pairs, round_one_by_one
 
 
 class FusedKernels(Kernels):
-    """torch's own fused kernels, on CPU and CUDA.
-
-    Args:
-        one_by_one: Update one parameter per call.
-        grouped_attention: The device's flash attention takes fewer K/V heads than query heads. On CPU (torch 2.9) it
-            does not, and asking for it falls back to full score matrices.
-    """
-
-    def __init__(self, *, one_by_one: bool, grouped_attention: bool) -> None:
-        self._one_by_one, self._grouped_attention = one_by_one, grouped_attention
+    """torch's own fused kernels, on CPU and CUDA."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _sdpa(q, k, v, grouped=self._grouped_attention)
+        return sdpa(q, k, v)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
-
-    def batches(self, names: list[str]) -> list[list[str]]:
-        # A CPU starts kernels for nothing, and what is cast for one parameter is still in its cache for the update.
-        return [[name] for name in names] if self._one_by_one else super().batches(names)
 
     def adamw(
         self,
@@ -40,13 +28,7 @@ class FusedKernels(Kernels):
         grads: Sequence[Tensor],
         exp_avgs: Sequence[Tensor],
         exp_avg_sqs: Sequence[Tensor],
-        *,
-        lr: Tensor,
-        step: Tensor,
-        grad_scale: Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        how: AdamStep,
     ) -> None:
         torch._fused_adamw_(
             list(params),
@@ -54,23 +36,26 @@ class FusedKernels(Kernels):
             list(exp_avgs),
             list(exp_avg_sqs),
             [],
-            [step] * len(params),
-            lr=lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=weight_decay,
-            eps=eps,
+            [how.step] * len(params),
+            lr=how.lr,
+            beta1=how.betas[0],
+            beta2=how.betas[1],
+            weight_decay=how.weight_decay,
+            eps=how.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=grad_scale.reciprocal(),
+            grad_scale=how.grad_scale.reciprocal(),
         )
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_by_pairs(x, out, key, step)
 
 
 class PlainKernels(Kernels):
     """Elementary operations with every changing number on the device, so that an XLA graph never changes."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _sdpa(q, k, v)
+        return sdpa(q, k, v)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -81,26 +66,23 @@ class PlainKernels(Kernels):
         grads: Sequence[Tensor],
         exp_avgs: Sequence[Tensor],
         exp_avg_sqs: Sequence[Tensor],
-        *,
-        lr: Tensor,
-        step: Tensor,
-        grad_scale: Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        how: AdamStep,
     ) -> None:
-        beta1, beta2 = betas
-        correction1 = 1.0 - torch.pow(beta1, step)
-        correction2 = (1.0 - torch.pow(beta2, step)).sqrt()
+        beta1, beta2 = how.betas
+        correction1 = 1.0 - torch.pow(beta1, how.step)
+        correction2 = (1.0 - torch.pow(beta2, how.step)).sqrt()
         for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-            scaled = grad * grad_scale.to(grad.dtype)
+            scaled = grad * how.grad_scale
             exp_avg.mul_(beta1).add_(scaled * (1.0 - beta1))
             exp_avg_sq.mul_(beta2).add_(scaled * scaled * (1.0 - beta2))
-            update = (exp_avg / correction1) / (exp_avg_sq.sqrt() / correction2 + eps)
-            param.copy_(param * (1.0 - lr * weight_decay) - lr * update)
+            update = (exp_avg / correction1) / (exp_avg_sq.sqrt() / correction2 + how.eps)
+            param.copy_(param * (1.0 - how.lr * how.weight_decay) - how.lr * update)
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_one_by_one(x, out, key, step, bitcast=torch.Tensor.view)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:
     """`scaled_dot_product_attention` on (S, B, N, H); `grouped` leaves the repetition of K/V heads to it."""
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))

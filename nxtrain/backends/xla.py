@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend, Collectives, Done, Op, Pending, Support
 from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.rounding import RoundingKey, round_one_by_one
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis
 
@@ -61,6 +62,26 @@ class XlaCollectives(Collectives):
         self._xm.rendezvous("nxtrain")
 
 
+class XlaKernels(PlainKernels):
+    """Elementary operations, with bits read through an operation of XLA's own.
+
+    A view of another type is not lowered: it would leave the graph and come back.
+    """
+
+    def __init__(self) -> None:
+        import torch_xla.core.xla_builder as xb
+        import torch_xla.core.xla_op_registry as registry
+
+        types = {torch.int32: xb.Type.S32, torch.float32: xb.Type.F32}
+        self._bitcasts = {
+            dtype: registry.register(f"nxtrain_bitcast_{of}", lambda x, of=of: x.bitcast(of))
+            for dtype, of in types.items()
+        }
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_one_by_one(x, out, key, step, bitcast=lambda value, dtype: self._bitcasts[dtype](value))
+
+
 class XlaBackend(Backend):
     """The XLA device of this rank, whatever plugin PJRT found.
 
@@ -88,7 +109,7 @@ class XlaBackend(Backend):
         self.rank, self.world = xr.global_ordinal(), xr.world_size()
         self.local_rank, self.local_world = xr.local_ordinal(), xr.local_device_count()
         self.collectives = XlaCollectives()
-        self.kernels = PlainKernels()
+        self.kernels = XlaKernels()
 
     @staticmethod
     def support() -> Support:

@@ -21,7 +21,6 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("parallel.pp", (1,), "pipeline parallelism; use parallel.tp"),
     ("parallel.virtual_pp", (1,), "pipeline parallelism; use parallel.tp"),
     ("train.remat", ("none",), "recomputation; use a smaller train.micro_batch"),
-    ("precision.update", ("fp32", "fp32_master"), "bf16 update rules; use fp32_master"),
     ("data.source", ("stdlib", "text", "tokens"), "Arrow tables; use text or tokens"),
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
     ("data.doc_mask", (False,), "masks between documents; use false"),
@@ -29,6 +28,13 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("backend.name", ("auto", "cpu", "cuda", "xla"), "Neuron backends; use xla, cuda or cpu"),
     ("backend.layers", ("auto", "native"), "NeuronX Distributed layers; use native"),
 )
+
+FULLY_SHARDED = ("grad_op", "full", "hybrid")
+"""Values of parallel.shard that cut parameters and gradients."""
+
+MAX_ROUNDED_BETA2 = 0.99
+"""Up to this decay a mean square in bf16 follows its gradients when rounded to nearest: one step moves it by 1% of the
+distance to them, and bf16 numbers are 0.4 to 0.8% apart."""
 
 _UPDATES = {"fp32": ("fp32",), "bf16": ("fp32_master", "bf16_stochastic", "bf16_kahan")}
 _UPDATE_REASONS = {
@@ -64,7 +70,7 @@ def resolve(loaded: Loaded, world: int | None) -> Resolved:
     """
     config = loaded.config
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
-    problems += [*_precision(config), *_data(loaded)]
+    problems += [*_precision(config), *_sharding(config), *_data(loaded)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -74,7 +80,9 @@ def resolve(loaded: Loaded, world: int | None) -> Resolved:
         problems += error.problems
     if world is not None:
         try:
-            Mesh.build(world, 0, tp=config.parallel.tp, pp=config.parallel.pp, dp=config.parallel.dp)
+            parallel = config.parallel
+            shard = max(1, parallel.shard_size)
+            Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -164,10 +172,40 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def _precision(config: RunConfig) -> Iterator[Problem]:
-    params, update = config.precision.params, config.precision.update
+    precision, beta2 = config.precision, config.optim.betas[1]
+    params, update = precision.params, precision.update
     if update not in _UPDATES[params]:
         reason = f"{update} does not fit params={params}: {_UPDATE_REASONS[params]}"
         yield Problem("precision.update", reason, hint=f"use {' or '.join(_UPDATES[params])}")
+    if precision.state == "bf16" and update != "bf16_stochastic" and beta2 > MAX_ROUNDED_BETA2:
+        reason = (
+            f"bf16 rounds to nearest under update={update}: with optim.betas[1]={beta2} each step changes the mean "
+            "square by less than half the distance to the next number, and it stays at the largest it has been"
+        )
+        hint = f"use precision.state=fp32, update=bf16_stochastic, or optim.betas[1]={MAX_ROUNDED_BETA2} or less"
+        yield Problem("precision.state", reason, hint=hint)
+    if params == "fp32" and precision.accumulate == "bf16":
+        reason = "bf16 sums would round the fp32 gradients of fp32 params once per micro-batch"
+        yield Problem("precision.accumulate", reason, hint="use precision.accumulate=fp32")
+    if config.parallel.shard in FULLY_SHARDED and params == "bf16" and precision.accumulate != precision.reduce:
+        reason = (
+            f"{precision.accumulate}, but reduce={precision.reduce}: parallel.shard={config.parallel.shard} reduces "
+            "every micro-batch and sums what is reduced, so both have one type"
+        )
+        yield Problem("precision.accumulate", reason, hint=f"use precision.accumulate={precision.reduce}")
+
+
+def _sharding(config: RunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    if parallel.shard_size and parallel.shard != "hybrid":
+        reason = f"{parallel.shard_size} is the number of ranks that shard=hybrid cuts over, but shard={parallel.shard}"
+        yield Problem("parallel.shard_size", reason, hint="use parallel.shard_size=0, or parallel.shard=hybrid")
+    if parallel.offload and parallel.shard not in FULLY_SHARDED:
+        reason = f"keeps sharded parameters in host memory, but shard={parallel.shard} does not shard them"
+        yield Problem("parallel.offload", reason, hint=f"use false, or parallel.shard={', '.join(FULLY_SHARDED)}")
+    if parallel.shard in FULLY_SHARDED and config.backend.name not in ("auto", "cpu", "cuda"):
+        reason = f"{parallel.shard} runs on the backends cpu and cuda, not on {config.backend.name}"
+        yield Problem("parallel.shard", reason, hint="use parallel.shard=zero1, which every backend has")
 
 
 def _data(loaded: Loaded) -> Iterator[Problem]:

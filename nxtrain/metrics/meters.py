@@ -41,6 +41,7 @@ class StepRecord:
         loss: Mean over the tokens of the global batch, nats.
         grad_norm: Global norm of the gradient before clipping.
         param_norm: Global norm of the parameters after the update.
+        lost_update_frac: Share of the parameters that the update would have left alone, had it been rounded to nearest.
         lr: Learning rate of the update.
         throughput: Speed since the record before.
         val_loss: Mean over the held-out tokens, nats; None when this step was not evaluated.
@@ -50,6 +51,7 @@ class StepRecord:
     loss: float
     grad_norm: float
     param_norm: float
+    lost_update_frac: float
     lr: float
     throughput: Throughput
     val_loss: float | None = None

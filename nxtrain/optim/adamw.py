@@ -1,32 +1,53 @@
-"""AdamW over this rank's shards."""
+"""AdamW over this rank's shards, with float32 arithmetic whatever the parameters' type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Kernels
+from nxtrain.backends.base import AdamStep, Kernels, Rows
+from nxtrain.backends.rounding import RoundingKey, step_hash
+from nxtrain.optim.rounding import rounding_keys
+from nxtrain.optim.stores import Compensated, Copied, InPlace, Nearest, Stochastic, Store
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout
+
+_MEANS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Some rows of a parameter, and of its running means."""
+
+    rows: Rows
+    param: Store
+    exp_avg: Store
+    exp_avg_sq: Store
 
 
 class AdamW:
     """Decoupled weight decay Adam.
 
-    `fp32` updates float32 parameters in place. `fp32_master` updates float32 copies of narrower parameters and rounds
-    them to nearest; the copies are state and are saved.
+    Attributes:
+        state: What a checkpoint keeps beside the parameters, by kind and parameter name: `exp_avg` and `exp_avg_sq`;
+            `master`, the float32 copies of `fp32_master`; `compensation`, what `bf16_kahan` has not yet added.
+        num_updates: (2,) float32, the number of updates done, twice: a longer vector never becomes a constant of a
+            graph.
 
     Args:
-        parameters: By name, as in the model.
-        table: Tells which parameters decay.
+        shards: What this rank updates, by parameter name.
+        layout: Where those entries lie in the model, and which decay.
         kernels: Where the arithmetic runs.
         put: Copies a host tensor to the device.
-        update: The rule.
+        precision: The update rule and the types of the state.
+        seed: Of the run; starts what stochastic rounding draws.
         betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         shards: Mapping[str, Tensor],
@@ -40,32 +61,35 @@ class AdamW:
         eps: float,
         weight_decay: float,
     ) -> None:
-        self._parameters, self._kernels = shards, kernels
-        self._betas, self._eps = betas, eps
-        self._groups = [
-            (names, weight_decay if decays else 0.0)
-            for decays in (True, False)
-            for names in kernels.batches([name for name in shards if layout.table[name].decay == decays])
-        ]
-
-        def zeros() -> dict[str, Tensor]:
-            # Made on the host: on a lazy device each then has a buffer of its own, and the first step is like the rest.
-            return {name: put(torch.zeros(p.shape, dtype=torch.float32)) for name, p in shards.items()}
-
-        self.state: dict[str, dict[str, Tensor]] = {"exp_avg": zeros(), "exp_avg_sq": zeros()}
-        if precision.update == "fp32_master":
-            wide = {name: shard for name, shard in shards.items() if shard.dtype == torch.float32}
-            self.state["master"] = wide or zeros()
-            self.reset()
+        self._shards, self._layout, self._kernels, self._precision = shards, layout, kernels, precision
+        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        # Made on the host: on a lazy device each then has a buffer of its own, and the first step is like the rest.
         self.num_updates = put(torch.zeros(2))
-        """(2,) float32, the number of updates done, twice: a longer vector never becomes a constant of a graph."""
+        self.state = {kind: self._zeros(precision.state, put) for kind in _MEANS}
+        if precision.update == "fp32_master":
+            stored_wide = all(shard.dtype == torch.float32 for shard in shards.values())
+            self.state["master"] = dict(shards) if stored_wide else self._zeros(torch.float32, put)
+        if precision.update == "bf16_kahan":
+            self.state["compensation"] = self._zeros(torch.bfloat16, put)
+        self._keys: dict[str, dict[str, RoundingKey]] = {}
+        if precision.update == "bf16_stochastic":
+            rounded = ("param", *_MEANS) if precision.state == torch.bfloat16 else ("param",)
+            self._keys = {kind: rounding_keys(layout, shards, kind, seed, put) for kind in rounded}
+        self._groups = [
+            ([self._tile(rows) for rows in call], decay)
+            for decays, decay in ((True, weight_decay), (False, 0.0))
+            for call in kernels.tiles({n: s.shape for n, s in shards.items() if layout.table[n].decay == decays})
+        ]
+        self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Take the float32 copies from the parameters, after those were given new values."""
+        """Begin anew from the parameters, after those were given new values."""
         for name, master in self.state.get("master", {}).items():
-            if master is not self._parameters[name]:
-                master.copy_(self._parameters[name])
+            if master is not self._shards[name]:
+                master.copy_(self._shards[name])
+        for lost in self.state.get("compensation", {}).values():
+            lost.zero_()
 
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor) -> None:
@@ -77,21 +101,71 @@ class AdamW:
             grad_scale: () float32 on the device, multiplies the gradients.
         """
         self.num_updates.add_(1.0)
-        masters: Mapping[str, Tensor] = self.state.get("master", self._parameters)
-        for names, weight_decay in self._groups:
+        step = self.num_updates[0]
+        noise = step_hash(step)
+        for tiles, weight_decay in self._groups:
+            stores = [[getattr(tile, part) for tile in tiles] for part in ("param", *_MEANS)]
+            params, exp_avgs, exp_avg_sqs = ([store.open() for store in part] for part in stores)
             self._kernels.adamw(
-                [masters[name].detach() for name in names],
-                [grads[name].to(torch.float32) for name in names],
-                [self.state["exp_avg"][name] for name in names],
-                [self.state["exp_avg_sq"][name] for name in names],
-                lr=lr,
-                step=self.num_updates[0],
-                grad_scale=grad_scale,
-                betas=self._betas,
-                eps=self._eps,
-                weight_decay=weight_decay,
+                params,
+                [tile.rows.of(grads[tile.rows.name]).float() for tile in tiles],
+                exp_avgs,
+                exp_avg_sqs,
+                AdamStep(lr, step, grad_scale, self._betas, self._eps, weight_decay),
             )
-            if "master" in self.state:
-                for name in names:
-                    if self._parameters[name] is not self.state["master"][name]:
-                        self._parameters[name].copy_(self.state["master"][name])
+            for part, wides in zip(stores, (params, exp_avgs, exp_avg_sqs), strict=True):
+                for store, wide in zip(part, wides, strict=True):
+                    store.close(wide, noise)
+
+    @torch.no_grad()
+    def lost_updates(self, lr: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Which entries the last update would not have changed, had it been rounded to nearest.
+
+        Args:
+            lr: () float32 on the device, of the last update.
+
+        Yields:
+            Name and a float32 tensor shaped like the shard: 1 where a nonzero update is below half the distance to the
+            next number of the parameters' type, otherwise 0.
+
+        Source: Yu et al. 2024 (arXiv:2405.03637), lost arithmetic.
+        """
+        beta1, beta2 = self._betas
+        step = self.num_updates[0]
+        correction1 = 1.0 - torch.pow(beta1, step)
+        correction2 = 1.0 - torch.pow(beta2, step)
+        for name, shard in self._shards.items():
+            mean, mean_sq = (self.state[kind][name].float() for kind in _MEANS)
+            update = (mean / correction1).div_((mean_sq / correction2).sqrt_().add_(self._eps))
+            param = shard.to(self._precision.params)
+            if self._layout.table[name].decay:
+                update.add_(param * self._weight_decay)
+            update.mul_(lr)
+            unchanged = (param.float() - update).to(param.dtype) == param
+            yield name, (unchanged & (update != 0)).float()
+
+    def _zeros(self, dtype: torch.dtype, put: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {name: put(torch.zeros(shard.shape, dtype=dtype)) for name, shard in self._shards.items()}
+
+    def _tile(self, rows: Rows) -> _Tile:
+        return _Tile(rows, self._param(rows), *(self._mean(kind, rows) for kind in _MEANS))
+
+    def _param(self, rows: Rows) -> Store:
+        value = rows.of(self._shards[rows.name])
+        if self._precision.update == "bf16_stochastic":
+            return self._stochastic("param", value, rows)
+        if self._precision.update == "bf16_kahan":
+            return Compensated(value, rows.of(self.state["compensation"][rows.name]))
+        if value.dtype == torch.float32:
+            return InPlace(value)
+        return Copied(value, rows.of(self.state["master"][rows.name]))
+
+    def _mean(self, kind: str, rows: Rows) -> Store:
+        value = rows.of(self.state[kind][rows.name])
+        if value.dtype == torch.float32:
+            return InPlace(value)
+        return self._stochastic(kind, value, rows) if kind in self._keys else Nearest(value)
+
+    def _stochastic(self, kind: str, value: Tensor, rows: Rows) -> Stochastic:
+        key = self._keys[kind][rows.name].narrow(rows.start, rows.number)
+        return Stochastic(value, key, self._kernels.stochastic_round)

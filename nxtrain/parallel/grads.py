@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -35,7 +35,11 @@ class Gradients:
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """L2 norm over the whole model of tensors shaped like the shards: () float32, equal on all ranks."""
-        return self._comm.all_reduce(self.square_sum(tensors), self._layout.mesh.state).sqrt()
+        return self._comm.all_reduce(self.square_sum(tensors.items()), self._layout.mesh.state).sqrt()
+
+    def count(self, marks: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """Ones over the whole model in tensors of 0 and 1 shaped like the shards: () float32, equal on all ranks."""
+        return self._comm.all_reduce(self.square_sum(marks), self._layout.mesh.state)
 
 
 class SquareSum:
@@ -48,8 +52,8 @@ class SquareSum:
     """
 
     def __init__(self, layout: Layout, shards: Mapping[str, Tensor], put: Callable[[Tensor], Tensor]) -> None:
-        self._uniform = [name for name in layout if not layout.mixes_copies(name)]
-        copies = [layout.table[name].pieces(layout.mesh.tp)[0].copies for name in self._uniform]
+        uniform = [name for name in layout if not layout.mixes_copies(name)]
+        copies = [layout.table[name].pieces(layout.mesh.tp)[0].copies for name in uniform]
         self._weights = put(1.0 / torch.tensor(copies, dtype=torch.float32))
         self._row_weights = {
             name: put(1.0 / torch.tensor(layout.row_copies(name, shards[name].shape[0]), dtype=torch.float32))
@@ -58,14 +62,16 @@ class SquareSum:
         }
 
     @torch.no_grad()
-    def __call__(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """() float32 from tensors shaped like this rank's shards."""
-        sums = [
-            (torch.linalg.vector_norm(tensors[name].flatten(1), dim=1, dtype=torch.float32).square() * weights).sum()
-            for name, weights in self._row_weights.items()
-        ]
-        if self._uniform:
-            norms = [torch.linalg.vector_norm(tensors[name], dtype=torch.float32) for name in self._uniform]
+    def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """() float32 from the names and tensors of all of this rank's shards, in the layout's order."""
+        sums, norms = [], []
+        for name, tensor in tensors:
+            if name in self._row_weights:
+                rows = torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float32)
+                sums.append((rows.square() * self._row_weights[name]).sum())
+            else:
+                norms.append(torch.linalg.vector_norm(tensor, dtype=torch.float32))
+        if norms:
             sums.append((torch.stack(norms).square() * self._weights).sum())
         return torch.stack(sums).sum()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.hf import hf_weights
-from nxtrain.config.check import Resolved
+from nxtrain.config.check import FULLY_SHARDED, Resolved
 from nxtrain.family import BuildContext
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import Fill, draw, materialize
@@ -86,7 +86,7 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
 
 def is_fully_sharded(plan: Resolved) -> bool:
     """Whether parameters themselves are cut over the data parallel ranks."""
-    return plan.config.parallel.shard in ("grad_op", "full", "hybrid")
+    return plan.config.parallel.shard in FULLY_SHARDED
 
 
 def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:

@@ -59,14 +59,14 @@ class Trainer:
         with closing(self.train.prefetched(finished)) as batches:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
                 rate = self.schedule.at(step)
-                result = train_step(self.state, self._put(batch), *backend.scalars(rate))
+                (lr,) = backend.scalars(rate)
+                result = train_step(self.state, self._put(batch), lr)
                 backend.step_boundary()
                 self.meter.add_step(step_tokens)
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
                 if evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total):
-                    norm = self.state.gradients.norm(self.state.data_parallel.shards)
-                    read = backend.fetch({"loss": result.loss, "grad_norm": result.grad_norm, "param_norm": norm})
+                    read = backend.fetch({"loss": result.loss, "grad_norm": result.grad_norm, **self._health(lr)})
                     _check_finite(step, read)
                     throughput = self.meter.read()
                     with self.meter.paused():
@@ -89,6 +89,16 @@ class Trainer:
             loss += read["loss"]
             num_tokens += read["num_tokens"]
         return loss / num_tokens
+
+    @torch.no_grad()
+    def _health(self, lr: Tensor) -> dict[str, Tensor]:
+        """What tells early that a run goes wrong, as () float32 tensors."""
+        state = self.state
+        lost = state.gradients.count(state.optimizer.lost_updates(lr))
+        return {
+            "param_norm": state.gradients.norm(state.data_parallel.shards),
+            "lost_update_frac": lost / state.table.num_params(),
+        }
 
     def _put(self, batch: Batch) -> DeviceBatch:
         put: Callable[[Tensor], Tensor] = self.state.backend.put

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Kernels
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
+from nxtrain.optim.stores import Stochastic
 from nxtrain.precision import Precision, Update
 from nxtrain.sharding import Init, Layout, ParamTable, ShardSpec
 from tests.support.layers import random
@@ -77,3 +80,15 @@ def torchs(dtype: torch.dtype) -> tuple[torch.optim.AdamW, dict[str, nn.Paramete
             group["lr"] = lr_of(step)
         optimizer.step()
     return optimizer, parameters
+
+
+@contextmanager
+def rounding_to_nearest() -> Iterator[None]:
+    """What stochastic rounding must beat."""
+
+    def nearest(self: Stochastic, wide: Tensor, step: Tensor) -> None:
+        self.value.copy_(wide.to(torch.bfloat16))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stochastic, "close", nearest)
+        yield

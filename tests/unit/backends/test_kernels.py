@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Kernels
+from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from tests.support.layers import random
 
-KERNELS = [
-    FusedKernels(one_by_one=True, grouped_attention=False),
-    FusedKernels(one_by_one=False, grouped_attention=True),
-    PlainKernels(),
-]
-EVERY = pytest.mark.parametrize("kernels", KERNELS, ids=["fused", "grouped", "plain"])
+KERNELS = {"fused": FusedKernels(), "grouped": CudaKernels(), "plain": PlainKernels()}
+EVERY = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 
 S, B, H = 12, 2, 8
 

@@ -129,6 +129,8 @@ def test_all_rules_are_checked_at_once(tmp_path: Path) -> None:
     [
         ("fp32", "fp32", None),
         ("bf16", "fp32_master", None),
+        ("bf16", "bf16_stochastic", None),
+        ("bf16", "bf16_kahan", None),
         ("fp32", "fp32_master", "use fp32"),
         ("bf16", "fp32", "use fp32_master or bf16_stochastic or bf16_kahan"),
     ],
@@ -139,6 +141,51 @@ def test_the_update_rule_fits_the_parameters(tmp_path: Path, params: str, update
         checked(tmp_path, *overrides)
     else:
         assert only(tmp_path, *overrides).hint == hint
+
+
+BF16 = ("precision.params=bf16", "precision.update=bf16_kahan")
+
+
+@pytest.mark.parametrize("update", ["fp32_master", "bf16_kahan"])
+def test_a_mean_square_that_rounding_to_nearest_would_freeze_is_refused(tmp_path: Path, update: str) -> None:
+    overrides = ("precision.params=bf16", f"precision.update={update}", "precision.state=bf16")
+    found = only(tmp_path, *overrides, "optim.betas=[0.9, 0.999]")
+    assert found.key == "precision.state"
+    assert "optim.betas[1]=0.999" in found.reason
+    assert found.hint == "use precision.state=fp32, update=bf16_stochastic, or optim.betas[1]=0.99 or less"
+    checked(tmp_path, *overrides, "optim.betas=[0.9, 0.99]")
+    rounded_at_random = ("precision.params=bf16", "precision.update=bf16_stochastic", "precision.state=bf16")
+    checked(tmp_path, *rounded_at_random, "optim.betas=[0.9, 0.999]")
+
+
+def test_sums_are_no_narrower_than_the_gradients(tmp_path: Path) -> None:
+    assert only(tmp_path, "precision.accumulate=bf16").hint == "use precision.accumulate=fp32"
+    checked(tmp_path, *BF16, "precision.accumulate=bf16")
+    checked(tmp_path, "precision.reduce=bf16")
+
+
+@pytest.mark.parametrize("shard", ["grad_op", "full", "hybrid"])
+def test_sharded_gradients_are_summed_in_the_type_they_are_reduced_in(tmp_path: Path, shard: str) -> None:
+    found = only(tmp_path, *BF16, f"parallel.shard={shard}", "precision.reduce=bf16")
+    assert (found.key, found.hint) == ("precision.accumulate", "use precision.accumulate=bf16")
+    checked(tmp_path, *BF16, f"parallel.shard={shard}", "precision.reduce=bf16", "precision.accumulate=bf16")
+    checked(tmp_path, *BF16, "parallel.shard=zero1", "precision.reduce=bf16")
+    checked(tmp_path, f"parallel.shard={shard}", "precision.reduce=bf16")  # fp32 gradients are summed in fp32
+
+
+def test_options_of_sharding_belong_to_the_modes_that_have_them(tmp_path: Path) -> None:
+    found = only(tmp_path, "parallel.shard=full", "parallel.shard_size=2")
+    assert (found.key, found.hint) == ("parallel.shard_size", "use parallel.shard_size=0, or parallel.shard=hybrid")
+    assert only(tmp_path, "parallel.shard=zero1", "parallel.offload=true").key == "parallel.offload"
+    checked(tmp_path, "parallel.shard=hybrid", "parallel.shard_size=2", "parallel.offload=true", world=4)
+    found = only(tmp_path, "parallel.shard=hybrid", "parallel.shard_size=3", world=4)
+    assert (found.key, found.reason) == ("parallel.shard_size", "3 does not divide dp=4")
+
+
+def test_fully_sharded_parameters_need_process_groups(tmp_path: Path) -> None:
+    found = only(tmp_path, "parallel.shard=full", "backend.name=xla")
+    assert found.reason == "full runs on the backends cpu and cuda, not on xla"
+    checked(tmp_path, "parallel.shard=zero1", "backend.name=xla")
 
 
 def test_the_warmup_ends_before_the_schedule(tmp_path: Path) -> None:
@@ -177,8 +224,6 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
         ("parallel.pp", ["parallel.pp=2"]),
         ("parallel.virtual_pp", ["parallel.virtual_pp=2"]),
         *(("train.remat", [f"train.remat={remat}"]) for remat in ("selective", "full")),
-        ("precision.update", ["precision.params=bf16", "precision.update=bf16_stochastic"]),
-        ("precision.update", ["precision.params=bf16", "precision.update=bf16_kahan"]),
         ("data.source", ["data.source=arrow", "data.path=x"]),
         ("data.packing", ["data.packing=best_fit"]),
         ("data.doc_mask", ["data.doc_mask=true"]),

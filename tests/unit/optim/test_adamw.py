@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nxtrain.backends.base import Kernels
+from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
@@ -16,8 +17,8 @@ from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.adamw import LAYOUT, RULE, STEPS, first, grads_of, host, ours, precision, torchs
 
 KERNELS = {
-    "fused": FusedKernels(one_by_one=False, grouped_attention=False),
-    "one-by-one": FusedKernels(one_by_one=True, grouped_attention=False),
+    "fused": FusedKernels(),
+    "tiled": CpuKernels(),
     "plain": PlainKernels(),
 }
 EVERY = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)

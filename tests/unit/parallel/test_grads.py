@@ -67,7 +67,7 @@ def test_the_ranks_together_count_every_entry_once(tp: int, shard: int) -> None:
         layout = Layout(TABLE if tp > 1 else unshared(TABLE), mesh)
         shards = {name: spec.shard(whole[name], mesh.tp) for name, spec in layout.table.items()}
         rows = {name: t.narrow(0, *row_cut(t.shape[0], mesh.shard)) for name, t in shards.items()}
-        total += SquareSum(layout, rows, host)(rows).item()
+        total += SquareSum(layout, rows, host)(rows.items()).item()
     assert total == pytest.approx(expected, rel=1e-6)
 
 
@@ -85,7 +85,7 @@ def test_nxd_4_9_the_norm_of_bf16_gradients_is_summed_in_float32() -> None:
     """NxD 4.9: a sum of squares in bf16 stands still as soon as the next square is less than half its last digit."""
     grads = {"w": torch.full((4096,), 0.01, dtype=torch.bfloat16)}
     layout = Layout(ParamTable({"w": ShardSpec((4096,))}), Mesh.build(1, 0))
-    squares = SquareSum(layout, grads, host)(grads)
+    squares = SquareSum(layout, grads, host)(grads.items())
     assert squares.dtype == torch.float32
     assert squares.item() == pytest.approx(4096 * grads["w"][0].double().item() ** 2, rel=1e-6)
 

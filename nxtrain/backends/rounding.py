@@ -1,0 +1,110 @@
+"""Random bits from counters, and stochastic rounding with them, in integer operations that every device has.
+
+The 16 bits that round an entry depend on the seed, the step, the global name of its tensor and its place in that, and
+on nothing else: not on the layout, the device or what was drawn before. The hash of a row and a step, with the hash of
+a pair of columns, gives 32 bits: the low half for the even column, the high half for the odd one.
+
+Shapes: R rows, C columns: a tensor is seen as its first dimension by the rest. P pairs cover the columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class RoundingKey:
+    """What the random bits of a tensor depend on, beside the step; see `nxtrain.optim.rounding` for where it is from.
+
+    Args:
+        rows: (R,) int32, hash of seed, name and global row, odd.
+        pairs: (P,) int32, hash of the number of each pair of columns.
+        columns: (C,) int32, that of each column's pair.
+        odd: (C,) bool, the column takes the high half.
+        begins_odd: The first column is the second of its pair.
+    """
+
+    rows: Tensor
+    pairs: Tensor
+    columns: Tensor
+    odd: Tensor
+    begins_odd: bool
+
+    def narrow(self, start: int, num_rows: int) -> RoundingKey:
+        """The key of some rows."""
+        return replace(self, rows=self.rows.narrow(0, start, num_rows))
+
+
+def step_hash(step: Tensor) -> Tensor:
+    """What a step contributes: () float32 to () int32, odd."""
+    return mix_(step.to(torch.int32)) | 1
+
+
+def mix_(x: Tensor) -> Tensor:
+    """Hash int32 in place, one to one; products wrap around.
+
+    Source: C. Wellons, hash-prospector, `lowbias32`.
+    """
+    x ^= (x >> 16) & 0xFFFF
+    _mix_hashes_(x)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _mix_hashes_(x: Tensor) -> Tensor:
+    """The middle of `mix_`: enough for a combination of hashes, of which the high bits of each half count most."""
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - (1 << 32)
+    return x
+
+
+def _words(rows: Tensor, columns: Tensor, step: Tensor) -> Tensor:
+    """32 bits for each row and column: (R,), (C,), () to (R, C) int32."""
+    return _mix_hashes_((rows * step).unsqueeze(1) ^ columns)
+
+
+def _round_by_pairs_(x: Tensor, key: RoundingKey, step: Tensor) -> Tensor:
+    """Round finite float32 `x` in place to values that bfloat16 has; the result for others is undefined.
+
+    One hash serves two entries, so the device must be little endian.
+    """
+    rows = x.view(len(key.rows), -1)
+    words = _words(key.rows, key.pairs, step)
+    bits = rows.view(torch.int32)
+    bits += words.view(torch.uint16).narrow(1, int(key.begins_odd), rows.shape[1]).to(torch.int32)
+    bits &= -0x10000
+    return x
+
+
+def round_by_pairs(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+    """`Kernels.stochastic_round` where the host must not wait for the device."""
+    rounded = _round_by_pairs_(x.clone(), key, step)
+    out.copy_(torch.where(x.abs() <= _LARGEST, rounded, x))
+
+
+def round_by_pairs_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+    """`Kernels.stochastic_round` where the host may look: entries are finite if their sum is, and hardly ever not."""
+    if math.isfinite(x.sum().item()):
+        out.copy_(_round_by_pairs_(x, key, step))
+    else:
+        round_by_pairs(x, out, key, step)
+
+
+def round_one_by_one(
+    x: Tensor, out: Tensor, key: RoundingKey, step: Tensor, bitcast: Callable[[Tensor, torch.dtype], Tensor]
+) -> None:
+    """`Kernels.stochastic_round` with a hash for each entry, and no view of another type."""
+    rows = x.reshape(len(key.rows), -1)
+    words = _words(key.rows, key.columns, step)
+    noise = torch.where(key.odd, words >> 16, words) & 0xFFFF
+    bits = (bitcast(rows, torch.int32) + noise) & -0x10000
+    rounded = torch.where(rows.abs() <= _LARGEST, bitcast(bits, torch.float32), rows)
+    out.copy_(rounded.view(out.shape))

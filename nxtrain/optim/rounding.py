@@ -1,0 +1,48 @@
+"""Where the random bits of stochastic rounding come from: the seed, and where an entry lies in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.rounding import RoundingKey, mix_
+from nxtrain.sharding import Layout, global_name
+
+
+def rounding_keys(
+    layout: Layout, shards: Mapping[str, Tensor], kind: str, seed: int, put: Callable[[Tensor], Tensor]
+) -> dict[str, RoundingKey]:
+    """The key of every parameter whose state a rank holds, equal wherever the same entries are held.
+
+    Args:
+        layout: The entries that this rank holds.
+        shards: Tensors of their local shapes.
+        kind: What is rounded; other kinds get independent bits.
+        seed: Of the run.
+        put: Copies a host tensor to the device.
+    """
+    return {name: _key(layout, name, shards[name].shape, f"{seed}/{kind}", put) for name in layout}
+
+
+def _key(layout: Layout, name: str, shape: torch.Size, stream: str, put: Callable[[Tensor], Tensor]) -> RoundingKey:
+    rows = torch.zeros(shape[0], dtype=torch.int32)
+    first = 0
+    for block in layout[name]:
+        start, number = block.local_offsets[0], block.sizes[0]
+        numbers = torch.arange(block.offsets[0], block.offsets[0] + number, dtype=torch.int32)
+        rows[start : start + number] = mix_(mix_(numbers) ^ _hash(f"{stream}/{global_name(name, block.segment)}"))
+        if len(shape) > 1:
+            first = block.offsets[1] * shape[2:].numel()
+    numbers = torch.arange(first, first + shape[1:].numel(), dtype=torch.int32)
+    columns = mix_(numbers // 2)
+    odd = numbers % 2 == 1
+    begins_odd = first % 2 == 1
+    pairs = torch.cat([columns[:1], columns[1::2]]) if begins_odd else columns[::2]
+    return RoundingKey(put(rows | 1), put(pairs.contiguous()), put(columns), put(odd), begins_odd)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little", signed=True)

@@ -1,0 +1,143 @@
+"""Stochastic rounding: unbiased, exact where it must be, the same bits on every path, and other bits each step.
+
+Each statistical bound is a number of standard deviations of the right algorithm, and fails for rounding to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Kernels
+from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cuda import CudaKernels
+from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.rounding import step_hash
+from nxtrain.mesh import Mesh
+from nxtrain.optim.rounding import rounding_keys
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from tests.support.adamw import host
+
+KERNELS = {"cpu": CpuKernels(), "cuda": CudaKernels(), "plain": PlainKernels()}
+EVERY = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
+BF16 = torch.bfloat16
+
+
+def rounded(
+    x: Tensor, step: int = 1, *, seed: int = 0, name: str = "w", kind: str = "param", kernels: Kernels = KERNELS["cpu"]
+) -> Tensor:
+    """`x` rounded as the whole of a parameter."""
+    layout = Layout(ParamTable({name: ShardSpec(tuple(x.shape))}), Mesh.build(1, 0))
+    key = rounding_keys(layout, {name: x}, kind, seed, host)[name]
+    out = torch.empty(x.shape, dtype=BF16)
+    kernels.stochastic_round(x.clone(), out, key, step_hash(torch.tensor(float(step))))
+    return out
+
+
+def of_bits(*patterns: int) -> Tensor:
+    """Float32 numbers of given bits."""
+    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bfloat16 numbers on both sides, towards zero and away from it, and their distance, all in float32."""
+    inner = (x.view(torch.int32) & -0x10000).view(torch.float32)
+    outer = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)
+    return inner, outer
+
+
+def test_the_mean_of_many_draws_is_the_number() -> None:
+    values = torch.rand(64, generator=torch.Generator().manual_seed(1)) * 100
+    inner, outer = neighbours(values)
+    ulp = outer - inner
+    draws = 200_000
+    bound = 5 * 0.5 / draws**0.5
+    means = rounded(values.expand(draws, 64)).double().mean(0)
+    assert ((means - values) / ulp).abs().max() <= bound
+    assert ((values.to(BF16).float() - values) / ulp).abs().mean() > 10 * bound, "rounding to nearest would pass"
+    over_steps = torch.stack([rounded(values, step).double() for step in range(2000)]).mean(0)
+    assert ((over_steps - values) / ulp).abs().max() <= 5 * 0.5 / 2000**0.5
+
+
+def walk(narrow: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """A thousand steps of 1e-3 from 1, in 64 weights."""
+    weights = torch.ones(64, dtype=BF16)
+    for step in range(1000):
+        weights = narrow(weights.float() + 1e-3, step)
+    return weights.float()
+
+
+def test_steps_far_below_half_an_ulp_add_up() -> None:
+    assert abs(walk(rounded).mean().item() - 2) <= 4 * 0.0825 / 64**0.5
+    assert torch.equal(walk(lambda x, _: x.to(BF16)), torch.ones(64))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_chance_of_rounding_away_from_zero_is_the_distance_from_the_number_nearer_to_it(sign: float) -> None:
+    draws, chi_square, cells = 20_000, 0.0, 0
+    for exponent in (-126, -60, -10, -1, 0, 1, 10, 126):
+        for fraction in (1 << 8, 1 << 12, 1 << 14, 3 << 13, 1 << 15, 0xC000, 0xFF00):
+            bits = (exponent + 127 << 23) + (0x55 << 16) + fraction
+            x = sign * of_bits(bits)
+            _, outer = neighbours(x)
+            found = rounded(x.expand(100, draws // 100).contiguous()) == outer.to(BF16)
+            chance = fraction / 65536
+            chi_square += (found.sum().item() - draws * chance) ** 2 / (draws * chance * (1 - chance))
+            cells += 1
+    assert chi_square < cells + 4 * (2 * cells) ** 0.5
+
+
+@EVERY
+def test_infinities_nan_zeros_and_what_bf16_has_stay(kernels: Kernels) -> None:
+    x = of_bits(0x7F800000, 0xFF800000, 0x00000000, 0x80000000)
+    assert torch.equal(rounded(x, kernels=kernels).view(torch.int16), x.to(BF16).view(torch.int16))
+    nan = of_bits(0x7F800001, 0x7F80FFFF, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF)
+    for step in range(20):
+        assert rounded(nan.repeat(50), step, kernels=kernels).isnan().all()
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
+    finite = every[every.isfinite()]
+    for step in range(3):
+        found = rounded(finite.float(), step, kernels=kernels)
+        assert torch.equal(found.view(torch.int16), finite.view(torch.int16))
+
+
+@EVERY
+def test_subnormals_round_to_their_neighbours_and_the_largest_may_overflow(kernels: Kernels) -> None:
+    small = of_bits(*range(1, 1 << 23, 4099))
+    for x in (small, -small):
+        found, (inner, outer) = rounded(x, kernels=kernels).float(), neighbours(x)
+        assert ((found == inner) | (found == outer)).all()
+    largest = of_bits(0x7F7FFFFF).repeat(1000)
+    found = rounded(largest, kernels=kernels)
+    assert set(found.tolist()) <= {torch.inf, torch.finfo(BF16).max}
+    assert not rounded(of_bits(0x7F7F0000).repeat(1000), kernels=kernels).isinf().any()
+
+
+@pytest.mark.parametrize("shape", [(7,), (64, 48), (33, 17), (5, 3, 7), (1, 1)])
+@pytest.mark.parametrize("special", [False, True])
+def test_every_path_rounds_to_the_same_bits(shape: tuple[int, ...], special: bool) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 1e3
+    if special:
+        x.view(-1)[0], x.view(-1)[-1] = torch.nan, -torch.inf
+    for step in (1, 2, 500_000):
+        first, *others = (rounded(x, step, kernels=kernels).view(torch.int16) for kernels in KERNELS.values())
+        assert all(torch.equal(first, other) for other in others)
+
+
+def test_bits_replay_and_differ_between_steps_seeds_names_kinds_rows_and_columns() -> None:
+    x = torch.full((256, 256), 1 + 2**-8)  # half way
+    assert torch.equal(rounded(x), rounded(x))
+    up = (rounded(x) > 1).float()
+    others = [rounded(x, 2), rounded(x, seed=1), rounded(x, name="v"), rounded(x, kind="exp_avg")]
+    for other in [*((o > 1).float() for o in others), up.roll(1, 0), up.roll(1, 1), up.roll(2, 1), up.t()]:
+        agreement = (up == other).float().mean().item()
+        assert abs(agreement - 0.5) < 5 * 0.5 / 256
+
+
+def test_nothing_is_drawn_from_the_global_generator() -> None:
+    before = torch.random.get_rng_state()
+    rounded(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(before, torch.random.get_rng_state())

@@ -1,0 +1,109 @@
+"""What bf16 rules keep that rounding to nearest loses, and what each must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.cpu import CpuKernels
+from nxtrain.mesh import Mesh
+from nxtrain.optim.adamw import AdamW
+from nxtrain.precision import Update
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from tests.support.adamw import host, precision, rounding_to_nearest
+from tests.support.layers import random
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ADAM: dict[str, Any] = {"seed": 0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def optimizer(param: Tensor, update: Update, state: torch.dtype = FP32, **changes: Any) -> AdamW:
+    """AdamW of one parameter `w`."""
+    layout = Layout(ParamTable({"w": ShardSpec(tuple(param.shape))}), Mesh.build(1, 0))
+    types = precision(param.dtype, update, state)
+    return AdamW({"w": param}, layout, CpuKernels(), host, precision=types, **{**ADAM, **changes})
+
+
+def step(adamw: AdamW, grad: Tensor, lr: float) -> None:
+    adamw.step({"w": grad.clone()}, torch.tensor(lr), torch.tensor(1.0))
+
+
+def displacement(update: Update, params: torch.dtype = BF16) -> Tensor:
+    """Where five updates of 1e-5 take weights of order 1."""
+    start = random(512, 64).to(BF16)
+    param = start.to(params, copy=True)
+    adamw = optimizer(param, update)
+    for index in range(5):
+        step(adamw, random(512, 64, seed=1) + 0.1 * random(512, 64, seed=2 + index), lr=1e-5)
+    return param.float() - start.float()
+
+
+def along(found: Tensor, wanted: Tensor) -> float:
+    """How far one vector goes in the direction of another, whose length is 1."""
+    return ((found * wanted).sum() / wanted.square().sum()).item()
+
+
+def test_five_updates_of_1e_5_arrive_on_average() -> None:
+    wanted = displacement("fp32", FP32)
+    assert along(displacement("bf16_stochastic"), wanted) == pytest.approx(1, abs=0.1)
+    with rounding_to_nearest():
+        assert along(displacement("bf16_stochastic"), wanted) < 0.5
+
+
+def test_compensated_weights_are_those_of_sixteen_significant_bits() -> None:
+    param = random(64, 8).to(BF16)
+    wide = param.float()
+    adamw, reference = optimizer(param, "bf16_kahan"), optimizer(wide, "fp32")
+    for index in range(200):
+        for each in (adamw, reference):
+            step(each, random(64, 8, seed=1) + random(64, 8, seed=index), lr=1e-4)
+    lost = adamw.state["compensation"]["w"]
+    assert lost.dtype == BF16
+    error = (param.float() + lost.float() - wide).abs() / wide.abs().clamp(min=1e-2)
+    assert error.max() < 200 * 2**-16
+    assert ((param.float() - wide).abs() <= wide.abs() * 2**-8 + 200 * 2**-16).all(), "the weight is the nearest number"
+
+
+def mean_squares(update: Update, state: torch.dtype, beta2: float) -> tuple[float, float]:
+    """The mean of `exp_avg_sq` after 3000 gradients of deviation 1, and after 3000 more of 0.1."""
+    adamw = optimizer(torch.zeros(32, 16, dtype=BF16), update, state, betas=(0.9, beta2))
+    generator, found = torch.Generator().manual_seed(0), []
+    for scale in (1.0, 0.1):
+        for _ in range(3000):
+            step(adamw, scale * torch.randn(32, 16, generator=generator), lr=0.0)
+        found.append(adamw.state["exp_avg_sq"]["w"].float().mean().item())
+    return found[0], found[1]
+
+
+def test_a_slow_mean_square_in_bf16_freezes_when_rounded_to_nearest_and_only_then() -> None:
+    exact = mean_squares("fp32_master", FP32, 0.999)
+    assert exact == pytest.approx((0.95, 0.057), rel=0.03)
+    frozen = mean_squares("fp32_master", BF16, 0.999)
+    assert frozen[1] == frozen[0] > 1.1
+    assert mean_squares("bf16_stochastic", BF16, 0.999) == pytest.approx(exact, rel=0.03)
+    assert mean_squares("fp32_master", BF16, 0.99) == pytest.approx((1.0, 0.01), rel=0.12)
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-4, 1e-2])
+def test_lost_updates_are_those_that_rounding_to_nearest_undoes(lr: float) -> None:
+    param = random(64, 33).to(BF16)
+    adamw = optimizer(param, "bf16_stochastic", weight_decay=0.1)
+    for index in range(3):
+        step(adamw, random(64, 33, seed=index), lr)
+    ((name, lost),) = adamw.lost_updates(torch.tensor(lr))
+    mean, mean_sq = (adamw.state[kind]["w"].double() for kind in ("exp_avg", "exp_avg_sq"))
+    update = (mean / (1 - 0.9**3)) / ((mean_sq / (1 - 0.95**3)).sqrt() + 1e-8) + 0.1 * param.double()
+    expected = (param.double() - lr * update).to(BF16) == param
+    assert name == "w"
+    assert (lost.bool() == expected).float().mean() > 0.999  # a tie may fall otherwise in float32
+    assert {1e-6: 0.99, 1e-4: 0.6, 1e-2: 0.0}[lr] <= lost.mean() <= {1e-6: 1.0, 1e-4: 0.99, 1e-2: 0.3}[lr]
+
+
+def test_updates_of_nothing_are_not_lost() -> None:
+    adamw = optimizer(torch.zeros(4, 4, dtype=BF16), "bf16_stochastic")
+    step(adamw, torch.zeros(4, 4), lr=1e-3)
+    ((_, lost),) = adamw.lost_updates(torch.tensor(1e-3))
+    assert lost.sum() == 0
