@@ -258,6 +258,7 @@ class Backend(ABC):
         local_world, local_rank: The same among those of its node.
         collectives: How this rank talks to others.
         kernels: What it computes differently from others.
+        host_kernels: The same for what is kept in host memory.
     """
 
     name: str
@@ -268,6 +269,7 @@ class Backend(ABC):
     local_rank: int
     collectives: Collectives
     kernels: Kernels
+    host_kernels: Kernels
 
     @abstractmethod
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:

@@ -85,7 +85,7 @@ class CpuBackend(Backend):
         self.rank, self.world = place.rank, place.world
         self.local_rank, self.local_world = place.local_rank, place.local_world
         self.device = torch.device("cpu")
-        self.kernels = CpuKernels()
+        self.kernels = self.host_kernels = CpuKernels()
         self.collectives = C10dCollectives(self.world)
         keep_heap()
         if self.world > 1:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Backend, Rows, Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
+from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.kernels import FusedKernels, sdpa
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Mesh
@@ -68,7 +69,7 @@ class CudaBackend(Backend):
             )
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
-        self.kernels = CudaKernels()
+        self.kernels, self.host_kernels = CudaKernels(), CpuKernels()
         self.collectives = C10dCollectives(self.world)
         if self.world > 1:
             # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
@@ -87,7 +88,7 @@ class CudaBackend(Backend):
         return x.pin_memory().to(self.device, non_blocking=True)
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        read = torch.stack([value.detach().float() for value in values.values()]).tolist()
+        read = torch.stack([value.detach().to(self.device, torch.float32) for value in values.values()]).tolist()
         return dict(zip(values, read, strict=True))
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:

@@ -109,7 +109,7 @@ class XlaBackend(Backend):
         self.rank, self.world = xr.global_ordinal(), xr.world_size()
         self.local_rank, self.local_world = xr.local_ordinal(), xr.local_device_count()
         self.collectives = XlaCollectives()
-        self.kernels = XlaKernels()
+        self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
     @staticmethod
     def support() -> Support:

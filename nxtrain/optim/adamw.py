@@ -98,8 +98,9 @@ class AdamW:
         Args:
             grads: Of the whole batch, by parameter name; may be overwritten.
             lr: () float32 on the device.
-            grad_scale: () float32 on the device, multiplies the gradients.
+            grad_scale: () float32, multiplies the gradients.
         """
+        lr = lr.to(self.num_updates.device)  # the state may be kept in host memory
         self.num_updates.add_(1.0)
         step = self.num_updates[0]
         noise = step_hash(step)
@@ -131,7 +132,7 @@ class AdamW:
         Source: Yu et al. 2024 (arXiv:2405.03637), lost arithmetic.
         """
         beta1, beta2 = self._betas
-        step = self.num_updates[0]
+        lr, step = lr.to(self.num_updates.device), self.num_updates[0]
         correction1 = 1.0 - torch.pow(beta1, step)
         correction2 = 1.0 - torch.pow(beta2, step)
         for name, shard in self._shards.items():

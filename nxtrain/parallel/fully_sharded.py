@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -76,7 +77,7 @@ class Sharding:
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=dtypes.params, reduce_dtype=dtypes.reduce, cast_forward_inputs=False
             ),
-            offload_policy=CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(torch.accelerator.is_available()) if self.offload else OffloadPolicy(),
         )
 
 
@@ -91,6 +92,10 @@ class FullySharded(DataParallel):
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.layout = layout
         self._model = cast(FSDPModule, model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # the first gathering moves shards that need padding into new storage
+                module.unshard()
+                module.reshard()
         self._parameters: Mapping[str, DTensor] = {n: cast(DTensor, p) for n, p in model.named_parameters()}
         self.shards = {name: parameter.to_local().detach() for name, parameter in self._parameters.items()}
 

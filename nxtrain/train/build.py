@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, Kernels
 from nxtrain.checkpoint.hf import hf_weights
 from nxtrain.config.check import FULLY_SHARDED, Resolved
+from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import Fill, draw, materialize
@@ -38,7 +40,11 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int) -> Me
     parallel = plan.config.parallel
     within_node = parallel.shard_size or max(1, ranks_per_node // (parallel.tp * parallel.pp))
     shard = {"none": 1, "hybrid": within_node}.get(parallel.shard, 0)
-    return Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard)
+    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard)
+    if parallel.offload and mesh.shard_size == 1:
+        reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
+        raise ConfigError([Problem("parallel.offload", reason, hint="use false, or start more ranks")])
+    return mesh
 
 
 def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["draw", "hf", "zeros"]) -> nn.Module:
@@ -66,7 +72,7 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
 
 def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, fill: Fill | None) -> None:
     """Give a model on the meta device its storage, sharded over the data parallel ranks where that is asked for."""
-    if not is_fully_sharded(plan):
+    if not is_fully_sharded(plan, mesh):
         materialize(model, backend.put, fill)
         return
     parallel, precision = plan.config.parallel, Precision.of(plan.config.precision)
@@ -84,9 +90,9 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
     sharding.apply(model, lambda module: materialize(model, put, fill, within=module))
 
 
-def is_fully_sharded(plan: Resolved) -> bool:
+def is_fully_sharded(plan: Resolved, mesh: Mesh) -> bool:
     """Whether parameters themselves are cut over the data parallel ranks."""
-    return plan.config.parallel.shard in FULLY_SHARDED
+    return plan.config.parallel.shard in FULLY_SHARDED and mesh.shard_size > 1
 
 
 def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
@@ -109,15 +115,19 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
 
 def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) -> TrainState:
     """Give a model what training needs beside it; its weights must have their first values."""
-    run, comm = plan.config, backend.collectives
+    run = plan.config
     precision = Precision.of(run.precision)
     layout = Layout(ParamTable.of(model), mesh)
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
+    kernels: Kernels = backend.kernels
+    put: Callable[[Tensor], Tensor] = backend.put
+    if run.parallel.offload:
+        kernels, put = backend.host_kernels, _stay
     optimizer = AdamW(
         data_parallel.shards,
         layout,
-        backend.kernels,
-        backend.put,
+        kernels,
+        put,
         precision=precision,
         seed=run.run.seed,
         betas=run.optim.betas,
@@ -127,7 +137,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     return TrainState(
         model=model,
         data_parallel=data_parallel,
-        gradients=Gradients(data_parallel, comm, backend.put),
+        gradients=Gradients(data_parallel, backend.collectives, put),
         optimizer=optimizer,
         backend=backend,
         precision=precision,
@@ -139,7 +149,7 @@ def _data_parallel(
     plan: Resolved, model: nn.Module, layout: Layout, backend: Backend, precision: Precision
 ) -> DataParallel:
     run = plan.config
-    if is_fully_sharded(plan):
+    if is_fully_sharded(plan, layout.mesh):
         return FullySharded(model, layout)
     how = Reduction(
         precision=precision,
@@ -150,3 +160,7 @@ def _data_parallel(
     if run.parallel.shard == "zero1":
         return Zero1(parameters, layout, backend.collectives, how, backend.put)
     return Replicated(parameters, layout, backend.collectives, how)
+
+
+def _stay(host: Tensor) -> Tensor:
+    return host

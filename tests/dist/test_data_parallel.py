@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
 
-from tests.support.models import weights_of
+from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
 
@@ -23,6 +25,7 @@ CUTS = [
     (shard, tp, 2, accumulation) for shard in ("zero1", "grad_op", "full") for tp in (1, 2) for accumulation in (1, 2)
 ]
 CUTS += [("zero1", 1, 4, 1), ("full", 1, 4, 1), ("hybrid", 1, 4, 1), ("hybrid", 2, 4, 1)]
+CUTS += [("zero1", 1, 1, 1), ("full", 1, 1, 1), ("full", 2, 1, 2), ("hybrid", 1, 2, 2)]
 
 
 @pytest.mark.parametrize(("shard", "tp", "dp", "accumulation"), CUTS)
@@ -36,8 +39,21 @@ def test_every_cut_trains_as_transformers_does(
     check_course(courses, expected("gqa2"), resolved)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("shape", ["odd", "tied", "mqa"])
-@pytest.mark.parametrize("shard", ["zero1", "full"])
-def test_shapes_that_do_not_divide_are_cut_and_trained(ranks: RankPool, shape: str, shard: str) -> None:
-    resolved = layout(shape, tp=2, dp=2, sp=True, micro=2, shard=shard)
-    check_course(ranks.run(4, run_ours, resolved, STEPS, weights_of(resolved)), expected(shape), resolved)
+@pytest.mark.parametrize("shard", ["zero1", "grad_op", "full"])
+def test_shapes_that_do_not_divide_are_cut_and_trained(ranks: RankPool, shape: str, shard: str, tp: int) -> None:
+    resolved = layout(shape, tp=tp, dp=2, sp=tp == 2, micro=2, shard=shard)
+    check_course(ranks.run(2 * tp, run_ours, resolved, STEPS, weights_of(resolved)), expected(shape), resolved)
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2}, {"offload": True}], ids=str)
+def test_options_of_sharding_change_no_number(ranks: RankPool, options: dict[str, Any]) -> None:
+    resolved = layout("odd", tp=1, dp=2, micro=1, shard="full")
+    weights = weights_of(resolved)
+    plain, other = (
+        ranks.run(2, run_ours, plan, STEPS, weights) for plan in (resolved, changed(resolved, parallel=options))
+    )
+    for found, wanted in zip(other, plain, strict=True):
+        assert (found.losses, found.norms) == (wanted.losses, wanted.norms)
+        assert all(torch.equal(found.weights[name], weight) for name, weight in wanted.weights.items())

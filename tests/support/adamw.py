@@ -15,7 +15,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.stores import Stochastic
 from nxtrain.precision import Precision, Update
-from nxtrain.sharding import Init, Layout, ParamTable, ShardSpec
+from nxtrain.sharding import Block, Init, Layout, ParamTable, ShardSpec, global_name
 from tests.support.layers import random
 
 STEPS = 50
@@ -80,6 +80,23 @@ def torchs(dtype: torch.dtype) -> tuple[torch.optim.AdamW, dict[str, nn.Paramete
             group["lr"] = lr_of(step)
         optimizer.step()
     return optimizer, parameters
+
+
+def part(tensor: Tensor, block: Block) -> Tensor:
+    """A block's view into its whole tensor."""
+    for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def cut(layout: Layout, whole: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's part of whole tensors by global name, shaped like its shards; padding is zero."""
+    some = next(iter(whole.values()))
+    local = {name: torch.zeros(shards[name].shape, dtype=some.dtype) for name in layout}
+    for name, blocks in layout.items():
+        for block in blocks:
+            block.of(local[name]).copy_(part(whole[global_name(name, block.segment)], block))
+    return local
 
 
 @contextmanager

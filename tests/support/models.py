@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,13 @@ def plan(shape: str, **sections: Mapping[str, Any]) -> Resolved:
     tables.setdefault("train", {}).setdefault("seq_len", 32)
     tables.setdefault("model", {})["config"] = model.model_dump(exclude_none=True)
     return Resolved(RunConfig.model_validate(tables), family, model)
+
+
+def changed(resolved: Resolved, **sections: Mapping[str, Any]) -> Resolved:
+    """A configuration with other values of some keys."""
+    config = resolved.config
+    changes = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in sections.items()}
+    return replace(resolved, config=config.model_copy(update=changes))
 
 
 def hf_model(resolved: Resolved, seed: int = 0, std: float = 0.05) -> transformers.LlamaForCausalLM:

@@ -14,8 +14,8 @@ from nxtrain.optim import adamw as adamw_module
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.precision import Update
-from nxtrain.sharding import Block, Layout, ParamTable, Segment, ShardSpec, global_name
-from tests.support.adamw import host, precision
+from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec, global_name
+from tests.support.adamw import cut, host, part, precision
 from tests.support.layers import random
 
 STEPS = 4
@@ -51,22 +51,10 @@ def table(*, replicas: int, fused: bool) -> ParamTable:
     )
 
 
-def part(tensor: Tensor, block: Block) -> Tensor:
-    """A block's view into its whole tensor."""
-    for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-def cut(layout: Layout, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A rank's tensors, as many rows on each rank, out of whole ones."""
-    shards = {}
-    for name, spec in layout.table.items():
-        num_rows, *rest = spec.local_shape(layout.mesh.tp)
-        shards[name] = next(iter(whole.values())).new_zeros(-(-num_rows // layout.mesh.shard_size), *rest)
-        for block in layout[name]:
-            block.of(shards[name]).copy_(part(whole[global_name(name, block.segment)], block))
-    return shards
+def shapes(layout: Layout) -> dict[str, Tensor]:
+    """Tensors of a rank's shapes, as many rows on each rank."""
+    local = {name: spec.local_shape(layout.mesh.tp) for name, spec in layout.table.items()}
+    return {name: torch.empty(-(-rows // layout.mesh.shard_size), *rest) for name, (rows, *rest) in local.items()}
 
 
 def trained(update: Update, state: torch.dtype, *, tp: int, shard: int, fused: bool = True, replicas: int = 1) -> Any:
@@ -76,11 +64,11 @@ def trained(update: Update, state: torch.dtype, *, tp: int, shard: int, fused: b
     found: dict[str, dict[str, Tensor]] = {}
     for rank in range(tp * shard):
         layout = Layout(table(replicas=replicas, fused=fused), Mesh.build(tp * shard, rank, tp=tp, shard=shard))
-        shards = cut(layout, start)
+        shards = cut(layout, start, shapes(layout))
         adamw = AdamW(shards, layout, CpuKernels(), host, precision=precision(params, update, state), seed=7, **ADAM)
         for step in range(STEPS):
             grads = {name: random(*shape, seed=100 * step + i) for i, (name, shape) in enumerate(WHOLE.items())}
-            adamw.step(cut(layout, grads), torch.tensor(1e-3), torch.tensor(0.7))
+            adamw.step(cut(layout, grads, shards), torch.tensor(1e-3), torch.tensor(0.7))
         for kind, tensors in {"param": shards, **adamw.state}.items():
             for name, blocks in layout.items():
                 for block in blocks:

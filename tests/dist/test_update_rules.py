@@ -1,0 +1,137 @@
+"""bf16 weights on real ranks: the same bits in every layout, on every replica, at every step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.config.check import Resolved
+from nxtrain.mesh import Mesh
+from nxtrain.optim import adamw
+from nxtrain.optim.rounding import rounding_keys
+from nxtrain.sharding import Layout, global_name
+from nxtrain.train.build import build_mesh
+from nxtrain.train.step import train_step
+from tests.support.adamw import cut, part
+from tests.support.layers import random
+from tests.support.models import changed, weights_of
+from tests.support.parity import batches, layout, local_batch, run_ours, start, table_of
+from tests.support.ranks import RankPool
+
+Weights = dict[str, Tensor]
+
+RULES = ["fp32_master", "bf16_stochastic", "bf16_kahan"]
+
+
+def bf16(update: str, state: str = "fp32", **cuts: Any) -> Resolved:
+    """A bf16 run whose gradients are never clipped: the norm is summed in an order that the layout decides."""
+    resolved = layout("odd", params="bf16", update=update, **cuts)
+    return changed(resolved, optim={"clip": 0.0}, precision={"state": state})
+
+
+def updated_by_given_gradients(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Weights:
+    """What this rank holds after five updates from whole float32 gradients, equal in every layout."""
+    state = start(backend, resolved, weights)
+    for step in range(5):
+        grads = {name: random(*w.shape, seed=100 * step + i) for i, (name, w) in enumerate(sorted(weights.items()))}
+        local = cut(state.layout, grads, state.data_parallel.shards)
+        state.optimizer.step(local, torch.tensor(1e-3), torch.tensor(0.7))
+    state.data_parallel.publish()
+    if resolved.config.parallel.shard == "zero1":  # the whole parameters that the next forward pass reads
+        return {name: parameter.detach() for name, parameter in state.model.named_parameters()}
+    return {name: shard.detach().bfloat16() for name, shard in state.data_parallel.shards.items()}
+
+
+@pytest.mark.parametrize("update", RULES)
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        {"tp": 1, "dp": 2, "micro": 2},
+        {"tp": 2},
+        {"tp": 1, "dp": 2, "micro": 2, "shard": "zero1"},
+        {"tp": 2, "dp": 2, "micro": 2, "shard": "zero1"},
+        {"tp": 1, "dp": 3, "micro": 1, "shard": "full"},
+    ],
+    ids=["dp2", "tp2", "zero1", "tp2-zero1", "full3"],
+)
+def test_equal_gradients_give_equal_bits_in_every_layout(ranks: RankPool, update: str, cuts: dict[str, Any]) -> None:
+    alone, resolved = bf16(update, tp=1), bf16(update, **cuts)
+    (expected,) = ranks.run(1, updated_by_given_gradients, alone, weights_of(alone))
+    world = cuts["tp"] * cuts.get("dp", 1)
+    for rank, found in enumerate(ranks.run(world, updated_by_given_gradients, resolved, weights_of(alone))):
+        mesh = build_mesh(resolved, world, rank, world)
+        if cuts.get("shard") == "zero1":
+            mesh = Mesh.build(world, rank, tp=cuts["tp"])
+        whole = whole_of(expected, alone)
+        for name, blocks in Layout(table_of(resolved, mesh), mesh).items():
+            for block in blocks:
+                wanted = part(whole[global_name(name, block.segment)], block)
+                assert torch.equal(block.of(found[name]), wanted), (rank, name)
+
+
+def whole_of(weights: Weights, resolved: Resolved) -> Weights:
+    """What one rank holds alone, by global name."""
+    mesh = Mesh.build(1, 0)
+    blocks = Layout(table_of(resolved, mesh), mesh)
+    return {global_name(n, block.segment): block.of(weights[n]) for n, parts in blocks.items() for block in parts}
+
+
+@pytest.mark.parametrize("update", RULES)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("shard", ["zero1", "grad_op", "full"])
+def test_every_rule_trains_alike_however_state_is_cut(ranks: RankPool, update: str, tp: int, shard: str) -> None:
+    """Sums of two terms have one order, so that not even a last bit may differ."""
+    state = "bf16" if update == "bf16_stochastic" else "fp32"
+    replicated = bf16(update, state, tp=tp, dp=2, sp=tp == 2, micro=2)
+    resolved = bf16(update, state, tp=tp, dp=2, sp=tp == 2, micro=2, shard=shard)
+    weights = weights_of(replicated)
+    expected = ranks.run(2 * tp, run_ours, replicated, 5, weights)
+    for rank, (found, want) in enumerate(zip(ranks.run(2 * tp, run_ours, resolved, 5, weights), expected, strict=True)):
+        assert found.losses == want.losses
+        assert found.norms == pytest.approx(want.norms, rel=1e-6)
+        mesh = build_mesh(resolved, 2 * tp, rank, 2 * tp)
+        for name, blocks in Layout(table_of(resolved, mesh), mesh).items():
+            rows = [block.of(found.weights[name]).to(torch.bfloat16) for block in blocks]
+            first = Layout(table_of(resolved, mesh), Mesh.build(2 * tp, rank, tp=tp))[name]
+            for block, row in zip(blocks, rows, strict=True):
+                (home,) = [b for b in first if b.segment == block.segment]
+                offset = block.offsets[0] - home.offsets[0]
+                assert torch.equal(row, home.of(want.weights[name])[offset : offset + block.sizes[0]]), name
+
+
+def hashes(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], steps: int, knows_rank: bool) -> list[str]:
+    """Fingerprint of this rank's weights after each step."""
+    plain = rounding_keys
+    if knows_rank:
+
+        def ranked(layout: Layout, shards: Any, kind: str, seed: int, put: Any) -> Any:
+            return plain(layout, shards, kind, seed + layout.mesh.rank, put)
+
+        adamw.rounding_keys = ranked  # type: ignore[attr-defined]
+    try:
+        state = start(backend, resolved, weights)
+    finally:
+        adamw.rounding_keys = plain  # type: ignore[attr-defined]
+    found = []
+    for batch in batches(resolved, 4) * (steps // 4):
+        train_step(state, local_batch(state, batch, 2), torch.tensor(1e-3))
+        digest = hashlib.sha256()
+        for parameter in state.model.parameters():
+            digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
+        found.append(digest.hexdigest())
+    return found
+
+
+def test_replicas_stay_bitwise_equal_for_200_steps(ranks: RankPool) -> None:
+    resolved = bf16("bf16_stochastic", "bf16", tp=1, dp=2, micro=2)
+    first, second = ranks.run(2, hashes, resolved, weights_of(resolved), 200, False)
+    assert first == second
+    assert len(set(first)) == 200
+    first, second = ranks.run(2, hashes, resolved, weights_of(resolved), 4, True)
+    assert first[0] != second[0], "a key that knows the rank must be seen"
