@@ -1,0 +1,176 @@
+"""The published recipes say what was published: a value of theirs cannot change unseen."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.config.check import Resolved, resolve_model
+from nxtrain.config.load import Loaded, load, values
+from nxtrain.family import find_family
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import ParamTable
+from nxtrain.train.run import schedule_of
+from tests.support.parity import table_of
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+BOTH: dict[str, Any] = {
+    "run.seed": 12349,
+    "cluster.instance": "trn1.32xlarge",
+    "model.family": "llama",
+    "model.init": "scaled",
+    "model.fused_qkv": True,
+    "model.fused_gate_up": True,
+    "parallel.virtual_pp": 1,
+    "parallel.sequence_parallel": True,
+    "train.steps": 500_000,
+    "train.seq_len": 4096,
+    "train.global_batch": 1024,
+    "train.micro_batch": 1,
+    "train.remat": "selective",
+    "precision.params": "bf16",
+    "optim.schedule": "cosine",
+    "optim.warmup_steps": 2000,
+    "optim.betas": (0.9, 0.95),
+    "optim.weight_decay": 0.1,
+    "optim.decay_norms": True,
+    "optim.clip": 1.0,
+    "data.source": "arrow",
+    "data.packing": "concat",
+    "data.doc_mask": False,
+    "checkpoint.resume": "auto",
+    "backend.name": "neuron",
+    "backend.layers": "nxd",
+    "recovery.hang_timeout_s": 4000.0,
+    "recovery.max_restarts": 100,
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "llama2_7b_trn1": {
+        **BOTH,
+        "cluster.nodes": 128,
+        "model.preset": "llama2-7b",
+        "model.config.initializer_range": 0.021,
+        "parallel.tp": 8,
+        "parallel.pp": 1,
+        "parallel.dp": 512,
+        "parallel.shard": "none",
+        "parallel.bucket_mib": 512,
+        "train.eval_every": 1000,
+        "precision.update": "bf16_stochastic",
+        "precision.accumulate": "bf16",
+        "precision.reduce": "bf16",
+        "precision.state": "bf16",
+        "optim.lr": 3e-4,
+        "optim.min_lr": 3e-5,
+        "optim.decay_steps": 480_000,
+        "optim.eps": 1e-5,
+        "checkpoint.every": 1000,
+        "checkpoint.keep": 5,
+        "checkpoint.async": False,
+    },
+    "llama2_70b_trn1": {
+        **BOTH,
+        "cluster.nodes": 256,
+        "model.preset": "llama2-70b",
+        "model.config.initializer_range": 0.02,
+        "parallel.tp": 32,
+        "parallel.pp": 8,
+        "parallel.dp": 32,
+        "parallel.shard": "zero1",
+        "train.eval_every": 0,
+        "precision.update": "fp32_master",
+        "precision.accumulate": "fp32",
+        "precision.reduce": "fp32",
+        "precision.state": "fp32",
+        "optim.lr": 1.5e-4,
+        "optim.min_lr": 1.5e-5,
+        "optim.decay_steps": 500_000,
+        "optim.eps": 1e-8,
+        "checkpoint.every": 300,
+        "checkpoint.keep": 3,
+        "checkpoint.async": True,
+    },
+}
+CORES_PER_NODE = 32
+
+
+def recipe(name: str) -> Loaded:
+    return load(CONFIGS / f"{name}.toml")
+
+
+def plan(name: str) -> Resolved:
+    """A recipe as it will run once its features are there; what it waits for is held by `test_configs`."""
+    config = recipe(name).config
+    return Resolved(config, find_family(config.model.family), resolve_model(config))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_values_are_the_published_ones(name: str) -> None:
+    found = values(recipe(name).config)
+    assert {key: found.get(key) for key in RECIPES[name]} == RECIPES[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_changed_default_cannot_change_a_recipe(name: str) -> None:
+    loaded = recipe(name)
+    whole = ("precision.", "optim.", "checkpoint.")
+    keys = [key for key in values(loaded.config) if key in RECIPES[name] or key.startswith(whole)]
+    assert [key for key in keys if loaded.origins[key] == "default"] == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_value_names_its_source(name: str) -> None:
+    lines = (CONFIGS / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    settings = [line.partition("  # ") for line in lines if " = " in line and not line.startswith("#")]
+    unsourced = [value.strip() for value, _, why in settings if not re.search(r"\b(blog|HLAT|paper|nxtrain)\b", why)]
+    assert unsourced == [f'name = "{name}"']
+
+
+@pytest.mark.parametrize(("name", "accumulation"), [("llama2_7b_trn1", 2), ("llama2_70b_trn1", 32)])
+def test_the_degrees_fill_the_cluster_and_share_the_batch(name: str, accumulation: int) -> None:
+    config = recipe(name).config
+    mesh = Mesh.build(config.cluster.nodes * CORES_PER_NODE, 0, tp=config.parallel.tp, pp=config.parallel.pp)
+    assert mesh.dp_size == config.parallel.dp
+    assert config.train.global_batch == accumulation * config.train.micro_batch * mesh.dp_size
+    assert config.train.global_batch * config.train.seq_len == 4_194_304
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("llama2_7b_trn1", {1: 1.5e-7, 1000: 1.5e-4, 2000: 3e-4, 480_000: 3e-5, 500_000: 3e-5}),
+        # 7.5e-8 and 9e-7 stand in the log of HLAT's 70b/README.md.
+        ("llama2_70b_trn1", {1: 7.5e-8, 12: 9e-7, 2000: 1.5e-4, 500_000: 1.5e-5}),
+    ],
+)
+def test_the_learning_rates_are_the_published_ones(name: str, rates: dict[int, float]) -> None:
+    schedule = schedule_of(plan(name))
+    assert {step: schedule.at(step) for step in rates} == pytest.approx(rates, rel=1e-12)
+
+
+def expected_norm(table: ParamTable, kv_copies: int = 1) -> float:
+    """Root of the expected squared sum of all initial weights, K and V counted as often as they have copies."""
+    total = 0.0
+    for spec in table.values():
+        square = spec.init.std**2 if spec.init.kind == "normal" else 1.0
+        for segment in spec.segments:
+            copies = kv_copies if segment.name in {"k_proj", "v_proj"} else 1
+            total += copies * math.prod(spec.global_shape(segment)) * square
+    return math.sqrt(total)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_copies", "logged", "bf16_spacing"),
+    [("llama2_7b_trn1", 1, 1536, 8), ("llama2_70b_trn1", 4, 4576, 32)],
+)
+def test_the_first_weights_have_the_norm_that_was_logged(
+    name: str, kv_copies: int, logged: float, bf16_spacing: float
+) -> None:
+    """The READMEs of HLAT's 7b and 70b log it; 70b sums the copies that four ranks hold of each K/V head."""
+    table = table_of(plan(name), Mesh.build(1, 0))
+    assert expected_norm(table, kv_copies) == pytest.approx(logged, abs=bf16_spacing)
