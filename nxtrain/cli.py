@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
-bench = typer.Typer(no_args_is_help=True, help="Measure speed beside other implementations.")
+bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
 app.add_typer(config, name="config")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
@@ -200,3 +200,17 @@ def bench_train(
         precision=precision,
         as_json=as_json,
     )
+
+
+@bench.command("materialize", epilog="Example: nxtrain bench materialize --preset llama3.1-405b")
+def bench_materialize(
+    preset: Annotated[str, typer.Option(help="Model, as in model.preset.")] = "llama2-70b",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel degree.")] = 32,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 8,
+    stage: Annotated[int | None, typer.Option(min=0, help="Stage to make; by default a middle one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make one rank's shard of a big model in bf16; fails if that takes more than 1.3 times its bytes and 1 GiB."""
+    from nxtrain.bench.materialize import bench_materialize
+
+    bench_materialize(preset=preset, tp=tp, pp=pp, stage=stage, as_json=as_json)

@@ -1,1 +1,1 @@
-"""Speed, always beside another implementation and beside what the machine can do, in one run."""
+"""Speed, always beside another implementation and beside what the machine can do, in one run; and memory."""
