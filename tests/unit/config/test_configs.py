@@ -17,7 +17,6 @@ RECIPES = {"llama2_7b_trn1", "llama2_70b_trn1"}
 WAITING: dict[str, set[str]] = {
     "parallel.pp": {"llama2_70b_trn1"},
     "train.remat": RECIPES,
-    "precision.update": {"llama2_7b_trn1"},
     "data.source": RECIPES,
     "checkpoint.async": {"llama2_70b_trn1"},
     "backend.name": RECIPES,
