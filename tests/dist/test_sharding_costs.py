@@ -1,0 +1,178 @@
+"""What each way to cut training state costs a rank: bytes at rest, and collectives per step; both counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxtrain.backends.base import Backend, Pending
+from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.config.check import Resolved
+from nxtrain.mesh import Axis
+from nxtrain.train.step import TrainState, train_step
+from tests.support.models import changed, weights_of
+from tests.support.parity import batches, layout, local_batch, start
+from tests.support.ranks import RankPool
+
+BYTES = {"fp32": 4, "bf16": 2}
+EXTRA = {"fp32": 0, "fp32_master": 4, "bf16_stochastic": 0, "bf16_kahan": 2}
+"""Bytes per parameter that a rule keeps beside parameters and running means."""
+
+LAYERS = 2
+
+
+def bytes_at_rest(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Of parameters and optimizer state after a step, each storage once; and the parameters of this tp rank."""
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), torch.tensor(1e-3))
+    spec_shapes = [spec.local_shape(state.mesh.tp) for spec in state.table.values()]
+    return sum(held(state).values()), sum(torch.Size(shape).numel() for shape in spec_shapes)
+
+
+def held(state: TrainState) -> dict[int, int]:
+    """Bytes of each storage by its address."""
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in state.model.parameters()]
+    tensors = [*parameters, *state.data_parallel.shards.values()]
+    tensors += [tensor for kind in state.optimizer.state.values() for tensor in kind.values()]
+    assert all(p.grad is None for p in state.model.parameters())
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+@pytest.mark.parametrize(
+    ("update", "state"),
+    [("fp32", "fp32"), ("fp32_master", "fp32"), ("bf16_stochastic", "bf16"), ("bf16_kahan", "bf16")],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("shard", ["none", "zero1", "grad_op", "full", "hybrid"])
+def test_bytes_at_rest_are_what_the_formula_says(ranks: RankPool, shard: str, tp: int, update: str, state: str) -> None:
+    params = "fp32" if update == "fp32" else "bf16"
+    dp = 4 // tp
+    cut = {"none": 1, "hybrid": 2}.get(shard, dp)
+    resolved = layout("gqa2", tp=tp, dp=dp, micro=1, params=params, update=update, shard=shard)
+    resolved = changed(resolved, precision={"state": state}, parallel={"shard_size": 2 if shard == "hybrid" else 0})
+    stored, beside = BYTES[params], EXTRA[update]
+    if shard in ("grad_op", "full", "hybrid"):
+        stored = 4  # FSDP2 gives reduced gradients, here fp32, the type of the parameters it stores
+        beside = 0 if update == "fp32_master" else beside  # which then are their own masters
+    whole = {"none": 0, "zero1": BYTES[params]}.get(shard, 0)
+    per_parameter = whole + (stored + 2 * BYTES[state] + beside) / cut
+    for bytes_, num_params in ranks.run(4, bytes_at_rest, resolved, weights_of(resolved)):
+        assert bytes_ == pytest.approx(num_params * per_parameter, rel=0.02)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts collectives as torch dispatches them, whoever calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func._schema.name.removeprefix("c10d::").strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    state = start(backend, resolved, weights)
+    for batch in batches(resolved, 2):  # the first makes the groups
+        local = local_batch(state, batch, resolved.config.train.micro_batch)
+        with _Counting() as counting:
+            train_step(state, local, torch.tensor(1e-3))
+    return dict(counting.calls)
+
+
+UNITS = LAYERS + 1
+SCALARS = 2
+"""All-reduces of every step: the number of tokens and the loss."""
+
+
+@pytest.mark.parametrize("micro", [2, 1])
+@pytest.mark.parametrize(
+    ("shard", "expected"),
+    [
+        ("none", lambda _: {"allreduce": SCALARS + 1}),
+        ("zero1", lambda _: {"allreduce": SCALARS + 1, "reduce_scatter_base": 1, "allgather_base": 1}),
+        # Gathered once for both passes, or again for the backward pass; gradients scattered in every micro-batch.
+        (
+            "grad_op",
+            lambda n: {"allreduce": SCALARS + 1, "reduce_scatter_base": UNITS * n, "allgather_base": UNITS * n},
+        ),
+        (
+            "full",
+            lambda n: {"allreduce": SCALARS + 1, "reduce_scatter_base": UNITS * n, "allgather_base": 2 * UNITS * n},
+        ),
+    ],
+)
+def test_collectives_of_a_step_are_what_each_cut_needs(ranks: RankPool, shard: str, expected: Any, micro: int) -> None:
+    resolved = layout("gqa2", tp=1, dp=2, micro=micro, shard=shard)
+    for found in ranks.run(2, collectives_of_a_step, resolved, weights_of(resolved)):
+        assert found == expected(2 // micro)
+
+
+def test_hybrid_sums_across_nodes_once_per_step(ranks: RankPool) -> None:
+    resolved = layout("gqa2", tp=1, dp=4, micro=1, shard="hybrid", shard_size=2)
+    (found, *_) = ranks.run(4, collectives_of_a_step, resolved, weights_of(resolved))
+    assert found == {
+        "allreduce": SCALARS + 1 + UNITS,
+        "reduce_scatter_base": UNITS,
+        "allgather_base": 2 * UNITS,
+    }
+
+
+def in_three_buckets(shard: str, micro: int) -> Resolved:
+    """Embedding and head are larger than a bucket; the layers between them fit into one."""
+    resolved = layout("gqa2", tp=1, dp=2, micro=micro, shard=shard, config={"vocab_size": 8192})
+    return changed(resolved, parallel={"bucket_mib": 1})
+
+
+def test_buckets_have_the_size_that_is_configured(ranks: RankPool) -> None:
+    resolved = in_three_buckets("zero1", micro=1)
+    (found, _) = ranks.run(2, collectives_of_a_step, resolved, weights_of(resolved))
+    assert found == {"allreduce": SCALARS + 1, "reduce_scatter_base": 3, "allgather_base": 3}
+
+
+class Recording(C10dCollectives):
+    """Writes down which bucket starts when."""
+
+    def __init__(self, world: int, log: list[str]) -> None:
+        super().__init__(world)
+        self._log = log
+
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        self._log.append(f"bucket of {len(tensors)}")
+        return super().start_all_reduce_bucket(tensors, axis, dtype, scale)
+
+
+def events_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> list[str]:
+    log: list[str] = []
+    backend.collectives = Recording(backend.world, log)
+    state = start(backend, resolved, weights)
+    parameters = dict(state.model.named_parameters())
+    for name in ("lm_head.weight", "model.layers.0.input_layernorm.weight", "model.embed_tokens.weight"):
+        parameters[name].register_post_accumulate_grad_hook(lambda _, name=name: log.append(name))
+    (batch,) = batches(resolved, 1)
+    train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), torch.tensor(1e-3))
+    return log
+
+
+def test_buckets_start_in_reverse_order_while_the_last_backward_pass_goes_on(ranks: RankPool) -> None:
+    resolved = in_three_buckets("none", micro=1)
+    head, norm, embedding = "lm_head.weight", "model.layers.0.input_layernorm.weight", "model.embed_tokens.weight"
+    for log in ranks.run(2, events_of_a_step, resolved, weights_of(resolved)):
+        assert log == [
+            *(head, norm, embedding),  # the first micro-batch only adds up
+            *("bucket of 1", head),
+            *("bucket of 13", norm),
+            *("bucket of 1", embedding),
+        ]
