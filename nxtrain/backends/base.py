@@ -7,9 +7,9 @@ vendor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
@@ -184,6 +184,15 @@ class Kernels(ABC):
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
+
+    @abstractmethod
+    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """`function(*inputs)`, of which only the inputs are kept for the backward pass, which calls it again.
+
+        Args:
+            function: Computes the same each time, and draws no random numbers.
+            inputs: The tensors among them receive gradients, like the parameters that it uses.
+        """
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         """How to divide an update over calls of `adamw`: all at once, unless the device prefers otherwise."""

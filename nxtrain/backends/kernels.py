@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nxtrain.backends.base import AdamStep, Kernels
 from nxtrain.backends.rounding import RoundingKey, round_by_pairs, round_one_by_one
@@ -21,6 +22,9 @@ class FusedKernels(Kernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
+
+    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return recompute(function, *inputs)
 
     def adamw(
         self,
@@ -59,6 +63,9 @@ class PlainKernels(Kernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
+
+    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return recompute(function, *inputs)
 
     def adamw(
         self,
@@ -122,3 +129,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`Kernels.rms_norm` in elementary operations."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
+
+
+def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """`Kernels.recompute` by torch, which stops the second call at the last value that the backward pass needs."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -63,15 +64,13 @@ class XlaCollectives(Collectives):
 
 
 class XlaKernels(PlainKernels):
-    """Elementary operations, with bits read through an operation of XLA's own.
-
-    A view of another type is not lowered: it would leave the graph and come back.
-    """
+    """Elementary operations; bits and barriers by XLA's own."""
 
     def __init__(self) -> None:
         import torch_xla.core.xla_builder as xb
         import torch_xla.core.xla_op_registry as registry
 
+        # A view of another type is not lowered: it would leave the graph and come back.
         types = {torch.int32: xb.Type.S32, torch.float32: xb.Type.F32}
         self._bitcasts = {
             dtype: registry.register(f"nxtrain_bitcast_{of}", lambda x, of=of: x.bitcast(of))
@@ -80,6 +79,17 @@ class XlaKernels(PlainKernels):
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_one_by_one(x, out, key, step, bitcast=lambda value, dtype: self._bitcasts[dtype](value))
+
+    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        # Without the barrier that torch-xla puts before the second call, the compiler would find both calls equal,
+        # merge them and keep everything. torch's own recomputation has none, and fails on XLA tensors in torch 2.9.
+        from torch_xla.utils.checkpoint import checkpoint
+
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        # A bound method would send the module's parameters through the barrier as well.
+        out: Tensor = checkpoint(partial(function), *inputs, preserve_rng_state=False)
+        return out
 
 
 class XlaBackend(Backend):

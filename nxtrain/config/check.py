@@ -20,7 +20,6 @@ from nxtrain.mesh import Mesh
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("parallel.pp", (1,), "pipeline parallelism; use parallel.tp"),
     ("parallel.virtual_pp", (1,), "pipeline parallelism; use parallel.tp"),
-    ("train.remat", ("none",), "recomputation; use a smaller train.micro_batch"),
     ("data.source", ("stdlib", "text", "tokens"), "Arrow tables; use text or tokens"),
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
     ("data.doc_mask", (False,), "masks between documents; use false"),

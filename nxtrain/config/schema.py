@@ -107,7 +107,7 @@ class TrainConfig(Section):
     micro_batch: PositiveInt = 1
     """Sequences per dp rank in one forward pass; the rest of the global batch is accumulated."""
     remat: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping: nothing, attention, or whole blocks."""
+    """What backward computes again instead of keeping: nothing, attention (from 8192 tokens MLPs too), whole blocks."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out data; 0: never."""
     eval_batches: PositiveInt = 8

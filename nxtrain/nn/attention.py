@@ -9,11 +9,28 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from nxtrain.backends.base import Kernels
 from nxtrain.nn.rope import Rope
 from nxtrain.sharding import Init, Segment
 
 if TYPE_CHECKING:
     from nxtrain.family import BuildContext
+
+
+class CausalAttention(nn.Module):
+    """Queries, keys and values to what each head reads; it has no parameters, and recomputation takes hold of it.
+
+    Args:
+        kernels: Where it is computed.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H)."""
+        return self._kernels.attention(q, k, v)
 
 
 class Attention(nn.Module):
@@ -48,13 +65,14 @@ class Attention(nn.Module):
             Segment("k_proj", num_kv_heads * head_dim, replicas),
             Segment("v_proj", num_kv_heads * head_dim, replicas),
         )
-        self._fused, self._head_dim, self._kernels = context.fused_qkv, head_dim, context.kernels
+        self._fused, self._head_dim = context.fused_qkv, head_dim
         self._num_heads = num_heads // layers.tp.size
         self._num_kv_heads = num_kv_heads * replicas // layers.tp.size
         if self._fused:
             self.qkv_proj = layers.column(hidden_size, segments, init)
         else:
             self.q_proj, self.k_proj, self.v_proj = (layers.column(hidden_size, (s,), init) for s in segments)
+        self.core = CausalAttention(context.kernels)
         self.o_proj = layers.row(num_heads * head_dim, hidden_size, init_out)
 
     def forward(self, x: Tensor, rope: Rope) -> Tensor:
@@ -69,4 +87,4 @@ class Attention(nn.Module):
             projections = (self.q_proj, self.k_proj, self.v_proj)
             q, k, v = (project(x).unflatten(-1, (-1, self._head_dim)) for project in projections)
             q, k = rope(q), rope(k)
-        return self.o_proj(self._kernels.attention(q, k, v).flatten(2))  # type: ignore[no-any-return]
+        return self.o_proj(self.core(q, k, v).flatten(2))  # type: ignore[no-any-return]

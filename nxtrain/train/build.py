@@ -15,6 +15,7 @@ from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import Fill, draw, materialize
+from nxtrain.nn.remat import recompute_parts
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, Zero1
 from nxtrain.parallel.fully_sharded import FullySharded, Sharding
@@ -110,7 +111,9 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         scaled_init=run.model.init == "scaled",
         decay_norms=run.optim.decay_norms,
     )
-    return plan.family.build(plan.model, context)
+    model = plan.family.build(plan.model, context)
+    recompute_parts(model, run.train.remat, run.train.seq_len, backend.kernels)
+    return model
 
 
 def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) -> TrainState:

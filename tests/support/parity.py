@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
@@ -185,7 +186,7 @@ def table_of(resolved: Resolved, mesh: Mesh) -> ParamTable:
 
 class _NoBackend:
     collectives: Any = None
-    kernels: Any = None
+    kernels = PlainKernels()
 
 
 def layout(
@@ -199,6 +200,7 @@ def layout(
     update: str = "",
     shard: str = "none",
     shard_size: int = 0,
+    remat: str = "none",
     **model: Any,
 ) -> Resolved:
     """A resolved configuration of the parity runs."""
@@ -206,7 +208,7 @@ def layout(
     return plan(
         shape,
         parallel={"tp": tp, "dp": dp, "sequence_parallel": sp, "shard": shard, "shard_size": shard_size},
-        train={"global_batch": GLOBAL_BATCH, "micro_batch": micro, "loss_chunk_mib": 1},
+        train={"global_batch": GLOBAL_BATCH, "micro_batch": micro, "loss_chunk_mib": 1, "remat": remat},
         precision={"params": params, "update": update},
         optim=OPTIM,
         model=model,
