@@ -1,0 +1,218 @@
+"""Recomputation on one rank: not a bit of the result changes, and what is kept for the backward pass is as counted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Backend, Kernels
+from nxtrain.backends.cpu import CpuBackend, CpuKernels
+from nxtrain.backends.cpu_attention import BLOCK
+from nxtrain.backends.kernels import PlainKernels
+from nxtrain.config.check import Resolved
+from nxtrain.mesh import Mesh
+from nxtrain.nn.remat import LONG_SEQUENCE
+from nxtrain.precision import DTYPES
+from nxtrain.train.build import build_model
+from tests.support.models import our_model, plan, tokens, weights_of
+from tests.support.parity import Gradient, layout, rank_gradient
+from tests.support.ranks import RankPool
+
+POLICIES = ("none", "selective", "full")
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
+    """One rank alone."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return CpuBackend()
+
+
+class Drifting(CpuKernels):
+    """Attention that is not the same when it is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._calls += 1
+        return super().attention(q * (1 + self._calls / 128), k, v)
+
+
+class Keeping(CpuKernels):
+    """Recomputes nothing."""
+
+    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return function(*inputs)
+
+
+def gradients(backend: Backend, params: str, accumulation: int) -> dict[str, Gradient]:
+    """Of one global batch, by policy."""
+    plans = {p: layout("gqa2", tp=1, micro=4 // accumulation, params=params, remat=p) for p in POLICIES}
+    return {policy: rank_gradient(backend, resolved, weights_of(resolved)) for policy, resolved in plans.items()}
+
+
+def is_same(a: Gradient, b: Gradient) -> bool:
+    return (a.loss, a.norm) == (b.loss, b.norm) and all(
+        torch.equal(a.shards[name], b.shards[name]) for name in b.shards
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+@pytest.mark.parametrize("kernels", [CpuKernels(), PlainKernels()], ids=["cpu", "plain"])
+def test_recomputed_gradients_are_equal_bit_for_bit(
+    backend: CpuBackend, kernels: Kernels, params: str, accumulation: int
+) -> None:
+    backend.kernels = kernels
+    found = gradients(backend, params, accumulation)
+    assert is_same(found["selective"], found["none"])
+    assert is_same(found["full"], found["none"])
+
+
+def test_an_attention_that_differs_when_computed_again_would_be_noticed(backend: CpuBackend) -> None:
+    found = {}
+    for policy in POLICIES:
+        backend.kernels = Drifting()
+        resolved = layout("gqa2", tp=1, remat=policy)
+        found[policy] = rank_gradient(backend, resolved, weights_of(resolved))
+    assert found["none"].loss == found["selective"].loss == found["full"].loss
+    assert not is_same(found["selective"], found["none"])
+    assert not is_same(found["full"], found["none"])
+
+
+def resolve(params: str, remat: str, seq_len: int, **config: Any) -> Resolved:
+    return plan(
+        "gqa2",
+        train={"seq_len": seq_len, "remat": remat},
+        precision={"params": params, "update": "fp32" if params == "fp32" else "fp32_master"},
+        model={"config": {"max_position_embeddings": seq_len, **config}},
+    )
+
+
+def kept_bytes(model: nn.Module, rows: Tensor) -> int:
+    """Bytes that a forward pass keeps for the backward pass, parameters not counted."""
+    storages: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model.loss(rows[:, :-1], rows[:, 1:], torch.tensor(1.0))  # type: ignore[operator]
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert loss.requires_grad
+    return sum(size for start, size in storages.items() if start not in parameters)
+
+
+def expected_bytes(resolved: Resolved, batch: int) -> int:
+    """The same by counting, for one tensor parallel rank and attention that keeps its probabilities."""
+    run, model = resolved.config, resolved.model.model_dump()
+    length, size, hidden = run.train.seq_len, DTYPES[run.precision.params].itemsize, model["hidden_size"]
+    heads, num_tokens = model["num_attention_heads"], length * batch
+    head_dim = hidden // heads
+    kv = model["num_key_value_heads"] * head_dim
+    # Token ids; the last norm's input and its factor per row; the head's gradients, which it finds in the forward pass.
+    ends = 8 * (length + 1) * batch + num_tokens * (hidden * size + 4)
+    ends += num_tokens * hidden * size + model["vocab_size"] * hidden * size
+    # The input of each half and its normed form; q with k, the whole projection behind v, what attention gives; gate
+    # with up and their product; the norms' factors per row.
+    inner = 4 * hidden + (hidden + kv) + (hidden + 2 * kv) + hidden + 3 * model["intermediate_size"]
+    block = num_tokens * (inner * size + 2 * 4)
+    rope = 2 * length * head_dim // 2 * 4
+    probabilities = batch * heads * sum(BLOCK * end for end in range(BLOCK, length + 1, BLOCK)) * size
+    layers = model["num_hidden_layers"]
+    return {
+        "none": ends + rope + layers * (block + probabilities),
+        "selective": ends + rope + layers * block,
+        "full": ends + layers * num_tokens * hidden * size,
+    }[run.train.remat]
+
+
+@pytest.mark.parametrize(("params", "seq_len"), [("fp32", 512), ("bf16", 1024)])
+@pytest.mark.parametrize("remat", POLICIES)
+def test_a_forward_pass_keeps_what_its_policy_says(backend: CpuBackend, remat: str, params: str, seq_len: int) -> None:
+    resolved = resolve(params, remat, seq_len, num_hidden_layers=3)
+    model = build_model(resolved, backend, Mesh.build(1, 0), init="draw")
+    assert kept_bytes(model, tokens(resolved, 1)) == expected_bytes(resolved, 1)
+
+
+def test_kernels_that_recompute_nothing_would_be_noticed(backend: CpuBackend) -> None:
+    backend.kernels = Keeping()
+    resolved = resolve("fp32", "full", 512)
+    model = build_model(resolved, backend, Mesh.build(1, 0), init="draw")
+    assert kept_bytes(model, tokens(resolved, 1)) == expected_bytes(resolve("fp32", "none", 512), 1)
+
+
+@pytest.mark.parametrize(("seq_len", "num_matrices"), [(LONG_SEQUENCE - BLOCK, 3), (LONG_SEQUENCE, 0)])
+def test_selective_drops_the_feed_forward_of_long_sequences_only(
+    backend: CpuBackend, seq_len: int, num_matrices: int
+) -> None:
+    """Two widths of the feed-forward tell what is kept of it: gate, up and their product, or nothing."""
+    kept = []
+    for width in (16, 48):
+        small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": width, "num_hidden_layers": 1}
+        resolved = resolve("fp32", "selective", seq_len, **small)
+        model = build_model(resolved, backend, Mesh.build(1, 0), init="draw")
+        kept.append(kept_bytes(model, tokens(resolved, 1)))
+    assert kept[1] - kept[0] == num_matrices * (48 - 16) * seq_len * 4
+
+
+def test_a_recomputed_feed_forward_changes_no_bit(backend: CpuBackend) -> None:
+    small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
+    grads = []
+    for remat in POLICIES[:2]:
+        resolved = resolve("fp32", remat, LONG_SEQUENCE, **small)
+        model = build_model(resolved, backend, Mesh.build(1, 0), init="draw")
+        rows = tokens(resolved, 1)
+        model.loss(rows[:, :-1], rows[:, 1:], torch.tensor(1.0)).backward()  # type: ignore[operator]
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])  # type: ignore[arg-type]
+
+
+def test_policies_leave_names_and_evaluation_alone(backend: CpuBackend) -> None:
+    weights = weights_of(plan("gqa2"))
+    found = []
+    for remat in POLICIES:
+        resolved = plan("gqa2", train={"remat": remat})
+        model = our_model(resolved, backend, Mesh.build(1, 0), weights)
+        with torch.no_grad():
+            logits = model.logits(tokens(resolved, 1)[:, :-1])  # type: ignore[operator]
+        found.append(({name: tuple(p.shape) for name, p in model.named_parameters()}, logits))
+    for (names, logits), (next_names, next_logits) in pairwise(found):
+        assert names == next_names
+        assert torch.equal(logits, next_logits)
+
+
+def peaks(backend: Backend, plans: Sequence[Resolved]) -> list[int]:
+    """Most memory that the process has held by the end of a backward pass of each, one after the other."""
+    found = []
+    for resolved in plans:
+        model = build_model(resolved, backend, Mesh.build(1, 0), init="zeros")
+        rows = tokens(resolved, 1)
+        model.loss(rows[:, :-1], rows[:, 1:], torch.tensor(1.0)).backward()  # type: ignore[operator]
+        del model
+        gc.collect()
+        found.append(backend.peak_memory_bytes())
+    return found
+
+
+def test_the_peak_of_the_process_falls_by_what_is_no_longer_kept() -> None:
+    plans = [
+        resolve("fp32", remat, 512, num_hidden_layers=24, hidden_size=128, intermediate_size=256)
+        for remat in ("full", "selective", "none")
+    ]
+    pool = RankPool()
+    (found,) = pool.run(1, peaks, plans)
+    pool.close()
+    for (less, more), (stricter, looser) in zip(pairwise(found), pairwise(plans), strict=True):
+        # Of one block everything exists at the peak, whatever the policy; the rest is the allocator's.
+        assert more - less > 0.75 * (expected_bytes(looser, 1) - expected_bytes(stricter, 1))

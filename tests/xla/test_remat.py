@@ -1,0 +1,83 @@
+"""Recomputation in an XLA graph: barriers that keep the compiler from undoing it, and still one graph per step."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.config.check import Resolved
+from tests.support.models import weights_of
+from tests.support.parity import layout
+from tests.support.xla_bodies import Recorded, all_steps, courses, recorded
+from tests.support.xla_engine import run_devices
+
+POLICIES = ("none", "selective", "full")
+MICRO_BATCHES, BLOCKS = 2, 2
+STEPS = 3
+
+
+def record_each(backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tensor]]]) -> list[list[Recorded]]:
+    """Two steps of two ranks of 4096, of each case."""
+    return [recorded(backend, resolved, weights, 4096, [0, 4095], "") for resolved, weights in cases]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The graph of each policy at tp 8 with sequence parallelism, dp 512."""
+    plans = [layout("gqa2", tp=8, dp=512, sp=True, remat=remat) for remat in POLICIES]
+    cases = [(resolved, weights_of(resolved)) for resolved in plans]
+    (found,) = run_devices(1, record_each, cases, folder=tmp_path_factory.mktemp("graphs"))
+    for steps in found:
+        assert len({step.hash for step in steps}) == 1
+    return {remat: steps[0].text for remat, steps in zip(POLICIES, found, strict=True)}
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_each_recomputed_part_begins_behind_a_barrier(texts: dict[str, str], remat: str) -> None:
+    expected = 0 if remat == "none" else MICRO_BATCHES * BLOCKS
+    assert len(re.findall(r" opt-barrier\(", texts[remat])) == expected
+
+
+def test_a_block_in_the_graph_communicates_again_like_its_forward_pass(texts: dict[str, str]) -> None:
+    counts = {
+        remat: Counter(re.findall(r" (all-reduce|all-gather|reduce-scatter)\(", text)) for remat, text in texts.items()
+    }
+    assert counts["selective"] == counts["none"]
+    # Two halves, each in and out: nothing stops the second call before its last sum, whose result no gradient needs.
+    again = MICRO_BATCHES * BLOCKS * 2
+    assert counts["full"] == counts["none"] + Counter({"all-gather": again, "reduce-scatter": again})
+
+
+def test_a_recomputing_step_is_one_graph_and_reads_nothing(tmp_path: Path) -> None:
+    plans = [layout("gqa2", tp=1, params="bf16", micro=2, remat=remat) for remat in POLICIES[1:]]
+    rates = [0.0, 1e-3, 1.0]
+    cases = [(resolved, weights_of(resolved), rates, "") for resolved in plans]
+    (found,) = run_devices(1, all_steps, cases, folder=tmp_path)
+    for steps in found:
+        assert steps.refusal == ""
+        assert steps.compiled == [1] * len(rates)
+        assert steps.launched == [*range(1, len(rates) + 1)]
+        assert steps.fallbacks == ()
+
+
+def test_recomputed_runs_over_tp_are_equal_bit_for_bit_and_one_graph_on_all_devices(tmp_path: Path) -> None:
+    plans = [
+        layout("gqa2", tp=2, sp=True, micro=2, params=params, remat=remat)
+        for params in ("fp32", "bf16")
+        for remat in POLICIES
+    ]
+    cases = [(resolved, weights_of(resolved)) for resolved in plans]
+    for rank in run_devices(2, courses, cases, STEPS, folder=tmp_path):
+        for first in range(0, len(plans), len(POLICIES)):
+            (want, graphs), *recomputed = rank[first : first + len(POLICIES)]
+            for found, its_graphs in recomputed:
+                assert its_graphs == graphs  # bf16 has one more before the first step, for the float32 copies
+                assert (found.losses, found.norms) == (want.losses, want.norms)
+                assert [n for n in want.weights if not torch.equal(found.weights[n], want.weights[n])] == []
