@@ -81,8 +81,9 @@ class XlaKernels(PlainKernels):
         round_one_by_one(x, out, key, step, bitcast=lambda value, dtype: self._bitcasts[dtype](value))
 
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        # Without the barrier that torch-xla puts before the second call, the compiler would find both calls equal,
-        # merge them and keep everything. torch's own recomputation has none, and fails on XLA tensors in torch 2.9.
+        # torch-xla puts a barrier before the second call. Without it a compiler finds both calls equal, merges them and
+        # keeps everything; XLA's own for CPUs drops barriers halfway and may do so even then. torch's recomputation has
+        # no barrier, and fails on XLA tensors (torch 2.9).
         from torch_xla.utils.checkpoint import checkpoint
 
         if not torch.is_grad_enabled():

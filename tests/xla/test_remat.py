@@ -67,7 +67,11 @@ def test_a_recomputing_step_is_one_graph_and_reads_nothing(tmp_path: Path) -> No
         assert steps.fallbacks == ()
 
 
-def test_recomputed_runs_over_tp_are_equal_bit_for_bit_and_one_graph_on_all_devices(tmp_path: Path) -> None:
+def test_recomputed_runs_over_tp_are_equal_bit_for_bit_and_one_graph_on_all_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise the compiler leaves out roundings to bf16 inside what it fuses, and a barrier changes what it fuses.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
     plans = [
         layout("gqa2", tp=2, sp=True, micro=2, params=params, remat=remat)
         for params in ("fp32", "bf16")

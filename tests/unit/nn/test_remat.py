@@ -115,7 +115,8 @@ def kept_bytes(model: nn.Module, rows: Tensor) -> int:
 
 def expected_bytes(resolved: Resolved, batch: int) -> int:
     """The same by counting, for one tensor parallel rank and attention that keeps its probabilities."""
-    run, model = resolved.config, resolved.model.model_dump()
+    run = resolved.config
+    model: dict[str, int] = resolved.model.model_dump()
     length, size, hidden = run.train.seq_len, DTYPES[run.precision.params].itemsize, model["hidden_size"]
     heads, num_tokens = model["num_attention_heads"], length * batch
     head_dim = hidden // heads
