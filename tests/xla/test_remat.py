@@ -15,7 +15,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from tests.support.models import weights_of
 from tests.support.parity import layout
-from tests.support.xla_bodies import Recorded, all_steps, courses, recorded
+from tests.support.xla_bodies import Recorded, courses, recorded, steps
 from tests.support.xla_engine import run_devices
 
 POLICIES = ("none", "selective", "full")
@@ -34,9 +34,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     plans = [layout("gqa2", tp=8, dp=512, sp=True, remat=remat) for remat in POLICIES]
     cases = [(resolved, weights_of(resolved)) for resolved in plans]
     (found,) = run_devices(1, record_each, cases, folder=tmp_path_factory.mktemp("graphs"))
-    for steps in found:
-        assert len({step.hash for step in steps}) == 1
-    return {remat: steps[0].text for remat, steps in zip(POLICIES, found, strict=True)}
+    for case in found:
+        assert len({step.hash for step in case}) == 1
+    return {remat: case[0].text for remat, case in zip(POLICIES, found, strict=True)}
 
 
 @pytest.mark.parametrize("remat", POLICIES)
@@ -56,15 +56,13 @@ def test_a_block_in_the_graph_communicates_again_like_its_forward_pass(texts: di
 
 
 def test_a_recomputing_step_is_one_graph_and_reads_nothing(tmp_path: Path) -> None:
-    plans = [layout("gqa2", tp=1, params="bf16", micro=2, remat=remat) for remat in POLICIES[1:]]
+    resolved = layout("gqa2", tp=1, params="bf16", micro=2, remat="full")
     rates = [0.0, 1e-3, 1.0]
-    cases = [(resolved, weights_of(resolved), rates, "") for resolved in plans]
-    (found,) = run_devices(1, all_steps, cases, folder=tmp_path)
-    for steps in found:
-        assert steps.refusal == ""
-        assert steps.compiled == [1] * len(rates)
-        assert steps.launched == [*range(1, len(rates) + 1)]
-        assert steps.fallbacks == ()
+    (found,) = run_devices(1, steps, resolved, weights_of(resolved), rates, "", folder=tmp_path)
+    assert found.refusal == ""
+    assert found.compiled == [1] * len(rates)
+    assert found.launched == [*range(1, len(rates) + 1)]
+    assert found.fallbacks == ()
 
 
 def test_recomputed_runs_over_tp_are_equal_bit_for_bit_and_one_graph_on_all_devices(
