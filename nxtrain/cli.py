@@ -202,6 +202,19 @@ def bench_train(
     )
 
 
+@bench.command("optim", epilog="Example: nxtrain bench optim --threads 1 --rounds 9")
+def bench_optim(
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model whose parameters are updated.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each rule runs, in turns.")] = 7,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Update parameters under every rule of precision.update, and compare with torch's fused AdamW."""
+    from nxtrain.bench.optim import bench_optim
+
+    bench_optim(layers=layers, rounds=rounds, threads=threads, as_json=as_json)
+
+
 @bench.command("materialize", epilog="Example: nxtrain bench materialize --preset llama3.1-405b")
 def bench_materialize(
     preset: Annotated[str, typer.Option(help="Model, as in model.preset.")] = "llama2-70b",

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from nxtrain.backends.base import Backend, Pending
 from nxtrain.backends.c10d import C10dCollectives
@@ -22,7 +23,7 @@ from nxtrain.parallel.data_parallel import Reduction, Replicated
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import DeviceBatch
 from tests.support.models import hf_model, our_model, tokens, weights_of
-from tests.support.parity import GLOBAL_BATCH, Gradient, gradient, layout, local_batch, relative_errors, start, whole
+from tests.support.parity import GLOBAL_BATCH, Gradient, batches, gradient, layout, local_batch, relative_errors, start, whole
 from tests.support.ranks import RankPool
 
 COUNTED = (32, 3, 0, 17)
@@ -100,17 +101,31 @@ class DividesByWorld(C10dCollectives):
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
     ) -> Pending[list[Tensor]]:
-        return super().start_all_reduce_bucket(tensors, axis, dtype, scale if scale == 1.0 else 1.0 / self._world)
+        return super().start_all_reduce_bucket(tensors, axis, dtype, self._wrong(scale))
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
+        return super().start_reduce_scatter(x, axis, self._wrong(scale))
+
+    def _wrong(self, scale: float) -> float:
+        return scale if scale == 1.0 else 1.0 / self._world
 
 
-def gradient_divided_by_world(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
-    backend.collectives = DividesByWorld(backend.world)
-    return rank_gradient(backend, resolved, weights)
+def norm(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], by_world: bool) -> float:
+    """Norm of the gradient, divided right or wrong."""
+    if by_world:
+        backend.collectives = DividesByWorld(backend.world)
+    state = start(backend, resolved, weights)
+    for module in state.model.modules():
+        if by_world and isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(backend.world)
+    (batch,) = batches(resolved, 1)
+    return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch)).norm
 
 
-def test_a_gradient_divided_by_the_world_size_would_be_seen(ranks: RankPool) -> None:
-    resolved = layout("gqa2", tp=2, dp=2, micro=2)
-    _, grads = expected(layout("gqa2", tp=1))
-    found = ranks.run(4, gradient_divided_by_world, resolved, weights_of(resolved))
-    errors = relative_errors(whole([rank.shards for rank in found], resolved), grads)
-    assert min(errors.values()) == pytest.approx(0.5, abs=1e-3)
+@pytest.mark.parametrize("shard", ["none", "zero1", "grad_op", "full"])
+def test_a_gradient_divided_by_the_world_size_would_be_seen(ranks: RankPool, shard: str) -> None:
+    alone, resolved = layout("gqa2", tp=1), layout("gqa2", tp=2, dp=2, micro=2, shard=shard)
+    weights = weights_of(alone)
+    expected = ranks.run(1, norm, alone, weights, False) * 4
+    assert ranks.run(4, norm, resolved, weights, False) == pytest.approx(expected, rel=1e-5)
+    assert ranks.run(4, norm, resolved, weights, True) == pytest.approx([n / 2 for n in expected], rel=1e-5)
