@@ -18,6 +18,9 @@ from torch import Tensor
 
 _LARGEST = torch.finfo(torch.float32).max
 
+# Tensors, since torch-xla 2.9 makes a division of a shift by a number, which rounds negative numbers the other way.
+_FIFTEEN, _SIXTEEN = (torch.tensor(number, dtype=torch.int32) for number in (15, 16))
+
 
 @dataclass(frozen=True)
 class RoundingKey:
@@ -52,17 +55,20 @@ def mix_(x: Tensor) -> Tensor:
 
     Source: C. Wellons, hash-prospector, `lowbias32`.
     """
-    x ^= (x >> 16) & 0xFFFF
-    _mix_hashes_(x)
-    x ^= (x >> 16) & 0xFFFF
-    return x
+    _mix_hashes_(_fold_(x))
+    return _fold_(x)
 
 
 def _mix_hashes_(x: Tensor) -> Tensor:
     """The middle of `mix_`: enough for a combination of hashes, of which the high bits of each half count most."""
     x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
+    x ^= torch.bitwise_right_shift(x, _FIFTEEN) & 0x1FFFF
     x *= 0x846CA68B - (1 << 32)
+    return x
+
+
+def _fold_(x: Tensor) -> Tensor:
+    x ^= torch.bitwise_right_shift(x, _SIXTEEN) & 0xFFFF
     return x
 
 
@@ -104,7 +110,7 @@ def round_one_by_one(
     """`Kernels.stochastic_round` with a hash for each entry, and no view of another type."""
     rows = x.reshape(len(key.rows), -1)
     words = _words(key.rows, key.columns, step)
-    noise = torch.where(key.odd, words >> 16, words) & 0xFFFF
+    noise = torch.where(key.odd, torch.bitwise_right_shift(words, _SIXTEEN), words) & 0xFFFF
     bits = (bitcast(rows, torch.int32) + noise) & -0x10000
     rounded = torch.where(rows.abs() <= _LARGEST, bitcast(bits, torch.float32), rows)
     out.copy_(rounded.view(out.shape))

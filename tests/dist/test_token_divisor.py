@@ -118,6 +118,7 @@ def norm(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], by
     for module in state.model.modules():
         if by_world and isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(backend.world)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sums that scale
     (batch,) = batches(resolved, 1)
     return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch)).norm
 

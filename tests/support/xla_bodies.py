@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Done, Pending
+from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.xla import XlaBackend, XlaCollectives
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Axis
+from nxtrain.mesh import Axis, Mesh
+from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel.grads import Gradients
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.train.step import DeviceBatch, train_step
 from tests.support.models import tokens
 from tests.support.parity import GLOBAL_BATCH, LR, Course, local_batch, run_ours, start
@@ -141,6 +144,11 @@ def mutated_courses(
     for mutant in mutants:
         comm: Any = XlaCollectives()
         comm.start_all_reduce_bucket = _mutated(comm.start_all_reduce_bucket, mutant, backend.world)
+        if mutant == "world":
+            scatter = comm.start_reduce_scatter
+            comm.start_reduce_scatter = lambda x, axis, scale=1.0, scatter=scatter: scatter(
+                x, axis, scale if scale == 1.0 else 1.0 / backend.world
+            )
         backend.collectives = comm
         found[mutant] = run_ours(backend, resolved, steps, weights)
     return found
@@ -158,6 +166,29 @@ def _mutated(start: Callable[..., Any], mutant: str, world: int) -> Any:
         return found
 
     return start_all_reduce_bucket
+
+
+def rounded(backend: Backend, numbers: Mapping[str, Tensor], steps: int) -> tuple[list[dict[str, Tensor]], int]:
+    """Parameters rounded at random in each of some steps, on the device; and how many graphs that took.
+
+    Args:
+        backend: Of the device.
+        numbers: float32, by the name of the parameter that they are the whole of.
+        steps: From 1.
+    """
+    layout = Layout(ParamTable({name: ShardSpec(tuple(x.shape)) for name, x in numbers.items()}), Mesh.build(1, 0))
+    keys = rounding_keys(layout, numbers, "param", 0, backend.put)
+    exact = {name: backend.put(x) for name, x in numbers.items()}
+    out = {name: backend.put(torch.zeros(x.shape, dtype=torch.bfloat16)) for name, x in numbers.items()}
+    backend.step_boundary()
+    before, found = Counts.now().compiled, []
+    for step in range(1, steps + 1):
+        (number,) = backend.scalars(float(step))
+        for name, x in exact.items():
+            backend.kernels.stochastic_round(x, out[name], keys[name], step_hash(number))
+        backend.step_boundary()
+        found.append({name: x.cpu() for name, x in out.items()})
+    return found, Counts.now().compiled - before
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.models import weights_of
+from tests.support.models import changed, weights_of
 from tests.support.parity import OPTIM, layout
 from tests.support.xla_bodies import Recorded, Steps, all_steps, recorded
 from tests.support.xla_engine import run_devices
@@ -16,14 +17,20 @@ from tests.support.xla_engine import run_devices
 RATES = [0.0, 1e-3, 1.0, 0.5, OPTIM["weight_decay"], OPTIM["betas"][0], 1e-3, 0.0]
 """Values that XLA would fold into constants, or unite with others, if they came as numbers."""
 
-SOUND = {"fp32": ("fp32", 4), "bf16, accumulated": ("bf16", 2)}  # type of the parameters, micro batch
+SOUND: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16, accumulated": {"params": "bf16", "micro": 2},
+    "stochastic": {"params": "bf16", "update": "bf16_stochastic"},
+    "kahan": {"params": "bf16", "update": "bf16_kahan"},
+}
 MUTANTS = {"lr": [1e-3, 1.0], "read": [1e-3]}  # learning rates
 
 
 @pytest.fixture(scope="module")
 def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
     """Steps of sound runs and of mutants, one after the other in one process."""
-    runs = [(layout("gqa2", tp=1, params=params, micro=micro), RATES, "") for params, micro in SOUND.values()]
+    sound = [layout("gqa2", tp=1, **options) for options in SOUND.values()]
+    runs = [(changed(run, precision={"state": run.config.precision.params}), RATES, "") for run in sound]
     runs += [(layout("gqa2", tp=1), rates, mutant) for mutant, rates in MUTANTS.items()]
     cases = [(run, weights_of(run), rates, mutant) for run, rates, mutant in runs]
     (found,) = run_devices(1, all_steps, cases, folder=tmp_path_factory.mktemp("one"))
@@ -49,11 +56,17 @@ def test_a_read_inside_the_step_would_be_noticed(on_one_device: dict[str, Steps]
     assert "execution" in on_one_device["read"].refusal
 
 
-def record(ranks: list[int], folder: Path, mutant: str = "") -> list[Recorded]:
+def record(ranks: list[int], folder: Path, mutant: str = "", **options: Any) -> list[Recorded]:
     """Steps of ranks of 4096: tp 8 with sequence parallelism, dp 512, two micro-batches, 4 copies of the K/V heads."""
-    resolved = layout("gqa2", tp=8, dp=512, sp=True)
+    resolved = layout("gqa2", tp=8, dp=512, sp=True, **options)
     (found,) = run_devices(1, recorded, resolved, weights_of(resolved), 4096, ranks, mutant, folder=folder)
     return found  # type: ignore[no-any-return]
+
+
+def census(text: str) -> Counter[tuple[str, int, int]]:
+    """How often each collective stands in a graph over how many groups of how many ranks."""
+    found = re.findall(r" (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=\{\{(.*?)\}\}", text)
+    return Counter((kind, len(groups.split("},{")), len(groups.split("},{")[0].split(","))) for kind, groups in found)
 
 
 def test_all_ranks_of_4096_record_one_graph_with_the_groups_of_the_mesh(tmp_path: Path) -> None:
@@ -61,14 +74,8 @@ def test_all_ranks_of_4096_record_one_graph_with_the_groups_of_the_mesh(tmp_path
     assert len({step.hash for step in steps}) == 1
     text = steps[0].text
     assert "f64[" not in text
-    census = Counter(
-        (kind, len(groups.split("},{")), len(groups.split("},{")[0].split(",")))
-        for kind, groups in re.findall(
-            r" (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=\{\{(.*?)\}\}", text
-        )
-    )
     micro_batches, blocks = 2, 2
-    assert census == {
+    assert census(text) == {
         # A block enters tensor parallelism twice forward and twice backward, and gathers its two inputs again for the
         # gradients of their weights; the head enters once, and the embedding once, backward.
         ("all-gather", 512, 8): micro_batches * (blocks * (2 + 2 + 2) + 2),
@@ -82,6 +89,29 @@ def test_all_ranks_of_4096_record_one_graph_with_the_groups_of_the_mesh(tmp_path
         ("all-reduce", 8, 512): 3,
     }
     # Mean gradients over dp: 1/512 stands in the graph, and 1/4096 does not.
+    assert f"constant({1 / 512})" in text
+    assert str(1 / 4096) not in text
+
+
+def test_zero1_over_4096_ranks_scatters_gathers_and_divides_by_dp(tmp_path: Path) -> None:
+    (tmp_path / "replicated").mkdir()
+    cut = {"params": "bf16", "update": "bf16_stochastic"}
+    plain = record([0], tmp_path / "replicated", **cut)[0].text
+    steps = record([0, 1, 7, 8, 3001, 4095], tmp_path, shard="zero1", **cut)
+    assert len({step.hash for step in steps}) == 1
+    text = steps[0].text
+    found, replicated = census(text), census(plain)
+    assert found - replicated == {
+        ("reduce-scatter", 8, 512): 1,  # the gradients, in one bucket after the last micro-batch
+        ("all-gather", 8, 512): 1,  # the new parameters
+        ("all-reduce", 1, 4096): 1,  # the norm, over all that hold a part of the state
+    }
+    assert replicated - found == {("all-reduce", 8, 512): 1, ("all-reduce", 512, 8): 1}
+    lines = text.splitlines()
+    (scatter,) = [line for line in lines if " reduce-scatter(" in line and line.count("},{") == 8 - 1]
+    name = scatter.split(" = ")[0].split()[-1]
+    (user,) = [line for line in lines if f"{name})" in line or f"{name}," in line]
+    assert " multiply(" in user
     assert f"constant({1 / 512})" in text
     assert str(1 / 4096) not in text
 

@@ -15,17 +15,23 @@ from tests.support.xla_engine import run_devices
 
 STEPS = 6
 
-LAYOUTS: dict[int, list[tuple[str, int, int, bool, int]]] = {  # shape, tp, dp, sequence parallel, micro batch
+LAYOUTS: dict[int, list[tuple[str, int, int, bool, int, str]]] = {  # shape, tp, dp, sequence parallel, micro batch, cut
     2: [
-        ("gqa2", 2, 1, False, 4),
-        ("gqa2", 2, 1, True, 2),
-        ("gqa2", 1, 2, False, 2),
-        ("odd", 2, 1, True, 4),
-        ("tied", 2, 1, False, 4),
-        ("llama3-rope", 2, 1, True, 4),
+        ("gqa2", 2, 1, False, 4, "none"),
+        ("gqa2", 2, 1, True, 2, "none"),
+        ("gqa2", 1, 2, False, 2, "none"),
+        ("odd", 2, 1, True, 4, "none"),
+        ("tied", 2, 1, False, 4, "none"),
+        ("llama3-rope", 2, 1, True, 4, "none"),
+        ("odd", 1, 2, False, 1, "zero1"),
     ],
-    4: [("gqa2", 2, 2, True, 1), ("gqa2", 4, 1, True, 4), ("mqa", 4, 1, False, 4)],
-    8: [("gqa2", 4, 2, True, 2), ("gqa2", 2, 4, False, 1)],
+    4: [
+        ("gqa2", 2, 2, True, 1, "none"),
+        ("gqa2", 4, 1, True, 4, "none"),
+        ("mqa", 4, 1, False, 4, "none"),
+        ("gqa2", 2, 2, True, 2, "zero1"),
+    ],
+    8: [("gqa2", 4, 2, True, 2, "none"), ("gqa2", 2, 4, False, 1, "none")],
 }
 MUTATED = layout("gqa2", tp=2, dp=2, sp=True, micro=2)
 
@@ -39,7 +45,8 @@ def expected(shape: str, steps: int = STEPS) -> Course:
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_steps_equal_transformers_and_are_one_graph_on_all_devices(world: int, tmp_path: Path) -> None:
     cases: list[Resolved] = [
-        layout(shape, tp=tp, dp=dp, sp=sp, micro=micro) for shape, tp, dp, sp, micro in LAYOUTS[world]
+        layout(shape, tp=tp, dp=dp, sp=sp, micro=micro, shard=shard)
+        for shape, tp, dp, sp, micro, shard in LAYOUTS[world]
     ]
     by_rank = run_devices(world, courses, [(case, weights_of(case)) for case in cases], STEPS, folder=tmp_path)
     for case, (shape, *_), found in zip(cases, LAYOUTS[world], zip(*by_rank, strict=True), strict=True):
@@ -60,6 +67,13 @@ def test_an_average_over_the_world_instead_of_dp_would_be_noticed(mutants: list[
     assert found[0].norms == pytest.approx([norm / 2 for norm in expected("gqa2", 1).norms], rel=1e-5)
     with pytest.raises(AssertionError):
         check_course(found, expected("gqa2", 1), MUTATED)
+
+
+def test_zero1_that_averages_over_the_world_would_be_noticed(tmp_path: Path) -> None:
+    resolved = layout("gqa2", tp=2, dp=2, sp=True, micro=2, shard="zero1")
+    (first, *_) = run_devices(4, mutated_courses, resolved, weights_of(resolved), 1, ["", "world"], folder=tmp_path)
+    assert first[""].norms == pytest.approx(expected("gqa2", 1).norms, rel=1e-5)
+    assert first["world"].norms == pytest.approx([norm / 2 for norm in expected("gqa2", 1).norms], rel=1e-5)
 
 
 def test_norm_weights_that_keep_the_gradient_of_their_own_slice_would_be_noticed(

@@ -15,26 +15,11 @@ from nxtrain.backends.base import Kernels
 from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.kernels import PlainKernels
-from nxtrain.backends.rounding import step_hash
-from nxtrain.mesh import Mesh
-from nxtrain.optim.rounding import rounding_keys
-from nxtrain.sharding import Layout, ParamTable, ShardSpec
-from tests.support.adamw import host
+from tests.support.rounding import rounded
 
 KERNELS = {"cpu": CpuKernels(), "cuda": CudaKernels(), "plain": PlainKernels()}
 EVERY = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 BF16 = torch.bfloat16
-
-
-def rounded(
-    x: Tensor, step: int = 1, *, seed: int = 0, name: str = "w", kind: str = "param", kernels: Kernels = KERNELS["cpu"]
-) -> Tensor:
-    """`x` rounded as the whole of a parameter."""
-    layout = Layout(ParamTable({name: ShardSpec(tuple(x.shape))}), Mesh.build(1, 0))
-    key = rounding_keys(layout, {name: x}, kind, seed, host)[name]
-    out = torch.empty(x.shape, dtype=BF16)
-    kernels.stochastic_round(x.clone(), out, key, step_hash(torch.tensor(float(step))))
-    return out
 
 
 def of_bits(*patterns: int) -> Tensor:
