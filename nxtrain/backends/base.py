@@ -129,13 +129,13 @@ class AdamStep:
     Args:
         lr: () float32, on the device, so that a new value needs no new graph.
         step: () float32, on the device, updates done including this one.
-        grad_scale: () float32, on the device, multiplies every gradient.
+        grad_scale: () float32, on the device, multiplies every gradient; None: 1.
         betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
     """
 
     lr: Tensor
     step: Tensor
-    grad_scale: Tensor
+    grad_scale: Tensor | None
     betas: tuple[float, float]
     eps: float
     weight_decay: float

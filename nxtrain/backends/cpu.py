@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -53,22 +54,24 @@ class CpuKernels(FusedKernels):
         exp_avg_sqs: Sequence[Tensor],
         how: AdamStep,
     ) -> None:
-        # torch's kernel rounds what its vector instructions leave over differently, so those entries are filled up.
+        if how.grad_scale is not None and how.grad_scale.item() == 1:
+            how = replace(how, grad_scale=None)  # torch's kernel writes gradients back that it scales
         for entry in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-            flat = [x.view(-1) for x in entry]
-            left_over = len(flat[0]) % VECTOR_ENTRIES
-            whole = len(flat[0]) - left_over
-            self._update([x[:whole] for x in flat], how)
-            if left_over:
-                filled = [F.pad(x[whole:], (0, VECTOR_ENTRIES - left_over)) for x in flat]
-                self._update(filled, how)
-                for x, updated in zip(flat, filled, strict=True):
-                    x[whole:] = updated[:left_over]
+            self._update(entry, how)
 
     def _update(self, entry: Sequence[Tensor], how: AdamStep) -> None:
-        param, grad, exp_avg, exp_avg_sq = entry
-        if len(param):
+        if not (left_over := entry[0].numel() % VECTOR_ENTRIES):
+            param, grad, exp_avg, exp_avg_sq = entry
             super().adamw([param], [grad], [exp_avg], [exp_avg_sq], how)
+            return
+        # What its vector instructions leave over torch's kernel rounds differently, so those entries are filled up.
+        flat = [x.view(-1) for x in entry]
+        filled = [F.pad(x[-left_over:], (0, VECTOR_ENTRIES - left_over)) for x in flat]
+        self._update(filled, how)
+        for x, updated in zip(flat, filled, strict=True):
+            x[-left_over:] = updated[:left_over]
+        if len(flat[0]) > left_over:
+            self._update([x[:-left_over] for x in flat], how)
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_by_pairs_on_host(x, out, key, step)

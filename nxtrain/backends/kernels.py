@@ -48,7 +48,7 @@ class FusedKernels(Kernels):
             eps=how.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=how.grad_scale.reciprocal(),
+            grad_scale=None if how.grad_scale is None else how.grad_scale.reciprocal(),
         )
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
@@ -79,7 +79,7 @@ class PlainKernels(Kernels):
         correction1 = 1.0 - torch.pow(beta1, how.step)
         correction2 = (1.0 - torch.pow(beta2, how.step)).sqrt()
         for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-            scaled = grad * how.grad_scale
+            scaled = grad if how.grad_scale is None else grad * how.grad_scale
             exp_avg.mul_(beta1).add_(scaled * (1.0 - beta1))
             exp_avg_sq.mul_(beta2).add_(scaled * scaled * (1.0 - beta2))
             update = (exp_avg / correction1) / (exp_avg_sq.sqrt() / correction2 + how.eps)

@@ -18,8 +18,15 @@ from torch import Tensor
 
 _LARGEST = torch.finfo(torch.float32).max
 
-# Tensors, since torch-xla 2.9 makes a division of a shift by a number, which rounds negative numbers the other way.
-_FIFTEEN, _SIXTEEN = (torch.tensor(number, dtype=torch.int32) for number in (15, 16))
+
+def _int32(number: int) -> Tensor:
+    # A number in its place would cost a conversion in every call, and torch-xla 2.9 makes a division of a shift by one,
+    # which rounds negative numbers the other way.
+    return torch.tensor(number, dtype=torch.int32)
+
+
+_FIFTEEN, _SIXTEEN, _17_BITS, _16_BITS, _HIGH_HALF = map(_int32, (15, 16, 0x1FFFF, 0xFFFF, -0x10000))
+_FACTORS = _int32(0x7FEB352D), _int32(0x846CA68B - (1 << 32))
 
 
 @dataclass(frozen=True)
@@ -61,14 +68,14 @@ def mix_(x: Tensor) -> Tensor:
 
 def _mix_hashes_(x: Tensor) -> Tensor:
     """The middle of `mix_`: enough for a combination of hashes, of which the high bits of each half count most."""
-    x *= 0x7FEB352D
-    x ^= torch.bitwise_right_shift(x, _FIFTEEN) & 0x1FFFF
-    x *= 0x846CA68B - (1 << 32)
+    x *= _FACTORS[0]
+    x ^= torch.bitwise_right_shift(x, _FIFTEEN) & _17_BITS
+    x *= _FACTORS[1]
     return x
 
 
 def _fold_(x: Tensor) -> Tensor:
-    x ^= torch.bitwise_right_shift(x, _SIXTEEN) & 0xFFFF
+    x ^= torch.bitwise_right_shift(x, _SIXTEEN) & _16_BITS
     return x
 
 
@@ -86,7 +93,7 @@ def _round_by_pairs_(x: Tensor, key: RoundingKey, step: Tensor) -> Tensor:
     words = _words(key.rows, key.pairs, step)
     bits = rows.view(torch.int32)
     bits += words.view(torch.uint16).narrow(1, int(key.begins_odd), rows.shape[1]).to(torch.int32)
-    bits &= -0x10000
+    bits &= _HIGH_HALF
     return x
 
 
@@ -110,7 +117,7 @@ def round_one_by_one(
     """`Kernels.stochastic_round` with a hash for each entry, and no view of another type."""
     rows = x.reshape(len(key.rows), -1)
     words = _words(key.rows, key.columns, step)
-    noise = torch.where(key.odd, torch.bitwise_right_shift(words, _SIXTEEN), words) & 0xFFFF
-    bits = (bitcast(rows, torch.int32) + noise) & -0x10000
+    noise = torch.where(key.odd, torch.bitwise_right_shift(words, _SIXTEEN), words) & _16_BITS
+    bits = (bitcast(rows, torch.int32) + noise) & _HIGH_HALF
     rounded = torch.where(rows.abs() <= _LARGEST, bitcast(bits, torch.float32), rows)
     out.copy_(rounded.view(out.shape))

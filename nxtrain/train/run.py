@@ -17,8 +17,10 @@ from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import save
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded
+from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.data import Data, Loader, Samples, open_data, unigram_entropy
+from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
@@ -62,10 +64,8 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     if leader:
         config.run.dir.mkdir(parents=True, exist_ok=True)
         (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
-    say(
-        f"backend {backend.name} ({reason}); {mesh.world} ranks: tp {mesh.tp_size}, dp {mesh.dp_size}"
-        + (f", state cut over {mesh.shard_size} ({config.parallel.shard})" if mesh.shard_size > 1 else "")
-    )
+    degrees = f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
+    say(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
     data = open_data(
         config.data,
         seq_len=batches.seq_len,
@@ -115,6 +115,14 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     if leader and val_loss is not None and data.validation is not None:
         evaluated = batches.eval_batches * batches.global_batch
         _summarize(config.run.dir, val_loss, unigram_entropy(data.validation, evaluated), say)
+
+
+def _cut(config: RunConfig, mesh: Mesh) -> str:
+    if config.parallel.shard == "none":
+        return ""
+    if mesh.shard_size == 1:
+        return f"; one rank holds all state, so that parallel.shard={config.parallel.shard} changes nothing"
+    return f", state cut over {mesh.shard_size} of them ({config.parallel.shard})"
 
 
 def schedule_of(plan: Resolved) -> Schedule:

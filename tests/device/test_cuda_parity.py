@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,30 +30,6 @@ STEPS = 20
 def expected(shape: str) -> Course:
     """The reference course of a shape, run once, on the CPU."""
     return reference(layout(shape, tp=1), STEPS)
-
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Backend]:
-    """The first GPU, alone in its world."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.delenv(name, raising=False)
-        opened = open_backend("cuda")
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield opened
-    torch.set_float32_matmul_precision(precision)
-    opened.close()
-
-
-@pytest.fixture(scope="module")
-def two_gpus() -> Iterator[RankPool]:
-    """Two ranks over NCCL, each with a GPU of its own."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs; this machine shows {torch.cuda.device_count()}")
-    pool = RankPool("cuda")
-    yield pool
-    pool.close()
 
 
 def test_auto_takes_the_gpu() -> None:
@@ -95,9 +70,9 @@ def test_fused_adamw_equals_torch_on_the_cpu(backend: Backend) -> None:
         torch.testing.assert_close(parameters[name].detach().cpu(), parameter.detach(), rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("params", ["fp32", "bf16"])
-def test_a_step_never_makes_the_host_wait(backend: Backend, params: str) -> None:
-    resolved = layout("gqa2", tp=1, micro=2, params=params)
+@pytest.mark.parametrize("update", ["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"])
+def test_a_step_never_makes_the_host_wait(backend: Backend, update: str) -> None:
+    resolved = layout("gqa2", tp=1, micro=2, params="fp32" if update == "fp32" else "bf16", update=update)
     state = start(backend, resolved, weights_of(resolved))
     (batch,) = (local_batch(state, batch, micro_batch=2) for batch in batches(resolved, 1))
     rates = [backend.scalars(LR * step)[0] for step in range(3)]

@@ -1,0 +1,36 @@
+"""NVIDIA GPUs, opened once per module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import Backend
+from tests.support.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    """The first GPU, alone in its world."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        opened = open_backend("cuda")
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield opened
+    torch.set_float32_matmul_precision(precision)
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[RankPool]:
+    """Two ranks over NCCL, each with a GPU of its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs; this machine shows {torch.cuda.device_count()}")
+    pool = RankPool("cuda")
+    yield pool
+    pool.close()

@@ -1,0 +1,116 @@
+"""Update rules, sharding and recomputation on NVIDIA GPUs: the bits of the CPU where promised, and its courses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.rounding import step_hash
+from nxtrain.config.check import Resolved
+from nxtrain.mesh import Mesh
+from nxtrain.optim.rounding import rounding_keys
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from tests.support.adamw import ours
+from tests.support.layers import random
+from tests.support.models import changed, weights_of
+from tests.support.parity import (
+    batches,
+    check_course,
+    gradient,
+    layout,
+    local_batch,
+    rank_gradient,
+    reference,
+    run_ours,
+    start,
+)
+from tests.support.ranks import RankPool
+from tests.support.rounding import rounded
+
+pytestmark = pytest.mark.cuda
+
+STEPS = 5
+
+
+def test_the_gpu_rounds_to_the_bits_of_the_cpu(backend: Backend) -> None:
+    numbers = {"matrix": random(33, 17), "vector": random(7, scale=1e-20), "large": random(300, 1024, scale=1e20)}
+    numbers["special"] = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, 3.4e38, 1e-45, 1.0]).repeat(5, 1)
+    tables = ParamTable({name: ShardSpec(tuple(x.shape)) for name, x in numbers.items()})
+    keys = rounding_keys(Layout(tables, Mesh.build(1, 0)), numbers, "param", 0, backend.put)
+    for step in (1, 2, 500_000):
+        (number,) = backend.scalars(float(step))
+        for name, x in numbers.items():
+            out = backend.put(torch.zeros(x.shape, dtype=torch.bfloat16))
+            backend.kernels.stochastic_round(backend.put(x), out, keys[name], step_hash(number))
+            assert torch.equal(out.cpu().view(torch.int16), rounded(x, step, name=name).view(torch.int16)), (step, name)
+    nan = backend.put(torch.full((64, 64), torch.nan))
+    out = backend.put(torch.zeros(64, 64, dtype=torch.bfloat16))
+    (number,) = backend.scalars(1.0)
+    keys = rounding_keys(
+        Layout(ParamTable({"n": ShardSpec((64, 64))}), Mesh.build(1, 0)), {"n": nan}, "param", 0, backend.put
+    )
+    backend.kernels.stochastic_round(nan, out, keys["n"], step_hash(number))
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("update", ["fp32_master", "bf16_stochastic", "bf16_kahan"])
+def test_every_rule_stays_close_to_itself_on_the_cpu(backend: Backend, update: Any) -> None:
+    """Float32 arithmetic differs in the last bit, which moves a rounding once in a while, and never by more."""
+    _, found = ours(backend.kernels, torch.bfloat16, update, backend.put)
+    _, expected = ours(backend.host_kernels, torch.bfloat16, update)
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name].detach().cpu(), parameter.detach(), rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+def test_recomputed_gradients_are_equal_bit_for_bit_and_full_needs_less_memory(backend: Backend, params: str) -> None:
+    found, peaks = {}, {}
+    for remat in ("none", "selective", "full"):
+        resolved = layout("gqa2", tp=1, params=params, remat=remat)
+        torch.cuda.reset_peak_memory_stats()
+        found[remat] = rank_gradient(backend, resolved, weights_of(resolved))
+        peaks[remat] = backend.peak_memory_bytes()
+    for remat in ("selective", "full"):
+        assert (found[remat].loss, found[remat].norm) == (found["none"].loss, found["none"].norm)
+        for name, shard in found["none"].shards.items():
+            assert torch.equal(found[remat].shards[name], shard)
+    assert peaks["full"] < peaks["none"]
+
+
+@pytest.mark.parametrize("shard", ["zero1", "grad_op", "full"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_cut_over_two_gpus_trains_as_transformers_does(two_gpus: RankPool, shard: str, accumulation: int) -> None:
+    resolved = layout("gqa2", tp=1, dp=2, micro=2 // accumulation, shard=shard)
+    expected = reference(layout("gqa2", tp=1), STEPS)
+    check_course(two_gpus.run(2, run_ours, resolved, STEPS, weights_of(resolved)), expected, resolved)
+
+
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2}, {"offload": True}], ids=str)
+def test_options_of_sharding_change_the_course_by_no_more_than_the_order_of_sums(
+    two_gpus: RankPool, options: Mapping[str, Any]
+) -> None:
+    resolved = changed(layout("odd", tp=1, dp=2, micro=1, shard="full"), parallel=options)
+    expected = reference(layout("odd", tp=1), STEPS)
+    check_course(two_gpus.run(2, run_ours, resolved, STEPS, weights_of(resolved)), expected, resolved)
+
+
+def norm_divided_by_four(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> float:
+    state = start(backend, resolved, weights)
+    for module in state.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(4.0)
+    (batch,) = batches(resolved, 1)
+    return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch)).norm
+
+
+def test_a_wrong_divisor_would_be_seen(two_gpus: RankPool) -> None:
+    resolved = layout("gqa2", tp=1, dp=2, micro=2, shard="full")
+    (expected,) = reference(layout("gqa2", tp=1), 1).norms
+    for norm in two_gpus.run(2, norm_divided_by_four, resolved, weights_of(resolved)):
+        assert norm == pytest.approx(expected / 2, rel=1e-5)
