@@ -88,7 +88,7 @@ class ParallelConfig(Section):
     bucket_mib: PositiveInt = 64
     """MiB of gradients in one data parallel collective."""
     prefetch: NonNegativeInt = 1
-    """With shard=grad_op, full or hybrid, blocks whose parameters are gathered ahead of their use."""
+    """With shard=grad_op, full or hybrid, blocks that are gathered ahead of their use; 0: torch's own choice."""
     offload: bool = False
     """With shard=grad_op, full or hybrid, keep parameters and optimizer state in host memory."""
     virtual_pp: PositiveInt = 1

@@ -37,8 +37,8 @@ class Sharding:
 
     Args:
         mesh: The ranks, (shard,) or (replica, shard).
-        keep_gathered: Parameters stay whole from the forward pass to the end of the backward pass.
-        prefetch: Blocks whose parameters are gathered ahead of their use.
+        keep_gathered: Blocks stay whole from the forward pass to their backward pass.
+        prefetch: Blocks that are gathered ahead of their use; 0: torch's own choice.
         offload: Shards live in host memory, and are updated there.
         precision: Types of storage, computation and reduction.
     """
@@ -58,8 +58,8 @@ class Sharding:
         """
         blocks = cast(CausalLM, model).blocks
         for block in blocks:
-            self._shard(block, fill)
-        self._shard(model, fill)
+            self._shard(block, fill, self.keep_gathered)
+        self._shard(model, fill, keep_gathered=True)  # the backward pass begins with what the forward pass ended with
         for method in ("loss", "logits"):
             register_fsdp_forward_method(model, method)
         units = [cast(FSDPModule, block) for block in blocks]
@@ -67,13 +67,13 @@ class Sharding:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + self.prefetch])
             unit.set_modules_to_backward_prefetch(units[max(0, index - self.prefetch) : index][::-1])
 
-    def _shard(self, module: nn.Module, fill: Callable[[nn.Module], None]) -> None:
+    def _shard(self, module: nn.Module, fill: Callable[[nn.Module], None], keep_gathered: bool) -> None:
         fill(module)
         dtypes = self.precision
         fully_shard(
             module,
             mesh=self.mesh,
-            reshard_after_forward=not self.keep_gathered,
+            reshard_after_forward=not keep_gathered,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=dtypes.params, reduce_dtype=dtypes.reduce, cast_forward_inputs=False
             ),

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.support.models import weights_of
+from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
 
@@ -50,3 +50,15 @@ def test_twenty_steps_equal_transformers(ranks: RankPool, tp: int, dp: int, sp: 
 def test_every_shape_trains_as_transformers_does(ranks: RankPool, shape: str, tp: int, sp: bool) -> None:
     resolved = layout(shape, tp=tp, sp=sp)
     check_course(ranks.run(tp, run_ours, resolved, STEPS, weights_of(resolved)), expected(shape), resolved)
+
+
+def test_norm_weights_decay_like_all_others_when_asked(ranks: RankPool) -> None:
+    """As in the 7B recipe; at this decay the norms' weights tell the two apart."""
+    strong = {"weight_decay": 1.0}
+    alone, resolved = (
+        changed(layout("gqa2", tp=tp, sp=tp == 2), optim={**strong, "decay_norms": True}) for tp in (1, 2)
+    )
+    want, plain = (reference(plan, STEPS) for plan in (alone, changed(alone, optim={"decay_norms": False})))
+    check_course(ranks.run(2, run_ours, resolved, STEPS, weights_of(resolved)), want, resolved)
+    name = "model.norm.weight"
+    assert (want.weights[name] - plain.weights[name]).abs().min() > 1e-3

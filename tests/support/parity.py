@@ -47,9 +47,13 @@ def batches(resolved: Resolved, steps: int) -> list[Tensor]:
 def reference(resolved: Resolved, steps: int, dtype: torch.dtype = torch.float32) -> Course:
     """Train transformers' model on the whole batches."""
     model = hf_model(resolved).to(dtype)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    plain = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": OPTIM["weight_decay"]}, {"params": plain, "weight_decay": 0.0}]
+    everything = resolved.config.optim.decay_norms
+    decayed = [p for p in model.parameters() if p.dim() > 1 or everything]
+    plain = [p for p in model.parameters() if p.dim() == 1 and not everything]
+    groups = [
+        {"params": decayed, "weight_decay": resolved.config.optim.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=OPTIM["betas"], eps=OPTIM["eps"])
     losses, norms = [], []
     for batch in batches(resolved, steps):
