@@ -44,6 +44,20 @@ class Precision:
         )
 
     @property
+    def params_name(self) -> str:
+        """Torch's name of the parameters' type, such as `bfloat16`."""
+        return _name(self.params)
+
+    @property
+    def state_name(self) -> str:
+        """The same of the running means."""
+        return _name(self.state)
+
+    @property
     def sharded_params(self) -> torch.dtype:
         """How `fully_shard` stores parameters: it gives reduced gradients the type of the parameters that it stores."""
         return self.reduce if self.params != torch.float32 else self.params
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -75,13 +75,6 @@ class Collectives(ABC):
         """Sum over the axis and keep this rank's slice of dimension 0: (n * size, ...) to (n, ...)."""
         return self.start_reduce_scatter(x, axis).wait()
 
-    def all_reduce_in_place(self, tensors: Sequence[Tensor], axis: Axis) -> None:
-        """Sum tensors of one type over the axis, in one collective; they may be views."""
-        if axis.size > 1:
-            reduced = self.start_all_reduce_bucket(tensors, axis, tensors[0].dtype).wait()
-            for tensor, result in zip(tensors, reduced, strict=True):
-                tensor.copy_(result)
-
     @abstractmethod
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         """`all_reduce` that other work may overlap."""
@@ -129,13 +122,13 @@ class AdamStep:
     Args:
         lr: () float32, on the device, so that a new value needs no new graph.
         step: () float32, on the device, updates done including this one.
-        grad_scale: () float32, on the device, multiplies every gradient; None: 1.
+        grad_scale: () float32, on the device, multiplies every gradient.
         betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
     """
 
     lr: Tensor
     step: Tensor
-    grad_scale: Tensor | None
+    grad_scale: Tensor
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -155,11 +148,6 @@ class Rows:
     start: int
     number: int
     whole: bool
-
-    @staticmethod
-    def all(name: str, number: int) -> Rows:
-        """All rows of a parameter."""
-        return Rows(name, 0, number, whole=True)
 
     def of(self, x: Tensor) -> Tensor:
         """Their view into a tensor of the parameter's shape."""
@@ -196,7 +184,8 @@ class Kernels(ABC):
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         """How to divide an update over calls of `adamw`: all at once, unless the device prefers otherwise."""
-        return [[Rows.all(name, shape[0]) for name, shape in shapes.items()]] if shapes else []
+        rows = [Rows(name, 0, shape[0], whole=True) for name, shape in shapes.items() if shape[0]]
+        return [rows] if rows else []
 
     @abstractmethod
     def adamw(

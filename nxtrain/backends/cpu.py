@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxtrain.backends.base import AdamStep, Backend, Rows, Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
 from nxtrain.backends.cpu_attention import blocked_attention, is_short
-from nxtrain.backends.kernels import FusedKernels
+from nxtrain.backends.kernels import FusedKernels, row_tiles
 from nxtrain.backends.rounding import RoundingKey, round_by_pairs_on_host
 from nxtrain.mesh import Mesh
 
@@ -37,14 +35,7 @@ class CpuKernels(FusedKernels):
         return blocked_attention(q, k, v) if is_short(q) else super().attention(q, k, v)
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
-        tiles = []
-        for name, (num_rows, *rest) in shapes.items():
-            width = max(1, TILE_ENTRIES // max(1, math.prod(rest)))
-            tiles += [
-                [Rows(name, start, min(width, num_rows - start), whole=width >= num_rows)]
-                for start in range(0, num_rows, width)
-            ]
-        return tiles
+        return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]
 
     def adamw(
         self,
@@ -54,8 +45,6 @@ class CpuKernels(FusedKernels):
         exp_avg_sqs: Sequence[Tensor],
         how: AdamStep,
     ) -> None:
-        if how.grad_scale is not None and how.grad_scale.item() == 1:
-            how = replace(how, grad_scale=None)  # torch's kernel writes gradients back that it scales
         for entry in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             self._update(entry, how)
 
@@ -72,6 +61,10 @@ class CpuKernels(FusedKernels):
             x[-left_over:] = updated[:left_over]
         if len(flat[0]) > left_over:
             self._update([x[:-left_over] for x in flat], how)
+
+    def _divisor(self, grad_scale: Tensor) -> Tensor | None:
+        # The kernel writes gradients back that it scales, which it can be spared here, where the host may look.
+        return None if grad_scale.item() == 1 else super()._divisor(grad_scale)
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_by_pairs_on_host(x, out, key, step)

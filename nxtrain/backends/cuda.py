@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxtrain.backends.base import Backend, Rows, Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
 from nxtrain.backends.cpu import CpuKernels
-from nxtrain.backends.kernels import FusedKernels, sdpa
+from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Mesh
 
@@ -38,15 +38,16 @@ class CudaKernels(FusedKernels):
         return sdpa(q, k, v, grouped=True)
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
-        tiles: list[list[Rows]] = []
-        filled = TILE_ENTRIES
-        for name, shape in shapes.items():
-            if filled + math.prod(shape) > TILE_ENTRIES:
-                tiles.append([])
-                filled = 0
-            tiles[-1].append(Rows.all(name, shape[0]))
-            filled += math.prod(shape)
-        return tiles
+        calls: list[list[Rows]] = []
+        room = 0
+        for rows in row_tiles(shapes, TILE_ENTRIES):
+            size = rows.number * math.prod(shapes[rows.name][1:])
+            if size > room:
+                calls.append([])
+                room = TILE_ENTRIES
+            calls[-1].append(rows)
+            room -= size
+        return calls
 
 
 class CudaBackend(Backend):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nxtrain.backends.base import AdamStep, Kernels
+from nxtrain.backends.base import AdamStep, Kernels, Rows
 from nxtrain.backends.rounding import RoundingKey, round_by_pairs, round_one_by_one
 
 
@@ -48,11 +49,15 @@ class FusedKernels(Kernels):
             eps=how.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=None if how.grad_scale is None else how.grad_scale.reciprocal(),
+            grad_scale=self._divisor(how.grad_scale),
         )
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_by_pairs(x, out, key, step)
+
+    def _divisor(self, grad_scale: Tensor) -> Tensor | None:
+        """What torch's kernel divides gradients by."""
+        return grad_scale.reciprocal()
 
 
 class PlainKernels(Kernels):
@@ -79,7 +84,7 @@ class PlainKernels(Kernels):
         correction1 = 1.0 - torch.pow(beta1, how.step)
         correction2 = (1.0 - torch.pow(beta2, how.step)).sqrt()
         for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-            scaled = grad if how.grad_scale is None else grad * how.grad_scale
+            scaled = grad * how.grad_scale
             exp_avg.mul_(beta1).add_(scaled * (1.0 - beta1))
             exp_avg_sq.mul_(beta2).add_(scaled * scaled * (1.0 - beta2))
             update = (exp_avg / correction1) / (exp_avg_sq.sqrt() / correction2 + how.eps)
@@ -87,6 +92,14 @@ class PlainKernels(Kernels):
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_one_by_one(x, out, key, step, bitcast=torch.Tensor.view)
+
+
+def row_tiles(shapes: Mapping[str, Sequence[int]], limit: int) -> Iterator[Rows]:
+    """Cut parameters by rows into tiles of no more than so many entries, or of one row; empty ones give none."""
+    for name, (num_rows, *rest) in shapes.items():
+        width = max(1, limit // max(1, math.prod(rest)))
+        for start in range(0, num_rows, width):
+            yield Rows(name, start, min(width, num_rows - start), whole=width >= num_rows)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:

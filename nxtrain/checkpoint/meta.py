@@ -35,6 +35,8 @@ class Meta(BaseModel):
     """The family's configuration."""
     dtype: str
     """Torch's name of the parameters' type."""
+    state_dtype: str = "float32"
+    """The same of the optimizer's running means."""
     data_fingerprint: str = ""
     """Identity of the data."""
     config_fingerprint: str = ""

@@ -31,8 +31,8 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 """Values of parallel.shard that cut parameters and gradients."""
 
-MAX_ROUNDED_BETA2 = 0.99
-"""Up to this decay a mean square in bf16 follows its gradients when rounded to nearest: one step moves it by 1% of the
+MAX_ROUNDED_BETA = 0.99
+"""Up to this decay a running mean in bf16 follows its gradients when rounded to nearest: one step moves it by 1% of the
 distance to them, and bf16 numbers are 0.4 to 0.8% apart."""
 
 _UPDATES = {"fp32": ("fp32",), "bf16": ("fp32_master", "bf16_stochastic", "bf16_kahan")}
@@ -171,27 +171,33 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
 
 
 def _precision(config: RunConfig) -> Iterator[Problem]:
-    precision, beta2 = config.precision, config.optim.betas[1]
+    precision, shard = config.precision, config.parallel.shard
     params, update = precision.params, precision.update
     if update not in _UPDATES[params]:
         reason = f"{update} does not fit params={params}: {_UPDATE_REASONS[params]}"
         yield Problem("precision.update", reason, hint=f"use {' or '.join(_UPDATES[params])}")
-    if precision.state == "bf16" and update != "bf16_stochastic" and beta2 > MAX_ROUNDED_BETA2:
-        reason = (
-            f"bf16 rounds to nearest under update={update}: with optim.betas[1]={beta2} each step changes the mean "
-            "square by less than half the distance to the next number, and it stays at the largest it has been"
-        )
-        hint = f"use precision.state=fp32, update=bf16_stochastic, or optim.betas[1]={MAX_ROUNDED_BETA2} or less"
-        yield Problem("precision.state", reason, hint=hint)
+    for index, beta in enumerate(config.optim.betas):
+        if precision.state == "bf16" and update != "bf16_stochastic" and beta > MAX_ROUNDED_BETA:
+            reason = (
+                f"bf16 rounds to nearest under update={update}: with optim.betas[{index}]={beta} each step changes the "
+                "running mean by less than half the distance to the next number, and it stays where it is"
+            )
+            hint = (
+                f"use precision.state=fp32, update=bf16_stochastic, or optim.betas[{index}]={MAX_ROUNDED_BETA} or less"
+            )
+            yield Problem("precision.state", reason, hint=hint)
     if params == "fp32" and precision.accumulate == "bf16":
         reason = "bf16 sums would round the fp32 gradients of fp32 params once per micro-batch"
         yield Problem("precision.accumulate", reason, hint="use precision.accumulate=fp32")
-    if config.parallel.shard in FULLY_SHARDED and params == "bf16" and precision.accumulate != precision.reduce:
+    # Reduced gradients are summed in the type of the stored parameters; across nodes, before that, in their own.
+    one_type = shard == "hybrid" or (shard in FULLY_SHARDED and params == "bf16")
+    if one_type and precision.accumulate != precision.reduce:
         reason = (
-            f"{precision.accumulate}, but reduce={precision.reduce}: parallel.shard={config.parallel.shard} reduces "
-            "every micro-batch and sums what is reduced, so both have one type"
+            f"{precision.accumulate}, but reduce={precision.reduce}: parallel.shard={shard} reduces every micro-batch "
+            "and sums what is reduced, so both have one type"
         )
-        yield Problem("precision.accumulate", reason, hint=f"use precision.accumulate={precision.reduce}")
+        wide = "precision.reduce=fp32" if params == "fp32" else f"precision.accumulate={precision.reduce}"
+        yield Problem("precision.accumulate", reason, hint=f"use {wide}")
 
 
 def _sharding(config: RunConfig) -> Iterator[Problem]:
@@ -199,9 +205,21 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
     if parallel.shard_size and parallel.shard != "hybrid":
         reason = f"{parallel.shard_size} is the number of ranks that shard=hybrid cuts over, but shard={parallel.shard}"
         yield Problem("parallel.shard_size", reason, hint="use parallel.shard_size=0, or parallel.shard=hybrid")
-    if parallel.offload and parallel.shard not in FULLY_SHARDED:
-        reason = f"keeps sharded parameters in host memory, but shard={parallel.shard} does not shard them"
-        yield Problem("parallel.offload", reason, hint=f"use false, or parallel.shard={', '.join(FULLY_SHARDED)}")
+    elif parallel.dp and parallel.shard_size and parallel.dp % parallel.shard_size:
+        works = ", ".join(str(n) for n in range(1, parallel.dp + 1) if parallel.dp % n == 0)
+        reason = f"{parallel.shard_size} does not divide dp={parallel.dp}"
+        yield Problem("parallel.shard_size", reason, hint=f"use one of {works}")
+    if parallel.shard not in FULLY_SHARDED:
+        modes = ", ".join(FULLY_SHARDED)
+        if parallel.offload:
+            reason = f"keeps sharded parameters in host memory, but shard={parallel.shard} does not shard them"
+            yield Problem("parallel.offload", reason, hint=f"use false, or parallel.shard={modes}")
+        if parallel.prefetch != type(parallel)().prefetch:
+            reason = f"gathers sharded parameters ahead of their use, but shard={parallel.shard} does not shard them"
+            yield Problem("parallel.prefetch", reason, hint=f"leave it out, or use parallel.shard={modes}")
+    elif parallel.offload and parallel.dp == 1:
+        reason = "needs data parallel ranks that share the parameters, but dp=1"
+        yield Problem("parallel.offload", reason, hint="use false, or parallel.dp=0 and more ranks")
     if parallel.shard in FULLY_SHARDED and config.backend.name not in ("auto", "cpu", "cuda"):
         reason = f"{parallel.shard} runs on the backends cpu and cuda, not on {config.backend.name}"
         yield Problem("parallel.shard", reason, hint="use parallel.shard=zero1, which every backend has")

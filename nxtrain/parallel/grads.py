@@ -77,9 +77,10 @@ class SquareSum:
 
 
 class _TensorParallelSums:
-    """Sums the weights that saw a slice of the sequence, and the copies of K/V heads that served other queries.
+    """Sums in float32 what saw a slice of the sequence, and the copies of K/V heads that served other queries.
 
-    What differs between ranks is data on the device, so that the graph is the same on all of them.
+    A fused matrix is summed as a whole, its other rows in vain. What differs between ranks is data on the device, so
+    that the graph is the same on all of them.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class _TensorParallelSums:
         for copies in self._whole.keys() | self._rows.keys():
             whole, rows = self._whole.get(copies, []), self._rows.get(copies, {})
             tensors = [grads[name] for name in (*whole, *rows)]
-            reduced = self._comm.start_all_reduce_bucket(tensors, self._tp.neighbours(copies), tensors[0].dtype).wait()
+            reduced = self._comm.start_all_reduce_bucket(tensors, self._tp.neighbours(copies), torch.float32).wait()
             for name, total in zip((*whole, *rows), reduced, strict=True):
                 grads[name] = torch.where(rows[name], total, grads[name]) if name in rows else total
 

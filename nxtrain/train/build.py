@@ -22,14 +22,9 @@ from nxtrain.parallel.fully_sharded import FullySharded, Sharding
 from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
-from nxtrain.precision import DTYPES, Precision
+from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.step import TrainState
-
-
-def dtype_name(plan: Resolved) -> str:
-    """Torch's name of the parameters' type, such as `bfloat16`."""
-    return str(DTYPES[plan.config.precision.params]).removeprefix("torch.")
 
 
 def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int) -> Mesh:
@@ -99,7 +94,7 @@ def is_fully_sharded(plan: Resolved, mesh: Mesh) -> bool:
 def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     """Build this rank's part of the model without storage."""
     run = plan.config
-    dtype = DTYPES[run.precision.params]
+    dtype = Precision.of(run.precision).params
     parallel = TensorParallel(mesh.tp, backend.collectives, dtype, run.parallel.sequence_parallel and mesh.tp.size > 1)
     context = BuildContext(
         layers=NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20),

@@ -24,7 +24,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.build import build_mesh, dtype_name
+from nxtrain.train.build import build_mesh
 from nxtrain.train.start import shards_of, start
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer
@@ -143,7 +143,8 @@ def _save(step: int, plan: Resolved, state: TrainState, data: Data) -> None:
         seed=config.run.seed,
         family=plan.family.name,
         config=plan.model.model_dump(mode="json"),
-        dtype=dtype_name(plan),
+        dtype=state.precision.params_name,
+        state_dtype=state.precision.state_name,
         data_fingerprint=data.fingerprint,
     )
     folder = config.run.dir / layout.FOLDER

@@ -15,7 +15,8 @@ from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
-from nxtrain.train.build import build_model, build_state, dtype_name
+from nxtrain.precision import Precision
+from nxtrain.train.build import build_model, build_state
 from nxtrain.train.step import TrainState
 
 
@@ -26,7 +27,7 @@ def start(plan: Resolved, backend: Backend, mesh: Mesh, data_fingerprint: str) -
         CheckpointError: The checkpoint to continue is damaged or belongs to another run.
         ConfigError: The Hugging Face folder of `model.init=hf` does not fit.
     """
-    config = plan.config
+    config, precision = plan.config, Precision.of(plan.config.precision)
     checkpoint = _checkpoint(plan)
     fresh = Meta(
         step=0,
@@ -35,7 +36,8 @@ def start(plan: Resolved, backend: Backend, mesh: Mesh, data_fingerprint: str) -
         seed=config.run.seed,
         family=plan.family.name,
         config=plan.model.model_dump(mode="json"),
-        dtype=dtype_name(plan),
+        dtype=precision.params_name,
+        state_dtype=precision.state_name,
         data_fingerprint=data_fingerprint,
     )
     first: Literal["draw", "hf"] = "hf" if config.model.init == "hf" else "draw"
@@ -44,7 +46,7 @@ def start(plan: Resolved, backend: Backend, mesh: Mesh, data_fingerprint: str) -
     if checkpoint is None:
         return state, fresh
     meta = read_meta(checkpoint)
-    _refuse_drift(checkpoint, meta, fresh, plan)
+    _refuse_drift(checkpoint, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan)
     restore(state, checkpoint, weights_only=meta.step == 0)  # step 0 is a conversion
     if meta.step == 0:
         return state, fresh
@@ -88,12 +90,18 @@ def _checkpoint(plan: Resolved) -> Path | None:
 
 def _refuse_drift(checkpoint: Path, meta: Meta, fresh: Meta, plan: Resolved) -> None:
     """A run goes on only as what it was; weights alone may start any run of their shape."""
-    keys = ["family", "config"] if meta.step == 0 else ["family", "config", "dtype", "seed", "data_fingerprint"]
+    keys = ["family", "config"]
+    if meta.step:
+        keys += ["dtype", "state_dtype", "seed", "data_fingerprint"]
     differences = [
         f"{key} is {getattr(meta, key)!r} there and {getattr(fresh, key)!r} here"
         for key in keys
         if getattr(meta, key) != getattr(fresh, key)
     ]
+    if meta.step and set(meta.kinds) != set(fresh.kinds):
+        there, here = (", ".join(sorted({*kinds} - {MODEL})) for kinds in (meta.kinds, fresh.kinds))
+        update = plan.config.precision.update
+        differences.append(f"its optimizer kept {there}, and precision.update={update} keeps {here} here")
     batch = plan.config.train.global_batch
     if meta.samples != meta.step * batch:
         differences.append(f"train.global_batch is {meta.samples // meta.step} there and {batch} here")

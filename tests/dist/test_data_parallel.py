@@ -40,6 +40,15 @@ def test_every_cut_trains_as_transformers_does(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
+def test_hybrid_sums_micro_batches_inside_the_nodes_and_their_sum_across(ranks: RankPool, tp: int) -> None:
+    batch = {"global_batch": 8}
+    want = reference(changed(layout("odd", tp=1), train=batch), STEPS)
+    resolved = layout("odd", tp=tp, dp=4, sp=tp == 2, micro=1, shard="hybrid", shard_size=2)
+    resolved = changed(resolved, train=batch)
+    check_course(ranks.run(4 * tp, run_ours, resolved, STEPS, weights_of(resolved)), want, resolved)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("shape", ["odd", "tied", "mqa"])
 @pytest.mark.parametrize("shard", ["zero1", "grad_op", "full"])
 def test_shapes_that_do_not_divide_are_cut_and_trained(ranks: RankPool, shape: str, shard: str, tp: int) -> None:

@@ -119,13 +119,15 @@ def test_collectives_of_a_step_are_what_each_cut_needs(ranks: RankPool, shard: s
         assert found == expected(2 // micro)
 
 
-def test_hybrid_sums_across_nodes_once_per_step(ranks: RankPool) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_hybrid_sums_across_nodes_once_per_step(ranks: RankPool, accumulation: int) -> None:
     resolved = layout("gqa2", tp=1, dp=4, micro=1, shard="hybrid", shard_size=2)
+    resolved = changed(resolved, train={"global_batch": 4 * accumulation})
     (found, *_) = ranks.run(4, collectives_of_a_step, resolved, weights_of(resolved))
     assert found == {
         "allreduce": SCALARS + 1 + UNITS,
-        "reduce_scatter_base": UNITS,
-        "allgather_base": UNITS + LAYERS,
+        "reduce_scatter_base": UNITS * accumulation,
+        "allgather_base": (UNITS + LAYERS) * accumulation,
     }
 
 

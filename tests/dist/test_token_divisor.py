@@ -123,10 +123,14 @@ def norm(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], by
     return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch)).norm
 
 
-@pytest.mark.parametrize("shard", ["none", "zero1", "grad_op", "full"])
-def test_a_gradient_divided_by_the_world_size_would_be_seen(ranks: RankPool, shard: str) -> None:
-    alone, resolved = layout("gqa2", tp=1), layout("gqa2", tp=2, dp=2, micro=2, shard=shard)
+@pytest.mark.parametrize(
+    ("shard", "dp"), [("none", 2), ("zero1", 2), ("grad_op", 2), ("full", 2), ("hybrid", 4)]
+)
+def test_a_gradient_divided_by_the_world_size_would_be_seen(ranks: RankPool, shard: str, dp: int) -> None:
+    size = 2 if shard == "hybrid" else 0
+    alone, resolved = layout("gqa2", tp=1), layout("gqa2", tp=2, dp=dp, micro=4 // dp, shard=shard, shard_size=size)
     weights = weights_of(alone)
-    expected = ranks.run(1, norm, alone, weights, False) * 4
-    assert ranks.run(4, norm, resolved, weights, False) == pytest.approx(expected, rel=1e-5)
-    assert ranks.run(4, norm, resolved, weights, True) == pytest.approx([n / 2 for n in expected], rel=1e-5)
+    (expected,) = ranks.run(1, norm, alone, weights, False)
+    world = 2 * dp
+    assert ranks.run(world, norm, resolved, weights, False) == pytest.approx([expected] * world, rel=1e-5)
+    assert ranks.run(world, norm, resolved, weights, True) == pytest.approx([expected / 2] * world, rel=1e-5)

@@ -40,8 +40,8 @@ class Course:
 
 
 def batches(resolved: Resolved, steps: int) -> list[Tensor]:
-    """The global batch of each step: (GLOBAL_BATCH, seq_len + 1)."""
-    return [tokens(resolved, GLOBAL_BATCH, seed=100 + step) for step in range(steps)]
+    """The global batch of each step: (global_batch, seq_len + 1)."""
+    return [tokens(resolved, resolved.config.train.global_batch, seed=100 + step) for step in range(steps)]
 
 
 def reference(resolved: Resolved, steps: int, dtype: torch.dtype = torch.float32) -> Course:

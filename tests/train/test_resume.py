@@ -10,6 +10,7 @@ import pytest
 
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
+from tests.support.models import changed
 from tests.support.ranks import RankPool
 from tests.support.runs import assert_equal_bits, course, run_plan, state_at, token_file, train_rank
 
@@ -96,9 +97,29 @@ def test_a_run_with_other_data_is_not_continued(runs: Runs) -> None:
     token_file(runs.folder / "other.npy", num_rows=18, seed=1)
     resolved = runs.plan("drifted", "alone", STEPS)
     data = resolved.config.data.model_copy(update={"path": str(runs.folder / "other.npy")})
-    changed = Resolved(resolved.config.model_copy(update={"data": data}), resolved.family, resolved.model)
+    moved = Resolved(resolved.config.model_copy(update={"data": data}), resolved.family, resolved.model)
     with pytest.raises(
         AssertionError, match=rf"{CheckpointError.__name__}: .*belongs to another run: data_fingerprint"
     ):
-        runs.run(changed)
+        runs.run(moved)
     assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (
+            {"update": "bf16_stochastic"},
+            "its optimizer kept exp_avg, exp_avg_sq, master, and precision.update=bf16_stochastic keeps exp_avg, "
+            "exp_avg_sq here",
+        ),
+        ({"state": "bf16"}, "state_dtype is 'float32' there and 'bfloat16' here"),
+    ],
+    ids=["update", "state"],
+)
+def test_a_run_under_another_rule_is_not_continued(runs: Runs, other: dict[str, str], reason: str) -> None:
+    rule = {"params": "bf16", "update": "fp32_master"}
+    name = "-".join(["ruled", *other])
+    runs.run(changed(runs.plan(name, "alone", 2), precision=rule))
+    with pytest.raises(AssertionError, match=rf"{CheckpointError.__name__}: .*belongs to another run: {reason}"):
+        runs.run(changed(runs.plan(name, "alone", STEPS), precision={**rule, **other}))

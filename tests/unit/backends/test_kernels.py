@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Kernels
+from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from tests.support.layers import random
@@ -67,3 +70,17 @@ def test_rms_norm_rounds_bf16_once(kernels: Kernels) -> None:
     assert out.dtype == torch.bfloat16
     # Half a unit in the last of 8 places, and float32's own rounding beside it.
     assert ((out.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(("kernels", "limit"), [(CpuKernels(), 1 << 19), (CudaKernels(), 1 << 26)], ids=["cpu", "cuda"])
+def test_an_update_is_cut_into_tiles_that_cover_every_row_once(kernels: Kernels, limit: int) -> None:
+    shapes = {"empty": (0, 64), "vector": (7,), "large": (128256, 4096), "row": (2, limit + 1), "last": (3, 5)}
+    calls = kernels.tiles(shapes)
+    covered: dict[str, list[int]] = {name: [] for name in shapes}
+    for rows in (rows for call in calls for rows in call):
+        covered[rows.name] += range(rows.start, rows.start + rows.number)
+    assert covered == {name: list(range(shape[0])) for name, shape in shapes.items()}
+    for call in calls:
+        assert call
+        entries = sum(rows.number * math.prod(shapes[rows.name][1:]) for rows in call)
+        assert entries <= limit or [rows.number for rows in call] == [1]

@@ -147,8 +147,9 @@ BF16 = ("precision.params=bf16", "precision.update=bf16_kahan")
 
 
 @pytest.mark.parametrize("update", ["fp32_master", "bf16_kahan"])
-def test_a_mean_square_that_rounding_to_nearest_would_freeze_is_refused(tmp_path: Path, update: str) -> None:
+def test_a_running_mean_that_rounding_to_nearest_would_freeze_is_refused(tmp_path: Path, update: str) -> None:
     overrides = ("precision.params=bf16", f"precision.update={update}", "precision.state=bf16")
+    assert "optim.betas[0]=0.999" in only(tmp_path, *overrides, "optim.betas=[0.999, 0.95]").reason
     found = only(tmp_path, *overrides, "optim.betas=[0.9, 0.999]")
     assert found.key == "precision.state"
     assert "optim.betas[1]=0.999" in found.reason
@@ -170,13 +171,24 @@ def test_sharded_gradients_are_summed_in_the_type_they_are_reduced_in(tmp_path: 
     assert (found.key, found.hint) == ("precision.accumulate", "use precision.accumulate=bf16")
     checked(tmp_path, *BF16, f"parallel.shard={shard}", "precision.reduce=bf16", "precision.accumulate=bf16")
     checked(tmp_path, *BF16, "parallel.shard=zero1", "precision.reduce=bf16")
-    checked(tmp_path, f"parallel.shard={shard}", "precision.reduce=bf16")  # fp32 gradients are summed in fp32
+    if shard == "hybrid":  # across nodes sums are kept in the type of the reduction
+        assert only(tmp_path, "parallel.shard=hybrid", "precision.reduce=bf16").hint == "use precision.reduce=fp32"
+    else:
+        checked(tmp_path, f"parallel.shard={shard}", "precision.reduce=bf16")  # fp32 gradients are summed in fp32
 
 
 def test_options_of_sharding_belong_to_the_modes_that_have_them(tmp_path: Path) -> None:
     found = only(tmp_path, "parallel.shard=full", "parallel.shard_size=2")
     assert (found.key, found.hint) == ("parallel.shard_size", "use parallel.shard_size=0, or parallel.shard=hybrid")
     assert only(tmp_path, "parallel.shard=zero1", "parallel.offload=true").key == "parallel.offload"
+    assert only(tmp_path, "parallel.shard=zero1", "parallel.prefetch=2").key == "parallel.prefetch"
+    assert only(tmp_path, "parallel.shard=full", "parallel.offload=true", "parallel.dp=1").key == "parallel.offload"
+    found = only(tmp_path, "parallel.shard=hybrid", "parallel.shard_size=3", "parallel.dp=4")
+    assert (found.key, found.reason, found.hint) == (
+        "parallel.shard_size",
+        "3 does not divide dp=4",
+        "use one of 1, 2, 4",
+    )
     checked(tmp_path, "parallel.shard=hybrid", "parallel.shard_size=2", "parallel.offload=true", world=4)
     found = only(tmp_path, "parallel.shard=hybrid", "parallel.shard_size=3", world=4)
     assert (found.key, found.reason) == ("parallel.shard_size", "3 does not divide dp=4")
