@@ -84,6 +84,9 @@ def _options(
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     loaded = _load(config, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
+    from nxtrain.launch.neuron import adopt
+
+    adopt(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     from nxtrain.train.run import train
 
     train(loaded)
@@ -93,11 +96,13 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 def launch(
     config: ConfigPath,
     overrides: Overrides = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks; by default tp x pp x dp.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per machine; by default tp x pp x dp / nodes.")
+    ] = None,
     target: Annotated[str, typer.Option(help="Where: local is this machine.")] = "local",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
 ) -> None:
-    """Start every rank of a run."""
+    """Start every rank of a run, with the environment that its devices need."""
     if target != "local":
         raise ConfigError(f"--target {target} is not available in this release; use local")
     from nxtrain.launch.local import launch

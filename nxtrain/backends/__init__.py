@@ -9,7 +9,7 @@ from nxtrain.errors import BackendError
 if TYPE_CHECKING:
     from nxtrain.backends.base import Backend
 
-_ORDER = ("cuda", "cpu")
+_ORDER = ("neuron", "cuda", "cpu")
 
 
 def choose(name: str) -> tuple[str, str]:
@@ -22,7 +22,7 @@ def choose(name: str) -> tuple[str, str]:
     reasons = []
     for candidate in _ORDER:
         support = _load(candidate).support()
-        reasons.append(f"{candidate}: {support.reason}")
+        reasons.append(f"{candidate}: {support.reason.splitlines()[0]}")
         if support.ok:
             return candidate, "; ".join(reasons)
     raise BackendError("no backend can run here: " + "; ".join(reasons))
@@ -32,7 +32,7 @@ def open_backend(name: str, hang_timeout_s: float = 1800.0) -> Backend:
     """Claim this rank's device and join its process group.
 
     Args:
-        name: `cpu`, `cuda` or `xla`.
+        name: `cpu`, `cuda`, `xla` or `neuron`.
         hang_timeout_s: Seconds that a collective waits for the other ranks before it fails.
 
     Raises:
@@ -54,4 +54,8 @@ def _load(name: str) -> type[Backend]:
         from nxtrain.backends.xla import XlaBackend
 
         return XlaBackend
-    raise BackendError(f"there is no backend {name!r}; known: cpu, cuda, xla")
+    if name == "neuron":
+        from nxtrain.backends.neuron import NeuronBackend
+
+        return NeuronBackend
+    raise BackendError(f"there is no backend {name!r}; known: cpu, cuda, xla, neuron")

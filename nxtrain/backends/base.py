@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Support:
-    """An answer to "can this run here", with its reason."""
+    """An answer to "can this run here", with its reason; lines after the first are the way out."""
 
     ok: bool
     reason: str

@@ -14,6 +14,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend, Collectives, Done, Op, Pending, Support
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import RoundingKey, round_one_by_one
+from nxtrain.backends.shell import refuse_dead_variables
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis
 
@@ -106,12 +107,8 @@ class XlaBackend(Backend):
     def __init__(self, *, sync: Callable[[], None] | None = None, hang_timeout_s: float = 1800.0) -> None:
         support = self.support()
         if not support.ok:
-            raise BackendError(f"backend.name=xla cannot run here: {support.reason}")
-        for dead in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
-            if os.environ.get(dead, "0") not in {"", "0"}:
-                raise BackendError(
-                    f"{dead} is set: it silently stores float32 tensors as bfloat16; unset it and use precision.params"
-                )
+            raise BackendError(f"backend.name={self.name} cannot run here: {support.reason}")
+        refuse_dead_variables(os.environ)
         import torch_xla
         import torch_xla.runtime as xr
 

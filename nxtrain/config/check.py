@@ -24,7 +24,7 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
     ("data.doc_mask", (False,), "masks between documents; use false"),
     ("checkpoint.async", (False,), "checkpoints in the background; use false"),
-    ("backend.name", ("auto", "cpu", "cuda", "xla"), "Neuron backends; use xla, cuda or cpu"),
+    ("backend.name", ("auto", "cpu", "cuda", "xla", "neuron"), "TorchNeuron; use neuron"),
     ("backend.layers", ("auto", "native"), "NeuronX Distributed layers; use native"),
 )
 

@@ -6,12 +6,22 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nxtrain.config.check import resolve
-from nxtrain.config.load import load
+from nxtrain.config.load import Loaded, load
 from nxtrain.errors import ConfigError, Problem
+from nxtrain.launch.environment import Variable
+from nxtrain.launch.neuron import is_neuron, needs
+
+AGENT = ("-m", "nxtrain.launch.torchrun")
+
+FIRST_NODE = "FIRST_NODE"
+"""Stands for a name that only the cluster knows."""
+
+PORT = 29500
+"""Of the rendezvous between machines; torchrun's own default."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +30,27 @@ class Command:
 
     Args:
         argv: Program and arguments.
-        env: Environment variables beside those inherited.
+        variables: Environment variables beside those inherited, each with its reason.
+        about: What people should know who start it by hand.
     """
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]
+    variables: tuple[Variable, ...] = ()
+    about: tuple[str, ...] = ()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables by name."""
+        return {variable.name: variable.value for variable in self.variables}
 
     def __str__(self) -> str:
-        """A line for a shell."""
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
+        """Lines for a shell, which a file can keep."""
+        lines = [f"# {line}" for line in self.about]
+        for variable in self.variables:
+            source = f" [{variable.source}]" if variable.source else ""
+            lines += [f"# {line}" for line in f"{variable.reason}{source}".splitlines()]
+            lines.append(f"export {variable.name}={shlex.quote(variable.value)}")
+        return "\n".join([*lines, shlex.join(self.argv)])
 
 
 def render(path: Path, overrides: Sequence[str], nproc: int | None, environ: Mapping[str, str]) -> Command:
@@ -37,27 +59,21 @@ def render(path: Path, overrides: Sequence[str], nproc: int | None, environ: Map
     Args:
         path: Configuration file.
         overrides: `dotted.key=value` each.
-        nproc: Number of ranks; None: as many as the degrees ask for.
+        nproc: Number of ranks per machine; None: as many as the degrees ask for.
         environ: Environment that the command inherits.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks of one machine.
     """
     loaded = load(path, overrides)
-    config = loaded.config
-    parallel = config.parallel
-    nproc = nproc or parallel.tp * parallel.pp * max(parallel.dp, 1)
-    resolve(loaded, world=nproc)
-    if config.cluster.nodes > 1:
-        reason = f"nodes={config.cluster.nodes}, but the target local is one machine"
-        hint = "use cluster.nodes=1, or start `torchrun -m nxtrain train` on each node"
-        raise ConfigError([Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint)])
-    train = ("-m", "nxtrain", "train", str(path), *overrides)
-    options = ("--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}")
-    agent = ("-m", "nxtrain.launch.torchrun", *options, f"--max-restarts={config.recovery.max_restarts}")
-    # Ranks that each take all cores slow one another down many times over.
-    env = {} if "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": str(max(1, _num_cores() // nproc))}
-    return Command((sys.executable, *(agent if nproc > 1 else ()), *train), env)
+    command, problems = _render(loaded, path, overrides, nproc, environ)
+    if (nodes := loaded.config.cluster.nodes) > 1:
+        reason = f"nodes={nodes}, but the target local is one machine"
+        hint = "use cluster.nodes=1, or start on each node what --dry-run prints"
+        problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint))
+    if problems:
+        raise ConfigError(problems)
+    return command
 
 
 def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: bool) -> None:
@@ -66,16 +82,59 @@ def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: boo
     Args:
         path: Configuration file.
         overrides: `dotted.key=value` each.
-        nproc: Number of ranks; None: as many as the degrees ask for.
-        dry_run: Only print the command.
+        nproc: Number of ranks per machine; None: as many as the degrees ask for.
+        dry_run: Only print the environment and the command, though the configuration cannot run yet; of several
+            machines, what to start on each.
 
     Raises:
-        ConfigError: The configuration cannot run on that many ranks of one machine.
+        ConfigError: The configuration cannot run on that many ranks.
     """
+    if dry_run:
+        command, problems = _render(load(path, overrides), path, overrides, nproc, os.environ)
+        print(command, flush=True)
+        if problems:
+            raise ConfigError(problems)
+        return
     command = render(path, overrides, nproc, os.environ)
     print(command, flush=True)
-    if not dry_run:
-        os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
+    os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
+
+
+def _render(
+    loaded: Loaded, path: Path, overrides: Sequence[str], nproc: int | None, environ: Mapping[str, str]
+) -> tuple[Command, list[Problem]]:
+    """The command for one machine, and what keeps it from running."""
+    config = loaded.config
+    problems: list[Problem] = []
+    parallel, nodes = config.parallel, config.cluster.nodes
+    per_node, left_over = divmod(parallel.tp * parallel.pp * max(parallel.dp, 1), nodes)
+    if nproc is None and left_over:
+        reason = f"{per_node * nodes + left_over} ranks, as the degrees ask for, do not divide over {nodes} nodes"
+        problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], "use --nproc or another dp"))
+    nproc = nproc or max(1, per_node)
+    try:
+        resolve(loaded, world=nproc * nodes)
+    except ConfigError as error:
+        problems += error.problems
+    about: list[str] = []
+    variables: list[Variable] = []
+    if is_neuron(config):
+        wanted = needs(config, environ, nproc)
+        variables += wanted.variables
+        about += wanted.about
+        problems += [replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in wanted.problems]
+    if "OMP_NUM_THREADS" not in {*environ, *(variable.name for variable in variables)}:
+        reason = "ranks that each take all cores slow one another down many times over"
+        variables.append(Variable("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)), reason))
+    options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")
+    if nodes > 1:
+        about.append(f"on each of the {nodes} nodes; {FIRST_NODE} is the name of one of them")
+        where = f"--rdzv-endpoint={FIRST_NODE}:{PORT}"
+        options = (f"--nnodes={nodes}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
+    agent = (*AGENT, *options, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
+    train = ("-m", "nxtrain", "train", str(path), *overrides)
+    argv = (sys.executable, *(agent if nproc * nodes > 1 else ()), *train)
+    return Command(argv, tuple(variables), tuple(about)), problems
 
 
 def _num_cores() -> int:

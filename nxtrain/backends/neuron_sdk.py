@@ -1,0 +1,157 @@
+"""Which release of the AWS Neuron SDK is installed, and what is missing if none is. Readable without torch.
+
+PyPI has placeholders under the names of AWS's packages. They install without complaint and fail when they are imported;
+their description says so, and that is how they are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import NamedTuple
+
+from nxtrain.backends.base import Support
+
+PACKAGE_INDEX = "https://pip.repos.neuron.amazonaws.com"
+"""Where AWS publishes the packages (setup/pytorch/manual.rst in https://github.com/aws-neuron/aws-neuron-sdk)."""
+
+DEVICES = Path("/dev")
+"""Where the Neuron driver shows one file `neuron<n>` per chip."""
+
+_PLACEHOLDER = "WRONG PACKAGE"  # description of torch-neuronx 1.0 and the like, https://pypi.org/project/torch-neuronx
+
+
+class SdkVersion(NamedTuple):
+    """Release of the SDK."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+@dataclass(frozen=True)
+class Release:
+    """Beginnings of the versions that one release of the SDK has.
+
+    Args:
+        torch_neuronx: What follows the version of torch in that of torch-neuronx.
+        neuronx_cc: The compiler's.
+        neuronx_distributed: NeuronX Distributed's.
+    """
+
+    torch_neuronx: str
+    neuronx_cc: str
+    neuronx_distributed: str
+
+
+RELEASES = {
+    SdkVersion(2, 27): Release("2.11", "2.22", "0.16"),
+    SdkVersion(2, 28): Release("2.12", "2.23", "0.17"),
+    SdkVersion(2, 29): Release("2.13", "2.24", "0.18"),
+    SdkVersion(2, 30): Release("2.14", "2.25", "0.19"),
+    SdkVersion(2, 31): Release("2.15", "2.26", "0.19"),
+}
+"""Those with a torch-neuronx for torch 2.9; 2.32 has none.
+
+Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
+"""
+
+RECOMMENDED = SdkVersion(2, 28)
+"""Release on which AWS advises to stay.
+
+Source: about-neuron/announcements/neuron2.x/announce-eos-nxdt-nxd-core-training.rst in the same repository.
+"""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package.
+
+    Args:
+        name: As pip calls it.
+        version: Its version.
+        placeholder: It is PyPI's, not AWS's.
+    """
+
+    name: str
+    version: str
+    placeholder: bool = False
+
+
+def installed(name: str) -> Package | None:
+    """What is installed under a name."""
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return None
+    return Package(name, found.version, _PLACEHOLDER in (found.read_text("METADATA") or ""))
+
+
+def detect() -> SdkVersion | None:
+    """The release that torch-neuronx belongs to; None if there is none, or one that nxtrain does not know."""
+    package = installed("torch-neuronx")
+    if package is None or package.placeholder:
+        return None
+    ours = ".".join(package.version.split(".")[3:5])
+    return next((sdk for sdk, release in RELEASES.items() if release.torch_neuronx == ours), None)
+
+
+def support() -> Support:
+    """Whether this machine can train on Neuron devices.
+
+    The first line of the reason says why or why not, further lines the way out.
+    """
+    devices = sorted(DEVICES.glob("neuron[0-9]*"))
+    wrong = list(_wrong_packages())
+    hint = f"\n    {install_command()}" if wrong else ""
+    if not devices:
+        wrong.append(
+            f"no Neuron device ({DEVICES}/neuron0 ...): this is no Trainium instance, or its driver is missing"
+        )
+    if wrong:
+        return Support(False, "; ".join(wrong) + hint)
+    return Support(True, f"{len(devices)} Neuron devices, SDK {detect()}")
+
+
+def install_command(sdk: SdkVersion = RECOMMENDED) -> str:
+    """The command that installs a release, in words for people."""
+    release = RELEASES[sdk]
+    pins = f"'torch-neuronx==2.9.0.{release.torch_neuronx}.*' 'neuronx-cc=={release.neuronx_cc}.*'"
+    return (
+        f"install Neuron SDK {sdk}: pip install --extra-index-url {PACKAGE_INDEX} torch==2.9.0 torch-xla==2.9.0 {pins}"
+    )
+
+
+def _wrong_packages() -> Iterator[str]:
+    for name in ("torch-neuronx", "neuronx-cc", "libneuronxla"):
+        package = installed(name)
+        if package is None:
+            yield f"{name} is not installed"
+        elif package.placeholder:
+            yield _placeholder(package)
+        elif name == "torch-neuronx":
+            yield from _misfits(package)
+        elif name == "libneuronxla" and not package.version.startswith("2."):
+            yield f"libneuronxla {package.version} is for JAX; torch-neuronx needs 2.2"
+    distributed = installed("neuronx-distributed")
+    if distributed is not None and distributed.placeholder:
+        yield _placeholder(distributed)
+
+
+def _placeholder(package: Package) -> str:
+    return f"{package.name} {package.version} is PyPI's empty placeholder, not AWS's package"
+
+
+def _misfits(torch_neuronx: Package) -> Iterator[str]:
+    version = torch_neuronx.version
+    if detect() is None:
+        yield f"torch-neuronx {version} is of no known release of the SDK: {', '.join(map(str, RELEASES))}"
+        return
+    torch = installed("torch")
+    wanted = ".".join(version.split(".")[:2])
+    if torch is None or not torch.version.startswith(f"{wanted}."):
+        yield f"torch-neuronx {version} needs torch {wanted}, not {torch.version if torch else 'none'}"

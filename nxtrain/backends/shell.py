@@ -1,0 +1,90 @@
+"""Variables that people still export for PyTorch/XLA and that do harm or nothing: found, with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nxtrain.backends.neuron_sdk import SdkVersion
+from nxtrain.errors import ConfigError, Problem
+
+ORIGIN = "environment"
+"""Where these problems come from, as messages say it."""
+
+# Pages of https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
+_ENVVARS = "archive/nxd-training/torch-neuron-envvars.rst"
+_EOS = "about-neuron/announcements/neuron2.x"
+
+
+@dataclass(frozen=True)
+class Dead:
+    """A variable that no run may have.
+
+    Args:
+        name: Variable.
+        reason: What it does, or no longer does.
+        instead: The way out.
+        source: Page of the Neuron SDK's documentation.
+        since: First release of the Neuron SDK in which it is dead; None: on every XLA device.
+    """
+
+    name: str
+    reason: str
+    instead: str
+    source: str
+    since: SdkVersion | None = None
+
+
+DEAD = (
+    Dead(
+        "XLA_USE_BF16",
+        "silently stores float32 and float64 tensors as bfloat16, sums and optimizer state among them",
+        "unset it and use precision.params=bf16",
+        f"{_EOS}/announce-eos-bf16-vars.rst",
+    ),
+    Dead(
+        "XLA_DOWNCAST_BF16",
+        "silently stores float32 tensors as bfloat16, sums and optimizer state among them",
+        "unset it and use precision.params=bf16 with precision.update=fp32_master",
+        f"{_EOS}/announce-eos-bf16-vars.rst",
+    ),
+    Dead(
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
+        "does nothing from Neuron SDK 2.31 on, where implicit asynchronous execution was removed",
+        "unset it; Neuron SDK 2.30 is the last that heeds it",
+        f"{_EOS}/announce-no-support-implicit-async-mode.rst",
+        since=SdkVersion(2, 31),
+    ),
+    Dead(
+        "NEURONCORE_NUM_DEVICES",
+        "is a number of processes for xmp.spawn, and contradicts that of torchrun",
+        "unset it and use --nproc or --nproc-per-node",
+        _ENVVARS,
+        since=SdkVersion(2, 0),
+    ),
+)
+
+
+def dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> list[Problem]:
+    """Every dead variable that is set; `0` and the empty text count as not set.
+
+    Args:
+        environ: The variables.
+        sdk: Release of the Neuron SDK; None: not a Neuron device.
+    """
+    return [
+        Problem(dead.name, f"{environ[dead.name]} {dead.reason}", ORIGIN, dead.instead)
+        for dead in DEAD
+        if environ.get(dead.name, "0") not in {"", "0"}
+        and (dead.since is None or (sdk is not None and sdk >= dead.since))
+    ]
+
+
+def refuse_dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> None:
+    """End a run that dead variables would spoil.
+
+    Raises:
+        ConfigError: Every one of them.
+    """
+    if problems := dead_variables(environ, sdk):
+        raise ConfigError(problems)

@@ -1,0 +1,252 @@
+"""Environment of a run on Neuron devices, as a pure function of configuration, instance and SDK.
+
+Sources without a host are pages of https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a. HLAT, at 110d8ad, has the
+scripts of AWS's own runs on up to 4096 chips.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nxtrain.backends.neuron_hardware import Instance
+from nxtrain.backends.neuron_sdk import SdkVersion
+from nxtrain.backends.shell import ORIGIN, dead_variables
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import ConfigError, Problem
+
+SOURCES = "https://github.com/aws-neuron/aws-neuron-sdk"
+"""What sources without a host are pages of."""
+
+COMPILER_FLAGS = "NEURON_CC_FLAGS"
+CACHE = "NEURON_COMPILE_CACHE_URL"
+
+_ENVVARS = "archive/nxd-training/torch-neuron-envvars.rst"
+_COMPILER = "compiler/neuronx-cc/api-reference-guide/index.rst"
+_RUNTIME = "neuron-runtime/guides/configuration-guide.rst"
+_MULTI_NODE = "frameworks/torch/torch-neuronx/setup-trn1-multi-node-execution.rst"
+_LOGICAL_CORES = "about-neuron/arch/neuron-features/logical-neuroncore-config.rst"
+_HLAT = "https://github.com/awslabs/HLAT"
+_SAME_NAME = {"-lnc": "--logical-nc-config", "--lnc": "--logical-nc-config"}
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable, or a flag of the compiler.
+
+    Args:
+        name: Variable or flag.
+        value: Its value; of a flag that takes none, empty.
+        reason: Why it has this value.
+        source: Page that says so.
+        instead: How to get another value. A shell that sets another one is refused with these words; where they are
+            empty, the shell's value is taken.
+    """
+
+    name: str
+    value: str
+    reason: str
+    source: str = ""
+    instead: str = ""
+
+    @property
+    def flag(self) -> str:
+        """As the compiler reads it."""
+        return f"{self.name}={self.value}" if self.value else self.name
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a run on Neuron devices needs.
+
+    Args:
+        sdk: Release that it is for.
+        variables: Environment variables, but for the compiler's flags.
+        compiler_flags: Flags of the compiler and of the cache around it.
+    """
+
+    sdk: SdkVersion
+    variables: tuple[Variable, ...]
+    compiler_flags: tuple[Variable, ...]
+
+    def conflicts(self, environ: Mapping[str, str]) -> list[Problem]:
+        """What a shell sets that would spoil the run, each with the way out.
+
+        Raises:
+            ConfigError: Flags of the compiler that a shell cannot split.
+        """
+        problems = dead_variables(environ, self.sdk)
+        dead = {problem.key for problem in problems}
+        for ours in self.variables:
+            theirs = environ.get(ours.name, ours.value)
+            if ours.instead and theirs != ours.value and ours.name not in dead:
+                problems.append(Problem(ours.name, f"{theirs}, but this run needs {ours.value}", ORIGIN, ours.instead))
+        flags = {_canonical(flag.name): flag for flag in self.compiler_flags}
+        (cache,) = (variable.value for variable in self.variables if variable.name == CACHE)
+        for name, value, text in _parse(environ.get(COMPILER_FLAGS, "")):
+            if name == "--cache-dir" and value != cache:
+                reason = f"{text} would win over compile.cache_dir={cache}"
+                problems.append(Problem(COMPILER_FLAGS, reason, ORIGIN, f"use compile.cache_dir={value} instead"))
+            elif name in flags and value != flags[name].value:
+                reason = f"{text}, but this run needs {flags[name].flag}"
+                problems.append(Problem(COMPILER_FLAGS, reason, ORIGIN, flags[name].instead or "leave it out"))
+        return problems
+
+    def beside(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
+        """Every variable as a child of a shell without conflicts has it: where the run leaves a choice, the shell's."""
+        chosen = tuple(
+            variable
+            if environ.get(variable.name, variable.value) == variable.value
+            else replace(variable, value=environ[variable.name], reason="as the shell has it", source="")
+            for variable in self.variables
+        )
+        reasons = "\n".join(f"{flag.flag}: {flag.reason} [{flag.source}]" for flag in self.compiler_flags)
+        return (*chosen, Variable(COMPILER_FLAGS, self._merged(environ.get(COMPILER_FLAGS, "")), reasons))
+
+    def _merged(self, theirs: str) -> str:
+        ours = {_canonical(flag.name) for flag in self.compiler_flags}
+        added = [text for name, _, text in _parse(theirs) if name not in ours]
+        return " ".join([*(flag.flag for flag in self.compiler_flags), *added])
+
+
+def neuron_environment(config: RunConfig, instance: Instance, sdk: SdkVersion) -> Environment:
+    """What a configuration needs on an instance under a release of the SDK; reads and writes no environment."""
+    return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(_compiler_flags(config, instance)))
+
+
+def _compiler_flags(config: RunConfig, instance: Instance) -> list[Variable]:
+    flags = [
+        Variable("--model-type", "transformer", "optimizations for transformers", _COMPILER),
+        Variable(
+            "--auto-cast",
+            "none",
+            "the types of [precision] hold; compilers differ in their default",
+            _COMPILER,
+            "leave it out and choose the types in [precision]",
+        ),
+        Variable("--target", instance.target, "a graph compiled on another machine has the same key", _COMPILER),
+        Variable(
+            "--retry_failed_compilation",
+            "",
+            "a failure that the cache remembers, such as one for want of host memory, is tried again",
+            "about-neuron/arch/neuron-features/neuron-caching.rst",
+        ),
+    ]
+    if instance.physical_cores > 1:
+        reason = f"graphs for cores of {instance.physical_cores} physical ones, as the runtime has them"
+        flags.append(Variable("--logical-nc-config", str(instance.physical_cores), reason, _LOGICAL_CORES))
+    if config.model.preset.startswith("llama2"):
+        reason = "AWS keeps it for Llama 2, found other models slower with it, and bars it beside NKI kernels"
+        source = "release-notes/components/nxd-training.rst, 1.1.0 and 1.2.0"
+        flags.append(Variable("--distribution-strategy", "llm-training", reason, source))
+    return flags
+
+
+def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[Variable]:
+    stochastic = config.precision.update == "bf16_stochastic"
+    chosen_by_update = "unset it; precision.update=bf16_stochastic alone rounds at random"
+    variables = [
+        Variable(
+            "PJRT_DEVICE",
+            "NEURON",
+            "without it torch-xla takes the CPU where it finds no Neuron library, with no more than a warning",
+            "https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/runtime.py",
+            "unset it, or use backend.name=xla",
+        ),
+        Variable(
+            "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+            "1" if stochastic else "0",
+            "the hardware rounds every cast to bf16 at random, as precision.update=bf16_stochastic asks"
+            if stochastic
+            else f"precision.update={config.precision.update} is made for rounding to nearest",
+            _ENVVARS,
+            chosen_by_update,
+        ),
+    ]
+    if stochastic:
+        variables.append(
+            Variable(
+                "NEURON_RT_STOCHASTIC_ROUNDING_SEED",
+                str(config.run.seed),
+                "run.seed on every rank, so that copies of a parameter round alike and a run repeats",
+                _ENVVARS,
+                "unset it and use run.seed",
+            )
+        )
+    variables += [
+        Variable(
+            "XLA_DISABLE_FUNCTIONALIZATION",
+            "0",
+            "torch-neuronx sets 1, under which tensor.split returns wrong values and ZeRO-1 converges worse",
+            f"release-notes/components/pytorch.rst, {_ENVVARS}, https://github.com/pytorch/xla/issues/8640",
+            "unset it",
+        ),
+        Variable(
+            "NEURON_FUSE_SOFTMAX", "1", "one operation that the compiler knows for softmax", f"{_ENVVARS}, {_HLAT}"
+        ),
+        Variable(
+            "NEURON_RT_EXEC_TIMEOUT",
+            str(math.ceil(config.recovery.hang_timeout_s)),
+            "recovery.hang_timeout_s: seconds until a graph that waits for a lost peer fails",
+            _RUNTIME,
+            "unset it and use recovery.hang_timeout_s",
+        ),
+        Variable(
+            CACHE,
+            str(config.compile.cache_dir),
+            "compile.cache_dir: compiled graphs",
+            "about-neuron/arch/neuron-features/neuron-caching.rst",
+            "unset it and use compile.cache_dir",
+        ),
+        Variable(
+            "MALLOC_ARENA_MAX",
+            "64",
+            "host memory: glibc makes up to 8 arenas per core, each with memory of its own",
+            "HLAT",
+        ),
+    ]
+    threads = instance.host_threads // instance.num_cores
+    variables.append(Variable("OMP_NUM_THREADS", str(threads), "every rank has its share of the host's threads"))
+    if sdk < SdkVersion(2, 31):
+        reason = "the host runs ahead of the device; more graphs in flight may run out of memory"
+        variables.append(Variable("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3", reason, _RUNTIME))
+    if instance.physical_cores > 1:
+        reason = f"{instance.num_cores} cores of {instance.physical_cores} physical ones, as graphs are compiled for"
+        way_out = f"unset it: nxtrain knows {instance.name} with {instance.num_cores} cores only"
+        for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"):  # the second is read by older releases
+            variables.append(Variable(name, str(instance.physical_cores), reason, _LOGICAL_CORES, way_out))
+    if instance.name == "trn1.2xlarge":
+        reason = "little host memory: a graph that did not compile beside others is tried alone"
+        variables.append(Variable("NEURON_PARALLEL_COMPILE_MAX_RETRIES", "1", reason, _ENVVARS))
+    if config.cluster.nodes > 1:
+        reason = f"collectives between nodes go over {instance.efa_devices} EFA devices"
+        way_out = "unset it: nodes train together over EFA only"
+        variables.append(Variable("FI_PROVIDER", "efa", reason, _MULTI_NODE, way_out))
+        reason = "EFA reads and writes device memory without a copy on the host"
+        variables.append(Variable("FI_EFA_USE_DEVICE_RDMA", "1", reason, _MULTI_NODE, way_out))
+    return variables
+
+
+def _parse(flags: str) -> list[tuple[str, str, str]]:
+    """Name as the compiler's page has it, value, and the text as it stands, of each flag."""
+    try:
+        tokens = shlex.split(flags)
+    except ValueError as error:
+        raise ConfigError(
+            [Problem(COMPILER_FLAGS, f"{flags} is not split as a shell would: {error}", ORIGIN)]
+        ) from error
+    found: list[tuple[str, str, str]] = []
+    for token in tokens:
+        if token.startswith("-") or not found or found[-1][1]:
+            name, _, value = token.partition("=")
+            found.append((_canonical(name), value, shlex.quote(token)))
+        else:
+            name, _, text = found.pop()
+            found.append((name, token, f"{text} {shlex.quote(token)}"))
+    return found
+
+
+def _canonical(name: str) -> str:
+    return _SAME_NAME.get(name, name.replace("_", "-"))

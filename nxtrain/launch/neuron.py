@@ -1,0 +1,104 @@
+"""Ranks on Neuron devices get their environment before Python starts: it is read while libraries are loaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nxtrain.backends.neuron_hardware import INSTANCES, Instance, this_machine
+from nxtrain.backends.neuron_sdk import RECOMMENDED, detect, support
+from nxtrain.config.decode import nearest
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.launch.environment import SOURCES, Variable, neuron_environment
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the ranks of a run need.
+
+    Args:
+        about: What the rest was derived for, and from.
+        variables: Environment variables.
+        problems: What keeps the run from starting.
+    """
+
+    about: tuple[str, ...] = ()
+    variables: tuple[Variable, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def is_neuron(config: RunConfig) -> bool:
+    """Whether a run on this machine would use its Neuron devices."""
+    return config.backend.name == "neuron" or (config.backend.name == "auto" and support().ok)
+
+
+def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
+    """What a run needs that is started with these variables.
+
+    Args:
+        config: The run.
+        environ: Variables of the shell, or of the process that becomes a rank.
+        num_ranks: Ranks per machine.
+
+    Raises:
+        ConfigError: Flags of the compiler that a shell cannot split.
+    """
+    instance = INSTANCES.get(config.cluster.instance) if config.cluster.instance else this_machine()
+    if instance is None:
+        return Needs(problems=(_unknown(config.cluster.instance),))
+    sdk = detect()
+    assumed = "" if sdk else ", assumed: it is not installed here"
+    environment = neuron_environment(config, instance, sdk or RECOMMENDED)
+    about = (
+        f"{instance.name}, Neuron SDK {environment.sdk}{assumed}",
+        f"sources without a host are pages of {SOURCES}",
+    )
+    problems = [*environment.conflicts(environ), *_misfits(config, instance, num_ranks)]
+    return Needs(about, environment.beside(environ), tuple(problems))
+
+
+def adopt(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
+    """Start this rank anew with the variables that it lacks; a rank that `nxtrain launch` started lacks none.
+
+    The process keeps its number, so that an agent above it sees no change. Where there is no Neuron device nothing
+    happens, since the backend will say so better.
+
+    Args:
+        config: The run.
+        environ: Variables of this process.
+        local_world: Ranks on this machine.
+
+    Raises:
+        ConfigError: The variables contradict the run.
+    """
+    if not is_neuron(config) or not support().ok:
+        return
+    wanted = needs(config, environ, local_world)
+    if wanted.problems:
+        raise ConfigError(wanted.problems)
+    complete = {**environ, **{variable.name: variable.value for variable in wanted.variables}}
+    if complete != environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
+
+
+def _unknown(name: str) -> Problem:
+    if name:
+        reason = f"{name} is no Trainium instance that nxtrain knows"
+        return Problem("cluster.instance", reason, hint=nearest(name, list(INSTANCES)))
+    reason = "not set, and this machine is no Trainium instance that nxtrain knows"
+    return Problem("cluster.instance", reason, hint=f"set it to one of {', '.join(INSTANCES)}")
+
+
+def _misfits(config: RunConfig, instance: Instance, num_ranks: int) -> list[Problem]:
+    problems = []
+    if num_ranks > instance.num_cores:
+        reason = f"{num_ranks} ranks per machine, but {instance.name} has {instance.num_cores} cores"
+        fits = -(-num_ranks * config.cluster.nodes // instance.num_cores)
+        problems.append(Problem("cluster.nodes", reason, hint=f"use cluster.nodes={fits} or more, or lower degrees"))
+    if config.cluster.nodes > 1 and not instance.efa_devices:
+        reason = f"{config.cluster.nodes} machines, but {instance.name} has no EFA device to join them"
+        problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
+    return problems
