@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Support:
-    """An answer to "can this run here", with its reason; lines after the first are the way out."""
+    """An answer to "can this run here", with its reason; the first line is enough where there is a choice."""
 
     ok: bool
     reason: str

@@ -101,19 +101,13 @@ def detect() -> SdkVersion | None:
 
 
 def support() -> Support:
-    """Whether this machine can train on Neuron devices.
-
-    The first line of the reason says why or why not, further lines the way out.
-    """
+    """Whether this machine can train on Neuron devices; if not, one line for each thing that it lacks."""
     devices = sorted(DEVICES.glob("neuron[0-9]*"))
-    wrong = list(_wrong_packages())
-    hint = f"\n    {install_command()}" if wrong else ""
-    if not devices:
-        wrong.append(
-            f"no Neuron device ({DEVICES}/neuron0 ...): this is no Trainium instance, or its driver is missing"
-        )
-    if wrong:
-        return Support(False, "; ".join(wrong) + hint)
+    missing = [] if devices else [f"no Neuron device in {DEVICES}, as the driver of a Trainium instance makes them"]
+    packages = list(_wrong_packages())
+    missing += [*packages, install_command()] if packages else []
+    if missing:
+        return Support(False, "\n    ".join(missing))
     return Support(True, f"{len(devices)} Neuron devices, SDK {detect()}")
 
 

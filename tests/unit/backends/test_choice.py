@@ -10,6 +10,7 @@ from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
+from nxtrain.backends.neuron import NeuronBackend
 from nxtrain.errors import BackendError
 from tests.support.layers import ALONE, random
 
@@ -21,14 +22,19 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaBackend, "support", staticmethod(lambda: NO_GPU))
 
 
+@pytest.fixture(autouse=True)
+def no_neuron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NeuronBackend, "support", staticmethod(lambda: Support(False, "no chip\n    buy one")))
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_auto_takes_the_cpu_where_nothing_else_runs_and_says_why() -> None:
-    assert choose("auto") == ("cpu", "cuda: no GPU in this test; cpu: every machine has a CPU")
+    assert choose("auto") == ("cpu", "neuron: no chip; cuda: no GPU in this test; cpu: every machine has a CPU")
 
 
 def test_auto_takes_cuda_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaBackend, "support", staticmethod(lambda: Support(True, "8 x H200")))
-    assert choose("auto") == ("cuda", "cuda: 8 x H200")
+    assert choose("auto") == ("cuda", "neuron: no chip; cuda: 8 x H200")
 
 
 def test_a_name_is_taken_at_its_word() -> None:
@@ -36,7 +42,7 @@ def test_a_name_is_taken_at_its_word() -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(BackendError, match=r"there is no backend 'tpu'; known: cpu, cuda, xla"):
+    with pytest.raises(BackendError, match=r"there is no backend 'tpu'; known: cpu, cuda, xla, neuron"):
         open_backend("tpu")
 
 

@@ -1,0 +1,185 @@
+"""What the Neuron backend says is missing: against folders that pip leaves behind, of AWS's packages and of PyPI's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxtrain.backends import choose, neuron_sdk, open_backend
+from nxtrain.backends.neuron import NeuronBackend, NeuronKernels
+from nxtrain.backends.neuron_hardware import this_machine
+from nxtrain.backends.neuron_sdk import RELEASES, SdkVersion, detect, install_command
+from nxtrain.backends.rounding import RoundingKey
+from nxtrain.backends.xla import XlaBackend, XlaKernels
+from nxtrain.errors import BackendError, ConfigError
+
+Install = Callable[..., None]
+GOOD = {"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12.22436", "neuronx-cc": "2.23.6484.0", "libneuronxla": "2.2.15515"}
+
+# The text that stands in the metadata of the placeholders on PyPI, such as https://pypi.org/project/torch-neuronx.
+WRONG = "WRONG PACKAGE. Please install the package from Neuron Repository - pip.repos.neuron.amazonaws.com"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that has nothing but what a test puts there."""
+    site, devices = tmp_path / "site", tmp_path / "dev"
+    site.mkdir()
+    devices.mkdir()
+    monkeypatch.setattr(sys, "path", [str(site)])
+    monkeypatch.setattr(neuron_sdk, "DEVICES", devices)
+    return tmp_path
+
+
+@pytest.fixture
+def install(machine: Path) -> Install:
+    """Leave a package's metadata as pip does."""
+
+    def leave(name: str, version: str, description: str = "") -> None:
+        folder = machine / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\n{description}\n"
+        (folder / "METADATA").write_text(text, encoding="utf-8")
+
+    return leave
+
+
+@pytest.fixture
+def trainium(machine: Path, install: Install) -> Path:
+    """A machine with two chips and Neuron SDK 2.28."""
+    for name, version in GOOD.items():
+        install(name, version)
+    for number in (0, 1):
+        (machine / "dev" / f"neuron{number}").touch()
+    return machine
+
+
+def test_a_machine_with_devices_and_packages_is_supported(trainium: Path) -> None:
+    support = neuron_sdk.support()
+    assert (support.ok, support.reason) == (True, "2 Neuron devices, SDK 2.28")
+    assert choose("auto") == ("neuron", "neuron: 2 Neuron devices, SDK 2.28")
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_bare_machine_is_told_everything_that_it_lacks_and_what_to_type() -> None:
+    support = NeuronBackend.support()
+    assert not support.ok
+    device, *packages, way_out = support.reason.split("\n    ")
+    assert device.startswith("no Neuron device in ")
+    assert packages == [f"{name} is not installed" for name in ("torch-neuronx", "neuronx-cc", "libneuronxla")]
+    assert way_out == install_command()
+    assert "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com " in way_out
+    assert "'torch-neuronx==2.9.0.2.12.*' 'neuronx-cc==2.23.*'" in way_out
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("torch-neuronx", "1.0"), ("neuronx-cc", "1.0.post1"), ("libneuronxla", "1.0"), ("neuronx-distributed", "0.1")],
+)
+def test_a_placeholder_is_told_from_the_true_package(install: Install, name: str, version: str) -> None:
+    install(name, version, WRONG)
+    support = neuron_sdk.support()
+    assert f"{name} {version} is PyPI's empty placeholder, not AWS's package" in support.reason.split("\n    ")
+    assert install_command() in support.reason
+    assert detect() is None
+
+
+def test_true_distributed_packages_of_low_version_are_no_placeholders(trainium: Path, install: Install) -> None:
+    install("neuronx_distributed", "0.17.26814", "NeuronX Distributed")
+    assert neuron_sdk.support().ok
+
+
+def test_without_a_device_only_the_device_is_missing(trainium: Path) -> None:
+    for device in (trainium / "dev").iterdir():
+        device.unlink()
+    support = neuron_sdk.support()
+    assert not support.ok
+    assert support.reason.startswith("no Neuron device")
+    assert "pip install" not in support.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "sdk"),
+    [
+        ("2.9.0.2.11.19912", (2, 27)),
+        ("2.9.0.2.12.22436", (2, 28)),
+        ("2.9.0.2.13.26312", (2, 29)),
+        ("2.9.0.2.14.27725", (2, 30)),
+        ("2.9.0.2.15.32035", (2, 31)),
+    ],
+)
+def test_the_release_is_read_from_the_version_of_torch_neuronx(
+    install: Install, version: str, sdk: tuple[int, int]
+) -> None:
+    install("torch-neuronx", version)
+    assert detect() == sdk
+    assert SdkVersion(*sdk) in RELEASES
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"torch-neuronx": "2.12.0.3.0.1"}, "torch-neuronx 2.12.0.3.0.1 is of no known release of the SDK"),
+        ({"torch": "2.13.0"}, "torch-neuronx 2.9.0.2.12.22436 needs torch 2.9, not 2.13.0"),
+        ({"libneuronxla": "3.0.2891"}, "libneuronxla 3.0.2891 is for JAX; torch-neuronx needs 2.2"),
+    ],
+)
+def test_versions_that_do_not_fit_are_named(install: Install, changed: dict[str, str], reason: str) -> None:
+    for name, version in {**GOOD, **changed}.items():
+        install(name, version)
+    _, found, _ = neuron_sdk.support().reason.split("\n    ")
+    assert found.startswith(reason)
+
+
+@pytest.mark.usefixtures("machine")
+def test_opening_it_on_a_bare_machine_is_refused_with_exit_code_5() -> None:
+    with pytest.raises(BackendError, match=r"backend\.name=neuron cannot run here: no Neuron device in ") as refused:
+        open_backend("neuron")
+    assert refused.value.exit_code == 5
+
+
+@pytest.mark.parametrize("name", ["xla", "neuron"])
+@pytest.mark.parametrize("dead", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+def test_a_dead_variable_is_refused_by_every_xla_device(
+    trainium: Path, monkeypatch: pytest.MonkeyPatch, name: str, dead: str
+) -> None:
+    monkeypatch.setattr(XlaBackend, "support", staticmethod(neuron_sdk.support))
+    monkeypatch.setenv(dead, "1")
+    with pytest.raises(ConfigError, match=rf"{dead} \(environment\): 1 silently stores .*\n.*precision\.params=bf16"):
+        open_backend(name)
+
+
+@pytest.mark.parametrize(("enabled", "kernels"), [("1", NeuronKernels), ("0", XlaKernels), ("", XlaKernels)])
+def test_rounding_is_left_to_the_hardware_only_where_it_rounds(
+    monkeypatch: pytest.MonkeyPatch, enabled: str, kernels: type[XlaKernels]
+) -> None:
+    monkeypatch.setattr(XlaKernels, "__init__", lambda _: None)
+
+    def claim_nothing(backend: XlaBackend, *, hang_timeout_s: float) -> None:
+        backend.kernels = XlaKernels()
+
+    monkeypatch.setattr(XlaBackend, "__init__", claim_nothing)
+    monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", enabled)
+    assert type(NeuronBackend().kernels) is kernels
+
+
+def test_hardware_rounding_is_a_plain_cast() -> None:
+    x, empty = torch.tensor([[1.001, -3.0]]), torch.empty(0)
+    out, key = torch.empty(1, 2, dtype=torch.bfloat16), RoundingKey(empty, empty, empty, empty, begins_odd=False)
+    object.__new__(NeuronKernels).stochastic_round(x, out, key, empty)
+    assert torch.equal(out, x.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("product", "peak"), [("trn1.32xlarge\n", 95e12), ("trn2u.48xlarge", 166.75e12), ("m5", None)])
+def test_the_peak_of_a_core_is_found_by_the_instance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, product: str, peak: float | None
+) -> None:
+    path = tmp_path / "product_name"
+    path.write_text(product, encoding="ascii")
+    monkeypatch.setattr("nxtrain.backends.neuron.this_machine", lambda: this_machine(path))
+    assert object.__new__(NeuronBackend).peak_flops() == peak
+    assert this_machine(tmp_path / "none") is None

@@ -1,0 +1,139 @@
+"""How a run on Neuron devices comes by its environment: printed, given to ranks, or taken up by a rank itself."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxtrain import cli
+from nxtrain.backends.base import Support
+from nxtrain.backends.neuron_hardware import INSTANCES
+from nxtrain.config.load import load
+from nxtrain.errors import ConfigError
+from nxtrain.launch import neuron
+from nxtrain.launch.local import render
+from nxtrain.launch.neuron import adopt
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+TINY = CONFIGS / "tiny_cpu.toml"
+RECIPE = CONFIGS / "llama2_7b_trn1.toml"
+ON_TRN2 = ("backend.name=neuron", "cluster.instance=trn2.48xlarge")
+
+
+@pytest.fixture(autouse=True)
+def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable that a run decides, whatever the shell of these tests has."""
+    names = ("NEURON", "XLA_", "PJRT_", "FI_", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "RANK", "WORLD_SIZE")
+    for name in [name for name in os.environ if name.startswith(names)]:
+        monkeypatch.delenv(name)
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["nxtrain", *args])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    return int(raised.value.code or 0)
+
+
+def test_dry_run_prints_a_script_of_environment_and_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "launch", str(TINY), "--dry-run", *ON_TRN2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("# trn2.48xlarge, Neuron SDK ")
+    assert lines[-1] == shlex.join([sys.executable, "-m", "nxtrain", "train", str(TINY), *ON_TRN2])
+    exports = [line for line in lines if line.startswith("export ")]
+    assert "export NEURON_LOGICAL_NC_CONFIG=2" in exports
+    for line in exports:
+        assert lines[lines.index(line) - 1].startswith("# "), f"{line} has no reason"
+
+
+def test_what_dry_run_prints_sets_the_environment_in_a_shell() -> None:
+    command = render(TINY, ON_TRN2, None, {})
+    exports, _ = str(command).rsplit("\n", 1)
+    done = subprocess.run(["bash", "-ec", f"{exports}\nenv -0"], capture_output=True, text=True, timeout=20, check=True)
+    found = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
+    assert found.items() >= command.env.items()
+    assert len(command.env) > 10
+
+
+def test_of_a_run_that_cannot_start_yet_dry_run_prints_what_each_node_runs_and_then_the_problems(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    assert main(monkeypatch, "launch", str(RECIPE), "--dry-run") == 2
+    printed = capsys.readouterr()
+    assert "\nexport NEURON_RT_STOCHASTIC_ROUNDING_EN=1\n" in printed.out
+    assert "\nexport FI_PROVIDER=efa\n" in printed.out
+    assert " --nnodes=128 --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500 " in printed.out
+    assert " --nproc-per-node=32 " in printed.out
+    keys = [line.split()[1] for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert {"data.source", "XLA_USE_BF16"} <= set(keys)
+    assert "    unset it and use precision.params=bf16\n" in printed.err
+
+
+def test_several_nodes_are_no_problem_of_a_dry_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("launch", str(TINY), "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
+    assert main(monkeypatch, *args, "--dry-run") == 0
+    assert " --nnodes=2 " in capsys.readouterr().out
+    assert main(monkeypatch, *args) == 2
+    assert "start on each node what --dry-run prints" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cluster", "problem"),
+    [
+        (["instance=trn2.48xlrge"], r"cluster\.instance \(override\): trn2.48xlrge is no .*\n.*mean trn2\.48xlarge\?"),
+        (["instance=trn1.2xlarge"], r"4 ranks per machine, but trn1\.2xlarge has 2 cores\n.*cluster\.nodes=2"),
+        (["instance=trn1.2xlarge", "nodes=2"], r"2 machines, but trn1\.2xlarge has no EFA device"),
+        (["instance=trn1.32xlarge", "nodes=3"], r"4 ranks, .* do not divide over 3 nodes"),
+    ],
+)
+def test_machines_that_do_not_fit_are_refused(cluster: list[str], problem: str) -> None:
+    overrides = ["backend.name=neuron", "parallel.dp=4", *(f"cluster.{value}" for value in cluster)]
+    with pytest.raises(ConfigError, match=problem):
+        render(TINY, overrides, None, {})
+
+
+def test_the_instance_is_that_of_this_machine_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuron, "this_machine", lambda: INSTANCES["trn1n.32xlarge"])
+    assert "--target=trn1n" in render(TINY, ["backend.name=neuron"], None, {}).env["NEURON_CC_FLAGS"]
+    monkeypatch.setattr(neuron, "this_machine", lambda: None)
+    with pytest.raises(ConfigError, match=r"cluster\.instance \(default\): not set.*\n.*trn1\.32xlarge"):
+        render(TINY, ["backend.name=neuron"], None, {})
+
+
+def test_only_runs_on_neuron_devices_get_their_variables() -> None:
+    assert render(TINY, (), None, {"OMP_NUM_THREADS": "1"}).env == {}
+
+
+def test_a_rank_that_lacks_variables_starts_anew_with_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
+    monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
+    config = load(TINY, [*ON_TRN2, "run.seed=3"]).config
+    adopt(config, {"RANK": "5", "MALLOC_ARENA_MAX": "8"}, local_world=64)
+    ((program, argv, environ),) = started
+    assert (program, argv) == (sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    assert (environ["RANK"], environ["MALLOC_ARENA_MAX"], environ["PJRT_DEVICE"]) == ("5", "8", "NEURON")
+    adopt(config, environ, local_world=64)
+    assert len(started) == 1
+
+
+def test_a_rank_whose_environment_contradicts_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
+    with pytest.raises(ConfigError, match=r"NEURON_RT_EXEC_TIMEOUT .*: 5, but this run needs 1800"):
+        adopt(load(TINY, ON_TRN2).config, {"NEURON_RT_EXEC_TIMEOUT": "5"}, local_world=1)
+
+
+def test_a_rank_without_neuron_devices_is_left_to_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuron, "support", lambda: Support(False, "no chip in this test"))
+    for name in ("neuron", "auto", "cpu"):
+        adopt(load(TINY, [f"backend.name={name}"]).config, {"XLA_USE_BF16": "1"}, local_world=1)
