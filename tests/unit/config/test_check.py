@@ -240,7 +240,6 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
         ("data.doc_mask", ["data.doc_mask=true"]),
         ("checkpoint.async", ["checkpoint.async=true"]),
         ("backend.name", ["backend.name=neuron-native"]),
-        ("backend.name", ["backend.name=neuron-native"]),
         ("backend.layers", ["backend.layers=nxd"]),
     ],
 )
