@@ -82,8 +82,8 @@ class CausalLM(Protocol):
         """The submodules that repeat, in order of use: what is gathered as one when parameters are sharded."""
         ...
 
-    def loss(self, inputs: Tensor, targets: Tensor, token_weight: Tensor) -> Tensor:
-        """Weighted sum of the tokens' cross entropies: (B, S), (B, S), () to () float32."""
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the tokens' cross entropies: (B, S), (B, S) to () float32."""
         ...
 
     def logits(self, inputs: Tensor) -> Tensor:

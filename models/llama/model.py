@@ -84,9 +84,9 @@ class LlamaForCausalLM(nn.Module):
         """The transformer blocks, in order of use."""
         return tuple(self.model.layers)
 
-    def loss(self, inputs: Tensor, targets: Tensor, token_weight: Tensor) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Weighted sum of the tokens' cross entropies: (B, S), (B, S), () to () float32."""
-        return self.lm_head.loss(self.model(inputs.t()), targets.t(), token_weight)
+        return self.lm_head.loss(self.model(inputs.t()), targets.t())
 
     def logits(self, inputs: Tensor) -> Tensor:
         """(B, S) to (B, S, V) float32, whole on every rank; not differentiable."""

@@ -61,7 +61,12 @@ class Collectives(ABC):
 
     Inputs are contiguous, equal in shape and type on all ranks of a group, and belong to the collective: their values
     are undefined afterwards, which lets it work in place. Every rank calls the same collectives in the same order.
+
+    Attributes:
+        lazy: What is started is recorded, and runs at the next step boundary.
     """
+
+    lazy: bool = False
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
         """Reduce over the axis."""
@@ -106,8 +111,8 @@ class Head(Protocol):
 
     weight: nn.Parameter
 
-    def loss(self, hidden: Tensor, targets: Tensor, token_weight: Tensor) -> Tensor:
-        """Weighted sum of the tokens' cross entropies: (S/tp, B, D), (S, B), () to ()."""
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the tokens' cross entropies: (S/tp, B, D), (S, B) to ()."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -302,7 +307,7 @@ class Backend(ABC):
         )
 
     def step_boundary(self) -> None:
-        """Hand the recorded work of a step to the device; eager devices have nothing to do."""
+        """Hand what was recorded of a step to the device; eager devices have nothing to do."""
 
     def peak_flops(self) -> float | None:
         """Dense bfloat16 operations per second that the maker states for one device; None if unknown."""

@@ -26,6 +26,8 @@ class XlaCollectives(Collectives):
     all-gather lowers to a padded all-reduce.
     """
 
+    lazy = True
+
     def __init__(self) -> None:
         import torch_xla.core.xla_model as xm
 

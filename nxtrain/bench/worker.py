@@ -49,7 +49,7 @@ def ours(work: Workload) -> Callable[[], float]:
     inputs, targets = _data(work)
 
     def step() -> float:
-        result = train_step(state, DeviceBatch(inputs[None], targets[None]), *backend.scalars(LR))
+        result = train_step(state, DeviceBatch([inputs], [targets]), LR)
         return backend.fetch({"loss": result.loss})["loss"]
 
     return _timed(step, work.steps)

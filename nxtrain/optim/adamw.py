@@ -100,7 +100,8 @@ class AdamW:
             lr: () float32 on the device.
             grad_scale: () float32, multiplies the gradients.
         """
-        lr = lr.to(self.num_updates.device)  # the state may be kept in host memory
+        # The state may be kept in host memory.
+        lr, grad_scale = lr.to(self.num_updates.device), grad_scale.to(self.num_updates.device)
         self.num_updates.add_(1.0)
         step = self.num_updates[0]
         noise = step_hash(step)

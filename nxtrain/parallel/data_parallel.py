@@ -62,23 +62,36 @@ class Reduction:
 class Bucketed(DataParallel):
     """Averages gradients bucket by bucket, each as soon as the last backward pass has finished it.
 
+    Where work is recorded and run later, starting early gains nothing, and all micro-batches should record the same:
+    there they add to sums that always exist, and everything else follows the last of them.
+
     Args:
         parameters: By name, as in the model.
         layout: The entries that this rank updates.
         comm: Collectives.
         how: Types and sizes of the sums.
+        put: Copies a host tensor to the device.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], layout: Layout, comm: Collectives, how: Reduction
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layout: Layout,
+        comm: Collectives,
+        how: Reduction,
+        put: Callable[[Tensor], Tensor],
     ) -> None:
         self.layout, self._parameters, self._comm = layout, parameters, comm
+        self.shards: Mapping[str, Tensor] = parameters
         self._dp, self._precision = layout.mesh.dp, how.precision
-        # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept beside it.
-        accumulate, reduce = how.precision.accumulate, how.precision.reduce
-        self._widens = how.num_micro > 1 and any(p.dtype != accumulate for p in parameters.values())
-        self._sums: dict[str, Tensor] = {}
-        sizes = {name: p.numel() * reduce.itemsize for name, p in reversed(list(parameters.items()))}
+        self.sums: dict[str, Tensor] = {}
+        self._keeps_sums = comm.lazy and how.num_micro > 1
+        if self._keeps_sums:
+            self.sums = {
+                name: put(torch.zeros(p.shape, dtype=how.precision.accumulate)) for name, p in parameters.items()
+            }
+        self._is_last = True
+        sizes = {name: p.numel() * how.precision.reduce.itemsize for name, p in reversed(list(parameters.items()))}
         self.buckets = fill_buckets(sizes, how.bucket_bytes)
         self._bucket_of = {name: index for index, names in enumerate(self.buckets) for name in names}
         self._missing: Counter[int] = Counter()
@@ -87,7 +100,8 @@ class Bucketed(DataParallel):
             parameter.register_post_accumulate_grad_hook(self._hook(name))
 
     def begin(self, *, last: bool) -> None:
-        if last and self._dp.size > 1:
+        self._is_last = last
+        if last and self._dp.size > 1 and not self._comm.lazy:
             self._missing = Counter(self._bucket_of.values())
 
     def reduce(self) -> dict[str, Tensor]:
@@ -95,29 +109,36 @@ class Bucketed(DataParallel):
             return {name: self._take(name) for name in self._parameters}
         reduced: dict[str, Tensor] = {}
         for index, names in enumerate(self.buckets):
-            reduced.update(zip(names, self._started.pop(index).wait(), strict=True))
+            pending = self._started.pop(index) if index in self._started else self._start_bucket(index)
+            reduced.update(zip(names, pending.wait(), strict=True))
         return {name: reduced[name] for name in self._parameters}
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         def finished(parameter: Tensor) -> None:
-            if self._widens:
-                grad = _take_grad(parameter)
-                if name in self._sums:
-                    self._sums[name].add_(grad)
-                else:
-                    self._sums[name] = grad.to(self._precision.accumulate)
+            if name in self.sums:
+                self.sums[name].add_(_take_grad(parameter))
+            elif not self._is_last and parameter.dtype != self._precision.accumulate:
+                # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept beside it.
+                self.sums[name] = _take_grad(parameter).to(self._precision.accumulate)
             bucket = self._bucket_of[name]
             if self._missing[bucket]:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
-                    with torch.no_grad():
-                        names = self.buckets[bucket]
-                        self._started[bucket] = self._start([self._take(name) for name in names], names)
+                    self._started[bucket] = self._start_bucket(bucket)
 
         return finished
 
+    @torch.no_grad()
+    def _start_bucket(self, index: int) -> Pending[list[Tensor]]:
+        names = self.buckets[index]
+        return self._start([self._take(name) for name in names], names)
+
     def _take(self, name: str) -> Tensor:
-        return self._sums.pop(name) if self._widens else _take_grad(self._parameters[name])
+        if self._keeps_sums:
+            total = self.sums[name].clone()
+            self.sums[name].zero_()
+            return total
+        return self.sums.pop(name) if name in self.sums else _take_grad(self._parameters[name])
 
     @abstractmethod
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
@@ -126,12 +147,6 @@ class Bucketed(DataParallel):
 
 class Replicated(Bucketed):
     """Every rank updates everything, from gradients that all have."""
-
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], layout: Layout, comm: Collectives, how: Reduction
-    ) -> None:
-        super().__init__(parameters, layout, comm, how)
-        self.shards = parameters
 
     def publish(self) -> None:
         """Nothing: the parameters themselves were updated."""
@@ -144,9 +159,6 @@ class Zero1(Bucketed):
     """Each rank updates its rows of every parameter, then all gather the rows of all.
 
     Source: Rajbhandari et al. 2020 (arXiv:1910.02054) section 5.1.
-
-    Args:
-        put: Copies a host tensor to the device.
     """
 
     def __init__(
@@ -157,7 +169,7 @@ class Zero1(Bucketed):
         how: Reduction,
         put: Callable[[Tensor], Tensor],
     ) -> None:
-        super().__init__(parameters, layout, comm, how)
+        super().__init__(parameters, layout, comm, how, put)
         self._shard = layout.mesh.shard
         self.shards = {name: put(self._own_rows(name, p.detach().cpu())) for name, p in parameters.items()}
 

@@ -55,14 +55,12 @@ class VocabHead(nn.Module):
             )
         return buffers
 
-    def loss(self, hidden: Tensor, targets: Tensor, token_weight: Tensor) -> Tensor:
-        """Sum over the tokens of -log p(target), times `token_weight`.
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Sum over the tokens of -log p(target).
 
         Args:
             hidden: (S/tp, B, D).
             targets: (S, B) integers; `IGNORE_INDEX` does not count.
-            token_weight: () float32, such as 1 / tokens of the global batch. It enters before the gradients are
-                rounded to the type of the weights.
 
         Returns:
             () float32, equal on all tp ranks.
@@ -72,7 +70,6 @@ class VocabHead(nn.Module):
             whole.flatten(0, -2),
             self.weight,
             targets.flatten(),
-            token_weight,
             self.first,
             self.padding,
             self._tp.comm,
@@ -105,7 +102,6 @@ class _VocabCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        token_weight: Tensor,
         first: Tensor,
         padding: Tensor | None,
         comm: Collectives,
@@ -118,7 +114,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         weight_grad: Tensor | None = None
         for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
             logits = F.linear(h, weight)
-            chunk_loss, logits_grad = _chunk(logits, target, token_weight, first, padding, comm, axis, needs_grad)
+            chunk_loss, logits_grad = _chunk(logits, target, first, padding, comm, axis, needs_grad)
             loss = loss + chunk_loss
             if logits_grad is not None:
                 hidden_grads.append(logits_grad @ weight)
@@ -133,13 +129,12 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad.mul_(grad.to(weight_grad.dtype)), *[None] * 7
+        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad.mul_(grad.to(weight_grad.dtype)), *[None] * 6
 
 
 def _chunk(
     logits: Tensor,
     targets: Tensor,
-    token_weight: Tensor,
     first: Tensor,
     padding: Tensor | None,
     comm: Collectives,
@@ -151,7 +146,6 @@ def _chunk(
     Args:
         logits: (T, V) this rank's columns; overwritten.
         targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
-        token_weight: () factor of each token's loss.
         first: First vocabulary row of this rank, and how many rows it has.
         padding: (V,) 0 for a true row, -inf for a padded one; None without padding.
         comm: Collectives.
@@ -159,7 +153,7 @@ def _chunk(
         needs_grad: Compute the gradient.
 
     Returns:
-        () the weighted sum of the losses, and (T, V) in the type of `logits`, or None.
+        () the sum of the losses, and (T, V) in the type of `logits`, or None.
     """
     dtype = logits.dtype
     scores = logits.float() if padding is None else logits.float() + padding
@@ -173,10 +167,9 @@ def _chunk(
     exp = scores.sub_(peak.unsqueeze(1)).exp_()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
     losses = sums[0].log() + peak - sums[1]
-    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum() * token_weight
+    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum()
     if not needs_grad:
         return loss, None
-    factor = counted.float() * token_weight
-    grad = exp.mul_((factor / sums[0]).unsqueeze(1))
-    grad.scatter_add_(1, column, -(here.float() * token_weight).unsqueeze(1))
+    grad = exp.mul_((counted.float() / sums[0]).unsqueeze(1))
+    grad.scatter_add_(1, column, -here.float().unsqueeze(1))
     return loss, grad.to(dtype)

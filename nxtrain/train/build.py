@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend, Kernels
@@ -140,6 +141,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         backend=backend,
         precision=precision,
         clip=run.optim.clip,
+        sums=backend.put(torch.zeros(2)),
     )
 
 
@@ -157,7 +159,7 @@ def _data_parallel(
     parameters = dict(model.named_parameters())
     if run.parallel.shard == "zero1":
         return Zero1(parameters, layout, backend.collectives, how, backend.put)
-    return Replicated(parameters, layout, backend.collectives, how)
+    return Replicated(parameters, layout, backend.collectives, how, backend.put)
 
 
 def _stay(host: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ class TrainState:
         backend: Device and collectives.
         precision: Types of everything.
         clip: Largest global gradient norm; 0: never clip.
+        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class TrainState:
     backend: Backend
     precision: Precision
     clip: float
+    sums: Tensor
 
     @property
     def layout(self) -> Layout:
@@ -65,11 +68,16 @@ class DeviceBatch:
     """This rank's part of a global batch, on the device.
 
     Args:
-        inputs, targets: (num_micro, B, S) int64; targets of `IGNORE_INDEX` do not count.
+        inputs, targets: (B, S) int64 for each micro-batch; targets of `IGNORE_INDEX` do not count.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+
+    @staticmethod
+    def of(inputs: Tensor, targets: Tensor, put: Callable[[Tensor], Tensor]) -> DeviceBatch:
+        """Upload (num_micro, B, S) tensors of the host, micro-batch by micro-batch: a slice would tell them apart."""
+        return DeviceBatch([put(x.contiguous()) for x in inputs], [put(x.contiguous()) for x in targets])
 
 
 @dataclass(frozen=True)
@@ -87,43 +95,44 @@ class StepResult:
     num_tokens: Tensor
 
 
-def train_step(state: TrainState, batch: DeviceBatch, lr: Tensor) -> StepResult:
+def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     """Compute the gradient of the mean loss over the global batch's tokens, clip it and update.
 
-    The one divisor is the number of tokens in the global batch. Each rank divides by the mean number per data parallel
-    rank, which keeps gradients at the size of a mean, and the reduction averages over those ranks.
+    Losses and gradients are summed over tokens and averaged over data parallel ranks. The one divisor, the number of
+    tokens per such rank, enters with the update, so that every micro-batch is the same work, however many there are.
 
     Args:
         state: Changed in place.
         batch: This rank's sequences.
-        lr: () float32 on the device.
+        lr: Learning rate.
     """
-    dp, comm = state.mesh.dp, state.backend.collectives
-    num_tokens = comm.all_reduce(_count(batch.targets), dp)
-    token_weight = dp.size / num_tokens
-    loss = torch.zeros_like(num_tokens)
+    dp = state.mesh.dp
     num_micro = len(batch.inputs)
     for index, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
         state.data_parallel.begin(last=index == num_micro - 1)
-        micro_loss = state.lm.loss(inputs, targets, token_weight)
-        micro_loss.backward()
-        loss = loss + micro_loss.detach()
+        loss = state.lm.loss(inputs, targets)
+        loss.backward()
+        state.sums.add_(_sums(loss, targets))
+        if num_micro > 1:
+            state.backend.step_boundary()
+    loss, num_tokens = state.backend.collectives.all_reduce(state.sums.clone(), dp).unbind()
+    state.sums.zero_()
+    per_token = dp.size / num_tokens
     grads = state.gradients.reduce()
-    norm = state.gradients.norm(grads)
-    state.optimizer.step(grads, lr, clip_factor(norm, state.clip))
+    norm = state.gradients.norm(grads) * per_token
+    (rate,) = state.backend.scalars(lr)  # not before: what is uploaded joins the graph that is recorded next
+    state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token)
     state.data_parallel.publish()
-    return StepResult(comm.all_reduce(loss, dp) / dp.size, norm, num_tokens)
+    return StepResult(loss / num_tokens, norm, num_tokens)
 
 
 @torch.no_grad()
 def eval_step(state: TrainState, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
     """Sum of the losses and number of tokens of a global batch: () and () float32 on the device, equal on all ranks."""
-    one = torch.ones_like(_count(batch.targets))
-    losses = [state.lm.loss(i, t, one) for i, t in zip(batch.inputs, batch.targets, strict=True)]
-    sums = torch.stack([torch.stack(losses).sum(), _count(batch.targets)])
-    loss, num_tokens = state.backend.collectives.all_reduce(sums, state.mesh.dp).unbind()
+    sums = [_sums(state.lm.loss(i, t), t) for i, t in zip(batch.inputs, batch.targets, strict=True)]
+    loss, num_tokens = state.backend.collectives.all_reduce(torch.stack(sums).sum(dim=0), state.mesh.dp).unbind()
     return loss, num_tokens
 
 
-def _count(targets: Tensor) -> Tensor:
-    return (targets != IGNORE_INDEX).sum(dtype=torch.float32)
+def _sums(loss: Tensor, targets: Tensor) -> Tensor:
+    return torch.stack([loss.detach(), (targets != IGNORE_INDEX).sum(dtype=torch.float32)])

@@ -59,14 +59,13 @@ class Trainer:
         with closing(self.train.prefetched(finished)) as batches:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
                 rate = self.schedule.at(step)
-                (lr,) = backend.scalars(rate)
-                result = train_step(self.state, self._put(batch), lr)
+                result = train_step(self.state, self._put(batch), rate)
                 backend.step_boundary()
                 self.meter.add_step(step_tokens)
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
                 if evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total):
-                    read = backend.fetch({"loss": result.loss, "grad_norm": result.grad_norm, **self._health(lr)})
+                    read = backend.fetch({"loss": result.loss, "grad_norm": result.grad_norm, **self._health(rate)})
                     _check_finite(step, read)
                     throughput = self.meter.read()
                     with self.meter.paused():
@@ -91,10 +90,10 @@ class Trainer:
         return loss / num_tokens
 
     @torch.no_grad()
-    def _health(self, lr: Tensor) -> dict[str, Tensor]:
+    def _health(self, lr: float) -> dict[str, Tensor]:
         """What tells early that a run goes wrong, as () float32 tensors."""
         state = self.state
-        lost = state.gradients.count(state.optimizer.lost_updates(lr))
+        lost = state.gradients.count(state.optimizer.lost_updates(*state.backend.scalars(lr)))
         return {
             "param_norm": state.gradients.norm(state.data_parallel.shards),
             "lost_update_frac": lost / state.table.num_params(),
@@ -102,7 +101,7 @@ class Trainer:
 
     def _put(self, batch: Batch) -> DeviceBatch:
         put: Callable[[Tensor], Tensor] = self.state.backend.put
-        return DeviceBatch(put(torch.from_numpy(batch.inputs)), put(torch.from_numpy(batch.targets)))
+        return DeviceBatch.of(torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets), put)
 
 
 def _due(step: int, every: int, total: int) -> bool:

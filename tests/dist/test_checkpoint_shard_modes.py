@@ -28,8 +28,7 @@ def train(state: TrainState, resolved: Resolved, first: int, last: int) -> list[
     """Losses of some steps of the run."""
     losses = []
     for batch in batches(resolved, last)[first:]:
-        (lr,) = state.backend.scalars(LR)
-        found = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), lr)
+        found = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
         losses.append(state.backend.fetch({"loss": found.loss})["loss"])
     return losses
 

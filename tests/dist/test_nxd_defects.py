@@ -143,7 +143,7 @@ def drawn_then_trained(backend: Backend, resolved: Resolved, steps: int) -> tupl
     state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
     drawn = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     for batch in batches(resolved, steps):
-        train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), *backend.scalars(LR))
+        train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
     kinds = {"param": {name: p.detach() for name, p in state.model.named_parameters()}, **state.optimizer.state}
     return drawn, {f"{kind}/{name}": t for kind, tensors in kinds.items() for name, t in tensors.items()}
 

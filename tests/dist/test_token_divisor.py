@@ -51,7 +51,7 @@ def rank_gradient(backend: Backend, resolved: Resolved, weights: Mapping[str, Te
     state = start(backend, resolved, weights)
     batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
     rows = masked_targets(tokens(resolved, GLOBAL_BATCH)[:, 1:]).chunk(state.mesh.dp.size)[state.mesh.dp.rank]
-    return gradient(state, DeviceBatch(batch.inputs, rows.reshape(batch.targets.shape).contiguous()))
+    return gradient(state, DeviceBatch(batch.inputs, rows.split(len(batch.targets[0]))))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def gradient_in_small_buckets(backend: Backend, resolved: Resolved, weights: Map
     batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
     model = our_model(resolved, backend, state.mesh, weights)
     how = Reduction(state.precision, num_micro=1, bucket_bytes=20_000)
-    split = Replicated(dict(model.named_parameters()), state.layout, backend.collectives, how)
+    split = Replicated(dict(model.named_parameters()), state.layout, backend.collectives, how, backend.put)
     assert len(split.buckets) > 5
     small = replace(
         state, model=model, data_parallel=split, gradients=Gradients(split, backend.collectives, backend.put)

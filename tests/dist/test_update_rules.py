@@ -120,7 +120,7 @@ def hashes(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], 
         adamw.rounding_keys = plain  # type: ignore[attr-defined]
     found = []
     for batch in batches(resolved, 4) * (steps // 4):
-        train_step(state, local_batch(state, batch, 2), torch.tensor(1e-3))
+        train_step(state, local_batch(state, batch, 2), 1e-3)
         digest = hashlib.sha256()
         for parameter in state.model.parameters():
             digest.update(parameter.detach().view(torch.int16).numpy().tobytes())

@@ -78,8 +78,7 @@ def local_batch(state: TrainState, batch: Tensor, micro_batch: int) -> DeviceBat
     """This rank's part of a global batch."""
     dp = state.mesh.dp
     rows = batch.chunk(dp.size)[dp.rank].unflatten(0, (-1, micro_batch))
-    put = state.backend.put
-    return DeviceBatch(put(rows[..., :-1].contiguous()), put(rows[..., 1:].contiguous()))
+    return DeviceBatch.of(rows[..., :-1], rows[..., 1:], state.backend.put)
 
 
 def run_ours(backend: Backend, resolved: Resolved, steps: int, weights: Mapping[str, Tensor]) -> Course:
@@ -87,8 +86,7 @@ def run_ours(backend: Backend, resolved: Resolved, steps: int, weights: Mapping[
     state = start(backend, resolved, weights)
     losses, norms = [], []
     for batch in batches(resolved, steps):
-        (lr,) = backend.scalars(LR)
-        result = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), lr)
+        result = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
         read = backend.fetch({"loss": result.loss, "norm": result.grad_norm})
         losses.append(read["loss"])
         norms.append(read["norm"])
@@ -137,10 +135,12 @@ class Gradient:
 def gradient(state: TrainState, batch: DeviceBatch) -> Gradient:
     """Take one step that updates nothing."""
     keeper = _Keeper()
-    (lr,) = state.backend.scalars(LR)
-    found = train_step(replace(state, optimizer=keeper), batch, lr)
+    found = train_step(replace(state, optimizer=keeper), batch, LR)
     scalars = {"loss": found.loss, "norm": found.grad_norm, "num_tokens": found.num_tokens, "scale": keeper.scale}
-    return Gradient(**state.backend.fetch(scalars), shards=keeper.grads)
+    read = state.backend.fetch(scalars)
+    per_token = state.mesh.dp.size / read["num_tokens"]
+    read["scale"] /= per_token
+    return Gradient(**read, shards={name: grad * per_token for name, grad in keeper.grads.items()})
 
 
 class _Keeper(AdamW):

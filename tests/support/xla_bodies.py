@@ -92,7 +92,7 @@ def steps(
         resolved: The run.
         weights: Whole weights.
         rates: Learning rates.
-        mutant: `""`; `lr` passes a number of the host as the rate, `read` looks at the gradient norm inside the step.
+        mutant: `""`; `lr` uploads the rate as a number by itself, `read` looks at the gradient norm inside the step.
     """
     import torch_xla
 
@@ -103,10 +103,10 @@ def steps(
     backend.step_boundary()
     before, counts, refusal = Counts.now(), [], ""
     for rate in rates:
-        lr = torch.tensor(rate).to(backend.device) if mutant == "lr" else backend.scalars(rate)[0]
+        guarded = Forbidding(backend, folds_numbers=mutant == "lr")
         torch_xla._XLAC._set_allow_execution(False)
         try:
-            result = train_step(state, batch, lr)
+            result = train_step(replace(state, backend=cast(Backend, guarded)), batch, rate)
         except RuntimeError as error:
             refusal = str(error)
             break
@@ -121,6 +121,35 @@ def steps(
         Counts.now().fallbacks,
         refusal,
     )
+
+
+class Forbidding:
+    """A backend between whose boundaries nothing may run.
+
+    Args:
+        backend: What it stands for.
+        folds_numbers: Upload numbers one by one, which torch-xla folds into the graph by their value.
+    """
+
+    def __init__(self, backend: Backend, *, folds_numbers: bool) -> None:
+        self._backend, self._folds_numbers = backend, folds_numbers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        """Upload numbers."""
+        if self._folds_numbers:
+            return tuple(torch.tensor(value).to(self._backend.device) for value in values)
+        return self._backend.scalars(*values)
+
+    def step_boundary(self) -> None:
+        """Run what was recorded."""
+        import torch_xla
+
+        torch_xla._XLAC._set_allow_execution(True)
+        self._backend.step_boundary()
+        torch_xla._XLAC._set_allow_execution(False)
 
 
 class _Reading:
@@ -206,47 +235,54 @@ class Recorded:
 
 def recorded(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], world: int, ranks: Sequence[int], mutant: str
-) -> list[Recorded]:
-    """Record the first two steps of each of some ranks of a pretended world, executing nothing.
+) -> list[list[Recorded]]:
+    """Record the graphs of the first two steps of each of some ranks of a pretended world, executing nothing.
 
     Args:
         backend: Of the one true device.
-        resolved: The run; its accumulation has two micro-batches of one sequence.
+        resolved: The run; micro-batches of one sequence.
         weights: Whole weights.
         world: Ranks of the pretended world.
         ranks: Those to play, one after the other.
         mutant: `""`; `number` keeps the first vocabulary row of a rank as a number.
     """
+    return [_record_rank(backend, resolved, weights, world, rank, mutant) for rank in ranks]
+
+
+def _record_rank(
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], world: int, rank: int, mutant: str
+) -> list[Recorded]:
     import torch_xla
     import torch_xla.runtime as xr
 
-    device, found = str(backend.device), []
-    for rank in ranks:
-        xr._WORLD_SIZE, xr._ORDINAL = world, rank
-        pretended = XlaBackend()
-        state = start(pretended, resolved, weights)
-        if mutant == "number":
-            embedding: Any = state.model.get_submodule("model.embed_tokens")
-            first = embedding.first.tolist()
-            del embedding.first
-            embedding.first = first
-        rows = tokens(resolved, 2).unsqueeze(1)
-        batch = DeviceBatch(pretended.put(rows[..., :-1].contiguous()), pretended.put(rows[..., 1:].contiguous()))
-        torch_xla.sync()
-        for _ in range(2):
-            result = train_step(state, batch, *pretended.scalars(LR))
-            live = [
-                *state.model.parameters(),
-                *state.data_parallel.shards.values(),
-                *(t for kind in state.optimizer.state.values() for t in kind.values()),
-            ]
-            live += [state.optimizer.num_updates, result.loss, result.grad_norm, result.num_tokens]
-            found.append(
-                Recorded(
-                    torch_xla._XLAC._get_graph_hash(live).hex(),
-                    torch_xla._XLAC._get_xla_tensors_hlo(live),
-                )
-            )
-            torch_xla._XLAC._clear_pending_irs(device)
-            torch_xla._XLAC._set_all_reduce_token(device, None)
-    return found
+    graphs: list[Recorded] = []
+    results: list[Tensor] = []
+
+    def cut() -> None:
+        kinds = [state.data_parallel.shards, *state.optimizer.state.values()]
+        kinds.append(getattr(state.data_parallel, "sums", {}))
+        live = [*state.model.parameters(), *(tensor for kind in kinds for tensor in kind.values())]
+        live += [state.optimizer.num_updates, state.sums, *results]
+        graph_hash = torch_xla._XLAC._get_graph_hash(live).hex()
+        graphs.append(Recorded(graph_hash, torch_xla._XLAC._get_xla_tensors_hlo(live)))
+        torch_xla._XLAC._clear_pending_irs(str(backend.device))
+        torch_xla._XLAC._set_all_reduce_token(str(backend.device), None)
+
+    xr._WORLD_SIZE, xr._ORDINAL = world, rank
+    pretended = XlaBackend(sync=cut)
+    state = start(pretended, resolved, weights)
+    if mutant == "number":
+        embedding: Any = state.model.get_submodule("model.embed_tokens")
+        first = embedding.first.tolist()
+        del embedding.first
+        embedding.first = first
+    run = resolved.config.train
+    rows = tokens(resolved, run.global_batch // state.mesh.dp.size).unflatten(0, (-1, run.micro_batch))
+    batch = DeviceBatch.of(rows[..., :-1], rows[..., 1:], pretended.put)
+    torch_xla.sync()
+    for _ in range(2):
+        result = train_step(state, batch, LR)
+        results[:] = [result.loss, result.grad_norm, result.num_tokens]
+        pretended.step_boundary()
+        results.clear()
+    return graphs

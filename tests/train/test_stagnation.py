@@ -56,9 +56,8 @@ def final_loss(tokens: Tensor, update: str) -> float:
     state = build_state(plan, build_model(plan, backend, mesh, init="draw"), backend, mesh)
     losses = []
     for step, batch in enumerate(tokens, start=1):
-        inputs, targets = batch[None, :, :-1].contiguous(), batch[None, :, 1:].contiguous()
-        (lr,) = backend.scalars(SCHEDULE.at(step))
-        losses.append(train_step(state, DeviceBatch(inputs, targets), lr).loss)
+        result = train_step(state, DeviceBatch([batch[:, :-1]], [batch[:, 1:]]), SCHEDULE.at(step))
+        losses.append(result.loss)
     return torch.stack(losses[-LAST:]).mean().item()
 
 

@@ -38,13 +38,15 @@ def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_every_step_from_the_first_is_the_same_graph_and_reads_nothing(
+def test_every_step_from_the_first_is_the_same_graphs_and_reads_nothing(
     case: str, on_one_device: dict[str, Steps]
 ) -> None:
     steps = on_one_device[case]
+    micro_batches = 4 // SOUND[case].get("micro", 4)
+    distinct, launched = (2, micro_batches + 1) if micro_batches > 1 else (1, 1)
     assert steps.refusal == ""
-    assert steps.compiled == [1] * len(RATES)
-    assert steps.launched == [*range(1, len(RATES) + 1)]
+    assert steps.compiled == [distinct] * len(RATES)
+    assert steps.launched == [launched * step for step in range(1, len(RATES) + 1)]
     assert steps.fallbacks == ()
 
 
@@ -56,9 +58,12 @@ def test_a_read_inside_the_step_would_be_noticed(on_one_device: dict[str, Steps]
     assert "execution" in on_one_device["read"].refusal
 
 
-def record(ranks: list[int], folder: Path, mutant: str = "", **options: Any) -> list[Recorded]:
-    """Steps of ranks of 4096: tp 8 with sequence parallelism, dp 512, two micro-batches, 4 copies of the K/V heads."""
-    resolved = changed(layout("gqa2", tp=8, dp=512, sp=True, micro=1, **options), train={"global_batch": 1024})
+def record(
+    ranks: list[int], folder: Path, mutant: str = "", accumulation: int = 2, **options: Any
+) -> list[list[Recorded]]:
+    """The graphs of two steps of ranks of 4096: tp 8 with sequence parallelism, dp 512, 4 copies of the K/V heads."""
+    resolved = layout("gqa2", tp=8, dp=512, sp=True, micro=1, **options)
+    resolved = changed(resolved, train={"global_batch": 512 * accumulation})
     (found,) = run_devices(1, recorded, resolved, weights_of(resolved), 4096, ranks, mutant, folder=folder)
     return found  # type: ignore[no-any-return]
 
@@ -69,53 +74,79 @@ def census(text: str) -> Counter[tuple[str, int, int]]:
     return Counter((kind, len(groups.split("},{")), len(groups.split("},{")[0].split(","))) for kind, groups in found)
 
 
-def test_all_ranks_of_4096_record_one_graph_with_the_groups_of_the_mesh(tmp_path: Path) -> None:
-    steps = record([0, 1, 7, 8, 3001, 4095], tmp_path)
-    assert len({step.hash for step in steps}) == 1
-    text = steps[0].text
-    assert "f64[" not in text
-    micro_batches, blocks = 2, 2
-    assert census(text) == {
+BLOCKS = 2
+MICRO_STEP = Counter(
+    {
         # A block enters tensor parallelism twice forward and twice backward, and gathers its two inputs again for the
         # gradients of their weights; the head enters once, and the embedding once, backward.
-        ("all-gather", 512, 8): micro_batches * (blocks * (2 + 2 + 2) + 2),
+        ("all-gather", 512, 8): BLOCKS * (2 + 2 + 2) + 2,
         # What enters forward leaves backward, and the other way round: all of the above but the inputs' second time.
-        ("reduce-scatter", 512, 8): micro_batches * (blocks * (2 + 2) + 2),
-        # The largest logit and the sums over the vocabulary, per micro-batch; the norms' gradients; the global norm.
-        ("all-reduce", 512, 8): micro_batches * 2 + 2,
+        ("reduce-scatter", 512, 8): BLOCKS * (2 + 2) + 2,
+        # The largest logit and the sums over the vocabulary.
+        ("all-reduce", 512, 8): 2,
+    }
+)
+UPDATE = Counter(
+    {
+        # The norms' gradients; the global norm.
+        ("all-reduce", 512, 8): 2,
         # The K/V heads' gradients, between the ranks that share one.
         ("all-reduce", 1024, 4): 1,
-        # The number of tokens, the gradients in one bucket after the last micro-batch, the loss.
-        ("all-reduce", 8, 512): 3,
+        # The loss with the number of tokens; the gradients, in one bucket.
+        ("all-reduce", 8, 512): 2,
     }
+)
+
+
+def hashes(graphs: list[Recorded]) -> list[str]:
+    return [graph.hash for graph in graphs]
+
+
+def test_all_ranks_of_4096_record_a_graph_per_micro_batch_and_one_to_update(tmp_path: Path) -> None:
+    by_rank = record([0, 1, 7, 8, 3001, 4095], tmp_path)
+    micro, _, update = by_rank[0][:3]
+    for graphs in by_rank:
+        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    assert census(micro.text) == MICRO_STEP
+    assert census(update.text) == UPDATE
+    assert "f64[" not in micro.text + update.text
     # Mean gradients over dp: 1/512 stands in the graph, and 1/4096 does not.
-    assert f"constant({1 / 512})" in text
-    assert str(1 / 4096) not in text
+    assert f"constant({1 / 512})" in update.text
+    assert str(1 / 4096) not in update.text
+
+
+def test_graphs_do_not_change_with_accumulation_and_are_one_without(tmp_path: Path) -> None:
+    for accumulation in (1, 2, 3):
+        (tmp_path / str(accumulation)).mkdir()
+    alone, two, three = (record([0], tmp_path / str(n), accumulation=n)[0] for n in (1, 2, 3))
+    micro, update = hashes(two)[1:3]
+    assert hashes(three) == [micro, micro, micro, update] * 2
+    assert len(alone) == len({*hashes(alone)}) + 1 == 2
+    assert census(alone[0].text) == MICRO_STEP + UPDATE
 
 
 def test_zero1_over_4096_ranks_scatters_gathers_and_divides_by_dp(tmp_path: Path) -> None:
-    (tmp_path / "replicated").mkdir()
-    cut = {"params": "bf16", "update": "bf16_stochastic"}
-    plain = record([0], tmp_path / "replicated", **cut)[0].text
-    steps = record([0, 1, 7, 8, 3001, 4095], tmp_path, shard="zero1", **cut)
-    assert len({step.hash for step in steps}) == 1
-    text = steps[0].text
-    found, replicated = census(text), census(plain)
-    assert found - replicated == {
+    by_rank = record([0, 1, 8, 3001], tmp_path, shard="zero1", params="bf16", update="bf16_stochastic")
+    micro, _, update = by_rank[0][:3]
+    for graphs in by_rank:
+        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    assert census(micro.text) == MICRO_STEP
+    found = census(update.text)
+    assert found - UPDATE == {
         ("reduce-scatter", 8, 512): 1,  # the gradients, in one bucket after the last micro-batch
         ("all-gather", 8, 512): 1,  # the new parameters
         ("all-reduce", 1, 4096): 1,  # the norm, over all that hold a part of the state
     }
-    assert replicated - found == {("all-reduce", 8, 512): 1, ("all-reduce", 512, 8): 1}
-    lines = text.splitlines()
-    (scatter,) = [line for line in lines if " reduce-scatter(" in line and line.count("},{") == 8 - 1]
+    assert UPDATE - found == {("all-reduce", 8, 512): 1, ("all-reduce", 512, 8): 1}
+    lines = update.text.splitlines()
+    (scatter,) = [line for line in lines if " reduce-scatter(" in line]
     name = scatter.split(" = ")[0].split()[-1]
     users = [line for line in lines if f"{name})" in line or f"{name}," in line]
     assert users and all(" multiply(" in user for user in users), users
-    assert f"constant({1 / 512})" in text
-    assert str(1 / 4096) not in text
+    assert f"constant({1 / 512})" in update.text
+    assert str(1 / 4096) not in update.text
 
 
 def test_a_rank_that_stands_in_the_graph_as_a_number_would_be_noticed(tmp_path: Path) -> None:
-    first, second = (steps.hash for steps in record([0, 1], tmp_path, mutant="number")[::2])
-    assert first != second
+    first, second = record([0, 1], tmp_path, mutant="number")
+    assert first[0].hash != second[0].hash

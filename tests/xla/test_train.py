@@ -42,14 +42,14 @@ def train(folder: Path, backend: str, *overrides: str) -> list[dict[str, float]]
 
 def test_a_run_on_xla_is_the_run_on_cpu_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     on_cpu, on_xla = train(tmp_path, "cpu"), train(tmp_path, "xla")
-    # The step, the norm of the parameters, the evaluation; before them the rendezvous of the ranks.
-    assert compiled(tmp_path) == 4
+    # A micro-batch, the update, the parameters' health, the evaluation; before them the rendezvous of the ranks.
+    assert compiled(tmp_path) == 5
     for key in ("step", "loss", "grad_norm", "param_norm", "lr", "tokens"):
         assert [r[key] for r in on_xla] == pytest.approx([r[key] for r in on_cpu], rel=1e-5), key
     assert [r["val_loss"] for r in on_xla if "val_loss" in r] == pytest.approx(
         [r["val_loss"] for r in on_cpu if "val_loss" in r], rel=1e-5
     )
     resumed = train(tmp_path, "xla", f"checkpoint.resume={tmp_path / 'xla/checkpoints/step-00000004'}")
-    assert compiled(tmp_path) == 4
+    assert compiled(tmp_path) == 5
     kept = ("step", "loss", "grad_norm", "param_norm")
     assert [[r[key] for key in kept] for r in resumed] == [[r[key] for key in kept] for r in on_xla]

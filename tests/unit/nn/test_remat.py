@@ -107,7 +107,7 @@ def kept_bytes(model: nn.Module, rows: Tensor) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        loss = model.loss(rows[:, :-1], rows[:, 1:], torch.tensor(1.0))  # type: ignore[operator]
+        loss = model.loss(rows[:, :-1], rows[:, 1:])  # type: ignore[operator]
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     assert loss.requires_grad
     return sum(size for start, size in storages.items() if start not in parameters)
@@ -174,7 +174,7 @@ def test_a_recomputed_feed_forward_changes_no_bit(backend: CpuBackend) -> None:
         resolved = resolve("fp32", remat, LONG_SEQUENCE, **small)
         model = build_model(resolved, backend, Mesh.build(1, 0), init="draw")
         rows = tokens(resolved, 1)
-        model.loss(rows[:, :-1], rows[:, 1:], torch.tensor(1.0)).backward()  # type: ignore[operator]
+        model.loss(rows[:, :-1], rows[:, 1:]).backward()  # type: ignore[operator]
         grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])  # type: ignore[arg-type]
 
@@ -199,7 +199,7 @@ def peaks(backend: Backend, plans: Sequence[Resolved]) -> list[int]:
     for resolved in plans:
         model = build_model(resolved, backend, Mesh.build(1, 0), init="zeros")
         rows = tokens(resolved, 1)
-        model.loss(rows[:, :-1], rows[:, 1:], torch.tensor(1.0)).backward()  # type: ignore[operator]
+        model.loss(rows[:, :-1], rows[:, 1:]).backward()  # type: ignore[operator]
         del model
         gc.collect()
         found.append(backend.peak_memory_bytes())

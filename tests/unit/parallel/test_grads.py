@@ -95,7 +95,8 @@ def sums_of(accumulate: torch.dtype, num_micro: int) -> Tensor:
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     layout = Layout(ParamTable({"w": ShardSpec((4,))}), Mesh.build(1, 0))
     precision = Precision(torch.bfloat16, accumulate, torch.float32, "fp32_master", torch.float32)
-    ranks = Replicated({"w": parameter}, layout, C10dCollectives(1), Reduction(precision, num_micro, 1 << 20))
+    how = Reduction(precision, num_micro, 1 << 20)
+    ranks = Replicated({"w": parameter}, layout, C10dCollectives(1), how, lambda host: host)
     for _ in range(2):  # the second step must not see the first
         for micro in range(num_micro):
             ranks.begin(last=micro == num_micro - 1)

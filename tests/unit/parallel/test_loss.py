@@ -39,7 +39,7 @@ def targets_of(vocab: int = V) -> Tensor:
 def losses(rows: int) -> tuple[Tensor, Tensor]:
     """Ours and torch's sum of the losses."""
     hidden, weight = random(S, B, D), random(V, D, seed=1)
-    ours = head_of(weight, rows).loss(hidden, targets_of(), torch.tensor(1.0))
+    ours = head_of(weight, rows).loss(hidden, targets_of())
     return ours.detach(), F.cross_entropy(
         F.linear(hidden, weight).flatten(0, 1), targets_of().flatten(), reduction="sum"
     )
@@ -49,8 +49,7 @@ def losses(rows: int) -> tuple[Tensor, Tensor]:
 def test_any_chunk_size_gives_the_loss_and_the_gradients_of_torch_in_float64(rows: int) -> None:
     hidden, weight = random(S, B, D).requires_grad_(), random(V, D, seed=1)
     head = head_of(weight, rows)
-    token_weight = torch.tensor(0.125)
-    loss = head.loss(hidden, targets_of(), token_weight)
+    loss = head.loss(hidden, targets_of()) * 0.125
     (loss * 3.0).backward()
 
     hidden64, weight64 = hidden.detach().double().requires_grad_(), weight.double().requires_grad_()
@@ -69,7 +68,7 @@ def test_any_chunk_size_gives_the_loss_and_the_gradients_of_torch_in_float64(row
 def test_nothing_but_ignored_tokens_is_a_loss_and_a_gradient_of_zero() -> None:
     hidden = random(S, B, D).requires_grad_()
     head = head_of(random(V, D, seed=1), rows=7)
-    loss = head.loss(hidden, torch.full((S, B), IGNORE_INDEX), torch.tensor(1.0))
+    loss = head.loss(hidden, torch.full((S, B), IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0.0
     assert hidden.grad is not None and head.weight.grad is not None
@@ -87,7 +86,7 @@ def test_nxd_4_8_the_loss_changes_none_of_its_inputs() -> None:
     """NxD 4.8: its parallel cross entropy overwrites the logits that it is given."""
     inputs = random(S, B, D), random(V, D, seed=1), targets_of()
     hidden, weight, targets = (x.clone() for x in inputs)
-    head_of(weight, rows=7).loss(hidden.requires_grad_(), targets, torch.tensor(1.0)).backward()
+    head_of(weight, rows=7).loss(hidden.requires_grad_(), targets).backward()
     assert all(map(torch.equal, (hidden, weight, targets), inputs))
 
 
@@ -95,7 +94,7 @@ def test_nxd_4_8_bf16_logits_enter_a_float32_loss() -> None:
     """NxD 4.8: bf16 logits are exponentiated in bf16 there; here the loss is that of the same logits in float32."""
     hidden, weight = random(S, B, D, dtype=torch.bfloat16), random(V, D, dtype=torch.bfloat16, seed=1)
     head = head_of(weight, rows=T)
-    loss = head.loss(hidden.requires_grad_(), targets_of(), torch.tensor(1.0))
+    loss = head.loss(hidden.requires_grad_(), targets_of())
     loss.backward()
     logits = F.linear(hidden, weight).detach().float().requires_grad_()
     expected = F.cross_entropy(logits.flatten(0, 1), targets_of().flatten(), reduction="sum")
@@ -113,7 +112,7 @@ def test_the_number_of_chunks_does_not_show_in_bf16_weight_gradients() -> None:
     grads = []
     for rows in (1, T):
         head = head_of(random(V, D, dtype=torch.bfloat16, seed=1), rows)
-        head.loss(random(S, B, D, dtype=torch.bfloat16), targets_of(), torch.tensor(1.0)).backward()
+        head.loss(random(S, B, D, dtype=torch.bfloat16), targets_of()).backward()
         assert head.weight.grad is not None
         grads.append(head.weight.grad.float())
     # A sum of 64 parts rounded each time would be off by several roundings; a float32 one by the last alone.
@@ -123,7 +122,7 @@ def test_the_number_of_chunks_does_not_show_in_bf16_weight_gradients() -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_logits_of_ten_thousand_neither_overflow_nor_vanish(sign: float) -> None:
     hidden, weight = random(S, B, D) * 1e4 * sign, random(V, D, seed=1)
-    loss = head_of(weight, rows=7).loss(hidden, targets_of(), torch.tensor(1.0))
+    loss = head_of(weight, rows=7).loss(hidden, targets_of())
     logits = F.linear(hidden.double(), weight.double()).flatten(0, 1)
     assert logits.abs().max() > 1e4
     expected = F.cross_entropy(logits, targets_of().flatten(), reduction="sum")
@@ -150,7 +149,7 @@ def test_no_tensor_of_the_size_of_all_logits_is_made_forward_or_backward() -> No
     head = head_of(random(vocab, D, seed=1), rows)
     hidden = random(S, B, D).requires_grad_()
     with LargestTensor() as largest:
-        head.loss(hidden, targets_of(vocab), torch.tensor(1.0)).backward()
+        head.loss(hidden, targets_of(vocab)).backward()
     assert largest.numel == max(rows * vocab, vocab * D)
     assert largest.numel * 8 <= T * vocab
 
@@ -158,7 +157,7 @@ def test_no_tensor_of_the_size_of_all_logits_is_made_forward_or_backward() -> No
 def test_evaluation_computes_no_gradient() -> None:
     head = head_of(random(V, D, seed=1), rows=7)
     with torch.no_grad():
-        loss = head.loss(random(S, B, D), targets_of(), torch.tensor(1.0))
+        loss = head.loss(random(S, B, D), targets_of())
     assert not loss.requires_grad
     assert loss.item() == pytest.approx(losses(7)[1].item(), rel=1e-6)
 
