@@ -20,7 +20,9 @@ app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pr
 convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
 bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
+cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
 app.add_typer(config, name="config")
+app.add_typer(cache, name="cache")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 
@@ -31,6 +33,15 @@ Overrides = Annotated[
 ]
 Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False)]
 Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False)]
+CacheFolder = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="DIR",
+        help="Cache, or a configuration file whose compile.cache_dir is meant. By default compile_cache/HOST.",
+        show_default=False,
+    ),
+]
+PLACE = "Folder, configuration file or s3://BUCKET/PREFIX."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -181,6 +192,46 @@ def keys() -> None:
     # Whoever reads a file or a pipe has no width to fit.
     width = None if sys.stdout.isatty() else 160
     Console(width=width, markup=False, highlight=False).print(table)
+
+
+@cache.command("ls", epilog="Example: nxtrain cache ls /var/tmp/neuron-compile-cache --json")
+def cache_ls(where: CacheFolder = None, as_json: AsJson = False) -> None:
+    """List compiled graphs: done, failed, locked, stale (locked by somebody who is gone) or pending."""
+    from nxtrain.compile.commands import ls
+
+    ls(where, as_json)
+
+
+@cache.command("verify", epilog="Example: nxtrain cache verify configs/llama2_7b_trn1.toml")
+def cache_verify(where: CacheFolder = None) -> None:
+    """Hold every done entry to its hashes; new ones get them, damaged ones go to the quarantine (exit code 5)."""
+    from nxtrain.compile.commands import verify
+
+    verify(where)
+
+
+@cache.command("sync", epilog="Example: nxtrain cache sync s3://bucket/llama2-7b /var/tmp/neuron-compile-cache")
+def cache_sync(
+    src: Annotated[str, typer.Argument(metavar="SRC", help=PLACE, show_default=False)],
+    dst: Annotated[str, typer.Argument(metavar="DST", help=PLACE, show_default=False)],
+) -> None:
+    """Copy every done entry of SRC that DST lacks, whole and checked; many nodes may do so at once."""
+    from nxtrain.compile.commands import sync_places
+
+    sync_places(src, dst)
+
+
+@cache.command("clean", epilog="Example: nxtrain cache clean /var/tmp/neuron-compile-cache --max-gib 50")
+def cache_clean(
+    where: CacheFolder = None,
+    max_gib: Annotated[float | None, typer.Option(min=0, help="Keep so many GiB; what was used last stays.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Put failed entries aside, to be compiled again.")] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Break the locks of processes that are gone.")] = False,
+) -> None:
+    """Mend a cache; without an option, as with --failed --stale. What a compiler works on is left alone."""
+    from nxtrain.compile.commands import clean
+
+    clean(where, max_gib, failed, stale)
 
 
 @bench.command("train", epilog="Example: nxtrain bench train --precision bf16 --threads 2")

@@ -211,8 +211,10 @@ class MetricsConfig(Section):
 class CompileConfig(Section):
     """[compile]: compiled graphs."""
 
-    cache_dir: TextPath = Path("compile_cache")
-    """Folder in which backends that compile keep their graphs."""
+    cache_dir: TextPath = Path("compile_cache/{host}")
+    """Folder of this node's compiled graphs, on its own disk; `{host}` becomes the name of the node."""
+    allow_network: bool = False
+    """Take a cache_dir on a network file system, where many ranks at once lose and tear entries."""
 
 
 class RecoveryConfig(Section):

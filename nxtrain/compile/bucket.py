@@ -1,0 +1,142 @@
+"""Compiled graphs in an S3 bucket, for nodes to share.
+
+`objects/<sha256>` holds each file under its own hash, so that two nodes that upload the same graph never overwrite each
+other's bytes; `entries/<compiler>/<module>.json` lists the files of an entry and is written after all of them. S3 shows
+an object whole or not at all. Nothing here deletes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nxtrain.compile.cache import UnusableEntryError
+from nxtrain.compile.entries import Key, parse_key
+from nxtrain.compile.seals import Content, Seal, damage, from_json, hash_file, to_json
+from nxtrain.errors import BackendError, ConfigError
+
+SCHEME = "s3://"
+
+
+class Bucket:
+    """A place in S3; access and endpoint come from where AWS's tools look, such as AWS_PROFILE and AWS_ENDPOINT_URL.
+
+    Args:
+        url: `s3://bucket/prefix`.
+
+    Raises:
+        ConfigError: The address names no bucket.
+        BackendError: boto3 is not installed, or finds no region, endpoint or profile to work with.
+    """
+
+    def __init__(self, url: str) -> None:
+        name, _, prefix = url.removeprefix(SCHEME).partition("/")
+        if not name:
+            raise ConfigError(f"{url} names no bucket; write s3://BUCKET/PREFIX")
+        try:
+            import boto3
+        except ImportError as error:
+            raise BackendError("s3:// needs boto3, which is not installed: pip install 'nxtrain[s3]'") from error
+        self._url, self._name = url, name
+        self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
+        with self._explained():
+            self._client: Any = boto3.client("s3")
+
+    def __str__(self) -> str:
+        return self._url
+
+    def done(self) -> set[Key]:
+        """The entries that are complete here."""
+        start = f"{self._prefix}entries/"
+        with self._explained():
+            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._name, Prefix=start)
+            names = [item["Key"].removeprefix(start) for page in pages for item in page.get("Contents", ())]
+        return {key for name in names if name.endswith(".json") and (key := parse_key(name.removesuffix(".json")))}
+
+    def size_bytes(self, key: Key) -> int:
+        """Bytes of an entry; 0 if its list of files cannot be used."""
+        try:
+            return sum(file.size_bytes for file in self._seal(key).values())
+        except UnusableEntryError:
+            return 0
+
+    def fetch(self, key: Key, target: Path) -> Seal:
+        """Download an entry and hold it to its hashes.
+
+        Args:
+            key: Which.
+            target: An empty folder.
+
+        Raises:
+            UnusableEntryError: Its files are missing or not what they should be.
+        """
+        seal = self._seal(key)
+        for name, file in seal.items():
+            with self._explained():
+                try:
+                    self._client.download_file(self._name, self._object(file), str(target / name))
+                except self._client.exceptions.ClientError as error:
+                    if _is_missing(error):
+                        raise UnusableEntryError(f"damaged: {self._object(file)} is missing") from error
+                    raise
+        damaged = damage(seal, {name: hash_file(target / name) for name in seal})
+        if damaged:
+            raise UnusableEntryError(f"damaged: {damaged}")
+        return seal
+
+    def store(self, key: Key, folder: Path, seal: Seal) -> None:
+        """Upload an entry: every file that is not there yet, then the list of them.
+
+        Args:
+            key: Which.
+            folder: Holds its files, which nobody changes meanwhile.
+            seal: What they are.
+        """
+        with self._explained():
+            for name, file in seal.items():
+                if not self._has(file):
+                    self._client.upload_file(str(folder / name), self._name, self._object(file))
+            body = json.dumps({"files": to_json(seal)}, indent=1).encode()
+            self._client.put_object(Bucket=self._name, Key=self._entry(key), Body=body)
+
+    def _seal(self, key: Key) -> Seal:
+        with self._explained():
+            body = self._client.get_object(Bucket=self._name, Key=self._entry(key))["Body"].read()
+        try:
+            return from_json(json.loads(body)["files"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnusableEntryError(f"{self._entry(key)} is no list of files: {error}") from error
+
+    def _has(self, file: Content) -> bool:
+        try:
+            head = self._client.head_object(Bucket=self._name, Key=self._object(file))
+        except self._client.exceptions.ClientError as error:
+            if _is_missing(error):
+                return False
+            raise
+        return bool(head["ContentLength"] == file.size_bytes)
+
+    def _object(self, file: Content) -> str:
+        return f"{self._prefix}objects/{file.sha256}"
+
+    def _entry(self, key: Key) -> str:
+        return f"{self._prefix}entries/{key}.json"
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Give what S3 answers to people."""
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (Boto3Error, BotoCoreError, ClientError) as error:
+            hint = "check the bucket's name, and your access with: aws s3 ls"
+            raise BackendError(f"{self._url}: {error}; {hint} {SCHEME}{self._name}/") from error
+
+
+def _is_missing(error: Any) -> bool:
+    return error.response["Error"]["Code"] in {"404", "NoSuchKey", "NotFound"}

@@ -1,0 +1,311 @@
+"""A folder of compiled graphs: what is in it, and changes to it that no kill and no neighbour can leave half done.
+
+Folders appear and disappear by one rename each. Who takes an entry away, or puts one in the place of another, holds the
+entry's lock as the compiler would, so that the compiler waits. All our changes to one cache go one after the other,
+under a kernel lock that dies with its process; what they leave when killed is in `.nxtrain`, and swept later.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from nxtrain.checkpoint.layout import sync_folder
+from nxtrain.compile.entries import DONE, LOCK, Entry, Key, State, content, locks, look, scan
+from nxtrain.compile.owners import GRACE_S, is_live, lock_is_live, read_owner, this_process
+from nxtrain.compile.seals import Seal, copy_file, damage, hash_folder, read_seal, write_seal
+from nxtrain.errors import BackendError
+
+OWN = ".nxtrain"
+"""Our own folder in a cache; the compiler's begin with `neuronxcc-`."""
+
+
+class UnusableEntryError(Exception):
+    """An entry that cannot be taken: it is damaged, or changed meanwhile; the message says which."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification found of one entry.
+
+    Args:
+        key: Which.
+        damage: What is not as it was sealed, in words; empty if all is.
+        is_new: It had no seal, and has one now.
+    """
+
+    key: Key
+    damage: str
+    is_new: bool
+
+
+class Cache:
+    """A folder of compiled graphs, of one node or shared.
+
+    Args:
+        root: The folder that holds `neuronxcc-<version>/`; made when something is put there.
+        grace_s: Seconds for which a lock without an owner is believed.
+    """
+
+    def __init__(self, root: Path, *, grace_s: float = GRACE_S) -> None:
+        self.root = root
+        self._own = root / OWN
+        self._is_live = partial(lock_is_live, grace_s=grace_s)
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def entries(self) -> list[Entry]:
+        """Every entry, in order of its name."""
+        return list(scan(self.root, self._is_live))
+
+    def entry(self, key: Key) -> Entry | None:
+        """One entry; None if there is none."""
+        return look(self._folder(key), key, self._is_live)
+
+    def done(self) -> set[Key]:
+        """The entries that a run can load."""
+        return {entry.key for entry in self.entries() if entry.state is State.DONE}
+
+    def size_bytes(self, key: Key) -> int:
+        """Bytes of an entry; 0 if there is none."""
+        entry = self.entry(key)
+        return entry.size_bytes if entry else 0
+
+    def quarantined(self) -> list[Entry]:
+        """What was taken out of use, each under the name that it had."""
+        return list(scan(self._own / "quarantine", self._is_live))
+
+    def mark_used(self, keys: Iterable[Key]) -> None:
+        """Note that a run counts on these entries, so that they are the last to make room."""
+        for key in keys:
+            with suppress(FileNotFoundError):
+                os.utime(self._folder(key))
+
+    def fetch(self, key: Key, target: Path) -> Seal:
+        """Copy the files of a whole entry.
+
+        Args:
+            key: Which.
+            target: An empty folder.
+
+        Raises:
+            UnusableEntryError: It is damaged, or no longer what it was when the copy began.
+        """
+        folder = self._folder(key)
+        try:
+            seal, before = read_seal(folder), _fingerprint(folder)
+            found = {path.name: copy_file(path, target / path.name) for path in content(folder)}
+            entry = self.entry(key)
+            if entry is None or entry.state is not State.DONE or _fingerprint(folder) != before:
+                raise UnusableEntryError("it changed while it was read")
+        except FileNotFoundError as error:
+            raise UnusableEntryError("it was taken away while it was read") from error
+        damaged = damage(seal, found) if seal else ""
+        if damaged:
+            raise UnusableEntryError(f"damaged: {damaged}")
+        return found
+
+    def store(self, key: Key, fill: Callable[[Path], Seal]) -> bool:
+        """Add an entry, whole or not at all.
+
+        Args:
+            key: Which.
+            fill: Writes the files of a whole entry into an empty folder, and says what they are.
+
+        Returns: Whether it was added; not if it is there already, or somebody works on it.
+        """
+        if self._is_taken(key):
+            return False
+        with self.staging() as folder:
+            write_seal(folder, fill(folder))
+            sync_folder(folder)
+            with self._alone():
+                return self._publish(folder, key)
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """An empty folder on the cache's own disk, which is deleted afterwards, by `sweep` if not by us."""
+        folder = self._own / "staging" / f"{uuid.uuid4().hex} {this_process()}"
+        folder.mkdir(parents=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def verify(self) -> Iterator[Verdict]:
+        """Hold every done entry to its seal; the damaged go to the quarantine, those without a seal get one."""
+        for key in sorted(self.done()):
+            folder = self._folder(key)
+            with suppress(FileNotFoundError):  # evicted meanwhile
+                seal, before = read_seal(folder), _fingerprint(folder)
+                found = hash_folder(folder)
+                damaged = damage(seal, found) if seal else ""
+                with self._alone():
+                    if _fingerprint(folder) != before:
+                        continue
+                    if seal is None:
+                        write_seal(folder, found)
+                    if damaged:
+                        self._quarantine(key)
+                yield Verdict(key, damaged, seal is None)
+
+    def break_locks(self) -> list[Key]:
+        """Remove the locks of those who are gone.
+
+        Returns: The entries that were locked.
+        """
+        with self._alone():
+            stale = [entry for entry in self.entries() if entry.state is State.STALE]
+            for entry in stale:
+                self._unlock(entry.folder)
+        self._empty_trash()
+        return [entry.key for entry in stale]
+
+    def quarantine_failed(self) -> list[Key]:
+        """Take failed entries out of use, so that the compiler tries them again.
+
+        Returns: Those that were moved.
+        """
+        with self._alone():
+            failed = [entry.key for entry in self.entries() if entry.state is State.FAILED]
+            moved = [key for key in failed if self._quarantine(key)]
+        self._empty_trash()
+        return moved
+
+    def evict(self, max_bytes: int) -> list[Key]:
+        """Make room: the quarantine goes first, then entries by their last use, oldest first; what is locked stays.
+
+        Args:
+            max_bytes: What may stay.
+
+        Returns: What was removed.
+        """
+        removed = []
+        with self._alone():
+            quarantined, entries = self.quarantined(), self.entries()
+            total = sum(entry.size_bytes for entry in (*quarantined, *entries))
+            oldest = sorted(entries, key=lambda entry: entry.used_s)
+            for entry in (*quarantined, *(entry for entry in oldest if entry.state is not State.LOCKED)):
+                if total <= max_bytes:
+                    break
+                if self._move(entry.folder, self._trash()):
+                    removed.append(entry.key)
+                    total -= entry.size_bytes
+        self._empty_trash()
+        return removed
+
+    def sweep(self) -> None:
+        """Delete what killed processes have left of their work."""
+        self._empty_trash()
+        for folder in (self._own / "staging").glob("*"):
+            owner = read_owner(folder.name)
+            with suppress(FileNotFoundError):
+                if owner is None or not is_live(owner, _age_s(folder)):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder(self, key: Key) -> Path:
+        return self.root / key.compiler / key.module
+
+    def _is_taken(self, key: Key) -> bool:
+        entry = self.entry(key)
+        return entry is not None and entry.state in {State.DONE, State.LOCKED}
+
+    def _publish(self, staged: Path, key: Key) -> bool:
+        target = self._folder(key)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self._is_taken(key) or (target.exists() and not self._move(target, self._trash())):
+            return False
+        try:
+            staged.rename(target)
+        except OSError as error:
+            if error.errno in {errno.ENOTEMPTY, errno.EEXIST}:  # the compiler has begun it just now
+                return False
+            raise
+        sync_folder(target.parent)
+        return True
+
+    def _quarantine(self, key: Key) -> bool:
+        place = self._own / "quarantine" / key.compiler / key.module
+        if place.exists():
+            place.rename(self._trash())
+        return self._move(self._folder(key), place)
+
+    def _move(self, folder: Path, place: Path) -> bool:
+        """Take an entry away, unless somebody works on it."""
+        if not self._claim(folder):
+            return False
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(place)
+        (place / LOCK).unlink()
+        return True
+
+    def _claim(self, folder: Path) -> bool:
+        """Lock an entry as the compiler does; the lock names this process from its first instant."""
+        if any(self._is_live(lock, folder.name) for lock in locks(folder)):
+            return False
+        self._unlock(folder)
+        draft = self._own / "claim"
+        draft.unlink(missing_ok=True)
+        draft.write_text(str(this_process()), encoding="utf-8")
+        try:
+            (folder / LOCK).hardlink_to(draft)
+        except (FileExistsError, FileNotFoundError):
+            return False
+        finally:
+            draft.unlink()
+        return True
+
+    def _unlock(self, folder: Path) -> None:
+        for lock in locks(folder):
+            with suppress(FileNotFoundError):
+                taken = lock.rename(self._trash())
+                if self._is_live(taken, folder.name):  # it changed hands after it was judged: give it back
+                    with suppress(FileExistsError):
+                        lock.hardlink_to(taken)
+
+    def _trash(self) -> Path:
+        trash = self._own / "trash"
+        trash.mkdir(exist_ok=True)
+        return trash / uuid.uuid4().hex
+
+    def _empty_trash(self) -> None:
+        for path in (self._own / "trash").glob("*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold off all other changes of ours to this cache, until the end of this process at the latest."""
+        self._own.mkdir(parents=True, exist_ok=True)
+        with (self._own / "mutex").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                raise BackendError(
+                    f"{self.root} is on a file system without file locks ({error.strerror}); "
+                    "mount it with them (Lustre: -o flock), or use another folder"
+                ) from error
+            yield
+
+
+def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of an entry's files; asks for `model.done` by name, so that no entry has none."""
+    (folder / DONE).stat()
+    stats = {path.name: path.stat() for path in content(folder)}
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+
+
+def _age_s(path: Path) -> float:
+    return time.time() - path.stat().st_mtime

@@ -1,0 +1,257 @@
+"""What `nxtrain cache ls|verify|sync|clean` do and print: results to standard output, progress to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from nxtrain.compile.bucket import SCHEME
+from nxtrain.compile.cache import Cache
+from nxtrain.compile.entries import Entry, Key, State
+from nxtrain.compile.location import cache_folder
+from nxtrain.compile.sync import Place, Step, open_place, sync
+from nxtrain.config.load import load
+from nxtrain.config.schema import CompileConfig
+from nxtrain.errors import BackendError, ConfigError
+
+_COLORS = {State.DONE: "green", State.FAILED: "red", State.LOCKED: "cyan", State.STALE: "yellow", State.PENDING: "dim"}
+_GIB = 1 << 30
+
+
+def ls(where: str | None, as_json: bool) -> None:
+    """Print every entry of a cache with its state.
+
+    Args:
+        where: Folder, or configuration file; None: this node's folder by default.
+        as_json: Print JSON instead of a table.
+
+    Raises:
+        ConfigError: There is no such cache.
+    """
+    cache = _cache(where)
+    with _explained(cache):
+        entries, quarantined = cache.entries(), cache.quarantined()
+    if as_json:
+        print(json.dumps(_to_json(cache, entries, quarantined), indent=2))
+        return
+    table = Table("state", "compiler", "graph", "size", "last use", "", title=str(cache), box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = table.columns[2].no_wrap = True
+    table.columns[3].justify = table.columns[4].justify = "right"
+    now_s = time.time()
+    for entry in entries:
+        state = f"[{_COLORS[entry.state]}]{entry.state.value}"
+        name = entry.key.compiler.removeprefix("neuronxcc-")
+        row = (name, entry.key.module, _size(entry.size_bytes), _age(now_s - entry.used_s))
+        table.add_row(state, *map(_plain, row), _plain(entry.detail))
+    _print(table)
+    counts = Counter(entry.state for entry in entries)
+    words = [f"{counts[state]} {state.value}" for state in State if counts[state]]
+    words += [f"{len(quarantined)} in quarantine"] if quarantined else []
+    print(f"{', '.join(words) or 'empty'}; {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
+    ways = [f"--{state.value}" for state in (State.FAILED, State.STALE) if counts[state]]
+    if ways:
+        print(f"to mend: nxtrain cache clean {where or ''} {' '.join(ways)}".replace("  ", " "))
+
+
+def verify(where: str | None) -> None:
+    """Hold every done entry to its hashes.
+
+    Args:
+        where: Folder, or configuration file; None: this node's folder by default.
+
+    Raises:
+        ConfigError: There is no such cache.
+        BackendError: Entries were damaged; they are in the quarantine now.
+    """
+    cache = _cache(where)
+    with _explained(cache):
+        verdicts = []
+        for verdict in cache.verify():
+            verdicts.append(verdict)
+            word = f"damaged: {verdict.damage}" if verdict.damage else "hashed now" if verdict.is_new else "ok"
+            print(f"{verdict.key}  {word}")
+    damaged = sum(bool(verdict.damage) for verdict in verdicts)
+    new = sum(verdict.is_new for verdict in verdicts)
+    print(f"{len(verdicts) - damaged - new} as they were sealed, {new} hashed for the first time, {damaged} damaged")
+    if damaged:
+        raise BackendError(
+            f"{damaged} of {len(verdicts)} entries of {cache} were damaged, and are in its quarantine now; "
+            "precompile again, or fetch them with: nxtrain cache sync"
+        )
+
+
+def sync_places(source: str, target: str) -> None:
+    """Copy what is done at one place and lacking at the other.
+
+    Args:
+        source, target: Folder, configuration file, or `s3://bucket/prefix`.
+
+    Raises:
+        ConfigError: A place that cannot be.
+        BackendError: S3 refuses, or entries could not be taken.
+    """
+    places = _place(source), _place(target)
+    with _explained(places[1]), _Progress() as progress:
+        report = sync(*places, on_step=progress.show)
+    words = [f"{len(report.copied)} copied ({_size(report.size_bytes)})", f"{len(report.present)} there already"]
+    words += [f"{len(report.busy)} left to those who work on them"] if report.busy else []
+    print(", ".join(words))
+    if report.unusable:
+        lines = [f"    {key}: {reason}" for key, reason in report.unusable.items()]
+        raise BackendError(
+            f"{len(report.unusable)} entries of {places[0]} were not taken:\n" + "\n".join(lines) + "\n"
+            "    sync again if they were changing; if they are damaged, delete them there and publish them anew"
+        )
+
+
+def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -> None:
+    """Mend a cache: with none of the choices, everything that only stands in the way.
+
+    Args:
+        where: Folder, or configuration file; None: this node's folder by default.
+        max_gib: Most GiB that stay; what was used longest ago goes.
+        failed: Put failed entries into the quarantine.
+        stale: Break the locks of those who are gone.
+
+    Raises:
+        ConfigError: There is no such cache.
+    """
+    cache = _cache(where)
+    every = max_gib is None and not failed and not stale
+    with _explained(cache):
+        cache.sweep()
+        # A failed entry may be hidden behind the lock of whoever failed.
+        if stale or every:
+            _tell("lock broken", cache.break_locks())
+        if failed or every:
+            _tell("into quarantine", cache.quarantine_failed())
+        if max_gib is not None:
+            _tell("removed", cache.evict(int(max_gib * _GIB)))
+        entries, quarantined = cache.entries(), cache.quarantined()
+    print(f"{cache} holds {_size(sum(entry.size_bytes for entry in (*entries, *quarantined)))}")
+
+
+class _Progress:
+    """A live bar on a terminal, nothing elsewhere; the result is printed in any case."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("entries"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            redirect_stdout=sys.stdout.isatty(),
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task("comparing", total=None)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, step: Step) -> None:
+        """Draw how far it is."""
+        words = f"{_size(step.bytes_done)} of {_size(step.bytes_total)}  {step.key.module}"
+        self._bar.update(self._task, completed=step.num_done, total=step.num_total, description=words)
+
+
+def _place(text: str) -> Place:
+    return open_place(text if text.startswith(SCHEME) else _folder(text))
+
+
+def _cache(where: str | None) -> Cache:
+    if where and where.startswith(SCHEME):
+        raise ConfigError(f"{where} is a bucket; this command works on a folder. Fetch it: nxtrain cache sync SRC DST")
+    folder = _folder(where)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder; name a cache, or a configuration whose compile.cache_dir is one. "
+            "A cache is made by compiling, or by: nxtrain cache sync SRC DST"
+        )
+    return Cache(folder)
+
+
+def _folder(where: str | None) -> Path:
+    if where is None:
+        return cache_folder(CompileConfig())
+    return cache_folder(load(where).config.compile) if where.endswith(".toml") else Path(where)
+
+
+@contextmanager
+def _explained(place: Place) -> Iterator[None]:
+    """Give what the file system answers to people."""
+    try:
+        yield
+    except OSError as error:
+        raise BackendError(
+            f"{place}: {error.strerror}: {error.filename}; what was under way is left out, nothing is torn"
+        ) from error
+
+
+def _to_json(cache: Cache, entries: Sequence[Entry], quarantined: Sequence[Entry]) -> dict[str, Any]:
+    counts = Counter(entry.state for entry in entries)
+    return {
+        "folder": str(cache),
+        "bytes": sum(entry.size_bytes for entry in (*entries, *quarantined)),
+        "counts": {state.value: counts[state] for state in State},
+        "entries": [_row(entry) for entry in entries],
+        "quarantine": [_row(entry) for entry in quarantined],
+    }
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    return {
+        "compiler": entry.key.compiler,
+        "module": entry.key.module,
+        "state": entry.state.value,
+        "bytes": entry.size_bytes,
+        "used": datetime.fromtimestamp(entry.used_s, timezone.utc).isoformat(timespec="seconds"),
+        "detail": entry.detail,
+    }
+
+
+def _tell(what: str, keys: Sequence[Key]) -> None:
+    for key in keys:
+        print(f"{key}  {what}")
+
+
+def _print(table: Table) -> None:
+    # Whoever reads a file or a pipe has no width to fit.
+    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:  # noqa: PLR2004 - the step between units
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _age(seconds: float) -> str:
+    for length_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit} ago"
+    return "now"

@@ -1,0 +1,86 @@
+"""Where this node's compiled graphs lie: `{host}` filled in, and on a disk of the node's own.
+
+The compiler looks each graph up under file locks, from every rank at once. Network file systems answer such locks late
+or never; AWS's guide names missing keys, missing files and corrupt entries as the result, and a folder per host as
+the cure.
+
+Source: AWS Neuron documentation, "PyTorch Neuron training troubleshooting guide", on the cache and NFS.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+from nxtrain.config.schema import CompileConfig
+from nxtrain.errors import ConfigError, Problem
+
+MOUNTS = Path("/proc/self/mountinfo")
+NETWORK_TYPES = {
+    *("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "glusterfs", "beegfs", "gpfs", "wekafs", "afs", "9p"),
+    *("fuse.s3fs", "fuse.goofys", "fuse.mount-s3", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse"),
+}
+"""Types of file systems that other machines serve; EFS mounts as nfs4, FSx for Lustre as lustre."""
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+
+
+def host_name() -> str:
+    """This machine's name, without its domain."""
+    return socket.gethostname().split(".")[0]
+
+
+def cache_folder(config: CompileConfig, *, host: str | None = None, mounts: str | None = None) -> Path:
+    """The folder of this node's compiled graphs, absolute; it need not exist.
+
+    Args:
+        config: The section `[compile]`.
+        host: Name that stands for `{host}`; by default this machine's.
+        mounts: Text of `/proc/self/mountinfo`; by default this machine's, where it has one.
+
+    Raises:
+        ConfigError: `cache_dir` is a bucket, has an unknown placeholder, or lies on a network file system.
+    """
+    name = "compile.cache_dir"
+    text = str(config.cache_dir)
+    if text.startswith("s3:"):
+        hint = "use a local folder, and fill it beforehand: nxtrain cache sync s3://BUCKET/PREFIX FOLDER"
+        raise ConfigError([Problem(name, f"{text} is a bucket, and the compiler needs a disk of this node", hint=hint)])
+    unknown = [word for word in _PLACEHOLDER.findall(text) if word != "host"]
+    if unknown:
+        words = ", ".join(f"{{{word}}}" for word in unknown)
+        raise ConfigError([Problem(name, f"{text!r} has {words}; only {{host}} is filled in", hint="write {host}")])
+    folder = Path(text.replace("{host}", host or host_name())).expanduser().absolute()
+    kind = network_type(folder, mounts)
+    if kind and not config.allow_network:
+        reason = f"{folder} is on a network file system ({kind}), where many ranks at once lose and tear entries"
+        hint = "use a local disk, such as /var/tmp/neuron-compile-cache, or force it with compile.allow_network=true"
+        raise ConfigError([Problem(name, reason, hint=hint)])
+    return folder
+
+
+def network_type(folder: Path, mounts: str | None = None) -> str:
+    """The type of the network file system that a folder is on, or will be; empty if it is local.
+
+    Args:
+        folder: Need not exist.
+        mounts: Text of `/proc/self/mountinfo`; by default this machine's. A system without one counts as local.
+
+    Source: proc_pid_mountinfo(5): field 5 is the mount point, the type follows a lone hyphen.
+    """
+    if mounts is None:
+        mounts = MOUNTS.read_text(encoding="utf-8") if MOUNTS.exists() else ""
+    folder = folder.resolve()
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        left, _, right = line.partition(" - ")
+        point = Path(_unescape(left.split()[4]))
+        # What is mounted later on the same place covers what was there.
+        if folder.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), right.split()[0]
+    return kind if kind in NETWORK_TYPES else ""
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -1,0 +1,113 @@
+"""Compiled graphs on their way: from a node to a shared folder or a bucket, and from there to other nodes.
+
+What is done at the source and not there yet is copied, whole and checked, or not at all; nothing is deleted or
+overwritten. Any number of nodes may do so at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nxtrain.compile.bucket import SCHEME, Bucket
+from nxtrain.compile.cache import Cache, UnusableEntryError
+from nxtrain.compile.entries import Key
+from nxtrain.errors import ConfigError
+
+Place = Cache | Bucket
+
+
+@dataclass
+class Report:
+    """What a sync did.
+
+    Args:
+        copied: Entries that are new at the destination.
+        size_bytes: Their bytes.
+        present: Entries that were there already.
+        busy: Entries that somebody else was adding.
+        unusable: Entries that could not be taken, and why.
+    """
+
+    copied: list[Key] = field(default_factory=list)
+    size_bytes: int = 0
+    present: list[Key] = field(default_factory=list)
+    busy: list[Key] = field(default_factory=list)
+    unusable: dict[Key, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far a sync is.
+
+    Args:
+        key: The entry that was looked after last.
+        num_done, num_total: Entries.
+        bytes_done, bytes_total: Their bytes.
+    """
+
+    key: Key
+    num_done: int
+    num_total: int
+    bytes_done: int
+    bytes_total: int
+
+
+def open_place(text: str | Path) -> Place:
+    """The place that an address means: `s3://bucket/prefix`, or a folder.
+
+    Raises:
+        ConfigError: The address names no bucket.
+        BackendError: S3 cannot be reached from here.
+    """
+    return Bucket(str(text)) if str(text).startswith(SCHEME) else Cache(Path(text))
+
+
+def sync(source: Place, target: Place, on_step: Callable[[Step], None] = lambda _: None) -> Report:
+    """Copy every done entry that the target lacks.
+
+    Args:
+        source: Where from.
+        target: Where to.
+        on_step: Called after each entry.
+
+    Raises:
+        ConfigError: Both are buckets, or the same folder.
+        BackendError: S3 refuses.
+    """
+    _check(source, target)
+    wanted, there = source.done(), target.done()
+    report = Report(present=sorted(wanted & there))
+    sizes = {key: source.size_bytes(key) for key in sorted(wanted - there)}
+    bytes_done, bytes_total = 0, sum(sizes.values())
+    for num_done, (key, size_bytes) in enumerate(sizes.items(), start=1):
+        try:
+            if _copy(source, target, key):
+                report.copied.append(key)
+                report.size_bytes += size_bytes
+            else:
+                report.busy.append(key)
+        except UnusableEntryError as error:
+            report.unusable[key] = str(error)
+        bytes_done += size_bytes
+        on_step(Step(key, num_done, len(sizes), bytes_done, bytes_total))
+    return report
+
+
+def _check(source: Place, target: Place) -> None:
+    if isinstance(source, Bucket) and isinstance(target, Bucket):
+        raise ConfigError(f"{source} and {target} are both buckets; one must be a folder, or use: aws s3 sync")
+    if isinstance(source, Cache) and not source.root.is_dir():
+        raise ConfigError(f"{source} is no folder; a cache is made by compiling, or by a sync into it")
+    if isinstance(source, Cache) and isinstance(target, Cache) and source.root.resolve() == target.root.resolve():
+        raise ConfigError(f"{source} and {target} are the same folder")
+
+
+def _copy(source: Place, target: Place, key: Key) -> bool:
+    if isinstance(target, Cache):
+        return target.store(key, lambda folder: source.fetch(key, folder))
+    assert isinstance(source, Cache)
+    with source.staging() as folder:
+        target.store(key, folder, source.fetch(key, folder))
+    return True
