@@ -53,7 +53,7 @@ class Cache:
 
     Args:
         root: The folder that holds `neuronxcc-<version>/`; made when something is put there.
-        grace_s: Seconds for which a lock without an owner is believed.
+        grace_s: Seconds since the last write to an entry for which a lock without an owner is believed.
     """
 
     def __init__(self, root: Path, *, grace_s: float = GRACE_S) -> None:
@@ -130,7 +130,9 @@ class Cache:
             write_seal(folder, fill(folder))
             sync_folder(folder)
             with self._alone():
-                return self._publish(folder, key)
+                is_new = self._publish(folder, key)
+        self._empty_trash()
+        return is_new
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
@@ -251,7 +253,7 @@ class Cache:
 
     def _claim(self, folder: Path) -> bool:
         """Lock an entry as the compiler does; the lock names this process from its first instant."""
-        if any(self._is_live(lock, folder.name) for lock in locks(folder)):
+        if any(self._is_live(lock, folder) for lock in locks(folder)):
             return False
         self._unlock(folder)
         draft = self._own / "claim"
@@ -269,7 +271,7 @@ class Cache:
         for lock in locks(folder):
             with suppress(FileNotFoundError):
                 taken = lock.rename(self._trash())
-                if self._is_live(taken, folder.name):  # it changed hands after it was judged: give it back
+                if self._is_live(taken, folder):  # it changed hands after it was judged: give it back
                     with suppress(FileExistsError):
                         lock.hardlink_to(taken)
 

@@ -77,8 +77,8 @@ class Entry:
     detail: str
 
 
-IsLive = Callable[[Path, str], bool]
-"""Whether somebody works under a lock: its path and the entry's name."""
+IsLive = Callable[[Path, Path], bool]
+"""Whether somebody works under a lock: its path, and the entry's."""
 
 
 def parse_key(text: str) -> Key | None:
@@ -126,7 +126,7 @@ def look(folder: Path, key: Key, is_live: IsLive) -> Entry | None:
 
 def _state(folder: Path, is_live: IsLive) -> tuple[State, str]:
     found = locks(folder)
-    live = [lock for lock in found if is_live(lock, folder.name)]
+    live = [lock for lock in found if is_live(lock, folder)]
     if live:
         return State.LOCKED, f"{live[0].name} is held"
     if found:

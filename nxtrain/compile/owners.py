@@ -17,7 +17,8 @@ from nxtrain.compile.location import host_name
 
 PROC = Path("/proc")
 GRACE_S = 300.0
-"""Age in seconds up to which a lock without a name is believed: its owner may be about to start the compiler."""
+"""Seconds since the last write to an entry for which a lock without an owner is believed: the compiler may be about to
+start, or have ended just now."""
 FOREIGN_S = 24 * 3600.0
 """Age in seconds up to which another machine's lock is believed: nobody can ask that machine."""
 
@@ -62,24 +63,25 @@ def read_owner(text: str) -> Owner | None:
     return Owner(int(found[1]), int(found[2]), found[3], found[4]) if found else None
 
 
-def lock_is_live(lock: Path, entry: str, *, grace_s: float = GRACE_S) -> bool:
+def lock_is_live(lock: Path, folder: Path, *, grace_s: float = GRACE_S) -> bool:
     """Whether somebody works under a lock.
 
     Args:
         lock: The file.
-        entry: Name of what is locked, as on the compiler's command line.
-        grace_s: Seconds for which a lock without an owner is believed.
+        folder: What it locks; its name is on the compiler's command line.
+        grace_s: Seconds since the last write to the folder for which a lock without an owner is believed.
     """
     try:
-        text, made_s = lock.read_text(encoding="utf-8", errors="replace"), lock.stat().st_mtime
+        text, written_s = lock.read_text(encoding="utf-8", errors="replace"), lock.stat().st_mtime
+        owner = read_owner(text)
+        if owner is not None:
+            return is_live(owner, time.time() - written_s)
+        if written_s < _booted_s():
+            return False
+        written_s = max(written_s, *(path.stat().st_mtime for path in folder.iterdir()))
     except FileNotFoundError:
-        return True  # whoever took it away just now was at work
-    owner = read_owner(text)
-    if owner is not None:
-        return is_live(owner, time.time() - made_s)
-    if made_s < _booted_s():
-        return False
-    return time.time() - made_s < grace_s or _is_named(entry)
+        return True  # whoever took a file away just now was at work
+    return time.time() - written_s < grace_s or _is_named(folder.name)
 
 
 def is_live(owner: Owner, age_s: float) -> bool:

@@ -1,0 +1,97 @@
+"""Compile caches in the compiler's layout, and a stand-in for the compiler that keeps its order of writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from nxtrain.compile.entries import DONE, LOCK, LOG, NEFF, Key
+
+COMPILER = "neuronxcc-2.23.6484.0+3b612583"
+
+# A rank: waits for another's empty lock, has the graph compiled under its own, then writes the marker and drops the
+# lock. Only the compiler's command line names the entry. Neither imports more than it must: a race starts many.
+_RANK = """
+import os, sys, time
+folder, compiler, pause = os.environ["FOLDER"], os.environ["COMPILER"], os.environ["PAUSE"]
+lock, done = os.path.join(folder, "model.hlo_module.pb.lock"), os.path.join(folder, "model.done")
+while not os.path.exists(done):
+    os.makedirs(folder, exist_ok=True)
+    try:
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+    except (FileExistsError, FileNotFoundError):
+        time.sleep(0.02)
+        continue
+    if not os.path.exists(done):
+        argv = [sys.executable, "-S", "-E", "-c", compiler, "neuronx-cc", folder, pause]
+        if os.spawnv(os.P_WAIT, sys.executable, argv):
+            sys.exit(1)
+        os.close(os.open(done, os.O_CREAT))
+    os.unlink(lock)
+"""
+_COMPILE = """
+import os, sys, time
+folder, pause = sys.argv[2], float(sys.argv[3])
+neff = os.path.basename(folder) * 500
+for file, text in (("model.hlo_module.pb", "graph"), ("compile_flags.json", "[]"), ("model.neff", neff)):
+    with open(os.path.join(folder, file), "w") as out:
+        out.write(text[: len(text) // 2])
+        out.flush()
+        time.sleep(pause)
+        out.write(text[len(text) // 2 :])
+"""
+
+
+def key(number: int, flags: str = "abc") -> Key:
+    """The key of a graph that a test invents; hashes have 20 digits in life, too."""
+    return Key(COMPILER, f"MODULE_{number:020d}+{flags}")
+
+
+def compiling(root: Path, of: Key, pause_s: float = 0.0) -> subprocess.Popen[bytes]:
+    """Start to compile, in a process of its own.
+
+    Args:
+        root: The cache.
+        of: What.
+        pause_s: Seconds for which each file stays half written.
+    """
+    folder = str(root / of.compiler / of.module)
+    env = {"FOLDER": folder, "COMPILER": _COMPILE, "PAUSE": str(pause_s)}
+    return subprocess.Popen([sys.executable, "-S", "-c", _RANK], env=env)
+
+
+def neff(of: Key) -> bytes:
+    """What the stand-in's NEFF of a graph holds."""
+    return (of.module * 500).encode()
+
+
+def add_pending(root: Path, of: Key) -> Path:
+    """A graph that was extracted and not compiled."""
+    folder = root / of.compiler / of.module
+    folder.mkdir(parents=True)
+    (folder / "model.hlo_module.pb").write_bytes(b"graph")
+    (folder / "compile_flags.json").write_bytes(b"[]")
+    return folder
+
+
+def add_done(root: Path, of: Key) -> Path:
+    """A compiled graph, as the stand-in makes it."""
+    folder = add_pending(root, of)
+    (folder / NEFF).write_bytes(neff(of))
+    (folder / DONE).touch()
+    return folder
+
+
+def add_failed(root: Path, of: Key) -> Path:
+    """A graph that could not be compiled."""
+    folder = add_pending(root, of)
+    (folder / LOG).write_text("Failed compilation with exit code 70\nmore\n", encoding="utf-8")
+    return folder
+
+
+def add_locked(root: Path, of: Key, owner: str = "") -> Path:
+    """A graph under a lock; the compiler's locks name no owner."""
+    folder = add_pending(root, of)
+    (folder / LOCK).write_text(owner, encoding="utf-8")
+    return folder
