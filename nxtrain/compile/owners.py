@@ -78,7 +78,7 @@ def lock_is_live(lock: Path, folder: Path, *, grace_s: float = GRACE_S) -> bool:
             return is_live(owner, time.time() - written_s)
         if written_s < _booted_s():
             return False
-        written_s = max(written_s, *(path.stat().st_mtime for path in folder.iterdir()))
+        written_s = max([written_s, *(path.stat().st_mtime for path in folder.iterdir())])
     except FileNotFoundError:
         return True  # whoever took a file away just now was at work
     return time.time() - written_s < grace_s or _is_named(folder.name)

@@ -48,17 +48,18 @@ def key(number: int, flags: str = "abc") -> Key:
     return Key(COMPILER, f"MODULE_{number:020d}+{flags}")
 
 
-def compiling(root: Path, of: Key, pause_s: float = 0.0) -> subprocess.Popen[bytes]:
+def compiling(root: Path, of: Key, pause_s: float = 0.0, keep: int | None = None) -> subprocess.Popen[bytes]:
     """Start to compile, in a process of its own.
 
     Args:
         root: The cache.
         of: What.
         pause_s: Seconds for which each file stays half written.
+        keep: A file descriptor that it and its compiler hold open until they end.
     """
     folder = str(root / of.compiler / of.module)
     env = {"FOLDER": folder, "COMPILER": _COMPILE, "PAUSE": str(pause_s)}
-    return subprocess.Popen([sys.executable, "-S", "-c", _RANK], env=env)
+    return subprocess.Popen([sys.executable, "-S", "-c", _RANK], env=env, pass_fds=() if keep is None else (keep,))
 
 
 def neff(of: Key) -> bytes:

@@ -98,5 +98,10 @@ def test_a_compilers_lock_from_before_the_last_start_of_the_machine_is_stale(ent
     assert not lock_is_live(lock(entry, "", age_s + 60), entry, grace_s=2 * age_s)
 
 
+def test_a_lock_that_was_taken_away_from_an_empty_entry_is_judged_by_itself(entry: Path) -> None:
+    taken = lock(entry, "", age_s=30).rename(entry.with_name("taken"))
+    assert not lock_is_live(taken, entry, grace_s=20)
+
+
 def test_a_lock_that_is_let_go_while_we_look_was_live(entry: Path) -> None:
     assert lock_is_live(entry / "gone.lock", entry)
