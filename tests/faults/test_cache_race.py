@@ -21,7 +21,7 @@ import pytest
 from nxtrain.compile.cache import OWN, Cache
 from nxtrain.compile.entries import NEFF, Key, State, parse_key
 from nxtrain.compile.sync import sync
-from tests.support.caches import add_failed, compiling, key, neff
+from tests.support.caches import TWO_COMPILERS, add_failed, compiling, key, neff
 
 NUM_PROCESSES = 8
 NUM_KILLS = 24
@@ -45,7 +45,9 @@ def work(folder: Path, seed: int) -> None:
 
     def compile_one() -> None:
         of = key(draw.randrange(NUM_GRAPHS))
-        if compiling(node.root, of, pause_s=draw.choice((0.0, 0.1)), keep=running).wait() == 0:
+        code = compiling(node.root, of, pause_s=draw.choice((0.0, 0.1)), keep=running).wait()
+        assert code != TWO_COMPILERS, of
+        if code == 0:
             note(node, [of])
 
     def fail_one() -> None:

@@ -25,14 +25,20 @@ while not os.path.exists(done):
         continue
     if not os.path.exists(done):
         argv = [sys.executable, "-S", "-E", "-c", compiler, "neuronx-cc", folder, pause]
-        if os.spawnv(os.P_WAIT, sys.executable, argv):
-            sys.exit(1)
+        code = os.spawnv(os.P_WAIT, sys.executable, argv)
+        if code:
+            sys.exit(code if code > 0 else 1)
         os.close(os.open(done, os.O_CREAT))
     os.unlink(lock)
 """
 _COMPILE = """
-import os, sys, time
+import fcntl, os, sys, time
 folder, pause = sys.argv[2], float(sys.argv[3])
+alone = open(os.path.join(folder, "model.hlo_module.pb"), "a")
+try:
+    fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit(3)
 neff = os.path.basename(folder) * 500
 for file, text in (("model.hlo_module.pb", "graph"), ("compile_flags.json", "[]"), ("model.neff", neff)):
     with open(os.path.join(folder, file), "w") as out:
@@ -41,6 +47,10 @@ for file, text in (("model.hlo_module.pb", "graph"), ("compile_flags.json", "[]"
         time.sleep(pause)
         out.write(text[len(text) // 2 :])
 """
+
+
+TWO_COMPILERS = 3
+"""Exit code of the stand-in when another works on the same entry, which the lock is there to prevent."""
 
 
 def key(number: int, flags: str = "abc") -> Key:
