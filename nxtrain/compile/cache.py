@@ -248,7 +248,7 @@ class Cache:
             return False
         place.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(place)
-        (place / LOCK).unlink()
+        (place / LOCK).unlink(missing_ok=True)  # the trash may have been emptied meanwhile
         return True
 
     def _claim(self, folder: Path) -> bool:
@@ -270,10 +270,11 @@ class Cache:
     def _unlock(self, folder: Path) -> None:
         for lock in locks(folder):
             with suppress(FileNotFoundError):
-                taken = lock.rename(self._trash())
+                taken = lock.rename(self._own / "taken")
                 if self._is_live(taken, folder):  # it changed hands after it was judged: give it back
                     with suppress(FileExistsError):
                         lock.hardlink_to(taken)
+                taken.unlink()
 
     def _trash(self) -> Path:
         trash = self._own / "trash"
