@@ -115,7 +115,10 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert {name(path.parent) for path in LIBRARY if not (path.parent / "__init__.py").exists()} == set()
 
 
-@pytest.mark.parametrize("module", ["cli", "config.load", "config.check", "family", "launch.local", "mesh", "sharding"])
+@pytest.mark.parametrize(
+    "module",
+    ["cli", "compile.commands", "config.load", "config.check", "family", "launch.local", "mesh", "sharding"],
+)
 def test_what_needs_no_torch_starts_without_it(module: str) -> None:
     code = f"import sys, nxtrain.{module}; sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -54,7 +54,7 @@ def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
 def test_help_comes_without_torch_and_names_every_command() -> None:
     done = command("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ("train", "launch", "generate", "convert", "config", "bench"):
+    for name in ("train", "launch", "generate", "convert", "config", "cache", "bench"):
         assert f" {name} " in done.stdout
 
 
@@ -69,6 +69,10 @@ def test_help_comes_without_torch_and_names_every_command() -> None:
         ["config", "show"],
         ["config", "keys"],
         ["bench", "train"],
+        ["cache", "ls"],
+        ["cache", "verify"],
+        ["cache", "sync"],
+        ["cache", "clean"],
     ],
     ids=" ".join,
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nxtrain.compile.cache import Cache
-from nxtrain.compile.manifest import Build, Graph, Manifest, check_ready, read_manifest, write_manifest
+from nxtrain.compile.manifest import Build, Graph, Manifest, Setting, check_ready, read_manifest, write_manifest
 from nxtrain.compile.misses import PrecompiledOnly, explain
 from nxtrain.errors import BackendError, ConfigError
 from tests.support.caches import COMPILER, add_done, add_failed, key
@@ -23,7 +24,7 @@ STEP, UPDATE = Graph("micro-step", key(1).module, 812.5), Graph("update", key(2)
 MANIFEST = Manifest("llama2_7b_trn1", BUILD, (STEP, UPDATE))
 
 
-def changed(**settings: str | int) -> Build:
+def changed(settings: Mapping[str, Setting]) -> Build:
     return replace(BUILD, settings={**BUILD.settings, **settings})
 
 
@@ -90,14 +91,14 @@ def test_a_compiled_graph_passes() -> None:
     ("build", "name", "module", "nearest", "differences"),
     [
         (
-            changed(**{"train.micro_batch": 2}),
+            changed({"train.micro_batch": 2}),
             "micro-step",
             key(7).module,
             STEP,
             ["train.micro_batch: compiled 1, needed 2"],
         ),
         (
-            changed(**{"precision.params": "fp32", "optim.clip": 1}),
+            changed({"precision.params": "fp32", "optim.clip": 1}),
             "update",
             key(7).module,
             UPDATE,

@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 
 from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
-from nxtrain.compile.entries import DONE, LOCK, NEFF, Key
+from nxtrain.compile.entries import DONE, LOCK, NEFF, Entry, Key
 from nxtrain.compile.seals import Seal
 from nxtrain.compile.sync import Place, Step, open_place, sync
 from nxtrain.errors import BackendError, ConfigError
@@ -122,7 +122,12 @@ def test_an_entry_that_changes_while_it_is_read_is_not_taken(
     target = tmp_path / "target"
     target.mkdir()
     look = node.entry
-    monkeypatch.setattr(node, "entry", lambda of: (os.utime(folder / NEFF), look(of))[1])
+
+    def touch_and_look(of: Key) -> Entry | None:
+        os.utime(folder / NEFF)
+        return look(of)
+
+    monkeypatch.setattr(node, "entry", touch_and_look)
     with pytest.raises(UnusableEntryError, match="changed while it was read"):
         node.fetch(key(1), target)
     monkeypatch.undo()
