@@ -121,6 +121,30 @@ def launch(
     launch(config, overrides or [], nproc, dry_run)
 
 
+@app.command(epilog="Example: nxtrain graphs configs/llama2_7b_trn1.toml --world 4096 model.config.num_hidden_layers=2")
+def graphs(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    world: Annotated[int, typer.Option(min=1, help="Ranks of the world.", show_default=False)],
+    rank: Annotated[
+        list[int] | None, typer.Option(help="Rank to trace; repeat it for more. By default some of every kind.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each rank.")] = 3,
+    hlo: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the graphs' HLO texts here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the graphs that a compiler will get, for any rank of any world, on this CPU.
+
+    The training step is traced and not executed. Fails with exit code 5 when ranks or steps need different graphs, when
+    a collective spans a group that is no axis of the mesh, and when the host reads a value inside a step.
+    """
+    from nxtrain.graphs.command import graphs, present
+
+    found = graphs(config, overrides or [], world=world, ranks=rank or [], steps=steps, hlo=hlo)
+    present(found, as_json=as_json)
+
+
 @app.command(epilog='Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40')
 def generate(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Run folder or checkpoint.", show_default=False)],

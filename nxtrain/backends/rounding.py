@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_LARGEST = torch.finfo(torch.float32).max
+# A number in its place would make torch-xla compare in float64, which Trainium does not have.
+_LARGEST = torch.tensor(torch.finfo(torch.float32).max)
 
 
 def _int32(number: int) -> Tensor:

@@ -54,7 +54,7 @@ def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
 def test_help_comes_without_torch_and_names_every_command() -> None:
     done = command("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for name in ("train", "launch", "generate", "convert", "config", "cache", "bench"):
+    for name in ("train", "launch", "graphs", "generate", "convert", "config", "cache", "bench"):
         assert f" {name} " in done.stdout
 
 
@@ -63,6 +63,7 @@ def test_help_comes_without_torch_and_names_every_command() -> None:
     [
         ["train"],
         ["launch"],
+        ["graphs"],
         ["generate"],
         ["convert", "hf-to-nxtrain"],
         ["convert", "nxtrain-to-hf"],

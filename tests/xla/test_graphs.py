@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nxtrain.graphs.hlo import parse
 from tests.support.models import changed, weights_of
 from tests.support.parity import OPTIM, layout
 from tests.support.xla_bodies import Recorded, Steps, all_steps, recorded
@@ -70,8 +70,8 @@ def record(
 
 def census(text: str) -> Counter[tuple[str, int, int]]:
     """How often each collective stands in a graph over how many groups of how many ranks."""
-    found = re.findall(r" (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=\{\{(.*?)\}\}", text)
-    return Counter((kind, len(groups.split("},{")), len(groups.split("},{")[0].split(","))) for kind, groups in found)
+    found = parse(text).collectives
+    return Counter((each.op, len(each.groups), len(each.groups[0])) for each in found)
 
 
 BLOCKS = 2

@@ -1,0 +1,164 @@
+"""The XLA device of a rank that is not there: its graphs are recorded as a compiler would get them, and never run.
+
+torch-xla believes in any world and rank that it is told. What would be executed is dropped after it was recorded, so
+that every result becomes the opaque input of the next graph, as it is after an execution.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxtrain.backends.xla import XlaBackend
+
+UPLOADED_ENTRIES = 4096
+"""Up to this size a tensor is uploaded as in a run, where torch-xla folds single numbers by their value."""
+
+
+class Tape(Protocol):
+    """Who is told what a rank does."""
+
+    def graph(self, hash_: str, text: Callable[[], str], *, fetched: bool) -> None:
+        """A graph was handed over, at a step boundary or to fetch values; `text` gives its HLO while this is called."""
+        ...
+
+    def host_read(self, file: str, line: int, function: str) -> None:
+        """The host asked for a value of the device."""
+        ...
+
+
+def trace_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that traces: one CPU device, and nothing from outside that changes graphs."""
+    prefixes = ("NEURON", "PJRT_", "PT_XLA_", "XLA_")
+    kept = {name: value for name, value in environ.items() if not name.startswith(prefixes)}
+    return {**kept, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
+
+
+class TracingBackend(XlaBackend):
+    """Records what one rank of a pretended world would run; ranks are played one after the other.
+
+    Args:
+        world, rank: Pretended, 0 <= rank < world.
+        tape: Is told of every graph and of every read.
+    """
+
+    def __init__(self, world: int, rank: int, tape: Tape) -> None:
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        xr._WORLD_SIZE, xr._ORDINAL = world, rank
+        super().__init__(sync=self._hand_over)
+        self._xla: Any = torch_xla._XLAC
+        self._tape, self._recording = tape, False
+        # What is there before the rank holds none of its tensors: `_pending` need not look through it at each boundary.
+        gc.collect()
+        gc.freeze()
+
+    def put(self, x: Tensor) -> Tensor:
+        if self._recording or x.numel() <= UPLOADED_ENTRIES:
+            return super().put(x)
+        # Values never reach a graph, so what is built needs no storage: zeros that are dropped before they are made.
+        return torch.zeros(x.shape, dtype=x.dtype, device=self.device)
+
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        self._hand_over(fetched=True)
+        return dict.fromkeys(values, 1.0)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what follows, and forbid to run any of it; what was built before is taken as there."""
+        self._drop()
+        self._recording = True
+        self._xla._set_allow_execution(False)
+        try:
+            with _Reads(self._tape):
+                yield
+        except RuntimeError as error:
+            if "Unexpected execution" not in str(error):
+                raise
+            self._tape.host_read(*_blame(error.__traceback__))
+        finally:
+            self._xla._set_allow_execution(True)
+            self._recording = False
+            self._drop()
+
+    def _hand_over(self, *, fetched: bool = False) -> None:
+        pending = self._pending() if self._recording else []
+        if pending:
+            hash_ = self._xla._get_graph_hash(pending).hex()
+            self._tape.graph(hash_, lambda: str(self._xla._get_xla_tensors_hlo(pending)), fetched=fetched)
+        self._drop()
+
+    def _drop(self) -> None:
+        device = str(self.device)
+        self._xla._clear_pending_irs(device)
+        # Collectives are chained by a token; a stale one would chain them across graphs.
+        self._xla._set_all_reduce_token(device, None)
+
+    def _pending(self) -> list[Tensor]:
+        """The tensors that a step boundary computes: all that live and are not there yet, in the order of their birth.
+
+        torch-xla gives such a graph as StableHLO only; for HLO it asks for the tensors.
+        """
+        gc.collect()  # what a cycle still holds would be computed too
+        alive: dict[int, Tensor] = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some modules warn when they are asked for their type
+            for found in gc.get_objects():
+                if issubclass(type(found), Tensor) and found.device.type == self.device.type:
+                    alive[self._xla._xla_get_tensor_id(found)] = found
+        ordered = [alive[index] for index in sorted(alive)]
+        wanted = self._xla._check_tensor_need_materialization(ordered) if ordered else []
+        pending = [tensor for tensor, needed in zip(ordered, wanted, strict=True) if needed]
+        num_pending = sum(self._xla._check_device_tensor_need_materialization(str(self.device)))
+        assert len(pending) == num_pending, f"Python sees {len(pending)} of {num_pending} tensors to compute"
+        return pending
+
+
+class _Reads(TorchDispatchMode):
+    """Tells of every value that the host asks for, and gives it ones instead."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, options = func.overloadpacket.__name__, dict(kwargs or {})
+        if name == "_local_scalar_dense" and args[0].device.type != "cpu":
+            self._tell()
+            return torch.ones((), dtype=args[0].dtype).item()
+        if name == "_to_copy" and args[0].device.type != "cpu" and _is_host(options.get("device")):
+            self._tell()
+            return torch.ones(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
+        if name == "copy_" and args[0].device.type == "cpu" and args[1].device.type != "cpu":
+            self._tell()
+            return args[0].fill_(1)
+        return func(*args, **options)
+
+    def _tell(self) -> None:
+        self._tape.host_read(*_blame(None))
+
+
+def _is_host(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def _blame(trace: TracebackType | None) -> tuple[str, int, str]:
+    """File, line and function of the innermost call outside torch and torch-xla; None: of the calls under way."""
+    stack = traceback.extract_stack() if trace is None else traceback.extract_tb(trace)
+    vendors = (__file__, *(str(Path(str(sys.modules[name].__file__)).parent) for name in ("torch", "torch_xla")))
+    at = next((call for call in reversed(stack) if not call.filename.startswith(vendors)), stack[-1])
+    return at.filename, at.lineno or 0, at.name

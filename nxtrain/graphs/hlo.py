@@ -1,0 +1,120 @@
+"""What stands in a graph's HLO text: its collectives, what their results are multiplied by, double precision."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+Groups = tuple[tuple[int, ...], ...]
+"""Ranks that work together; empty: all ranks are one group."""
+
+# Source: https://openxla.org/xla/operation_semantics and the text that torch-xla 2.9 prints.
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z-]*)\((.*)")
+_OPERAND = re.compile(r"(?<!=)%([\w.-]+)")  # behind "=" stands a computation, as in to_apply=%Add
+_SHAPE = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+_GROUPS = re.compile(r", (?:replica_groups|source_target_pairs)=\{((?:\{[0-9,]*\},?)*)\}")
+_NUMBER = re.compile(r"(-?[0-9.]+(?:e[-+]?[0-9]+)?)\)")
+_TYPE_BYTES = {"pred": 1, "bf16": 2, "token": 0}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication of a graph.
+
+    Args:
+        op: One of `OPS`.
+        groups: Of a collective-permute, its pairs of source and target.
+        num_bytes: Of the whole tensors, so the larger of what a rank puts in and what it gets.
+        scales: Constants that its results are multiplied by.
+    """
+
+    op: str
+    groups: Groups
+    num_bytes: int
+    scales: frozenset[float]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a graph holds.
+
+    Args:
+        collectives: In the order of the text.
+        has_f64: Something in it is of double precision.
+    """
+
+    collectives: tuple[Collective, ...]
+    has_f64: bool
+
+
+def parse(text: str) -> Graph:
+    """Read a module in HLO's text form, before any compiler has changed it.
+
+    Args:
+        text: Each instruction stands behind those that it uses.
+    """
+    found: dict[str, Collective] = {}
+    result_of: dict[str, str] = {}  # an instruction that is a collective's result to that collective
+    constants: dict[str, float] = {}
+    for line in text.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        name, shape, op, rest = match.groups()
+        if op in OPS:
+            groups = _GROUPS.search(rest)
+            operands = rest[: groups.start()] if groups else rest
+            size = max(_num_bytes(shape), _num_bytes(operands))
+            found[name] = Collective(op, _groups(groups[1]) if groups else (), size, frozenset())
+            result_of[name] = name
+        elif op == "constant":
+            number = _NUMBER.match(rest)
+            if number and float(number[1]) != 1.0:  # a product with one is how torch-xla writes a sum
+                constants[name] = _of_type(float(number[1]), shape)
+        elif op in {"get-tuple-element", "broadcast", "convert", "reshape", "multiply"}:
+            operands_of = _OPERAND.findall(rest)
+            sources = [result_of[operand] for operand in operands_of if operand in result_of]
+            factors = [constants[operand] for operand in operands_of if operand in constants]
+            if op != "multiply":
+                result_of |= dict.fromkeys([name] if sources else [], *sources)
+                constants |= dict.fromkeys([name] if factors else [], *factors)
+            elif sources and factors:
+                (source,), (factor,) = sources, factors
+                known = found[source]
+                found[source] = Collective(known.op, known.groups, known.num_bytes, known.scales | {factor})
+    return Graph(tuple(found.values()), " f64[" in text or "(f64[" in text)
+
+
+def _num_bytes(shapes: str) -> int:
+    """Bytes of all shapes in a text, such as `(bf16[8,64]{1,0}, f32[])`."""
+    return sum(
+        math.prod(int(size) for size in sizes.split(",") if size) * _type_bytes(kind)
+        for kind, sizes in _SHAPE.findall(shapes)
+    )
+
+
+def _type_bytes(kind: str) -> int:
+    if kind in _TYPE_BYTES:
+        return _TYPE_BYTES[kind]
+    (bits,) = re.findall(r"^[a-z]([0-9]+)", kind)  # f32, s64, f8e4m3fn
+    return max(1, int(bits) // 8)
+
+
+def _of_type(number: float, shape: str) -> float:
+    """The number that the fewest digits of a bf16 or float32 stand for."""
+    if not shape.startswith(("bf16", "f32")):
+        return number
+    (bits,) = struct.unpack("I", struct.pack("f", number))
+    if shape.startswith("bf16"):
+        bits = (bits + 0x8000) & 0xFFFF0000
+    return float(struct.unpack("f", struct.pack("I", bits))[0])
+
+
+@lru_cache(maxsize=64)  # a graph names the same few axes of thousands of ranks hundreds of times
+def _groups(text: str) -> Groups:
+    return tuple(tuple(int(rank) for rank in group.split(",")) for group in re.findall(r"\{([0-9,]+)\}", text))

@@ -1,0 +1,195 @@
+"""The process of `nxtrain graphs`: trains some ranks of a world on paper, one after the other.
+
+python -m nxtrain.graphs.trace JOB
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nxtrain.backends.tracing import TracingBackend
+from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.load import load
+from nxtrain.config.schema import RunConfig
+from nxtrain.data.loader import Loader
+from nxtrain.data.samples import TableSamples
+from nxtrain.graphs.hlo import Graph, Groups, parse
+from nxtrain.graphs.report import EVALUATION, LOG, STEP, Cut, Read, Recording, report
+from nxtrain.mesh import Axis, Mesh
+from nxtrain.metrics.meters import ThroughputMeter
+from nxtrain.optim.schedule import Schedule
+from nxtrain.sharding import ParamTable
+from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.run import schedule_of
+from nxtrain.train.trainer import Trainer
+
+EVALUATED_BATCHES = 2
+"""As many show whether one batch records the graph of another."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to trace.
+
+    Args:
+        config: File.
+        overrides: `dotted.key=value` each.
+        world: Ranks of the world.
+        ranks: Those to play.
+        steps: Of each rank.
+        hlo: Folder for the texts; empty: none.
+    """
+
+    config: str
+    overrides: Sequence[str]
+    world: int
+    ranks: Sequence[int]
+    steps: int
+    hlo: str
+
+
+def trace(plan: Resolved, world: int, ranks: Sequence[int], steps: int, hlo: Path | None) -> dict[str, Any]:
+    """Trace and report.
+
+    Args:
+        plan: The checked configuration; its backend is xla.
+        world: Ranks of the world.
+        ranks: Those to play.
+        steps: Of each rank.
+        hlo: Folder for the texts.
+    """
+    tape, seconds = _Tape(), []
+    for rank in ranks:
+        began = time.perf_counter()
+        tape.rank = rank
+        mesh, table = _play(plan, world, tape, steps)
+        seconds.append(round(time.perf_counter() - began, 2))
+    recording = Recording(world, ranks, steps, mesh.dp_size, _axes(mesh, table), tape.cuts, tape.graphs, tape.reads)
+    found = report(recording)
+    if hlo is not None:
+        hlo.mkdir(parents=True, exist_ok=True)
+        for graph in found["graphs"]:
+            path = hlo / f"{graph['name'].replace(' ', '-')}-{graph['hash'][:12]}.hlo.txt"
+            path.write_text(tape.texts[graph["hash"]], encoding="utf-8")
+            graph["hlo"] = str(path)
+    return {**found, "seconds": seconds}
+
+
+@dataclass
+class _Tape:
+    """What is being recorded, and by whom."""
+
+    rank: int = 0
+    step: int = 0
+    evaluating: bool = False
+    cuts: list[Cut] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def graph(self, hash_: str, text: Callable[[], str], *, fetched: bool) -> None:
+        phase = EVALUATION if self.evaluating else LOG if fetched else STEP
+        self.cuts.append(Cut(self.rank, self.step, phase, hash_))
+        if hash_ not in self.graphs:  # the text of a big model takes longer than the rest of its step
+            self.texts[hash_] = text()
+            self.graphs[hash_] = parse(self.texts[hash_])
+
+    def host_read(self, file: str, line: int, function: str) -> None:
+        read = Read(self.rank, self.step, os.path.relpath(file), line, function)
+        if read not in self.reads:
+            self.reads.append(read)
+
+
+def _play(plan: Resolved, world: int, tape: _Tape, steps: int) -> tuple[Mesh, ParamTable]:
+    """Run the trainer as one rank; everything but the device, the weights and the data is that of a run."""
+    config = plan.config
+    backend = TracingBackend(world, tape.rank, tape)
+    mesh = build_mesh(plan, world, tape.rank, backend.local_world)
+    state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
+    evaluated = min(config.train.eval_batches, EVALUATED_BATCHES)
+    short = {
+        "train": config.train.model_copy(update={"steps": steps, "eval_batches": evaluated}),
+        "checkpoint": config.checkpoint.model_copy(update={"every": 0}),
+    }
+    trainer = _Trainer(
+        config=config.model_copy(update=short),
+        state=state,
+        train=_loader(config, mesh, steps),
+        validation=_loader(config, mesh, evaluated) if config.train.eval_every else None,
+        schedule=_Announced(**vars(schedule_of(plan)), tape=tape),
+        meter=ThroughputMeter(plan.family.flops_per_token(plan.model, config.train.seq_len), None),
+        sinks=(),
+        save=lambda step: None,
+        tape=tape,
+    )
+    with backend.recording():
+        trainer.run(0)
+    return mesh, state.table
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trainer(Trainer):
+    tape: _Tape
+
+    def evaluate(self) -> float:
+        self.tape.evaluating = True
+        try:
+            return super().evaluate()
+        finally:
+            self.tape.evaluating = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Announced(Schedule):
+    """Tells the tape which step begins."""
+
+    tape: _Tape
+
+    def at(self, step: int) -> float:
+        self.tape.step = step
+        return super().at(step)
+
+
+def _loader(config: RunConfig, mesh: Mesh, num_batches: int) -> Loader:
+    batch = config.train.global_batch
+    return Loader(
+        TableSamples(np.zeros((1, config.train.seq_len + 1), dtype=np.int64)),
+        seed=0,
+        shuffle=False,
+        global_batch=batch,
+        micro_batch=config.train.micro_batch,
+        dp_rank=mesh.dp.rank,
+        dp_size=mesh.dp.size,
+    )
+
+
+def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
+    """The axes that a run communicates over."""
+    copies = {piece.copies for spec in table.values() for piece in spec.pieces(mesh.tp)}
+    shared = [mesh.tp.neighbours(number) for number in sorted(copies)]
+    axes = [mesh.tp, mesh.dp, mesh.pp, mesh.shard, mesh.replica, mesh.model, mesh.state, *shared]
+    different: dict[Groups, Axis] = {}
+    for axis in axes:
+        if axis.size > 1:
+            different.setdefault(axis.groups, axis)
+    return list(different.values())
+
+
+def main(job: Job) -> None:
+    """Print the report as JSON."""
+    plan = resolve(load(job.config, job.overrides), job.world)
+    found = trace(plan, job.world, job.ranks, job.steps, Path(job.hlo) if job.hlo else None)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))

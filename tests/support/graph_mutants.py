@@ -1,0 +1,107 @@
+"""Defects that `nxtrain graphs` must notice, each put in the place of a sound method while one run is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends import tracing, xla
+from nxtrain.backends.base import Backend, Pending
+from nxtrain.backends.xla import XlaBackend, XlaCollectives
+from nxtrain.config.check import Resolved
+from nxtrain.graphs.trace import trace
+from nxtrain.mesh import Axis
+from nxtrain.optim.adamw import AdamW
+from nxtrain.parallel.grads import Gradients
+
+STEPS = 2
+
+
+def traced(
+    backend: Backend, world: int, ranks: Sequence[int], cases: Sequence[tuple[Resolved, str]]
+) -> list[dict[str, Any]]:
+    """The report of each case: a configuration and the name of a defect, or none."""
+    found = []
+    for plan, mutant in cases:
+        with MUTANTS[mutant]():
+            found.append(trace(plan, world, ranks, STEPS, None))
+    return found
+
+
+def _norm(change: Callable[[Gradients, Tensor], Tensor]) -> Callable[[], AbstractContextManager[Any]]:
+    sound = Gradients.norm
+
+    def norm(self: Gradients, tensors: Mapping[str, Tensor]) -> Tensor:
+        return change(self, sound(self, tensors))
+
+    return lambda: patch.object(Gradients, "norm", norm)
+
+
+def _rank(gradients: Gradients, norm: Tensor) -> Tensor:
+    return norm + float(gradients._layout.mesh.rank)
+
+
+def _read_result(gradients: Gradients, norm: Tensor) -> Tensor:
+    return norm if norm.item() else norm + 1.0  # the line that the report names
+
+
+def _step(self: AdamW, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor) -> None:
+    assert self.num_updates.tolist()  # the line that the report names
+    _SOUND_STEP(self, grads, lr, grad_scale)
+
+
+_SOUND_STEP = AdamW.step
+
+
+def _scalars(self: XlaBackend, *values: float) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor(value).to(self.device) for value in values)
+
+
+def _bucket(of: Callable[[Axis, float], tuple[Axis, float]]) -> Callable[[], AbstractContextManager[Any]]:
+    sound = XlaCollectives.start_all_reduce_bucket
+
+    def start(
+        self: XlaCollectives, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        return sound(self, tensors, *_inserted(dtype, of(axis, scale) if axis.name == "dp" else (axis, scale)))
+
+    return lambda: patch.object(XlaCollectives, "start_all_reduce_bucket", start)
+
+
+def _inserted(dtype: torch.dtype, where: tuple[Axis, float]) -> tuple[Axis, torch.dtype, float]:
+    axis, scale = where
+    return axis, dtype, scale
+
+
+def _everyone(axis: Axis, scale: float) -> tuple[Axis, float]:
+    ranks = sorted(rank for group in axis.groups for rank in group)
+    return Axis(axis.name, 0, (tuple(ranks),)), scale
+
+
+def _by_world(axis: Axis, scale: float) -> tuple[Axis, float]:
+    return axis, scale / 8
+
+
+def _own_group(axis: Axis) -> list[list[int]]:
+    import torch_xla.runtime as xr
+
+    return [list(group) for group in axis.groups if xr.global_ordinal() in group]
+
+
+MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "uploaded": lambda: patch.object(tracing, "UPLOADED_ENTRIES", 1 << 40),  # no defect: real storage for all
+    "rank": _norm(_rank),
+    "lr": lambda: patch.object(XlaBackend, "scalars", _scalars),
+    "read a result": _norm(_read_result),
+    "read a buffer": lambda: patch.object(AdamW, "step", _step),
+    "everyone": _bucket(_everyone),
+    "own group": lambda: patch.object(xla, "_groups", _own_group),
+    "world": _bucket(_by_world),
+    "f64": _norm(lambda _, norm: norm.double().float()),
+}

@@ -1,0 +1,142 @@
+"""`nxtrain graphs` on ranks of 4096: what it says of a sound run, and the defects that it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.errors import BackendError
+from nxtrain.graphs.command import present
+from tests.support import graph_mutants
+from tests.support.graph_mutants import MUTANTS, STEPS, traced
+from tests.support.models import changed
+from tests.support.parity import layout
+from tests.support.xla_engine import run_devices
+
+ROOT = Path(__file__).parents[2]
+RANKS = [0, 1, 7, 8, 3001, 4095]
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+RATES = (0.0, 1e-3, 1.0, 0.1)  # the last is that of weight decay
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The published 7B run with a small shape, as the command line reports it; half a minute at most."""
+    folder = tmp_path_factory.mktemp("hlo")
+    overrides = [*(f"model.config.{key}={value}" for key, value in SMALL.items()), "train.seq_len=32"]
+    ranks = [option for rank in RANKS for option in ("--rank", str(rank))]
+    argv = [sys.executable, "-m", "nxtrain", "graphs", "configs/llama2_7b_trn1.toml", *overrides, "--world", "4096"]
+    done = subprocess.run(
+        [*argv, *ranks, "--hlo", str(folder), "--json"],
+        cwd=ROOT,
+        env={**os.environ, "XLA_USE_BF16": "1"},  # what is set outside does not reach the process that traces
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def census(graph: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int, int]]:
+    return {(r["op"], r["axis"]): (r["count"], r["num_groups"], r["group_size"]) for r in graph["collectives"]}
+
+
+def test_all_ranks_and_steps_of_the_published_run_need_one_graph_for_each_purpose(sound: dict[str, Any]) -> None:
+    assert (sound["world"], sound["rank"], sound["ranks"], sound["steps"]) == (4096, 0, RANKS, 3)
+    names = [graph["name"] for graph in sound["graphs"]]
+    assert set(names) - {"steady micro-batch", "steady update"} <= {"steady", "log", "evaluation"}
+    assert names[-2:] == ["log", "evaluation"]
+    assert sound["distinct_graphs"] == len({graph["hash"] for graph in sound["graphs"]}) == len(names)
+    assert [graph["steps"] for graph in sound["graphs"]] == [*[[1, 2, 3]] * (len(names) - 1), [3]]
+    assert all(graph["ranks"] == RANKS for graph in sound["graphs"])
+
+
+def test_its_collectives_span_the_axes_of_the_mesh_and_average_over_dp(sound: dict[str, Any]) -> None:
+    assert (sound["problems"], sound["host_reads"]) == ([], [])
+    assert {graph["dp_scale"] for graph in sound["graphs"]} == {1 / 512, None}
+    assert not any(graph["f64"] for graph in sound["graphs"])
+    for graph in sound["graphs"]:
+        for (_, axis), (_, *groups) in census(graph).items():
+            # tp/4: the ranks that share a K/V head
+            assert groups == {"tp": [512, 8], "dp": [8, 512], "tp/4": [1024, 4]}[axis]
+
+
+def test_the_texts_of_its_graphs_are_saved(sound: dict[str, Any]) -> None:
+    for graph in sound["graphs"]:
+        text = Path(graph["hlo"]).read_text(encoding="utf-8")
+        assert text.startswith("HloModule ")
+        assert text.count(" all-gather(") == sum(r["count"] for r in graph["collectives"] if r["op"] == "all-gather")
+
+
+def test_what_was_traced_in_place_of_the_vendors_layers_is_said(sound: dict[str, Any]) -> None:
+    assert sound["replaced"] == {"backend.name": "neuron", "backend.layers": "nxd"}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Ranks 0 and 1 of sound runs, by learning rate, and of mutants."""
+    small = layout("gqa2", tp=8, dp=512, sp=True)
+    plan = changed(small, train={"global_batch": 1024, "micro_batch": 1}, optim={"warmup_steps": 0})
+    flat = [changed(plan, optim={"lr": lr, "min_lr": lr, "weight_decay": 0.1}) for lr in RATES]
+    rising = changed(plan, optim={"lr": 1.0, "warmup_steps": 2})  # 0.5, then 1.0, which is a constant as a number
+    cases = [*((run, "") for run in flat), *((rising, mutant) for mutant in MUTANTS if mutant)]
+    (found,) = run_devices(1, traced, 4096, [0, 1], cases, folder=tmp_path_factory.mktemp("mutants"))
+    return dict(zip([*map(str, RATES), *filter(None, MUTANTS)], found, strict=True))
+
+
+def test_no_learning_rate_and_no_storage_changes_a_graph(reports: dict[str, dict[str, Any]]) -> None:
+    hashes = [[graph["hash"] for graph in reports[name]["graphs"]] for name in (*map(str, RATES), "uploaded")]
+    assert all(one == other for one, other in pairwise(hashes))
+    assert all(reports[name]["problems"] == [] for name in (*map(str, RATES), "uploaded"))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "words"),
+    [
+        ("rank", "ranks 1 record other graphs than rank 0"),
+        ("lr", "compiled again in step 2: 2 graphs where one is enough"),
+        ("everyone", "all-reduce over 1 groups of 4096 ranks, which are no axis of this mesh; its axes: tp of 8, dp"),
+        ("own group", "reduce-scatter over 1 groups of 8 ranks, which are no axis"),
+        ("world", "sums over dp are multiplied by 0.000244141; the mean of 512 ranks needs 0.00195312"),
+        ("f64", "computes in float64"),
+    ],
+)
+def test_a_defect_is_refused(mutant: str, words: str, reports: dict[str, dict[str, Any]]) -> None:
+    assert any(words in problem for problem in reports[mutant]["problems"]), reports[mutant]["problems"]
+    with pytest.raises(BackendError) as raised:
+        present({**reports[mutant], "replaced": {}}, as_json=False)
+    assert raised.value.exit_code == 5
+
+
+@pytest.mark.parametrize(
+    ("mutant", "function"), [("read a result", "_read_result"), ("read a buffer", "_step")], ids=["result", "buffer"]
+)
+def test_a_read_inside_a_step_is_refused_with_its_place(
+    mutant: str, function: str, reports: dict[str, dict[str, Any]]
+) -> None:
+    lines = Path(graph_mutants.__file__).read_text(encoding="utf-8").splitlines()
+    reads = reports[mutant]["host_reads"]
+    assert [(read["rank"], read["step"]) for read in reads if read["function"] == function] == [
+        (rank, step) for rank in (0, 1) for step in range(1, STEPS + 1)
+    ]
+    for read in reads:
+        assert Path(read["file"]).name == "graph_mutants.py"
+        assert lines[read["line"] - 1].endswith("# the line that the report names")
+    assert f"graph_mutants.py:{reads[0]['line']}: {function} reads a value" in reports[mutant]["problems"][0]
