@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from nxtrain.backends.neuron_hardware import INSTANCES, Instance, this_machine
 from nxtrain.backends.neuron_sdk import RECOMMENDED, detect, support
+from nxtrain.compile.location import cache_folder
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
@@ -51,12 +52,18 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
         return Needs(problems=(_unknown(config.cluster.instance),))
     sdk = detect()
     assumed = "" if sdk else ", assumed: it is not installed here"
+    problems: list[Problem] = []
+    try:
+        cache = {"cache_dir": cache_folder(config.compile)}
+        config = config.model_copy(update={"compile": config.compile.model_copy(update=cache)})
+    except ConfigError as error:
+        problems += error.problems
     environment = neuron_environment(config, instance, sdk or RECOMMENDED)
     about = (
         f"{instance.name}, Neuron SDK {environment.sdk}{assumed}",
         f"sources without a host are pages of {SOURCES}",
     )
-    problems = [*environment.conflicts(environ), *_misfits(config, instance, num_ranks)]
+    problems += [*environment.conflicts(environ), *_misfits(config, instance, num_ranks)]
     return Needs(about, environment.beside(environ), tuple(problems))
 
 

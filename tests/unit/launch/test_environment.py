@@ -55,7 +55,7 @@ NEWEST = SdkVersion(2, 31)
 
 
 def run(**sections: dict[str, object]) -> RunConfig:
-    return RunConfig.model_validate({"run": {"seed": 7}, **sections})
+    return RunConfig.model_validate({"run": {"seed": 7}, "compile": {"cache_dir": "compile_cache"}, **sections})
 
 
 def environment(

@@ -13,6 +13,7 @@ import pytest
 from nxtrain import cli
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron_hardware import INSTANCES
+from nxtrain.compile.location import host_name
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
 from nxtrain.launch import neuron
@@ -137,3 +138,11 @@ def test_a_rank_without_neuron_devices_is_left_to_its_backend(monkeypatch: pytes
     monkeypatch.setattr(neuron, "support", lambda: Support(False, "no chip in this test"))
     for name in ("neuron", "auto", "cpu"):
         adopt(load(TINY, [f"backend.name={name}"]).config, {"XLA_USE_BF16": "1"}, local_world=1)
+
+
+def test_the_cache_is_the_folder_of_this_machine_on_a_disk_of_its_own(tmp_path: Path) -> None:
+    config = load(TINY, [*ON_TRN2, f"compile.cache_dir={tmp_path}/{{host}}"]).config
+    found = {variable.name: variable.value for variable in neuron.needs(config, {}, 1).variables}
+    assert found["NEURON_COMPILE_CACHE_URL"] == str(tmp_path / host_name())
+    bucket = load(TINY, [*ON_TRN2, "compile.cache_dir=s3://bucket/graphs"]).config
+    assert [problem.key for problem in neuron.needs(bucket, {}, 1).problems] == ["compile.cache_dir"]
