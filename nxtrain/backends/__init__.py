@@ -55,7 +55,7 @@ def _load(name: str) -> type[Backend]:
 
         return XlaBackend
     if name == "neuron":
-        from nxtrain.backends.neuron import NeuronBackend
+        from nxtrain.backends.neuron.backend import NeuronBackend
 
         return NeuronBackend
     raise BackendError(f"there is no backend {name!r}; known: cpu, cuda, xla, neuron")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nxtrain.backends.neuron_sdk import SdkVersion
+from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.errors import ConfigError, Problem
 
 ORIGIN = "environment"

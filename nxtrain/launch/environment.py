@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nxtrain.backends.neuron_hardware import Instance
-from nxtrain.backends.neuron_sdk import SdkVersion
+from nxtrain.backends.neuron.hardware import Instance
+from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.backends.shell import ORIGIN, dead_variables
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nxtrain.backends.neuron_hardware import INSTANCES, Instance, this_machine
-from nxtrain.backends.neuron_sdk import RECOMMENDED, detect, support
+from nxtrain.backends.neuron.hardware import INSTANCES, Instance, this_machine
+from nxtrain.backends.neuron.sdk import RECOMMENDED, detect, support
 from nxtrain.compile.location import cache_folder
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig

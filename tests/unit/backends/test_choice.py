@@ -10,7 +10,7 @@ from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dCollectives, Placement
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
-from nxtrain.backends.neuron import NeuronBackend
+from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.errors import BackendError
 from tests.support.layers import ALONE, random
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxtrain.backends import choose, neuron_sdk, open_backend
-from nxtrain.backends.neuron import NeuronBackend, NeuronKernels
-from nxtrain.backends.neuron_hardware import this_machine
-from nxtrain.backends.neuron_sdk import RELEASES, SdkVersion, detect, install_command
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.neuron import sdk
+from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
+from nxtrain.backends.neuron.hardware import this_machine
+from nxtrain.backends.neuron.sdk import RELEASES, SdkVersion, detect, install_command
 from nxtrain.backends.rounding import RoundingKey
 from nxtrain.backends.xla import XlaBackend, XlaKernels
 from nxtrain.errors import BackendError, ConfigError
@@ -31,7 +32,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     site.mkdir()
     devices.mkdir()
     monkeypatch.setattr(sys, "path", [str(site)])
-    monkeypatch.setattr(neuron_sdk, "DEVICES", devices)
+    monkeypatch.setattr(sdk, "DEVICES", devices)
     return tmp_path
 
 
@@ -59,7 +60,7 @@ def trainium(machine: Path, install: Install) -> Path:
 
 
 def test_a_machine_with_devices_and_packages_is_supported(trainium: Path) -> None:
-    support = neuron_sdk.support()
+    support = sdk.support()
     assert (support.ok, support.reason) == (True, "2 Neuron devices, SDK 2.28")
     assert choose("auto") == ("neuron", "neuron: 2 Neuron devices, SDK 2.28")
 
@@ -82,7 +83,7 @@ def test_a_bare_machine_is_told_everything_that_it_lacks_and_what_to_type() -> N
 )
 def test_a_placeholder_is_told_from_the_true_package(install: Install, name: str, version: str) -> None:
     install(name, version, WRONG)
-    support = neuron_sdk.support()
+    support = sdk.support()
     assert f"{name} {version} is PyPI's empty placeholder, not AWS's package" in support.reason.split("\n    ")
     assert install_command() in support.reason
     assert detect() is None
@@ -90,13 +91,13 @@ def test_a_placeholder_is_told_from_the_true_package(install: Install, name: str
 
 def test_true_distributed_packages_of_low_version_are_no_placeholders(trainium: Path, install: Install) -> None:
     install("neuronx_distributed", "0.17.26814", "NeuronX Distributed")
-    assert neuron_sdk.support().ok
+    assert sdk.support().ok
 
 
 def test_without_a_device_only_the_device_is_missing(trainium: Path) -> None:
     for device in (trainium / "dev").iterdir():
         device.unlink()
-    support = neuron_sdk.support()
+    support = sdk.support()
     assert not support.ok
     assert support.reason.startswith("no Neuron device")
     assert "pip install" not in support.reason
@@ -131,7 +132,7 @@ def test_the_release_is_read_from_the_version_of_torch_neuronx(
 def test_versions_that_do_not_fit_are_named(install: Install, changed: dict[str, str], reason: str) -> None:
     for name, version in {**GOOD, **changed}.items():
         install(name, version)
-    _, found, _ = neuron_sdk.support().reason.split("\n    ")
+    _, found, _ = sdk.support().reason.split("\n    ")
     assert found.startswith(reason)
 
 
@@ -147,7 +148,7 @@ def test_opening_it_on_a_bare_machine_is_refused_with_exit_code_5() -> None:
 def test_a_dead_variable_is_refused_by_every_xla_device(
     trainium: Path, monkeypatch: pytest.MonkeyPatch, name: str, dead: str
 ) -> None:
-    monkeypatch.setattr(XlaBackend, "support", staticmethod(neuron_sdk.support))
+    monkeypatch.setattr(XlaBackend, "support", staticmethod(sdk.support))
     monkeypatch.setenv(dead, "1")
     with pytest.raises(ConfigError, match=rf"{dead} \(environment\): 1 silently stores .*\n.*precision\.params=bf16"):
         open_backend(name)
@@ -180,6 +181,6 @@ def test_the_peak_of_a_core_is_found_by_the_instance(
 ) -> None:
     path = tmp_path / "product_name"
     path.write_text(product, encoding="ascii")
-    monkeypatch.setattr("nxtrain.backends.neuron.this_machine", lambda: this_machine(path))
+    monkeypatch.setattr("nxtrain.backends.neuron.backend.this_machine", lambda: this_machine(path))
     assert object.__new__(NeuronBackend).peak_flops() == peak
     assert this_machine(tmp_path / "none") is None

@@ -11,8 +11,8 @@ from itertools import product
 
 import pytest
 
-from nxtrain.backends.neuron_hardware import INSTANCES
-from nxtrain.backends.neuron_sdk import RECOMMENDED, RELEASES, SdkVersion
+from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, SdkVersion
 from nxtrain.backends.shell import DEAD, Dead
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem

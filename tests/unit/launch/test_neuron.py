@@ -12,7 +12,7 @@ import pytest
 
 from nxtrain import cli
 from nxtrain.backends.base import Support
-from nxtrain.backends.neuron_hardware import INSTANCES
+from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.compile.location import host_name
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError

@@ -6,9 +6,9 @@ import os
 
 from torch import Tensor
 
-from nxtrain.backends import neuron_sdk
 from nxtrain.backends.base import Support
-from nxtrain.backends.neuron_hardware import this_machine
+from nxtrain.backends.neuron import sdk
+from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.rounding import RoundingKey
 from nxtrain.backends.shell import refuse_dead_variables
 from nxtrain.backends.xla import XlaBackend, XlaKernels
@@ -37,14 +37,14 @@ class NeuronBackend(XlaBackend):
     name = "neuron"
 
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
-        refuse_dead_variables(os.environ, neuron_sdk.detect())
+        refuse_dead_variables(os.environ, sdk.detect())
         super().__init__(hang_timeout_s=hang_timeout_s)
         if os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN") == "1":
             self.kernels = NeuronKernels()
 
     @staticmethod
     def support() -> Support:
-        return neuron_sdk.support()
+        return sdk.support()
 
     def peak_flops(self) -> float | None:
         instance = this_machine()
