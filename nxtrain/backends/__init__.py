@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from nxtrain.backends.shell import EXTRACTION, extracting
 from nxtrain.errors import BackendError
 
 if TYPE_CHECKING:
@@ -38,7 +40,14 @@ def open_backend(name: str, hang_timeout_s: float = 1800.0) -> Backend:
     Raises:
         BackendError: The backend cannot run here; the message says why.
     """
-    return _load(name)(hang_timeout_s=hang_timeout_s)
+    backend = _load(name)(hang_timeout_s=hang_timeout_s)
+    if extracting(os.environ) and not backend.extracts:
+        backend.close()
+        raise BackendError(
+            f"{EXTRACTION}=1, as neuron_parallel_compile sets it, asks for the graphs of Neuron devices, but the "
+            f"backend is {name}, which would train; unset it, or use backend.name=neuron on a Trainium instance"
+        )
+    return backend
 
 
 def _load(name: str) -> type[Backend]:

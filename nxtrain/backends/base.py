@@ -262,6 +262,7 @@ class Backend(ABC):
         collectives: How this rank talks to others.
         kernels: What it computes differently from others.
         host_kernels: The same for what is kept in host memory.
+        extracts: It computes nothing, since graphs are being collected to be compiled; what is fetched has no meaning.
     """
 
     name: str
@@ -273,6 +274,7 @@ class Backend(ABC):
     collectives: Collectives
     kernels: Kernels
     host_kernels: Kernels
+    extracts: bool = False
 
     @abstractmethod
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:

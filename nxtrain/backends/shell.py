@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.errors import ConfigError, Problem
 
+EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
+"""What `neuron_parallel_compile` sets to 1: Neuron's plugin collects graphs and computes nothing."""
+
 ORIGIN = "environment"
 """Where these problems come from, as messages say it."""
 
@@ -78,6 +81,11 @@ def dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) ->
         if environ.get(dead.name, "0") not in {"", "0"}
         and (dead.since is None or (sdk is not None and sdk >= dead.since))
     ]
+
+
+def extracting(environ: Mapping[str, str]) -> bool:
+    """Whether graphs are to be collected for compilation, instead of a run."""
+    return environ.get(EXTRACTION) == "1"
 
 
 def refuse_dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> None:

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxtrain.backends.xla import XlaBackend
 
@@ -29,8 +28,8 @@ UPLOADED_ENTRIES = 4096
 class Tape(Protocol):
     """Who is told what a rank does."""
 
-    def graph(self, hash_: str, text: Callable[[], str], *, fetched: bool) -> None:
-        """A graph was handed over, at a step boundary or to fetch values; `text` gives its HLO while this is called."""
+    def graph(self, hash_: str, text: Callable[[], str]) -> None:
+        """A graph was handed over; `text` gives its HLO while this is called."""
         ...
 
     def host_read(self, file: str, line: int, function: str) -> None:
@@ -72,7 +71,7 @@ class TracingBackend(XlaBackend):
         return torch.zeros(x.shape, dtype=x.dtype, device=self.device)
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        self._hand_over(fetched=True)
+        self._hand_over()
         return dict.fromkeys(values, 1.0)
 
     @contextmanager
@@ -82,7 +81,7 @@ class TracingBackend(XlaBackend):
         self._recording = True
         self._xla._set_allow_execution(False)
         try:
-            with _Reads(self._tape):
+            with _told_reads(self._tape):
                 yield
         except RuntimeError as error:
             if "Unexpected execution" not in str(error):
@@ -93,11 +92,11 @@ class TracingBackend(XlaBackend):
             self._recording = False
             self._drop()
 
-    def _hand_over(self, *, fetched: bool = False) -> None:
+    def _hand_over(self) -> None:
         pending = self._pending() if self._recording else []
         if pending:
             hash_ = self._xla._get_graph_hash(pending).hex()
-            self._tape.graph(hash_, lambda: str(self._xla._get_xla_tensors_hlo(pending)), fetched=fetched)
+            self._tape.graph(hash_, lambda: str(self._xla._get_xla_tensors_hlo(pending)))
         self._drop()
 
     def _drop(self) -> None:
@@ -126,30 +125,55 @@ class TracingBackend(XlaBackend):
         return pending
 
 
-class _Reads(TorchDispatchMode):
-    """Tells of every value that the host asks for, and gives it ones instead."""
+@contextmanager
+def _told_reads(tape: Tape) -> Iterator[None]:
+    """Tell of every value that the host asks for, and give it ones instead.
 
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
+    The operations that bring values to the host are replaced in torch's dispatcher. A dispatch mode would see them as
+    well, but under a mode torch makes other operations of some views, and the graphs would not be those of a run.
+    """
 
-    def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name, options = func.overloadpacket.__name__, dict(kwargs or {})
-        if name == "_local_scalar_dense" and args[0].device.type != "cpu":
-            self._tell()
-            return torch.ones((), dtype=args[0].dtype).item()
-        if name == "_to_copy" and args[0].device.type != "cpu" and _is_host(options.get("device")):
-            self._tell()
-            return torch.ones(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
-        if name == "copy_" and args[0].device.type == "cpu" and args[1].device.type != "cpu":
-            self._tell()
-            return args[0].fill_(1)
-        return func(*args, **options)
+    def read_scalar(x: Tensor) -> Any:
+        tape.host_read(*_blame(None))
+        return torch.ones((), dtype=x.dtype).item()
 
-    def _tell(self) -> None:
-        self._tape.host_read(*_blame(None))
+    def read_copy(x: Tensor, **options: Any) -> Tensor:
+        tape.host_read(*_blame(None))
+        return torch.ones(x.shape, dtype=options.get("dtype") or x.dtype)
+
+    def read_into(out: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
+        tape.host_read(*_blame(None))
+        return out.fill_(1)
+
+    def is_read_copy(x: Tensor, **options: Any) -> bool:
+        return _is_device(x) and _is_host(options.get("device"))
+
+    def is_read_into(out: Tensor, x: Tensor, non_blocking: bool = False) -> bool:
+        return _is_device(x) and not _is_device(out)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        _replace(library, "_local_scalar_dense", read_scalar, _is_device)
+        _replace(library, "_to_copy", read_copy, is_read_copy)
+        _replace(library, "copy_", read_into, is_read_into)
+        yield
+    finally:
+        library._destroy()
+
+
+def _replace(library: Any, name: str, read: Callable[..., Any], is_read: Callable[..., bool]) -> None:
+    kernel = torch.library.get_kernel(f"aten::{name}", "XLA")
+
+    def dispatch(keys: Any, *args: Any, **options: Any) -> Any:
+        return read(*args, **options) if is_read(*args, **options) else kernel.call_boxed(keys, *args, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced
+        library.impl(name, dispatch, "XLA", with_keyset=True, allow_override=True)
+
+
+def _is_device(x: Tensor) -> bool:
+    return x.device.type != "cpu"
 
 
 def _is_host(device: Any) -> bool:

@@ -21,7 +21,7 @@ class Cut:
     Args:
         rank: Who.
         step: When, from 1.
-        phase: `STEP`, `LOG` or `EVALUATION`.
+        phase: What the loop was at, `STEP` and so on.
         hash: torch-xla's, which decides whether it is compiled again.
     """
 

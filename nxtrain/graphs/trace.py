@@ -14,26 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nxtrain.backends.tracing import TracingBackend
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import load
-from nxtrain.config.schema import RunConfig
-from nxtrain.data.loader import Loader
-from nxtrain.data.samples import TableSamples
 from nxtrain.graphs.hlo import Graph, Groups, parse
-from nxtrain.graphs.report import EVALUATION, LOG, STEP, Cut, Read, Recording, report
+from nxtrain.graphs.report import Cut, Read, Recording, report
 from nxtrain.mesh import Axis, Mesh
-from nxtrain.metrics.meters import ThroughputMeter
-from nxtrain.optim.schedule import Schedule
 from nxtrain.sharding import ParamTable
 from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.rehearsal import EVALUATED_BATCHES, trainer
 from nxtrain.train.run import schedule_of
-from nxtrain.train.trainer import Trainer
-
-EVALUATED_BATCHES = 2
-"""As many show whether one batch records the graph of another."""
+from nxtrain.train.trainer import Work
 
 
 @dataclass(frozen=True)
@@ -90,15 +81,17 @@ class _Tape:
 
     rank: int = 0
     step: int = 0
-    evaluating: bool = False
+    work: Work = "step"
     cuts: list[Cut] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     graphs: dict[str, Graph] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
-    def graph(self, hash_: str, text: Callable[[], str], *, fetched: bool) -> None:
-        phase = EVALUATION if self.evaluating else LOG if fetched else STEP
-        self.cuts.append(Cut(self.rank, self.step, phase, hash_))
+    def begin(self, step: int, work: Work) -> None:
+        self.step, self.work = step, work
+
+    def graph(self, hash_: str, text: Callable[[], str]) -> None:
+        self.cuts.append(Cut(self.rank, self.step, self.work, hash_))
         if hash_ not in self.graphs:  # the text of a big model takes longer than the rest of its step
             self.texts[hash_] = text()
             self.graphs[hash_] = parse(self.texts[hash_])
@@ -115,61 +108,13 @@ def _play(plan: Resolved, world: int, tape: _Tape, steps: int) -> tuple[Mesh, Pa
     backend = TracingBackend(world, tape.rank, tape)
     mesh = build_mesh(plan, world, tape.rank, backend.local_world)
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
-    evaluated = min(config.train.eval_batches, EVALUATED_BATCHES)
-    short = {
-        "train": config.train.model_copy(update={"steps": steps, "eval_batches": evaluated}),
-        "checkpoint": config.checkpoint.model_copy(update={"every": 0}),
-    }
-    trainer = _Trainer(
-        config=config.model_copy(update=short),
-        state=state,
-        train=_loader(config, mesh, steps),
-        validation=_loader(config, mesh, evaluated) if config.train.eval_every else None,
-        schedule=_Announced(**vars(schedule_of(plan)), tape=tape),
-        meter=ThroughputMeter(plan.family.flops_per_token(plan.model, config.train.seq_len), None),
-        sinks=(),
-        save=lambda step: None,
-        tape=tape,
+    train = config.train.model_copy(
+        update={"steps": steps, "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES)}
     )
+    short = config.model_copy(update={"train": train})
     with backend.recording():
-        trainer.run(0)
+        trainer(plan, state, short, schedule_of(plan), tape.begin).run(0)
     return mesh, state.table
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trainer(Trainer):
-    tape: _Tape
-
-    def evaluate(self) -> float:
-        self.tape.evaluating = True
-        try:
-            return super().evaluate()
-        finally:
-            self.tape.evaluating = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Announced(Schedule):
-    """Tells the tape which step begins."""
-
-    tape: _Tape
-
-    def at(self, step: int) -> float:
-        self.tape.step = step
-        return super().at(step)
-
-
-def _loader(config: RunConfig, mesh: Mesh, num_batches: int) -> Loader:
-    batch = config.train.global_batch
-    return Loader(
-        TableSamples(np.zeros((1, config.train.seq_len + 1), dtype=np.int64)),
-        seed=0,
-        shuffle=False,
-        global_batch=batch,
-        micro_batch=config.train.micro_batch,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp.size,
-    )
 
 
 def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:

@@ -25,6 +25,7 @@ from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_mesh
+from nxtrain.train.rehearsal import rehearse
 from nxtrain.train.start import shards_of, start
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer
@@ -61,11 +62,14 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world)
     leader = mesh.rank == 0
     say = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not leader).print
+    degrees = f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
+    say(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
+    if backend.extracts:
+        rehearse(plan, backend, mesh, say)
+        return
     if leader:
         config.run.dir.mkdir(parents=True, exist_ok=True)
         (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
-    degrees = f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
-    say(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
     data = open_data(
         config.data,
         seq_len=batches.seq_len,
@@ -148,9 +152,11 @@ def _save(step: int, plan: Resolved, state: TrainState, data: Data) -> None:
         data_fingerprint=data.fingerprint,
     )
     folder = config.run.dir / layout.FOLDER
+    shards = shards_of(state)
+    state.backend.step_boundary()  # casts that lazy devices would compute one by one, as each is read
     save(
         layout.step_path(folder, step),
-        shards_of(state),
+        shards,
         state.layout,
         meta,
         tokenizer=data.tokenizer,

@@ -60,7 +60,6 @@ def shards_of(state: TrainState) -> Shards:
     return {MODEL: weights, **state.optimizer.state}
 
 
-@torch.no_grad()
 def restore(state: TrainState, checkpoint: Path, *, weights_only: bool) -> None:
     """Fill a state from a checkpoint.
 
@@ -69,6 +68,12 @@ def restore(state: TrainState, checkpoint: Path, *, weights_only: bool) -> None:
     """
     shards = shards_of(state)
     load(checkpoint, {MODEL: shards[MODEL]} if weights_only else shards, state.layout)
+    settle(state, shards, weights_only=weights_only)
+
+
+@torch.no_grad()
+def settle(state: TrainState, shards: Shards, *, weights_only: bool) -> None:
+    """Bring what was loaded to where the next step reads it; without the optimizer's state, that starts anew."""
     masters = {} if weights_only else state.optimizer.state.get("master", {})
     for name, shard in state.data_parallel.shards.items():
         # A shard of the weights' own type was filled in place, and one that is a master has more digits than they.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.step import DeviceBatch, TrainState, eval_step, train_step
+
+Work = Literal["step", "log", "evaluation", "checkpoint"]
+"""What a run does at its times; each kind has graphs of its own on devices that compile."""
+
+
+def unwatched(step: int, work: Work) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Trainer:
         meter: Speed.
         sinks: Where records go.
         save: Writes the checkpoint of a finished step.
+        watch: Is told, before it begins, of each piece of work and its step.
     """
 
     config: RunConfig
@@ -42,6 +51,7 @@ class Trainer:
     meter: ThroughputMeter
     sinks: Sequence[Sink]
     save: Callable[[int], None]
+    watch: Callable[[int, Work], None] = unwatched
 
     def run(self, finished: int) -> float | None:
         """Train from the step after `finished` to the last, and return the last held-out loss, if any.
@@ -58,6 +68,7 @@ class Trainer:
         backend.step_boundary()
         with closing(self.train.prefetched(finished)) as batches:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
+                self.watch(step, "step")
                 rate = self.schedule.at(step)
                 result = train_step(self.state, self._put(batch), rate)
                 backend.step_boundary()
@@ -65,21 +76,24 @@ class Trainer:
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
                 if evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total):
+                    self.watch(step, "log")
                     read = backend.fetch({"loss": result.loss, "grad_norm": result.grad_norm, **self._health(rate)})
                     _check_finite(step, read)
                     throughput = self.meter.read()
                     with self.meter.paused():
-                        val_loss = self.evaluate() if evaluates else None
+                        val_loss = self.evaluate(step) if evaluates else None
                         record = StepRecord(step=step, lr=rate, throughput=throughput, val_loss=val_loss, **read)
                         for sink in self.sinks:
                             sink.log(record.line())
                         if saves:
+                            self.watch(step, "checkpoint")
                             self.save(step)
         return val_loss
 
-    def evaluate(self) -> float:
-        """Mean loss over the held-out tokens: the first `eval_batches` global batches, always the same."""
+    def evaluate(self, step: int) -> float:
+        """Mean loss over the held-out tokens after a step: the first `eval_batches` global batches, always the same."""
         assert self.validation is not None
+        self.watch(step, "evaluation")
         backend = self.state.backend
         loss, num_tokens = 0.0, 0.0
         for index in range(min(self.config.train.eval_batches, self.validation.steps_per_epoch)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -184,3 +185,29 @@ def test_the_peak_of_a_core_is_found_by_the_instance(
     monkeypatch.setattr("nxtrain.backends.neuron.backend.this_machine", lambda: this_machine(path))
     assert object.__new__(NeuronBackend).peak_flops() == peak
     assert this_machine(tmp_path / "none") is None
+
+
+@pytest.fixture
+def bare_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Neuron backend that claims no device."""
+    monkeypatch.setattr(XlaBackend, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(XlaBackend, "fetch", lambda *_: {"loss": float("nan")})
+    monkeypatch.setattr(XlaBackend, "step_boundary", lambda _: None)
+
+
+@pytest.mark.usefixtures("bare_device")
+@pytest.mark.parametrize(("variable", "extracts"), [("1", True), ("0", False), ("", False)])
+def test_nothing_is_fetched_while_graphs_are_extracted(
+    monkeypatch: pytest.MonkeyPatch, variable: str, extracts: bool
+) -> None:
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", variable)
+    backend = open_backend("neuron")
+    assert backend.extracts is extracts
+    fetched = backend.fetch({"loss": torch.ones(())})["loss"]
+    assert fetched == 1.0 if extracts else math.isnan(fetched)
+
+
+def test_extraction_is_refused_where_it_would_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    with pytest.raises(BackendError, match=r"ONLY=1, .* the backend is cpu, which would train; unset it, or use"):
+        open_backend("cpu")
