@@ -282,6 +282,23 @@ def bench_train(
     )
 
 
+@bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")
+def bench_xla(
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the model.")] = 8,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each side runs, in turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in each round.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what PyTorch/XLA costs the host: milliseconds per step, beside transformers, and seconds to trace a rank.
+
+    The model is so narrow that computing it takes next to nothing; what remains is to record, to hash and to launch.
+    """
+    from nxtrain.bench.xla import bench_xla
+
+    bench_xla(layers=layers, micro_batches=micro_batches, rounds=rounds, steps=steps, as_json=as_json)
+
+
 @bench.command("optim", epilog="Example: nxtrain bench optim --threads 1 --rounds 9")
 def bench_optim(
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the model whose parameters are updated.")] = 2,

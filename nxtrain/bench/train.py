@@ -81,7 +81,8 @@ def bench_train(
     measured: dict[str, list[float]] = {OURS: [], PEER: [], PEAK: []}
     console = Console(stderr=True)
     with ExitStack() as stack, console.status("starting") as status:
-        workers = {name: stack.enter_context(Worker(name, work, threads)) for name in measured}
+        env, job = {**os.environ, "OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}, json.dumps(asdict(work))
+        workers = {name: stack.enter_context(Worker("nxtrain.bench.worker", name, job, env)) for name in measured}
         for turn in range(rounds + 1):
             for name, worker in workers.items():
                 status.update(f"round {turn} of {rounds}: {name}")
@@ -118,14 +119,14 @@ class Worker:
     """A process that runs one implementation for one turn whenever it is told to.
 
     Args:
-        name: Which.
-        work: What it computes.
-        threads: For its matrix products; 0: all cores.
+        module: What it runs, with two arguments.
+        name: Which implementation.
+        work: What it computes, as JSON.
+        env: Its environment.
     """
 
-    def __init__(self, name: str, work: Workload, threads: int) -> None:
-        argv = [sys.executable, "-m", "nxtrain.bench.worker", name, json.dumps(asdict(work))]
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}
+    def __init__(self, module: str, name: str, work: str, env: Mapping[str, str]) -> None:
+        argv = [sys.executable, "-m", module, name, work]
         self._process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Worker:
