@@ -33,25 +33,28 @@ SMALL = {
 RATES = (0.0, 1e-3, 1.0, 0.1)  # the last is that of weight decay
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The published 7B run with a small shape, as the command line reports it; half a minute at most."""
-    folder = tmp_path_factory.mktemp("hlo")
-    overrides = [*(f"model.config.{key}={value}" for key, value in SMALL.items()), "train.seq_len=32"]
-    ranks = [option for rank in RANKS for option in ("--rank", str(rank))]
-    argv = [sys.executable, "-m", "nxtrain", "graphs", "configs/llama2_7b_trn1.toml", *overrides, "--world", "4096"]
+def published(ranks: list[int], *options: str) -> dict[str, Any]:
+    """The published 7B run on 4096 ranks, as the command line reports it."""
+    argv = [sys.executable, "-m", "nxtrain", "graphs", "configs/llama2_7b_trn1.toml", "--world", "4096", "--json"]
     done = subprocess.run(
-        [*argv, *ranks, "--hlo", str(folder), "--json"],
+        [*argv, *(option for rank in ranks for option in ("--rank", str(rank))), *options],
         cwd=ROOT,
         env={**os.environ, "XLA_USE_BF16": "1"},  # what is set outside does not reach the process that traces
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """It in a small shape; half a minute at most."""
+    shape = [f"model.config.{key}={value}" for key, value in SMALL.items()]
+    return published(RANKS, *shape, "train.seq_len=32", "--hlo", str(tmp_path_factory.mktemp("hlo")))
 
 
 def census(graph: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int, int]]:
@@ -76,6 +79,27 @@ def test_its_collectives_span_the_axes_of_the_mesh_and_average_over_dp(sound: di
         for (_, axis), (_, *groups) in census(graph).items():
             # tp/4: the ranks that share a K/V head
             assert groups == {"tp": [512, 8], "dp": [8, 512], "tp/4": [1024, 4]}[axis]
+
+
+def test_the_whole_7b_needs_a_graph_per_micro_batch_and_one_to_update() -> None:
+    """All 32 layers at their true size, on two ranks; less than a minute and 5 GiB."""
+    found = published([0, 3001], "--steps", "2")
+    assert (found["problems"], found["host_reads"]) == ([], [])
+    assert [(g["name"], g["steps"]) for g in found["graphs"]] == [
+        ("steady micro-batch", [1, 2]),
+        ("steady update", [1, 2]),
+        ("log", [1, 2]),
+        ("evaluation", [2]),
+    ]
+    micro, update = map(census, found["graphs"][:2])
+    # Both ways each: into the head and out of the embedding; into two column layers and out of two row layers of a
+    # block. Backward gathers the inputs of the column layers again, for the gradients of their weights.
+    entered = 2 + 4 * 32
+    assert micro["reduce-scatter", "tp"] == (entered, 512, 8)
+    assert micro["all-gather", "tp"] == (entered + 2 * 32, 512, 8)
+    assert {axis for _, axis in micro} == {"tp"}
+    assert {axis: groups for (_, axis), (_, *groups) in update.items()} == {"dp": [8, 512], "tp": [512, 8]}
+    assert found["graphs"][1]["dp_scale"] == 1 / 512
 
 
 def test_the_texts_of_its_graphs_are_saved(sound: dict[str, Any]) -> None:
