@@ -17,6 +17,7 @@ from nxtrain.mesh import Axis, Mesh
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from nxtrain.backends.rounding import RoundingKey
@@ -263,6 +264,7 @@ class Backend(ABC):
         kernels: What it computes differently from others.
         host_kernels: The same for what is kept in host memory.
         extracts: It computes nothing, since graphs are being collected to be compiled; what is fetched has no meaning.
+        host_group: Group of all ranks that carries host objects; None: torch's default group does.
     """
 
     name: str
@@ -275,6 +277,7 @@ class Backend(ABC):
     kernels: Kernels
     host_kernels: Kernels
     extracts: bool = False
+    host_group: ProcessGroup | None = None
 
     @abstractmethod
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
@@ -310,6 +313,19 @@ class Backend(ABC):
 
     def step_boundary(self) -> None:
         """Hand what was recorded of a step to the device; eager devices have nothing to do."""
+
+    def num_compiled(self) -> int:
+        """Graphs that this process has compiled so far; 0 where nothing is compiled. Costs nothing to ask."""
+        return 0
+
+    def compare_graphs(self, work: str) -> None:
+        """Let ranks compare the graphs that follow before they run them; a comparison takes tens of milliseconds.
+
+        Where each operation is its own, as on eager devices, there is nothing to compare.
+
+        Args:
+            work: What the graphs are for, in words; the same on all ranks. Empty: no more comparisons.
+        """
 
     def peak_flops(self) -> float | None:
         """Dense bfloat16 operations per second that the maker states for one device; None if unknown."""

@@ -6,10 +6,8 @@ that every result becomes the opaque input of the next graph, as it is after an 
 
 from __future__ import annotations
 
-import gc
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +18,14 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.xla import XlaBackend
+from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
 
 UPLOADED_ENTRIES = 4096
 """Up to this size a tensor is uploaded as in a run, where torch-xla folds single numbers by their value."""
+
+
+TOLD_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables that tell a process its place among others."""
 
 
 class Tape(Protocol):
@@ -38,9 +41,9 @@ class Tape(Protocol):
 
 
 def trace_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that traces: one CPU device, and nothing from outside that changes graphs."""
-    prefixes = ("NEURON", "PJRT_", "PT_XLA_", "XLA_")
-    kept = {name: value for name, value in environ.items() if not name.startswith(prefixes)}
+    """The environment of a process that traces: one CPU device, no other ranks, and nothing that changes graphs."""
+    prefixes = ("NEURON", "PJRT_", "PT_XLA_", "XLA_", "TORCHELASTIC_")
+    kept = {name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in TOLD_RANKS}
     return {**kept, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
 
 
@@ -60,9 +63,7 @@ class TracingBackend(XlaBackend):
         super().__init__(sync=self._hand_over)
         self._xla: Any = torch_xla._XLAC
         self._tape, self._recording = tape, False
-        # What is there before the rank holds none of its tensors: `_pending` need not look through it at each boundary.
-        gc.collect()
-        gc.freeze()
+        freeze_older_objects()
 
     def put(self, x: Tensor) -> Tensor:
         if self._recording or x.numel() <= UPLOADED_ENTRIES:
@@ -71,6 +72,7 @@ class TracingBackend(XlaBackend):
         return torch.zeros(x.shape, dtype=x.dtype, device=self.device)
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        self._compare()
         self._hand_over()
         return dict.fromkeys(values, 1.0)
 
@@ -93,10 +95,9 @@ class TracingBackend(XlaBackend):
             self._drop()
 
     def _hand_over(self) -> None:
-        pending = self._pending() if self._recording else []
-        if pending:
-            hash_ = self._xla._get_graph_hash(pending).hex()
-            self._tape.graph(hash_, lambda: str(self._xla._get_xla_tensors_hlo(pending)))
+        computed = pending(self.device) if self._recording else []
+        if computed:
+            self._tape.graph(hash_of(computed), lambda: str(self._xla._get_xla_tensors_hlo(computed)))
         self._drop()
 
     def _drop(self) -> None:
@@ -104,25 +105,6 @@ class TracingBackend(XlaBackend):
         self._xla._clear_pending_irs(device)
         # Collectives are chained by a token; a stale one would chain them across graphs.
         self._xla._set_all_reduce_token(device, None)
-
-    def _pending(self) -> list[Tensor]:
-        """The tensors that a step boundary computes: all that live and are not there yet, in the order of their birth.
-
-        torch-xla gives such a graph as StableHLO only; for HLO it asks for the tensors.
-        """
-        gc.collect()  # what a cycle still holds would be computed too
-        alive: dict[int, Tensor] = {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some modules warn when they are asked for their type
-            for found in gc.get_objects():
-                if issubclass(type(found), Tensor) and found.device.type == self.device.type:
-                    alive[self._xla._xla_get_tensor_id(found)] = found
-        ordered = [alive[index] for index in sorted(alive)]
-        wanted = self._xla._check_tensor_need_materialization(ordered) if ordered else []
-        pending = [tensor for tensor, needed in zip(ordered, wanted, strict=True) if needed]
-        num_pending = sum(self._xla._check_device_tensor_need_materialization(str(self.device)))
-        assert len(pending) == num_pending, f"Python sees {len(pending)} of {num_pending} tensors to compute"
-        return pending
 
 
 @contextmanager

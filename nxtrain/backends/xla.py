@@ -9,12 +9,17 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Collectives, Done, Op, Pending, Support
+from nxtrain.backends.c10d import Placement
+from nxtrain.backends.host_group import HostGroup
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import RoundingKey, round_one_by_one
 from nxtrain.backends.shell import refuse_dead_variables
+from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
+from nxtrain.backends.xla_world import join
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis
 
@@ -24,14 +29,20 @@ class XlaCollectives(Collectives):
 
     Every call names its groups, since an empty list means the whole world, and never pins layouts, since a pinned
     all-gather lowers to a padded all-reduce.
+
+    Args:
+        hosts: The ranks, where each is a process; None: one process has all.
     """
 
     lazy = True
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: HostGroup | None = None) -> None:
         import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
 
         self._xm: Any = xm
+        self._xr: Any = xr
+        self._hosts = hosts
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         if axis.size == 1:
@@ -63,7 +74,10 @@ class XlaCollectives(Collectives):
         return fresh
 
     def barrier(self) -> None:
-        self._xm.rendezvous("nxtrain")
+        if self._hosts is not None:
+            self._hosts.barrier()
+        elif self._xr.world_size() > 1:
+            self._xm.rendezvous("nxtrain")
 
 
 class XlaKernels(PlainKernels):
@@ -101,7 +115,8 @@ class XlaBackend(Backend):
 
     Args:
         sync: Cuts and runs the graph at a step boundary; tests with several devices in one process pass their own.
-        hang_timeout_s: Unused: the runtime's own limit holds for collectives inside a graph.
+        hang_timeout_s: Seconds that the hosts wait for each other; the runtime's own limit holds for collectives inside
+            a graph.
     """
 
     name = "xla"
@@ -113,12 +128,21 @@ class XlaBackend(Backend):
         refuse_dead_variables(os.environ)
         import torch_xla
         import torch_xla.runtime as xr
+        from torch_xla.debug import metrics
 
+        self._metrics: Any = metrics
         self._sync: Callable[[], None] = sync or torch_xla.sync
+        place = Placement.read()
+        self._hosts = join(place, hang_timeout_s) if place.world > 1 else None
+        self._compared, self._num_compared = "", 0
         self.device = torch_xla.device()
         self.rank, self.world = xr.global_ordinal(), xr.world_size()
         self.local_rank, self.local_world = xr.local_ordinal(), xr.local_device_count()
-        self.collectives = XlaCollectives()
+        if self._hosts is not None:
+            self.host_group = self._hosts.group
+            self.local_rank, self.local_world = place.local_rank, place.local_world
+            freeze_older_objects()
+        self.collectives = XlaCollectives(self._hosts)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
     @staticmethod
@@ -142,7 +166,28 @@ class XlaBackend(Backend):
         return tuple(uploaded[i] for i in range(len(values)))
 
     def step_boundary(self) -> None:
+        self._compare()
         self._sync()
+
+    def num_compiled(self) -> int:
+        # Counted while a boundary compiles, in the thread that asked for it. The number of graphs in the cache is not
+        # what is wanted: it falls when old ones make room.
+        return int(self._metrics.counter_value("UncachedCompile") or 0)
+
+    def compare_graphs(self, work: str) -> None:
+        self._compared, self._num_compared = work, 0
+
+    def _compare(self) -> None:
+        """Ask the other ranks whether they are about to run the same, where that was asked for."""
+        if self._compared and self._hosts is not None:
+            self._num_compared += 1
+            computed = pending(self.device)
+            graph = hash_of(computed) if computed else ""
+            self._hosts.compare(f"{self._compared}, graph {self._num_compared}", graph)
+
+    def close(self) -> None:
+        if self._hosts is not None:
+            dist.destroy_process_group()
 
 
 def _groups(axis: Axis) -> list[list[int]]:

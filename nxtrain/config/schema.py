@@ -215,6 +215,8 @@ class CompileConfig(Section):
     """Folder of this node's compiled graphs, on its own disk; `{host}` becomes the name of the node."""
     allow_network: bool = False
     """Take a cache_dir on a network file system, where many ranks at once lose and tear entries."""
+    max_recompiles: NonNegativeInt = 3
+    """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
 
 
 class RecoveryConfig(Section):

@@ -25,6 +25,7 @@ from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_mesh
+from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.rehearsal import rehearse
 from nxtrain.train.start import shards_of, start
 from nxtrain.train.step import TrainState
@@ -100,6 +101,7 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
 
     flops = plan.family.flops_per_token(plan.model, batches.seq_len)
     peak = backend.peak_flops()
+    recompiles = Recompiles(backend, config.compile.max_recompiles)
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
     try:
         trainer = Trainer(
@@ -111,8 +113,10 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
             meter=ThroughputMeter(flops, peak * mesh.world if peak else None, tokens=meta.tokens),
             sinks=sinks,
             save=lambda step: _save(step, plan, state, data),
+            watch=recompiles.enter,
         )
         val_loss = trainer.run(meta.step)
+        recompiles.leave()
     finally:
         for sink in sinks:
             sink.close()
@@ -161,6 +165,7 @@ def _save(step: int, plan: Resolved, state: TrainState, data: Data) -> None:
         meta,
         tokenizer=data.tokenizer,
         keep=config.checkpoint.keep,
+        process_group=state.backend.host_group,
     )
 
 

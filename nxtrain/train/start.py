@@ -67,7 +67,8 @@ def restore(state: TrainState, checkpoint: Path, *, weights_only: bool) -> None:
         CheckpointError: It is damaged or does not fit.
     """
     shards = shards_of(state)
-    load(checkpoint, {MODEL: shards[MODEL]} if weights_only else shards, state.layout)
+    kinds = {MODEL: shards[MODEL]} if weights_only else shards
+    load(checkpoint, kinds, state.layout, process_group=state.backend.host_group)
     settle(state, shards, weights_only=weights_only)
 
 

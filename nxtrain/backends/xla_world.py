@@ -1,0 +1,60 @@
+"""One world of PyTorch/XLA out of the processes that torchrun started."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from nxtrain.backends.c10d import Placement
+from nxtrain.backends.host_group import HostGroup
+from nxtrain.errors import BackendError
+
+
+def join(place: Placement, hang_timeout_s: float) -> HostGroup:
+    """Join the other ranks, on the devices and on the hosts; torch's default group is of the backend `xla` afterwards.
+
+    torchrun alone does not make a world: until the devices are told to replicate, `world_size()` is 1 and every
+    collective is skipped in silence. The method `xla://` tells them, and must do so before anything asks for the size,
+    which is kept from the first answer on; with `env://` that is left to the caller. Host objects cannot be gathered
+    over `xla`, so the hosts get a group of their own, which carries the plans of checkpoints and makes barriers that
+    need no graph.
+
+    Args:
+        place: What torchrun said.
+        hang_timeout_s: Seconds that a rank waits for the others on the host. Collectives inside a graph have the
+            runtime's own limit.
+
+    Raises:
+        BackendError: The devices form another world than the processes.
+
+    Source: torch_xla 2.9, torch_xla/_internal/{rendezvous,pjrt,neuron}.py and runtime.py; the pull requests
+    https://github.com/pytorch/xla/pull/5438 and https://github.com/huggingface/transformers/pull/27800, by the authors
+    for TPU and for Neuron; archive/nxd-training/pytorch-neuron-programming-guide.rst in
+    https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
+    """
+    import torch_xla.distributed.xla_backend  # noqa: F401  (registers the backend xla and the method xla://)
+    import torch_xla.runtime as xr
+
+    dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=hang_timeout_s))
+    rank, world = xr.global_ordinal(), xr.world_size()
+    if (rank, world) != (place.rank, place.world):
+        dist.destroy_process_group()
+        raise BackendError(_misfit(place, rank, world, str(xr.device_type())))
+    return HostGroup(hang_timeout_s)
+
+
+def _misfit(place: Placement, rank: int, world: int, device: str) -> str:
+    found = (
+        f"torchrun started rank {place.rank} of {place.world}, but PyTorch/XLA on {device} is rank {rank} of {world}"
+    )
+    if device == "CPU":
+        return f"{found}: its CPU device joins no other processes. Use backend.name=cpu for several ranks"
+    if not dist.is_torchelastic_launched():
+        return f"{found}: RANK and WORLD_SIZE are set, but torchrun set them not. Use torchrun or nxtrain launch"
+    if place.local_world == 1:
+        return f"{found}: it takes a node's only rank for the whole world. Start at least two ranks per node"
+    return (
+        f"{found}. Variables of the shell describe another world: unset XLA_USE_SPMD, NEURONCORE_NUM_DEVICES and those "
+        "that begin with NEURON_PJRT_ or PJRT_LOCAL_, and start the ranks with one torchrun per node or nxtrain launch"
+    )

@@ -1,0 +1,67 @@
+"""Processes that torchrun starts, each with one XLA:CPU device, of a world that they pretend.
+
+XLA:CPU joins no processes, so every process tells torch-xla the world and the rank that torchrun told it. The process
+group and the group of the hosts are real, and the graphs are those of the ranks; none of them can run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nxtrain.backends.c10d import Placement
+
+TIMEOUT_S = 200
+AGENT = ("--standalone", "--local-addr=127.0.0.1")
+
+
+def run_ranks(world: int, body: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+    """Call `body(place, *args)` in each process and return what each returned, by rank, as JSON carries it.
+
+    Args:
+        world: Processes.
+        body: Importable by name, like what it is given.
+        args: Its arguments.
+        folder: For the files that carry arguments and results.
+    """
+    job = folder / "job.pickle"
+    job.write_bytes(pickle.dumps((body, args)))
+    done = torchrun(world, "-m", "tests.support.xla_ranks", str(job))
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f"result-{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
+
+
+def torchrun(world: int, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on some ranks, each with a CPU device of its own."""
+    command = [sys.executable, "-m", "nxtrain.launch.torchrun", *AGENT, f"--nproc-per-node={world}", *argv]
+    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def pretend(place: Placement) -> None:
+    """Tell torch-xla the world that it would find on devices that join."""
+    import torch_xla.runtime as xr
+
+    xr._WORLD_SIZE, xr._ORDINAL = place.world, place.rank
+
+
+def main(job: Path) -> None:
+    """Run a job file."""
+    body, args = pickle.loads(job.read_bytes())
+    place = Placement.read()
+    pretend(place)
+    found = json.dumps(body(place, *args))
+    (job.parent / f"result-{place.rank}.json").write_text(found, encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # the runtime's threads do not join
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
