@@ -42,10 +42,11 @@ class HostGroup:
         try:
             dist.monitored_barrier(self.group, self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise HangError(
-                f"not all ranks came to {work} within recovery.hang_timeout_s={self._timeout.total_seconds():g}: "
-                f"{reason}. A rank that is missing has died or does other work; its own last lines say more"
+                f"some ranks are missing at {work}, where the others wait for "
+                f"recovery.hang_timeout_s={self._timeout.total_seconds():g} seconds: {reason}. A missing rank died, "
+                "or does other work than the rest; its own last lines say more"
             ) from error
 
     def compare(self, work: str, graph: str) -> None:

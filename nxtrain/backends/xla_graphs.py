@@ -42,7 +42,7 @@ def pending(device: torch.device) -> list[Tensor]:
 
 
 def hash_of(tensors: list[Tensor]) -> str:
-    """Under this name torch-xla keeps the compiled graph of tensors: equal on all ranks that recorded the same."""
+    """Hash of the graph that computes some tensors; on all ranks that recorded the same it is the same."""
     import torch_xla
 
     found: str = torch_xla._XLAC._get_graph_hash(tensors).hex()

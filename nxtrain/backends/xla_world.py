@@ -40,11 +40,18 @@ def join(place: Placement, hang_timeout_s: float) -> HostGroup:
     rank, world = xr.global_ordinal(), xr.world_size()
     if (rank, world) != (place.rank, place.world):
         dist.destroy_process_group()
-        raise BackendError(_misfit(place, rank, world, str(xr.device_type())))
+        raise BackendError(misfit(place, rank, world, str(xr.device_type())))
     return HostGroup(hang_timeout_s)
 
 
-def _misfit(place: Placement, rank: int, world: int, device: str) -> str:
+def misfit(place: Placement, rank: int, world: int, device: str) -> str:
+    """Say why devices and processes are not one world, and the way out.
+
+    Args:
+        place: What torchrun said.
+        rank, world: What the devices say.
+        device: Their kind, as PJRT calls it.
+    """
     found = (
         f"torchrun started rank {place.rank} of {place.world}, but PyTorch/XLA on {device} is rank {rank} of {world}"
     )

@@ -10,7 +10,7 @@ from typing import Any
 from nxtrain.graphs.hlo import Graph, Groups
 from nxtrain.mesh import Axis
 
-STEP, LOG, EVALUATION = "step", "log", "evaluation"
+TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
 """What a graph belongs to."""
 
 
@@ -21,7 +21,7 @@ class Cut:
     Args:
         rank: Who.
         step: When, from 1.
-        phase: What the loop was at, `STEP` and so on.
+        phase: What the loop was at, `TRAINING` and so on.
         hash: torch-xla's, which decides whether it is compiled again.
     """
 
@@ -73,12 +73,12 @@ class Recording:
 
     def parts(self) -> list[tuple[Cut, str]]:
         """What each cut does: a step is one graph, or micro-batches and then an update."""
-        per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == STEP)
+        per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == TRAINING)
         seen: Counter[tuple[int, int]] = Counter()
         named = []
         for cut in self.cuts:
             key, part = (cut.rank, cut.step), cut.phase
-            if cut.phase == STEP:
+            if cut.phase == TRAINING:
                 seen[key] += 1
                 last = seen[key] == per_step[key]
                 part = "steady" if per_step[key] == 1 else "steady update" if last else "steady micro-batch"

@@ -81,7 +81,7 @@ class _Tape:
 
     rank: int = 0
     step: int = 0
-    work: Work = "step"
+    work: Work = "training"
     cuts: list[Cut] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     graphs: dict[str, Graph] = field(default_factory=dict)

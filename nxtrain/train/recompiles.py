@@ -64,7 +64,7 @@ class Recompiles:
 
     def __str__(self) -> str:
         """The work, in words."""
-        return f"{self._work} of step {self._step}" if self._work != "step" else f"step {self._step}"
+        return f"step {self._step} ({self._work})"
 
     def _tell(self, new: int) -> None:
         number, allowed = len(self._recompiled), f"compile.max_recompiles={self._limit}"
@@ -78,7 +78,7 @@ class Recompiles:
             )
         before = self._times[self._work] - 1
         self._console.print(
-            f"rank {self._backend.rank}: {self} compiled {graphs}, though its like had been done {before} times; "
+            f"rank {self._backend.rank}: {self} compiled {graphs}, though {self._work} had been done {before} times; "
             f"recompilation {number}, {allowed} are allowed. {CAUSES}",
             style="yellow",
             markup=False,

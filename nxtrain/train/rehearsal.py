@@ -46,14 +46,14 @@ def rehearse(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[str], 
 
     def watch(step: int, work: Work) -> None:
         done.append(work)
-        say(f"{EXTRACTING} {work} {step}")
+        say(f"{EXTRACTING} step {step} ({work})")
 
     say("NEURON_EXTRACT_GRAPHS_ONLY=1: graphs are collected for compilation; nothing is computed, nothing is written")
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
-    say(f"{EXTRACTING} start 0")
+    say(f"{EXTRACTING} start")
     backend.step_boundary()
     for beginning, weights_only in (("start from weights", True), ("resume", False)):
-        say(f"{EXTRACTING} {beginning} 0")
+        say(f"{EXTRACTING} {beginning}")
         settle(state, shards_of(state), weights_only=weights_only)
         backend.step_boundary()
     trainer(plan, state, _short(plan.config), Schedule(0.0, 0.0, 0, STEPS, "constant"), watch).run(0)
@@ -118,7 +118,7 @@ def _loader(config: RunConfig, mesh: Mesh) -> Loader:
 
 
 def _listed(done: list[str]) -> str:
-    return ", ".join(f"{done.count(work)} {work}s" for work in dict.fromkeys(done))
+    return ", ".join(f"{work} {done.count(work)} times" for work in dict.fromkeys(done))
 
 
 def _left_out(config: RunConfig) -> Iterator[str]:

@@ -19,7 +19,7 @@ from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.step import DeviceBatch, TrainState, eval_step, train_step
 
-Work = Literal["step", "log", "evaluation", "checkpoint"]
+Work = Literal["training", "log", "evaluation", "checkpoint"]
 """What a run does at its times; each kind has graphs of its own on devices that compile."""
 
 
@@ -68,7 +68,7 @@ class Trainer:
         backend.step_boundary()
         with closing(self.train.prefetched(finished)) as batches:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
-                self.watch(step, "step")
+                self.watch(step, "training")
                 rate = self.schedule.at(step)
                 result = train_step(self.state, self._put(batch), rate)
                 backend.step_boundary()

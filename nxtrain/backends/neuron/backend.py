@@ -29,10 +29,18 @@ class NeuronKernels(XlaKernels):
 
 
 class NeuronBackend(XlaBackend):
-    """One logical NeuronCore per rank.
+    """One logical NeuronCore per rank; several ranks are started by torchrun and form one world as `XlaBackend` says.
+
+    Importing torch-xla on such a machine turns torchrun's variables into those of the Neuron plugin, one core and one
+    process per rank, so the import must not come before they are there. NeuronX Distributed makes its groups from
+    torch's default group, which must be of the backend `xla`, as it is where there are several ranks.
 
     Args:
-        hang_timeout_s: Unused: the runtime has a limit of its own, which `nxtrain launch` sets from the same key.
+        hang_timeout_s: Seconds that hosts wait for each other. A collective on the device has a limit of the runtime's
+            own, which `nxtrain launch` sets from the same key.
+
+    Source: torch_xla 2.9, torch_xla/__init__.py and torch_xla/_internal/neuron.py; src/neuronx_distributed/
+    parallel_layers/parallel_state.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.
     """
 
     name = "neuron"

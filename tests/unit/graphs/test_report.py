@@ -12,7 +12,7 @@ import pytest
 from nxtrain.errors import BackendError
 from nxtrain.graphs.command import present, some_ranks
 from nxtrain.graphs.hlo import Collective, Graph
-from nxtrain.graphs.report import EVALUATION, LOG, STEP, Cut, Read, Recording, report
+from nxtrain.graphs.report import EVALUATION, LOG, TRAINING, Cut, Read, Recording, report
 from nxtrain.mesh import Mesh
 from tests.support.models import plan
 
@@ -32,7 +32,7 @@ def recording(*cuts: tuple[int, int, str, str], **graphs: Graph) -> Recording:
 
 def run(rank: int, *steps: Sequence[str]) -> list[tuple[int, int, str, str]]:
     """Hashes of each step, on one rank."""
-    return [(rank, number, STEP, hash_) for number, step in enumerate(steps, start=1) for hash_ in step]
+    return [(rank, number, TRAINING, hash_) for number, step in enumerate(steps, start=1) for hash_ in step]
 
 
 SOUND = recording(

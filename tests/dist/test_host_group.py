@@ -1,0 +1,51 @@
+"""Ranks that compare what they are about to run, over gloo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.host_group import HostGroup
+from nxtrain.errors import NxtrainError
+from tests.support.ranks import RankPool
+
+PATIENCE_S = 1.5
+
+
+def compared(backend: Backend, seen: Sequence[tuple[str, str]], absent: int | None) -> tuple[str, str, float]:
+    """Compare what each rank sees; class, message and seconds of what came of it. An absent rank sleeps instead."""
+    hosts = HostGroup(PATIENCE_S)
+    hosts.barrier()
+    began = time.monotonic()
+    if backend.rank == absent:
+        time.sleep(2 * PATIENCE_S)
+        return "", "", 0.0
+    try:
+        hosts.compare(*seen[backend.rank])
+    except NxtrainError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def test_equal_graphs_pass(ranks: RankPool) -> None:
+    found = ranks.run(3, compared, [("step 1", "aa")] * 3, None)
+    assert [kind for kind, _, _ in found] == ["", "", ""]
+
+
+@pytest.mark.parametrize("other", [("step 1", "bb"), ("step 2", "aa"), ("step 1", "")], ids=["graph", "work", "none"])
+def test_a_different_rank_ends_all_and_rank_0_says_which(ranks: RankPool, other: tuple[str, str]) -> None:
+    found = ranks.run(3, compared, [("step 1", "aa"), ("step 1", "aa"), other], None)
+    assert [kind for kind, _, _ in found] == ["BackendError"] * 3
+    assert found[0][1].startswith("rank 2 of 3 would run another graph than rank 0")
+    assert all(text.endswith("; see rank 0") for _, text, _ in found[1:])
+
+
+def test_a_rank_that_does_not_come_ends_the_others_in_time(ranks: RankPool) -> None:
+    found = ranks.run(3, compared, [("step 7", "aa")] * 3, 1)
+    assert [kind for kind, _, _ in found] == ["HangError", "", "HangError"]
+    assert found[0][1].startswith("some ranks are missing at the comparison of graphs in step 7, where the others wait")
+    assert "Ranks 1 failed to pass" in found[0][1]
+    assert all(PATIENCE_S * 0.9 < found[rank][2] < PATIENCE_S * 1.9 for rank in (0, 2))

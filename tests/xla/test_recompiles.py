@@ -1,0 +1,70 @@
+"""Runs that compile while they should train are stopped, and sound ones never are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.recompiling import endings
+from tests.support.runs import run_plan, token_file
+from tests.support.xla_engine import run_devices
+
+LIMIT = 2
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """Class and message of what ended each run, if anything did."""
+    folder = tmp_path_factory.mktemp("recompiles")
+    data = {"source": "tokens", "path": str(token_file(folder / "tokens.npy", 40)), "validation_fraction": 0.2}
+    cadences = {"metrics": {"log_every": 3}, "checkpoint": {"every": 5}, "compile": {"max_recompiles": 0}}
+    evaluated = {"eval_every": 4, "eval_batches": 2}
+    never = {"checkpoint": {"every": 0}, "metrics": {"log_every": 100}}
+    # The rate is 0.25, 0.5, 0.75 and 1.0, and a number that is 1 stands in the graph as such.
+    rising = {"lr": 1.0, "min_lr": 1.0, "warmup_steps": 4}
+    cases = {
+        "accumulated": (run_plan(folder / "accumulated", data, steps=12, train=evaluated, **cadences), ""),
+        "whole": (
+            run_plan(folder / "whole", data, steps=12, train={**evaluated, "micro_batch": 4}, optim=rising, **cadences),
+            "",
+        ),
+        "shape": (
+            run_plan(
+                folder / "shape", data, steps=8, train={"micro_batch": 4}, compile={"max_recompiles": LIMIT}, **never
+            ),
+            "shape",
+        ),
+        "number": (
+            run_plan(
+                folder / "number",
+                data,
+                steps=6,
+                train={"micro_batch": 4},
+                optim=rising,
+                compile={"max_recompiles": 0},
+                **never,
+            ),
+            "number",
+        ),
+    }
+    (found,) = run_devices(1, endings, list(cases.values()), folder=folder)
+    return dict(zip(cases, found, strict=True))
+
+
+@pytest.mark.parametrize("case", ["accumulated", "whole"])
+def test_logs_evaluations_and_checkpoints_at_any_step_compile_nothing_new(
+    case: str, ended: dict[str, tuple[str, str]]
+) -> None:
+    assert ended[case] == ("", "")
+
+
+def test_a_shape_that_changes_ends_the_run_after_the_limit(ended: dict[str, tuple[str, str]]) -> None:
+    kind, message = ended["shape"]
+    assert kind == "BackendError"
+    assert message.startswith(f"step 5 (training) compiled a new graph, recompilation {LIMIT + 1} of this process")
+    assert "Recompiled: step 3 (training), step 4 (training), step 5 (training)." in message
+
+
+def test_a_rate_that_stands_in_the_graph_is_noticed_when_it_makes_another(ended: dict[str, tuple[str, str]]) -> None:
+    kind, message = ended["number"]
+    assert kind == "BackendError"
+    assert message.startswith("step 4 (training) compiled a new graph, recompilation 1 ")
