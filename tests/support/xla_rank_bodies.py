@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
@@ -20,15 +20,15 @@ from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.xla_world import join
 from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.save import save
 from nxtrain.config.check import Resolved
+from nxtrain.data import Data
 from nxtrain.errors import NxtrainError
 from nxtrain.graphs import trace
-from nxtrain.mesh import Mesh
 from nxtrain.parallel.grads import Gradients
-from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec
+from nxtrain.train import run
+from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.start import restore
+from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer
 from tests.support.graph_mutants import MUTANTS
 
@@ -89,7 +89,7 @@ RANK_MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def on_a_fake_neuron_machine(place: Placement, folder: str) -> dict[str, Any]:
+def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]:
     """Open and close the Neuron backend, and use what it gives beside graphs.
 
     The fake is the machine: it says that it has devices and the SDK, and PJRT's device is a CPU.
@@ -110,32 +110,24 @@ def on_a_fake_neuron_machine(place: Placement, folder: str) -> dict[str, Any]:
     made = dist.new_group([place.rank], pg_options={"xla_pg_options": {"mesh": groups}})
     found["group of NxD"] = getattr(made, "_mesh", None)
     backend.collectives.barrier()
-    found["loaded"] = _saved_and_loaded(backend, Path(folder))
     found["compiled"] = backend.num_compiled()
+    found["resumes"] = _saved_and_loaded(backend, plan)
     backend.close()
     found["closed"] = not dist.is_initialized()
     return found
 
 
-def _saved_and_loaded(backend: NeuronBackend, folder: Path) -> list[float]:
-    """This rank's half of a vector that both save and load again."""
-    table = ParamTable({"w": ShardSpec((4,), dim=0, segments=(Segment("w", 4),))})
-    cut = Layout(table, Mesh.build(backend.world, backend.rank, tp=2))
-    meta = Meta(
-        step=1,
-        samples=1,
-        tokens=1,
-        seed=0,
-        family="none",
-        config={},
-        dtype="fp32",
-        state_dtype="fp32",
-        data_fingerprint="",
-    )
-    path = layout.step_path(folder, 1)
-    mine = torch.arange(2.0) + 2 * backend.rank
-    save(path, {"model": {"w": mine}}, cut, meta, process_group=backend.host_group)
-    read = torch.zeros(2)
-    load(path, {"model": {"w": read}}, cut, process_group=backend.host_group)
-    found: list[float] = read.tolist()
-    return found
+def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:
+    """Whether this rank finds its drawn weights in a checkpoint that both saved, as a run saves and resumes."""
+    mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world)
+
+    def state(init: Literal["draw", "zeros"]) -> TrainState:
+        return build_state(plan, build_model(plan, backend, mesh, init=init), backend, mesh)
+
+    saved, loaded = state("draw"), state("zeros")
+    backend.step_boundary()
+    run._save(1, plan, saved, cast(Data, SimpleNamespace(fingerprint="", tokenizer=None)))
+    restore(loaded, layout.step_path(plan.config.run.dir / layout.FOLDER, 1), weights_only=False)
+    backend.step_boundary()
+    there = dict(loaded.model.named_parameters())
+    return all(torch.equal(x.cpu(), there[name].cpu()) and x.any() for name, x in saved.model.named_parameters())
