@@ -21,22 +21,29 @@ from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.xla_world import join
 from nxtrain.checkpoint import layout
 from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
 from nxtrain.data import Data
 from nxtrain.errors import NxtrainError
 from nxtrain.graphs import trace
+from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train import run
 from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.recompiles import Recompiles
+from nxtrain.train.rehearsal import trainer
 from nxtrain.train.start import restore
 from nxtrain.train.step import TrainState
-from nxtrain.train.trainer import Trainer
+from nxtrain.train.trainer import Trainer, Work
 from tests.support.graph_mutants import MUTANTS
 
 
 def outcomes(place: Placement, plan: Resolved, steps: int, mutants: Sequence[str]) -> list[list[str]]:
     """Train on paper with each defect: class and message of what ended it, and the graphs that were handed over."""
     found = []
-    with patch.object(xla, "join", cache(join)):  # one process group for all cases
+    with (
+        patch.object(xla, "join", cache(join)),  # one process group for all cases
+        patch.object(trace, "trainer", _as_in_a_run),
+    ):
         for mutant in mutants:
             tape = trace._Tape(rank=place.rank)
             with {**MUTANTS, **RANK_MUTANTS}[mutant]():
@@ -47,6 +54,19 @@ def outcomes(place: Placement, plan: Resolved, steps: int, mutants: Sequence[str
                     ended = [type(error).__name__, str(error)]
             found.append([*ended, *(cut.hash for cut in tape.cuts)])
     return found
+
+
+def _as_in_a_run(
+    plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, watch: Callable[[int, Work], None]
+) -> Trainer:
+    """The trainer on paper, watched as the one of a run is."""
+    recompiles = Recompiles(state.backend, config.compile.max_recompiles)
+
+    def both(step: int, work: Work) -> None:
+        watch(step, work)
+        recompiles.enter(step, work)
+
+    return trainer(plan, state, config, schedule, both)
 
 
 def _uneven_batch() -> AbstractContextManager[Any]:
