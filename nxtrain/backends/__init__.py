@@ -11,7 +11,8 @@ from nxtrain.errors import BackendError
 if TYPE_CHECKING:
     from nxtrain.backends.base import Backend
 
-_ORDER = ("neuron", "cuda", "cpu")
+# An environment has torch-neuronx for PyTorch/XLA or that of TorchNeuron, never both: the first two exclude each other.
+_ORDER = ("neuron", "neuron-native", "cuda", "cpu")
 
 
 def choose(name: str) -> tuple[str, str]:
@@ -34,7 +35,7 @@ def open_backend(name: str, hang_timeout_s: float = 1800.0) -> Backend:
     """Claim this rank's device and join its process group.
 
     Args:
-        name: `cpu`, `cuda`, `xla` or `neuron`.
+        name: `cpu`, `cuda`, `xla`, `neuron` or `neuron-native`.
         hang_timeout_s: Seconds that a collective waits for the other ranks before it fails.
 
     Raises:
@@ -67,4 +68,8 @@ def _load(name: str) -> type[Backend]:
         from nxtrain.backends.neuron.backend import NeuronBackend
 
         return NeuronBackend
-    raise BackendError(f"there is no backend {name!r}; known: cpu, cuda, xla, neuron")
+    if name == "neuron-native":
+        from nxtrain.backends.neuron.native import NeuronNativeBackend
+
+        return NeuronNativeBackend
+    raise BackendError(f"there is no backend {name!r}; known: cpu, cuda, xla, neuron, neuron-native")

@@ -257,6 +257,7 @@ class Backend(ABC):
 
     Attributes:
         name: `cpu`, `cuda`, `xla` ...
+        compiler: `torch.compile`'s backend for this device; None: a compiler of its own gets whole steps anyway.
         device: Where this rank's tensors live.
         world, rank: Number of processes, and this one among them.
         local_world, local_rank: The same among those of its node.
@@ -268,6 +269,7 @@ class Backend(ABC):
     """
 
     name: str
+    compiler: str | None = None
     device: torch.device
     world: int
     rank: int
@@ -307,8 +309,8 @@ class Backend(ABC):
             BackendError: The device has no process groups.
         """
         raise BackendError(
-            f"parallel.shard=grad_op, full and hybrid run on the backends cpu and cuda, not on {self.name}; "
-            "use parallel.shard=zero1, which cuts the optimizer state on every backend"
+            "parallel.shard=grad_op, full and hybrid run on the backends cpu, cuda and neuron-native, not on "
+            f"{self.name}; use parallel.shard=zero1, which cuts the optimizer state on every backend"
         )
 
     def step_boundary(self) -> None:

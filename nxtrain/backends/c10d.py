@@ -1,20 +1,23 @@
-"""Collectives over `torch.distributed`: gloo on CPU, NCCL on CUDA."""
+"""What backends on `torch.distributed` share: gloo on CPU, NCCL on CUDA, TorchNeuron's own on Trainium."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.backends.base import Collectives, Done, Op, Pending
+from nxtrain.backends.base import Backend, Collectives, Done, Op, Pending
 from nxtrain.mesh import Axis, Mesh
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_FUNCTIONAL: Any = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,21 @@ class _Async:
     def wait(self) -> Tensor:
         self.work.wait()
         return self.result if self.scale == 1.0 else self.result.mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A collective in a graph of `torch.compile`, in the form that its compilers know."""
+
+    out: Tensor
+    into: Tensor | None = None
+    scale: float = 1.0
+
+    def wait(self) -> Tensor:
+        out: Tensor = _FUNCTIONAL.wait_tensor(self.out)
+        if self.scale != 1.0:
+            out = out * self.scale
+        return out if self.into is None else self.into.copy_(out)
 
 
 @dataclass(frozen=True)
@@ -84,17 +102,24 @@ class C10dCollectives(Collectives):
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
+        if torch.compiler.is_compiling():
+            return _Traced(_FUNCTIONAL.all_reduce(x, op, self.group(axis).group_name), into=x)
         return _Async(_started(dist.all_reduce(x, _REDUCE[op], self.group(axis), async_op=True)), x)
 
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
+        if torch.compiler.is_compiling():
+            return _Traced(_FUNCTIONAL.all_gather_into_tensor(x, axis.size, self.group(axis).group_name))
         out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
         return _Async(_started(dist.all_gather_into_tensor(out, x, self.group(axis), async_op=True)), out)
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
+        if torch.compiler.is_compiling():
+            out = _FUNCTIONAL.reduce_scatter_tensor(x, "sum", axis.size, self.group(axis).group_name)
+            return _Traced(out, scale=scale)
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
         return _Async(_started(dist.reduce_scatter_tensor(out, x, group=self.group(axis), async_op=True)), out, scale)
 
@@ -124,6 +149,44 @@ class C10dCollectives(Collectives):
     def barrier(self) -> None:
         if self._world > 1:
             dist.barrier()
+
+
+class C10dBackend(Backend):
+    """A backend whose ranks are processes of `torch.distributed`."""
+
+    collectives: C10dCollectives
+
+    def _take_place(self) -> None:
+        place = Placement.read()
+        self.rank, self.world = place.rank, place.world
+        self.local_rank, self.local_world = place.local_rank, place.local_world
+        self.collectives = C10dCollectives(self.world)
+
+    def _join(self, process_group: str, hang_timeout_s: float, device_id: torch.device | None = None) -> None:
+        if self.world > 1:
+            timeout = timedelta(seconds=hang_timeout_s)
+            dist.init_process_group(process_group, timeout=timeout, device_id=device_id)
+
+    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
+        return self.collectives.device_mesh(self.device.type, mesh)
+
+    def close(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+class AcceleratorBackend(C10dBackend):
+    """One with memory of its own, which computes while the host goes on."""
+
+    def put(self, x: Tensor) -> Tensor:
+        return x.to(self.device)
+
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        read = torch.stack([value.detach().to(self.device, torch.float32) for value in values.values()]).tolist()
+        return dict(zip(values, read, strict=True))
+
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        return self.put(torch.tensor(values, dtype=torch.float32)).unbind()
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.backends.base import AdamStep, Backend, Rows, Support
-from nxtrain.backends.c10d import C10dCollectives, Placement
+from nxtrain.backends.base import AdamStep, Rows, Support
+from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_attention import blocked_attention, is_short
 from nxtrain.backends.kernels import FusedKernels, row_tiles
 from nxtrain.backends.rounding import RoundingKey, round_by_pairs_on_host
-from nxtrain.mesh import Mesh
 
 TILE_ENTRIES = 1 << 19
 """Few enough that what one operation of an update writes is in the cache for the next, and many enough for its call."""
@@ -70,22 +66,18 @@ class CpuKernels(FusedKernels):
         round_by_pairs_on_host(x, out, key, step)
 
 
-class CpuBackend(Backend):
+class CpuBackend(C10dBackend):
     """Plain CPU tensors; one process per rank."""
 
     name = "cpu"
-    collectives: C10dCollectives
+    compiler = "inductor"
 
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
-        place = Placement.read()
-        self.rank, self.world = place.rank, place.world
-        self.local_rank, self.local_world = place.local_rank, place.local_world
+        self._take_place()
         self.device = torch.device("cpu")
         self.kernels = self.host_kernels = CpuKernels()
-        self.collectives = C10dCollectives(self.world)
         keep_heap()
-        if self.world > 1:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=hang_timeout_s))
+        self._join("gloo", hang_timeout_s)
 
     @staticmethod
     def support() -> Support:
@@ -100,9 +92,6 @@ class CpuBackend(Backend):
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return torch.tensor(values, dtype=torch.float32).unbind()
 
-    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        return self.collectives.device_mesh(self.device.type, mesh)
-
     def peak_memory_bytes(self) -> int:
         # Not getrusage: on Linux its peak survives exec, so a child begins with the peak of its parent.
         status = Path("/proc/self/status")
@@ -110,10 +99,6 @@ class CpuBackend(Backend):
             return 0
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(fields["VmHWM"].removesuffix("kB")) * 1024
-
-    def close(self) -> None:
-        if self.world > 1:
-            dist.destroy_process_group()
 
 
 def keep_heap() -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.backends.base import Backend, Rows, Support
-from nxtrain.backends.c10d import C10dCollectives, Placement
+from nxtrain.backends.base import Rows, Support
+from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
 from nxtrain.errors import BackendError
-from nxtrain.mesh import Mesh
 
 PEAK_FLOPS = {
     "A100": 312e12,  # nvidia.com/en-us/data-center/a100, dense bfloat16
@@ -50,19 +46,17 @@ class CudaKernels(FusedKernels):
         return calls
 
 
-class CudaBackend(Backend):
+class CudaBackend(AcceleratorBackend):
     """One GPU per rank, chosen by the local rank."""
 
     name = "cuda"
-    collectives: C10dCollectives
+    compiler = "inductor"
 
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name=cuda cannot run here: {support.reason}")
-        place = Placement.read()
-        self.rank, self.world = place.rank, place.world
-        self.local_rank, self.local_world = place.local_rank, place.local_world
+        self._take_place()
         gpus = torch.cuda.device_count()
         if self.local_rank >= gpus:
             raise BackendError(
@@ -71,11 +65,8 @@ class CudaBackend(Backend):
         self.device = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(self.device)
         self.kernels, self.host_kernels = CudaKernels(), CpuKernels()
-        self.collectives = C10dCollectives(self.world)
-        if self.world > 1:
-            # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
-            timeout = timedelta(seconds=hang_timeout_s)
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=self.device, timeout=timeout)
+        # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
+        self._join("cpu:gloo,cuda:nccl", hang_timeout_s, self.device)
 
     @staticmethod
     def support() -> Support:
@@ -88,23 +79,9 @@ class CudaBackend(Backend):
     def put(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)
 
-    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        read = torch.stack([value.detach().to(self.device, torch.float32) for value in values.values()]).tolist()
-        return dict(zip(values, read, strict=True))
-
-    def scalars(self, *values: float) -> tuple[Tensor, ...]:
-        return self.put(torch.tensor(values, dtype=torch.float32)).unbind()
-
     def peak_flops(self) -> float | None:
         name = torch.cuda.get_device_name(self.device)
         return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
-    def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        return self.collectives.device_mesh(self.device.type, mesh)
-
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))
-
-    def close(self) -> None:
-        if self.world > 1:
-            dist.destroy_process_group()

@@ -24,12 +24,14 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
     ("data.doc_mask", (False,), "masks between documents; use false"),
     ("checkpoint.async", (False,), "checkpoints in the background; use false"),
-    ("backend.name", ("auto", "cpu", "cuda", "xla", "neuron"), "TorchNeuron; use neuron"),
     ("backend.layers", ("auto", "native"), "NeuronX Distributed layers; use native"),
 )
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 """Values of parallel.shard that cut parameters and gradients."""
+
+ON_XLA = ("xla", "neuron")
+"""Values of backend.name that record whole steps as graphs, without process groups of their own."""
 
 MAX_ROUNDED_BETA = 0.99
 """Up to this decay a running mean in bf16 follows its gradients when rounded to nearest: one step moves it by 1% of the
@@ -69,7 +71,7 @@ def resolve(loaded: Loaded, world: int | None) -> Resolved:
     """
     config = loaded.config
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
-    problems += [*_precision(config), *_sharding(config), *_data(loaded)]
+    problems += [*_precision(config), *_sharding(config), *_compile(config), *_data(loaded)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -220,9 +222,15 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
     elif parallel.offload and parallel.dp == 1:
         reason = "needs data parallel ranks that share the parameters, but dp=1"
         yield Problem("parallel.offload", reason, hint="use false, or parallel.dp=0 and more ranks")
-    if parallel.shard in FULLY_SHARDED and config.backend.name not in ("auto", "cpu", "cuda"):
-        reason = f"{parallel.shard} runs on the backends cpu and cuda, not on {config.backend.name}"
+    if parallel.shard in FULLY_SHARDED and config.backend.name in ON_XLA:
+        reason = f"{parallel.shard} runs on the backends cpu, cuda and neuron-native, not on {config.backend.name}"
         yield Problem("parallel.shard", reason, hint="use parallel.shard=zero1, which every backend has")
+
+
+def _compile(config: RunConfig) -> Iterator[Problem]:
+    if config.compile.torch_compile and config.backend.name in ON_XLA:
+        reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
+        yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")
 
 
 def _data(loaded: Loaded) -> Iterator[Problem]:

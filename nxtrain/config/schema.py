@@ -217,6 +217,8 @@ class CompileConfig(Section):
     """Take a cache_dir on a network file system, where many ranks at once lose and tear entries."""
     max_recompiles: NonNegativeInt = 3
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
+    torch_compile: bool = False
+    """Compile each block with torch.compile, by inductor or TorchNeuron; PyTorch/XLA compiles whole steps anyway."""
 
 
 class RecoveryConfig(Section):

@@ -1,5 +1,7 @@
 """Environment of a run on Neuron devices, as a pure function of configuration, instance and SDK.
 
+There are two: one for PyTorch/XLA (backend.name=neuron), one for TorchNeuron (neuron-native).
+
 Sources without a host are pages of https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a. HLAT, at 110d8ad, has the
 scripts of AWS's own runs on up to 4096 chips.
 """
@@ -22,6 +24,8 @@ SOURCES = "https://github.com/aws-neuron/aws-neuron-sdk"
 
 COMPILER_FLAGS = "NEURON_CC_FLAGS"
 CACHE = "NEURON_COMPILE_CACHE_URL"
+NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"
+ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 
 _ENVVARS = "archive/nxd-training/torch-neuron-envvars.rst"
 _COMPILER = "compiler/neuronx-cc/api-reference-guide/index.rst"
@@ -65,11 +69,13 @@ class Environment:
         sdk: Release that it is for.
         variables: Environment variables, but for the compiler's flags.
         compiler_flags: Flags of the compiler and of the cache around it.
+        xla: It is for PyTorch/XLA, on which some variables do harm.
     """
 
     sdk: SdkVersion
     variables: tuple[Variable, ...]
     compiler_flags: tuple[Variable, ...]
+    xla: bool = True
 
     def conflicts(self, environ: Mapping[str, str]) -> list[Problem]:
         """What a shell sets that would spoil the run, each with the way out.
@@ -77,14 +83,14 @@ class Environment:
         Raises:
             ConfigError: Flags of the compiler that a shell cannot split.
         """
-        problems = dead_variables(environ, self.sdk)
+        problems = dead_variables(environ, self.sdk) if self.xla else []
         dead = {problem.key for problem in problems}
         for ours in self.variables:
             theirs = environ.get(ours.name, ours.value)
             if ours.instead and theirs != ours.value and ours.name not in dead:
                 problems.append(Problem(ours.name, f"{theirs}, but this run needs {ours.value}", ORIGIN, ours.instead))
         flags = {_canonical(flag.name): flag for flag in self.compiler_flags}
-        (cache,) = (variable.value for variable in self.variables if variable.name == CACHE)
+        (cache,) = (variable.value for variable in self.variables if variable.name in {CACHE, NATIVE_CACHE})
         for name, value, text in _parse(environ.get(COMPILER_FLAGS, "")):
             if name == "--cache-dir" and value != cache:
                 reason = f"{text} would win over compile.cache_dir={cache}"
@@ -116,16 +122,24 @@ def neuron_environment(config: RunConfig, instance: Instance, sdk: SdkVersion) -
     return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(_compiler_flags(config, instance)))
 
 
+def native_environment(config: RunConfig, instance: Instance, sdk: SdkVersion) -> Environment:
+    """What it needs for TorchNeuron, which chooses the compiler's other flags itself and reads nothing of XLA's."""
+    return Environment(sdk, tuple(_native_variables(config, instance)), (_AUTO_CAST,), xla=False)
+
+
+_AUTO_CAST = Variable(
+    "--auto-cast",
+    "none",
+    "the types of [precision] hold; compilers differ in their default",
+    _COMPILER,
+    "leave it out and choose the types in [precision]",
+)
+
+
 def _compiler_flags(config: RunConfig, instance: Instance) -> list[Variable]:
     flags = [
         Variable("--model-type", "transformer", "optimizations for transformers", _COMPILER),
-        Variable(
-            "--auto-cast",
-            "none",
-            "the types of [precision] hold; compilers differ in their default",
-            _COMPILER,
-            "leave it out and choose the types in [precision]",
-        ),
+        _AUTO_CAST,
         Variable("--target", instance.target, "a graph compiled on another machine has the same key", _COMPILER),
         Variable(
             "--retry_failed_compilation",
@@ -146,7 +160,6 @@ def _compiler_flags(config: RunConfig, instance: Instance) -> list[Variable]:
 
 def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[Variable]:
     stochastic = config.precision.update == "bf16_stochastic"
-    chosen_by_update = "unset it; precision.update=bf16_stochastic alone rounds at random"
     variables = [
         Variable(
             "PJRT_DEVICE",
@@ -156,13 +169,13 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
             "unset it, or use backend.name=xla",
         ),
         Variable(
-            "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+            ROUNDING,
             "1" if stochastic else "0",
             "the hardware rounds every cast to bf16 at random, as precision.update=bf16_stochastic asks"
             if stochastic
             else f"precision.update={config.precision.update} is made for rounding to nearest",
             _ENVVARS,
-            chosen_by_update,
+            "unset it; precision.update=bf16_stochastic alone rounds at random",
         ),
     ]
     if stochastic:
@@ -186,13 +199,7 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
         Variable(
             "NEURON_FUSE_SOFTMAX", "1", "one operation that the compiler knows for softmax", f"{_ENVVARS}, {_HLAT}"
         ),
-        Variable(
-            "NEURON_RT_EXEC_TIMEOUT",
-            str(math.ceil(config.recovery.hang_timeout_s)),
-            "recovery.hang_timeout_s: seconds until a graph that waits for a lost peer fails",
-            _RUNTIME,
-            "unset it and use recovery.hang_timeout_s",
-        ),
+        _hang_timeout(config),
         Variable(
             CACHE,
             str(config.compile.cache_dir),
@@ -200,33 +207,79 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
             "about-neuron/arch/neuron-features/neuron-caching.rst",
             "unset it and use compile.cache_dir",
         ),
-        Variable(
-            "MALLOC_ARENA_MAX",
-            "64",
-            "host memory: glibc makes up to 8 arenas per core, each with memory of its own",
-            "HLAT",
-        ),
+        *_host(instance),
     ]
-    threads = instance.host_threads // instance.num_cores
-    variables.append(Variable("OMP_NUM_THREADS", str(threads), "every rank has its share of the host's threads"))
     if sdk < SdkVersion(2, 31):
         reason = "the host runs ahead of the device; more graphs in flight may run out of memory"
         variables.append(Variable("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3", reason, _RUNTIME))
-    if instance.physical_cores > 1:
-        reason = f"{instance.num_cores} cores of {instance.physical_cores} physical ones, as graphs are compiled for"
-        way_out = f"unset it: nxtrain knows {instance.name} with {instance.num_cores} cores only"
-        for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"):  # the second is read by older releases
-            variables.append(Variable(name, str(instance.physical_cores), reason, _LOGICAL_CORES, way_out))
+    variables += _logical_cores(instance)
     if instance.name == "trn1.2xlarge":
         reason = "little host memory: a graph that did not compile beside others is tried alone"
         variables.append(Variable("NEURON_PARALLEL_COMPILE_MAX_RETRIES", "1", reason, _ENVVARS))
-    if config.cluster.nodes > 1:
-        reason = f"collectives between nodes go over {instance.efa_devices} EFA devices"
-        way_out = "unset it: nodes train together over EFA only"
-        variables.append(Variable("FI_PROVIDER", "efa", reason, _MULTI_NODE, way_out))
-        reason = "EFA reads and writes device memory without a copy on the host"
-        variables.append(Variable("FI_EFA_USE_DEVICE_RDMA", "1", reason, _MULTI_NODE, way_out))
-    return variables
+    return [*variables, *_network(config, instance)]
+
+
+def _hang_timeout(config: RunConfig) -> Variable:
+    return Variable(
+        "NEURON_RT_EXEC_TIMEOUT",
+        str(math.ceil(config.recovery.hang_timeout_s)),
+        "recovery.hang_timeout_s: seconds until a graph that waits for a lost peer fails",
+        _RUNTIME,
+        "unset it and use recovery.hang_timeout_s",
+    )
+
+
+def _host(instance: Instance) -> list[Variable]:
+    arenas = "host memory: glibc makes up to 8 arenas per core, each with memory of its own"
+    threads = instance.host_threads // instance.num_cores
+    return [
+        Variable("MALLOC_ARENA_MAX", "64", arenas, "HLAT"),
+        Variable("OMP_NUM_THREADS", str(threads), "every rank has its share of the host's threads"),
+    ]
+
+
+def _logical_cores(instance: Instance) -> list[Variable]:
+    if instance.physical_cores == 1:
+        return []
+    reason = f"{instance.num_cores} cores of {instance.physical_cores} physical ones, as graphs are compiled for"
+    way_out = f"unset it: nxtrain knows {instance.name} with {instance.num_cores} cores only"
+    names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is read by older releases
+    return [Variable(name, str(instance.physical_cores), reason, _LOGICAL_CORES, way_out) for name in names]
+
+
+def _network(config: RunConfig, instance: Instance) -> list[Variable]:
+    if config.cluster.nodes == 1:
+        return []
+    reason = f"collectives between nodes go over {instance.efa_devices} EFA devices"
+    way_out = "unset it: nodes train together over EFA only"
+    direct = "EFA reads and writes device memory without a copy on the host"
+    return [
+        Variable("FI_PROVIDER", "efa", reason, _MULTI_NODE, way_out),
+        Variable("FI_EFA_USE_DEVICE_RDMA", "1", direct, _MULTI_NODE, way_out),
+    ]
+
+
+def _native_variables(config: RunConfig, instance: Instance) -> list[Variable]:
+    return [
+        Variable(
+            ROUNDING,
+            "0",
+            "nxtrain rounds at random itself, where precision.update asks for it, so the hardware must not",
+            "about-neuron/arch/neuron-features/rounding-modes.rst",
+            "unset it and use precision.update",
+        ),
+        _hang_timeout(config),
+        Variable(
+            NATIVE_CACHE,
+            str(config.compile.cache_dir),
+            "compile.cache_dir: compiled operations and blocks, which a restart of the machine would lose otherwise",
+            "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/reference/env-vars.html",
+            "unset it and use compile.cache_dir",
+        ),
+        *_host(instance),
+        *_logical_cores(instance),
+        *_network(config, instance),
+    ]
 
 
 def _parse(flags: str) -> list[tuple[str, str, str]]:

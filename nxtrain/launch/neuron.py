@@ -7,13 +7,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nxtrain.backends.neuron.hardware import INSTANCES, Instance, this_machine
+from nxtrain.backends.neuron import torchneuron
+from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
 from nxtrain.backends.neuron.sdk import RECOMMENDED, detect, support
 from nxtrain.compile.location import cache_folder
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.launch.environment import SOURCES, Variable, neuron_environment
+from nxtrain.launch.environment import SOURCES, Variable, native_environment, neuron_environment
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,13 @@ class Needs:
 
 def is_neuron(config: RunConfig) -> bool:
     """Whether a run on this machine would use its Neuron devices."""
-    return config.backend.name == "neuron" or (config.backend.name == "auto" and support().ok)
+    return is_native(config) or config.backend.name == "neuron" or (config.backend.name == "auto" and support().ok)
+
+
+def is_native(config: RunConfig) -> bool:
+    """Whether it would do so through TorchNeuron."""
+    name = config.backend.name
+    return name == "neuron-native" or (name == "auto" and not support().ok and torchneuron.support().ok)
 
 
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
@@ -50,7 +57,8 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     instance = INSTANCES.get(config.cluster.instance) if config.cluster.instance else this_machine()
     if instance is None:
         return Needs(problems=(_unknown(config.cluster.instance),))
-    sdk = detect()
+    native = is_native(config)
+    sdk = torchneuron.detect() if native else detect()
     assumed = "" if sdk else ", assumed: it is not installed here"
     problems: list[Problem] = []
     try:
@@ -58,7 +66,10 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
         config = config.model_copy(update={"compile": config.compile.model_copy(update=cache)})
     except ConfigError as error:
         problems += error.problems
-    environment = neuron_environment(config, instance, sdk or RECOMMENDED)
+    if native:
+        environment = native_environment(config, instance, sdk or torchneuron.SDK)
+    else:
+        environment = neuron_environment(config, instance, sdk or RECOMMENDED)
     about = (
         f"{instance.name}, Neuron SDK {environment.sdk}{assumed}",
         f"sources without a host are pages of {SOURCES}",
@@ -81,7 +92,7 @@ def adopt(config: RunConfig, environ: Mapping[str, str], local_world: int) -> No
     Raises:
         ConfigError: The variables contradict the run.
     """
-    if not is_neuron(config) or not support().ok:
+    if not is_neuron(config) or not (torchneuron.support() if is_native(config) else support()).ok:
         return
     wanted = needs(config, environ, local_world)
     if wanted.problems:
@@ -101,6 +112,9 @@ def _unknown(name: str) -> Problem:
 
 def _misfits(config: RunConfig, instance: Instance, num_ranks: int) -> list[Problem]:
     problems = []
+    if is_native(config) and instance.target in FIRST_GENERATION:
+        reason = f"{instance.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
+        problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
     if num_ranks > instance.num_cores:
         reason = f"{num_ranks} ranks per machine, but {instance.name} has {instance.num_cores} cores"
         fits = -(-num_ranks * config.cluster.nodes // instance.num_cores)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal, cast
+from types import MethodType
+from typing import Any, Literal, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from nxtrain.backends.base import Kernels
 from nxtrain.family import CausalLM
@@ -38,10 +39,15 @@ def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, kernels: Kerne
         seq_len: Tokens per sequence.
         kernels: Of the device.
     """
+
+    def recomputed(part: nn.Module, *inputs: Any) -> Tensor:
+        return kernels.recompute(partial(type(part).forward, part), *inputs)
+
     for part in _parts(model, remat, seq_len):
         # Not a wrapper around the module, which would rename its parameters and stand between it and its hooks: what
-        # shards a block over ranks gathers it before its backward pass, so that the block finds itself whole.
-        part.forward = partial(kernels.recompute, part.forward)
+        # shards a block over ranks gathers it before its backward pass, so that the block finds itself whole. One
+        # function for all parts: a compiler sees that the blocks are alike, and compiles one.
+        part.forward = MethodType(recomputed, part)
 
 
 def _parts(model: nn.Module, remat: Remat, seq_len: int) -> Iterable[nn.Module]:

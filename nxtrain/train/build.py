@@ -15,6 +15,7 @@ from nxtrain.config.check import FULLY_SHARDED, Resolved
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext
 from nxtrain.mesh import Mesh
+from nxtrain.nn.compiled import compile_blocks
 from nxtrain.nn.init import Fill, draw, materialize
 from nxtrain.nn.remat import recompute_parts
 from nxtrain.optim.adamw import AdamW
@@ -109,6 +110,8 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     )
     model = plan.family.build(plan.model, context)
     recompute_parts(model, run.train.remat, run.train.seq_len, backend.kernels)
+    if run.compile.torch_compile:
+        compile_blocks(model, backend)
     return model
 
 

@@ -24,10 +24,11 @@ class RankPool:
 
     Args:
         backend: What each opens.
+        prepare: What each does before it opens anything.
     """
 
-    def __init__(self, backend: str = "cpu") -> None:
-        self._backend = backend
+    def __init__(self, backend: str = "cpu", prepare: Callable[[], None] | None = None) -> None:
+        self._backend, self._prepare = backend, prepare
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -37,7 +38,7 @@ class RankPool:
         the processes are replaced.
         """
         while len(self._workers) < world:
-            self._workers.append(_start(self._backend))
+            self._workers.append(_start(self._backend, self._prepare))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -68,18 +69,20 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def _start(backend: str) -> tuple[Any, Connection]:
+def _start(backend: str, prepare: Callable[[], None] | None) -> tuple[Any, Connection]:
     context = mp.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, backend), daemon=True)
+    process = context.Process(target=_serve, args=(there, backend, prepare), daemon=True)
     process.start()
     return process, here
 
 
-def _serve(pipe: Connection, name: str) -> None:
+def _serve(pipe: Connection, name: str, prepare: Callable[[], None] | None) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if prepare is not None:
+        prepare()
     while True:
         rank, world, port, body, args = pipe.recv()
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

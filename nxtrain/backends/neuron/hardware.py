@@ -65,6 +65,10 @@ INSTANCES = {
 """By name."""
 
 
+FIRST_GENERATION = ("trn1", "trn1n")
+"""Targets without a future outside PyTorch/XLA."""
+
+
 def this_machine(product_name: Path = PRODUCT_NAME) -> Instance | None:
     """The instance that this process runs on; None if it is none of those."""
     try:

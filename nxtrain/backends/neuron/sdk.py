@@ -102,13 +102,23 @@ def detect() -> SdkVersion | None:
 
 def support() -> Support:
     """Whether this machine can train on Neuron devices; if not, one line for each thing that it lacks."""
-    devices = sorted(DEVICES.glob("neuron[0-9]*"))
-    missing = [] if devices else [f"no Neuron device in {DEVICES}, as the driver of a Trainium instance makes them"]
+    missing = list(missing_devices())
     packages = list(_wrong_packages())
     missing += [*packages, install_command()] if packages else []
     if missing:
         return Support(False, "\n    ".join(missing))
-    return Support(True, f"{len(devices)} Neuron devices, SDK {detect()}")
+    return Support(True, f"{num_devices()} Neuron devices, SDK {detect()}")
+
+
+def num_devices() -> int:
+    """Chips that the driver shows."""
+    return len(list(DEVICES.glob("neuron[0-9]*")))
+
+
+def missing_devices() -> Iterator[str]:
+    """That there is no chip, if so."""
+    if not num_devices():
+        yield f"no Neuron device in {DEVICES}, as the driver of a Trainium instance makes them"
 
 
 def install_command(sdk: SdkVersion = RECOMMENDED) -> str:
@@ -126,26 +136,40 @@ def _wrong_packages() -> Iterator[str]:
         if package is None:
             yield f"{name} is not installed"
         elif package.placeholder:
-            yield _placeholder(package)
+            yield placeholder(package)
         elif name == "torch-neuronx":
             yield from _misfits(package)
         elif name == "libneuronxla" and not package.version.startswith("2."):
             yield f"libneuronxla {package.version} is for JAX; torch-neuronx needs 2.2"
     distributed = installed("neuronx-distributed")
     if distributed is not None and distributed.placeholder:
-        yield _placeholder(distributed)
+        yield placeholder(distributed)
 
 
-def _placeholder(package: Package) -> str:
+def is_torchneuron(version: str) -> bool:
+    """Whether a version of torch-neuronx is that of TorchNeuron, such as 2.14.3.0.1, not one for PyTorch/XLA."""
+    return version.split(".")[2:4] == ["3", "0"]
+
+
+def placeholder(package: Package) -> str:
+    """What is wrong with a package that is PyPI's."""
     return f"{package.name} {package.version} is PyPI's empty placeholder, not AWS's package"
 
 
 def _misfits(torch_neuronx: Package) -> Iterator[str]:
     version = torch_neuronx.version
+    if is_torchneuron(version):
+        yield f"torch-neuronx {version} is TorchNeuron, which has no PyTorch/XLA: use backend.name=neuron-native"
+        return
     if detect() is None:
         yield f"torch-neuronx {version} is of no known release of the SDK: {', '.join(map(str, RELEASES))}"
         return
+    yield from misfits_of_torch(version)
+
+
+def misfits_of_torch(torch_neuronx: str) -> Iterator[str]:
+    """What is wrong with the installed torch, in the eyes of a version of torch-neuronx."""
     torch = installed("torch")
-    wanted = ".".join(version.split(".")[:2])
+    wanted = ".".join(torch_neuronx.split(".")[:2])
     if torch is None or not torch.version.startswith(f"{wanted}."):
-        yield f"torch-neuronx {version} needs torch {wanted}, not {torch.version if torch else 'none'}"
+        yield f"torch-neuronx {torch_neuronx} needs torch {wanted}, not {torch.version if torch else 'none'}"

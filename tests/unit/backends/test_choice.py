@@ -11,6 +11,7 @@ from nxtrain.backends.c10d import C10dCollectives, Placement
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
 from nxtrain.backends.neuron.backend import NeuronBackend
+from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.errors import BackendError
 from tests.support.layers import ALONE, random
 
@@ -25,16 +26,18 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_neuron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NeuronBackend, "support", staticmethod(lambda: Support(False, "no chip\n    buy one")))
+    monkeypatch.setattr(NeuronNativeBackend, "support", staticmethod(lambda: Support(False, "no beta\n    wait")))
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_auto_takes_the_cpu_where_nothing_else_runs_and_says_why() -> None:
-    assert choose("auto") == ("cpu", "neuron: no chip; cuda: no GPU in this test; cpu: every machine has a CPU")
+    reasons = ("neuron: no chip", "neuron-native: no beta", "cuda: no GPU in this test", "cpu: every machine has a CPU")
+    assert choose("auto") == ("cpu", "; ".join(reasons))
 
 
 def test_auto_takes_cuda_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaBackend, "support", staticmethod(lambda: Support(True, "8 x H200")))
-    assert choose("auto") == ("cuda", "neuron: no chip; cuda: 8 x H200")
+    assert choose("auto") == ("cuda", "neuron: no chip; neuron-native: no beta; cuda: 8 x H200")
 
 
 def test_a_name_is_taken_at_its_word() -> None:
@@ -42,7 +45,7 @@ def test_a_name_is_taken_at_its_word() -> None:
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(BackendError, match=r"there is no backend 'tpu'; known: cpu, cuda, xla, neuron"):
+    with pytest.raises(BackendError, match=r"there is no backend 'tpu'; known: cpu, cuda, xla, neuron, neuron-native"):
         open_backend("tpu")
 
 

@@ -196,8 +196,17 @@ def test_options_of_sharding_belong_to_the_modes_that_have_them(tmp_path: Path) 
 
 def test_fully_sharded_parameters_need_process_groups(tmp_path: Path) -> None:
     found = only(tmp_path, "parallel.shard=full", "backend.name=xla")
-    assert found.reason == "full runs on the backends cpu and cuda, not on xla"
+    assert found.reason == "full runs on the backends cpu, cuda and neuron-native, not on xla"
     checked(tmp_path, "parallel.shard=zero1", "backend.name=xla")
+    checked(tmp_path, "parallel.shard=full", "backend.name=neuron-native")
+
+
+@pytest.mark.parametrize("name", ["xla", "neuron"])
+def test_a_device_that_compiles_whole_steps_has_no_blocks_to_compile(tmp_path: Path, name: str) -> None:
+    found = only(tmp_path, "compile.torch_compile=true", f"backend.name={name}")
+    assert found.key == "compile.torch_compile"
+    assert found.reason == f"backend.name={name} records whole steps, and its own compiler gets them"
+    checked(tmp_path, "compile.torch_compile=true", "backend.name=neuron-native")
 
 
 def test_the_warmup_ends_before_the_schedule(tmp_path: Path) -> None:
@@ -239,7 +248,6 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
         ("data.packing", ["data.packing=best_fit"]),
         ("data.doc_mask", ["data.doc_mask=true"]),
         ("checkpoint.async", ["checkpoint.async=true"]),
-        ("backend.name", ["backend.name=neuron-native"]),
         ("backend.layers", ["backend.layers=nxd"]),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 
 from nxtrain import cli
 from nxtrain.backends.base import Support
+from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.compile.location import host_name
 from nxtrain.config.load import load
@@ -109,6 +110,26 @@ def test_the_instance_is_that_of_this_machine_unless_it_is_named(monkeypatch: py
     monkeypatch.setattr(neuron, "this_machine", lambda: None)
     with pytest.raises(ConfigError, match=r"cluster\.instance \(default\): not set.*\n.*trn1\.32xlarge"):
         render(TINY, ["backend.name=neuron"], None, {})
+
+
+def test_torchneuron_is_for_the_second_generation() -> None:
+    native = ["backend.name=neuron-native", "cluster.instance=trn2.48xlarge"]
+    found = render(TINY, native, None, {}).env
+    assert found["TORCH_NEURONX_NEFF_CACHE_DIR"].endswith(host_name())
+    assert not any(name.startswith(("PJRT", "XLA")) for name in found)
+    with pytest.raises(ConfigError, match=r"trn1\.32xlarge .*first generation.*\n.*backend\.name=neuron"):
+        render(TINY, [native[0], "cluster.instance=trn1.32xlarge"], None, {})
+
+
+@pytest.mark.parametrize("name", ["neuron-native", "auto"])
+def test_a_rank_on_torchneuron_starts_anew_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(torchneuron, "support", lambda: Support(True, "16 chips in this test"))
+    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
+    adopt(load(TINY, [f"backend.name={name}", ON_TRN2[1]]).config, {}, local_world=64)
+    (environ,) = started
+    assert environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "0"
+    assert "PJRT_DEVICE" not in environ
 
 
 def test_only_runs_on_neuron_devices_get_their_variables() -> None:

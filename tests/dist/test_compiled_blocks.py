@@ -1,0 +1,66 @@
+"""Blocks under `torch.compile` train as they do without, whatever else takes hold of them, and share one graph.
+
+The compiler is torch's `aot_eager`: everything that a compiler is given, forward and backward, executed as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.xla import XlaBackend
+from nxtrain.config.check import Resolved
+from nxtrain.errors import ConfigError
+from nxtrain.mesh import Mesh
+from nxtrain.train.build import build_meta
+from tests.support.models import changed, weights_of
+from tests.support.parity import Course, check_course, layout, reference, run_ours
+from tests.support.ranks import RankPool
+
+STEPS = 4
+LAYERS = {"num_hidden_layers": 3}
+
+
+def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> tuple[Course, int]:
+    """What was trained, and how many graphs it took."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with patch.object(backend, "compiler", counter):
+        return run_ours(backend, resolved, STEPS, weights), counter.frame_count
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tp": 1, "remat": "selective"},
+        {"tp": 2},
+        {"tp": 2, "sp": True, "remat": "full"},
+        {"tp": 1, "dp": 2, "micro": 1, "shard": "full", "remat": "selective"},
+        {"tp": 2, "dp": 2, "micro": 2, "sp": True, "shard": "hybrid", "shard_size": 2},
+    ],
+    ids=str,
+)
+def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool, how: dict[str, Any]) -> None:
+    resolved = layout("gqa2", **how, config=LAYERS)
+    compiled = changed(resolved, compile={"torch_compile": True})
+    found = ranks.run(how["tp"] * how.get("dp", 1), run, compiled, weights_of(resolved))
+    check_course([course for course, _ in found], reference(resolved, STEPS), resolved)
+    assert {graphs for _, graphs in found} == {1}
+
+
+class _Lazy:
+    name, compiler, collectives, kernels = "xla", XlaBackend.compiler, None, PlainKernels()
+
+
+def test_a_device_that_compiles_whole_steps_refuses() -> None:
+    resolved = changed(layout("gqa2", tp=1), compile={"torch_compile": True})
+    with pytest.raises(ConfigError, match=r"compile\.torch_compile.*the backend xla records whole steps"):
+        build_meta(resolved, _Lazy(), Mesh.build(1, 0))  # type: ignore[arg-type]

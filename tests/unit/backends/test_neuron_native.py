@@ -1,0 +1,206 @@
+"""What TorchNeuron needs and says is missing, and what its backend asks of torch; behind the device stands a fake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.backends.cuda import CudaBackend
+from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.neuron import native, sdk, torchneuron
+from nxtrain.backends.neuron.hardware import INSTANCES, Instance
+from nxtrain.backends.neuron.native import NeuronNativeBackend
+from nxtrain.backends.neuron.sdk import Package
+from nxtrain.errors import BackendError
+
+GOOD = {"torch": "2.14.0", "torch-neuronx": "2.14.3.0.1301"}
+OTHER = "use backend.name=neuron"
+
+
+@pytest.fixture
+def trn2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A trn2.48xlarge with 16 chips, whose packages the test may change."""
+    packages = dict(GOOD)
+    for number in range(16):
+        (tmp_path / f"neuron{number}").touch()
+    monkeypatch.setattr(sdk, "DEVICES", tmp_path)
+    for module in (sdk, torchneuron):
+        monkeypatch.setattr(module, "installed", lambda name: _package(packages, name))
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1))
+    monkeypatch.setattr(torch, "neuron", object(), raising=False)
+    _be(monkeypatch, INSTANCES["trn2.48xlarge"])
+    yield packages
+
+
+def _package(packages: dict[str, str], name: str) -> Package | None:
+    version = packages.get(name)
+    return Package(name, version, placeholder=version == "1.0") if version else None
+
+
+def _be(monkeypatch: pytest.MonkeyPatch, instance: Instance | None) -> None:
+    for module in (torchneuron, native):
+        monkeypatch.setattr(module, "this_machine", lambda: instance)
+
+
+def lines(support: Support) -> list[str]:
+    assert not support.ok
+    return support.reason.split("\n    ")
+
+
+def test_a_trn2_with_torchneuron_is_supported(trn2: dict[str, str]) -> None:
+    support = NeuronNativeBackend.support()
+    assert (support.ok, support.reason) == (True, "16 Neuron devices, TorchNeuron 2.14.3.0.1301")
+    assert torchneuron.detect() == (2, 33)
+
+
+@pytest.mark.parametrize(
+    ("changed", "first"),
+    [
+        ({"torch-neuronx": ""}, "TorchNeuron is not installed"),
+        ({"torch-neuronx": "1.0"}, "torch-neuronx 1.0 is PyPI's empty placeholder, not AWS's package"),
+        (
+            {"torch-neuronx": "2.9.0.2.12.22436"},
+            "torch-neuronx 2.9.0.2.12.22436 is the one for PyTorch/XLA, not TorchNeuron",
+        ),
+        ({"torch": "2.13.0"}, "torch-neuronx 2.14.3.0.1301 needs torch 2.14, not 2.13.0"),
+    ],
+)
+def test_a_package_that_does_not_fit_is_named(trn2: dict[str, str], changed: dict[str, str], first: str) -> None:
+    trn2.update(changed)
+    found, *_, command, other = lines(NeuronNativeBackend.support())
+    assert found == first
+    assert command == torchneuron.install_command()
+    assert OTHER in other
+
+
+def test_an_old_torch_and_an_old_python_are_named(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    trn2.update({"torch": "2.9.0+cu128", "torch-neuronx": "2.9.0.2.12.22436"})
+    monkeypatch.setattr(sys, "version_info", (3, 11, 9))
+    _, *found, _, _ = lines(NeuronNativeBackend.support())
+    assert found == [
+        "torch 2.9.0+cu128 is too old: TorchNeuron is made for torch 2.13 and 2.14",
+        "Python 3.11 is too old: TorchNeuron has packages for 3.12 and newer",
+    ]
+
+
+def test_trn1_is_sent_to_the_other_backend(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _be(monkeypatch, INSTANCES["trn1.32xlarge"])
+    assert lines(NeuronNativeBackend.support()) == [
+        "trn1.32xlarge has chips of the first generation: TorchNeuron is for Trn2 and Trn3 only",
+        f"{OTHER}, which runs on Trn1 and Trn2 through PyTorch/XLA",
+    ]
+
+
+def test_a_machine_without_chips_is_told_so(
+    trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sdk, "DEVICES", tmp_path / "none")
+    assert lines(NeuronNativeBackend.support())[0].startswith("no Neuron device in ")
+
+
+def test_a_torch_that_did_not_load_it_is_told_apart(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "neuron")
+    reason, other = lines(NeuronNativeBackend.support())
+    assert f"torch {torch.__version__} has no device 'neuron'" in reason
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in reason
+    assert OTHER in other
+
+
+def test_auto_takes_the_one_of_the_two_that_is_installed(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, reason = choose("auto")
+    assert name == "neuron-native"
+    assert reason.endswith("neuron-native: 16 Neuron devices, TorchNeuron 2.14.3.0.1301")
+    trn2.update({"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12.22436"})
+    trn2.update({"neuronx-cc": "2.23.6484.0", "libneuronxla": "2.2.15515"})
+    assert choose("auto") == ("neuron", "neuron: 16 Neuron devices, SDK 2.28")
+
+
+def test_the_other_backend_knows_torchneuron_when_it_sees_it(trn2: dict[str, str]) -> None:
+    assert "torch-neuronx 2.14.3.0.1301 is TorchNeuron, which has no PyTorch/XLA: use backend.name=neuron-native" in (
+        lines(sdk.support())
+    )
+
+
+def test_opening_it_here_is_refused_with_exit_code_5() -> None:
+    with pytest.raises(BackendError, match=r"backend\.name=neuron-native cannot run here: \w+") as refused:
+        open_backend("neuron-native")
+    assert refused.value.exit_code == 5
+
+
+@pytest.fixture
+def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What rank 3 of 64 asks of torch, in order."""
+    calls: list[Any] = []
+    place = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "64"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(native, "DEVICE", "cpu")  # torch parses no device "neuron" without a backend for it
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **how: calls.append(("join", name, how)))
+    monkeypatch.setattr(dist, "new_group", lambda **how: calls.append(("group", how)))
+    monkeypatch.setattr(torch, "device", lambda *args: calls.append(("device", *args)))
+    return calls
+
+
+def test_a_rank_joins_before_it_touches_the_device(torch_calls: list[Any]) -> None:
+    """AWS's process group gives a process its core, and refuses one whose runtime has started."""
+    backend = NeuronNativeBackend(hang_timeout_s=90.0)
+    (join, name, how), (group, host), device = torch_calls
+    assert (join, name, how["device_id"], how["timeout"].total_seconds()) == ("join", "neuron", None, 90.0)
+    assert (group, host["backend"], host["timeout"].total_seconds()) == ("group", "gloo", 90.0)
+    assert device == ("device", "cpu")
+    assert (backend.rank, backend.world, backend.local_rank, backend.local_world) == (3, 64, 3, 64)
+    assert type(backend.kernels) is PlainKernels
+    assert native.DEVICE == "cpu"
+
+
+def test_the_peak_is_that_of_a_logical_core(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert object.__new__(NeuronNativeBackend).peak_flops() == 667e12 / 4
+    _be(monkeypatch, None)
+    assert object.__new__(NeuronNativeBackend).peak_flops() is None
+
+
+def test_memory_is_read_after_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: len(calls))
+    assert object.__new__(NeuronNativeBackend).peak_memory_bytes() == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "compiler"), [(CpuBackend, "inductor"), (CudaBackend, "inductor"), (NeuronNativeBackend, "neuron")]
+)
+def test_each_device_has_its_compiler(backend: type[Backend], compiler: str) -> None:
+    assert backend.compiler == compiler
+
+
+STEP = """
+import sys, torch
+from tests.support import fake_neuron
+fake_neuron.install()
+from nxtrain.backends import open_backend
+from nxtrain.mesh import Mesh
+from nxtrain.train.build import build_model, build_state
+from nxtrain.train.step import DeviceBatch, train_step
+from tests.support.models import plan, tokens
+resolved, backend, mesh = plan("gqa2"), open_backend("neuron-native"), Mesh.build(1, 0)
+state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
+rows = tokens(resolved, 2)[None]
+train_step(state, DeviceBatch.of(rows[..., :-1], rows[..., 1:], backend.put), 1e-3)
+vendors = {"torch_xla", "torch_neuronx", "neuronx_distributed", "neuronxcc", "libneuronxla"}
+sys.exit(" ".join(sorted(vendors & sys.modules.keys())) or 0)
+"""
+
+
+def test_a_step_imports_nothing_of_xla_or_nxd() -> None:
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
