@@ -125,6 +125,10 @@ class ModelFamily(ABC):
         Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
         """
 
+    @abstractmethod
+    def heads(self, config: ModelConfig) -> tuple[int, int]:
+        """Number of query heads, and the width of one."""
+
     def preset(self, name: str) -> ModelConfig:
         """The configuration of a preset.
 

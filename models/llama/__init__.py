@@ -41,6 +41,11 @@ class Llama(ModelFamily):
         """Write a Hugging Face `config.json`."""
         return hf.to_hf(cast(LlamaConfig, config), dtype)
 
+    def heads(self, config: ModelConfig) -> tuple[int, int]:
+        """Number of query heads, and the width of one."""
+        llama = cast(LlamaConfig, config)
+        return llama.num_attention_heads, llama.head_size
+
     def flops_per_token(self, config: ModelConfig, seq_len: int) -> int:
         """Floating point operations of forward and backward for one token.
 

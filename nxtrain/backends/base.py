@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from nxtrain.errors import BackendError
+from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from nxtrain.backends.rounding import RoundingKey
+    from nxtrain.config.schema import RunConfig
+    from nxtrain.family import ModelConfig, ModelFamily
     from nxtrain.sharding import Init, Segment
 
 
@@ -158,6 +160,32 @@ class Rows:
     def of(self, x: Tensor) -> Tensor:
         """Their view into a tensor of the parameter's shape."""
         return x if self.whole else x.narrow(0, self.start, self.number)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What one rank's attention computes, in each block.
+
+    Args:
+        micro_batch: Sequences at a time.
+        seq_len: Tokens of each.
+        num_heads: Query heads of this rank.
+        head_size: Width of one.
+        params: `fp32` or `bf16`, type of queries, keys and values.
+    """
+
+    micro_batch: int
+    seq_len: int
+    num_heads: int
+    head_size: int
+    params: str
+
+    @staticmethod
+    def of(config: RunConfig, family: ModelFamily, model: ModelConfig) -> AttentionShape:
+        """That of a run."""
+        num_heads, head_size = family.heads(model)
+        train, params = config.train, config.precision.params
+        return AttentionShape(train.micro_batch, train.seq_len, num_heads // config.parallel.tp, head_size, params)
 
 
 class Kernels(ABC):
@@ -328,6 +356,24 @@ class Backend(ABC):
         Args:
             work: What the graphs are for, in words; the same on all ranks. Empty: no more comparisons.
         """
+
+    def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
+        """Settle how attention is computed; called once, before a model is built.
+
+        Args:
+            wanted: `auto`, `plain` or `flash`.
+            shape: What is to be computed.
+
+        Raises:
+            ConfigError: It cannot be computed as wanted.
+        """
+        if wanted == "flash":
+            reason = f"flash is NKI's kernel for backend.name=neuron; {self.name} has torch's attention only"
+            raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
+
+    def notes(self) -> tuple[str, ...]:
+        """What this backend has settled for the run, each with its reason, in words."""
+        return ()
 
     def peak_flops(self) -> float | None:
         """Dense bfloat16 operations per second that the maker states for one device; None if unknown."""

@@ -107,13 +107,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if repeats > 1 and not grouped:
-        k, v = (_repeat_heads(x, repeats) for x in (k, v))
+        k, v = (repeat_heads(x, repeats) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=repeats > 1 and grouped)
     return out.permute(2, 0, 1, 3)
 
 
-def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
-    """(B, K, S, H) to (B, K * repeats, S, H), each head beside its copies."""
+def repeat_heads(x: Tensor, repeats: int) -> Tensor:
+    """(B, K, S, H) to (B, K * repeats, S, H), each head beside its copies; the last two may be any."""
     return x.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
 
 

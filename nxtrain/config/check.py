@@ -228,6 +228,9 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
 
 
 def _compile(config: RunConfig) -> Iterator[Problem]:
+    if config.backend.attention == "flash" and config.backend.name not in ("auto", "neuron"):
+        reason = f"flash is NKI's kernel for backend.name=neuron, not for {config.backend.name}"
+        yield Problem("backend.attention", reason, hint="use auto")
     if config.compile.torch_compile and config.backend.name in ON_XLA:
         reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
         yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")

@@ -195,6 +195,8 @@ class BackendConfig(Section):
     """Kind of device; auto takes the best one present and says why."""
     layers: Literal["auto", "native", "nxd"] = "auto"
     """Parallel layers: our own, or NeuronX Distributed's."""
+    attention: Literal["auto", "plain", "flash"] = "auto"
+    """On backend.name=neuron, attention by elementary operations or by NKI's flash kernel; auto says why which."""
 
 
 class MetricsConfig(Section):

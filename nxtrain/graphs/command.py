@@ -21,10 +21,16 @@ from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import load, values
 from nxtrain.errors import BackendError, ConfigError
 
-IRRELEVANT = ("data.source=stdlib", 'data.path=""', "data.packing=concat", "checkpoint.async=false")
+IRRELEVANT = (
+    "data.source=stdlib",
+    'data.path=""',
+    "data.packing=concat",
+    "checkpoint.async=false",
+    "compile.torch_compile=false",
+)
 """Keys that no graph depends on, so that a run can be traced before its data is there."""
 
-REPLACED = {"backend.name": "xla", "backend.layers": "native"}
+REPLACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain"}
 """Keys whose other values cannot be traced here, and what is traced in their place."""
 
 

@@ -32,6 +32,7 @@ _COMPILER = "compiler/neuronx-cc/api-reference-guide/index.rst"
 _RUNTIME = "neuron-runtime/guides/configuration-guide.rst"
 _MULTI_NODE = "frameworks/torch/torch-neuronx/setup-trn1-multi-node-execution.rst"
 _LOGICAL_CORES = "about-neuron/arch/neuron-features/logical-neuroncore-config.rst"
+_NXD_TRAINING = "release-notes/components/nxd-training.rst"
 _HLAT = "https://github.com/awslabs/HLAT"
 _SAME_NAME = {"-lnc": "--logical-nc-config", "--lnc": "--logical-nc-config"}
 
@@ -69,12 +70,14 @@ class Environment:
         sdk: Release that it is for.
         variables: Environment variables, but for the compiler's flags.
         compiler_flags: Flags of the compiler and of the cache around it.
+        barred: Variables and flags that must not have such a value; `instead` is the way out.
         xla: It is for PyTorch/XLA, on which some variables do harm.
     """
 
     sdk: SdkVersion
     variables: tuple[Variable, ...]
     compiler_flags: tuple[Variable, ...]
+    barred: tuple[Variable, ...] = ()
     xla: bool = True
 
     def conflicts(self, environ: Mapping[str, str]) -> list[Problem]:
@@ -89,12 +92,19 @@ class Environment:
             theirs = environ.get(ours.name, ours.value)
             if ours.instead and theirs != ours.value and ours.name not in dead:
                 problems.append(Problem(ours.name, f"{theirs}, but this run needs {ours.value}", ORIGIN, ours.instead))
+        for bar in self.barred:
+            if environ.get(bar.name) == bar.value:
+                problems.append(Problem(bar.name, f"{bar.value} {bar.reason}", ORIGIN, bar.instead))
         flags = {_canonical(flag.name): flag for flag in self.compiler_flags}
+        bars = {(bar.name, bar.value): bar for bar in self.barred}
         (cache,) = (variable.value for variable in self.variables if variable.name in {CACHE, NATIVE_CACHE})
         for name, value, text in _parse(environ.get(COMPILER_FLAGS, "")):
             if name == "--cache-dir" and value != cache:
                 reason = f"{text} would win over compile.cache_dir={cache}"
                 problems.append(Problem(COMPILER_FLAGS, reason, ORIGIN, f"use compile.cache_dir={value} instead"))
+            elif (name, value) in bars:
+                bar = bars[name, value]
+                problems.append(Problem(COMPILER_FLAGS, f"{text} {bar.reason}", ORIGIN, bar.instead))
             elif name in flags and value != flags[name].value:
                 reason = f"{text}, but this run needs {flags[name].flag}"
                 problems.append(Problem(COMPILER_FLAGS, reason, ORIGIN, flags[name].instead or "leave it out"))
@@ -117,9 +127,17 @@ class Environment:
         return " ".join([*(flag.flag for flag in self.compiler_flags), *added])
 
 
-def neuron_environment(config: RunConfig, instance: Instance, sdk: SdkVersion) -> Environment:
-    """What a configuration needs on an instance under a release of the SDK; reads and writes no environment."""
-    return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(_compiler_flags(config, instance)))
+def neuron_environment(config: RunConfig, instance: Instance, sdk: SdkVersion, *, flash: bool = False) -> Environment:
+    """What a configuration needs on an instance under a release of the SDK; reads and writes no environment.
+
+    Args:
+        config: The run.
+        instance: The machine.
+        sdk: The release.
+        flash: Attention is NKI's kernel.
+    """
+    flags = _compiler_flags(config, instance, flash=flash)
+    return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(flags), _BESIDE_FLASH if flash else ())
 
 
 def native_environment(config: RunConfig, instance: Instance, sdk: SdkVersion) -> Environment:
@@ -136,7 +154,25 @@ _AUTO_CAST = Variable(
 )
 
 
-def _compiler_flags(config: RunConfig, instance: Instance) -> list[Variable]:
+_BESIDE_FLASH = (
+    Variable(
+        "--distribution-strategy",
+        "llm-training",
+        "may not stand beside NKI kernels, and attention is one",
+        f"{_NXD_TRAINING}, 1.2.0",
+        "leave it out, or use backend.attention=plain",
+    ),
+    Variable(
+        "XLA_DOWNCAST_BF16",
+        "0",
+        "makes NeuronX Distributed's flash attention keep its sums of exponentials in bf16",
+        "https://github.com/aws-neuron/neuronx-distributed/blob/v0.18.0/src/neuronx_distributed/kernels/flash_attn.py",
+        "unset it",
+    ),
+)
+
+
+def _compiler_flags(config: RunConfig, instance: Instance, *, flash: bool) -> list[Variable]:
     flags = [
         Variable("--model-type", "transformer", "optimizations for transformers", _COMPILER),
         _AUTO_CAST,
@@ -151,9 +187,9 @@ def _compiler_flags(config: RunConfig, instance: Instance) -> list[Variable]:
     if instance.physical_cores > 1:
         reason = f"graphs for cores of {instance.physical_cores} physical ones, as the runtime has them"
         flags.append(Variable("--logical-nc-config", str(instance.physical_cores), reason, _LOGICAL_CORES))
-    if config.model.preset.startswith("llama2"):
+    if config.model.preset.startswith("llama2") and not flash:
         reason = "AWS keeps it for Llama 2, found other models slower with it, and bars it beside NKI kernels"
-        source = "release-notes/components/nxd-training.rst, 1.1.0 and 1.2.0"
+        source = f"{_NXD_TRAINING}, 1.1.0 and 1.2.0"
         flags.append(Variable("--distribution-strategy", "llm-training", reason, source))
     return flags
 

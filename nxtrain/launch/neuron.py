@@ -7,13 +7,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nxtrain.backends.base import AttentionShape
 from nxtrain.backends.neuron import torchneuron
+from nxtrain.backends.neuron.attention import Attention, choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
-from nxtrain.backends.neuron.sdk import RECOMMENDED, detect, support
+from nxtrain.backends.neuron.sdk import RECOMMENDED, SdkVersion, detect, installed, support
 from nxtrain.compile.location import cache_folder
+from nxtrain.config.check import resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
+from nxtrain.family import find_family
 from nxtrain.launch.environment import SOURCES, Variable, native_environment, neuron_environment
 
 
@@ -66,16 +70,21 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
         config = config.model_copy(update={"compile": config.compile.model_copy(update=cache)})
     except ConfigError as error:
         problems += error.problems
+    about = [f"sources without a host are pages of {SOURCES}"]
     if native:
         environment = native_environment(config, instance, sdk or torchneuron.SDK)
     else:
-        environment = neuron_environment(config, instance, sdk or RECOMMENDED)
-    about = (
-        f"{instance.name}, Neuron SDK {environment.sdk}{assumed}",
-        f"sources without a host are pages of {SOURCES}",
-    )
+        flash = False
+        try:
+            if attention := _attention(config, instance, sdk or RECOMMENDED):
+                about.insert(0, str(attention))
+                flash = attention.flash
+        except ConfigError as error:
+            problems += error.problems
+        environment = neuron_environment(config, instance, sdk or RECOMMENDED, flash=flash)
+    about.insert(0, f"{instance.name}, Neuron SDK {environment.sdk}{assumed}")
     problems += [*environment.conflicts(environ), *_misfits(config, instance, num_ranks)]
-    return Needs(about, environment.beside(environ), tuple(problems))
+    return Needs(tuple(about), environment.beside(environ), tuple(problems))
 
 
 def adopt(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
@@ -100,6 +109,14 @@ def adopt(config: RunConfig, environ: Mapping[str, str], local_world: int) -> No
     complete = {**environ, **{variable.name: variable.value for variable in wanted.variables}}
     if complete != environ:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
+
+
+def _attention(config: RunConfig, instance: Instance, sdk: SdkVersion) -> Attention | None:
+    try:
+        shape = AttentionShape.of(config, find_family(config.model.family), resolve_model(config))
+    except ConfigError:  # what is wrong with the model is said by those who check it
+        return None
+    return choose(config.backend.attention, shape, instance, sdk, installed("neuronx-distributed"))
 
 
 def _unknown(name: str) -> Problem:

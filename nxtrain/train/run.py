@@ -11,7 +11,7 @@ from typing import Literal
 from rich.console import Console
 
 from nxtrain.backends import choose, open_backend
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import AttentionShape, Backend
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import save
@@ -65,6 +65,9 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     say = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not leader).print
     degrees = f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
     say(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
+    backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.family, plan.model))
+    for note in backend.notes():
+        say(note)
     if backend.extracts:
         rehearse(plan, backend, mesh, say)
         return

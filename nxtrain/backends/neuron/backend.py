@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from nxtrain.backends.base import Support
+from nxtrain.backends.base import AttentionShape, Support
 from nxtrain.backends.neuron import sdk
+from nxtrain.backends.neuron.attention import Attention, choose
+from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.rounding import RoundingKey
 from nxtrain.backends.shell import extracting, refuse_dead_variables
@@ -16,16 +18,32 @@ from nxtrain.backends.xla import XlaBackend, XlaKernels
 
 
 class NeuronKernels(XlaKernels):
-    """Kernels of a device that rounds every cast from float32 at random (`NEURON_RT_STOCHASTIC_ROUNDING_EN=1`).
+    """Kernels of Trainium.
 
-    The bits come from the hardware's generator instead of the key: other bits than on other backends, and not those
-    of the step after a resume.
+    Args:
+        rounds: The device rounds every cast from float32 at random (`NEURON_RT_STOCHASTIC_ROUNDING_EN=1`), with bits
+            from the hardware's generator instead of the key: others than on other backends, and not those of the step
+            after a resume.
+        flash: NKI's attention; None: elementary operations.
+        lnc: Physical cores that share its work.
 
     Source: about-neuron/arch/neuron-features/rounding-modes.rst in https://github.com/aws-neuron/aws-neuron-sdk.
     """
 
+    def __init__(self, *, rounds: bool, flash: FlashFunction | None = None, lnc: int = 1) -> None:
+        super().__init__()
+        self.rounds, self.flash, self.lnc = rounds, flash, lnc
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.flash is None:
+            return super().attention(q, k, v)
+        return flash_attention(self.flash, self.lnc, q, k, v)
+
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-        out.copy_(x)
+        if self.rounds:
+            out.copy_(x)
+        else:
+            super().stochastic_round(x, out, key, step)
 
 
 class NeuronBackend(XlaBackend):
@@ -44,13 +62,14 @@ class NeuronBackend(XlaBackend):
     """
 
     name = "neuron"
+    _attention: Attention | None = None
 
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
         refuse_dead_variables(os.environ, sdk.detect())
         super().__init__(hang_timeout_s=hang_timeout_s)
         self.extracts = extracting(os.environ)
-        if os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN") == "1":
-            self.kernels = NeuronKernels()
+        self._rounds = os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN") == "1"
+        self.kernels = NeuronKernels(rounds=self._rounds)
 
     @staticmethod
     def support() -> Support:
@@ -61,6 +80,15 @@ class NeuronBackend(XlaBackend):
             return super().fetch(values)
         self.step_boundary()
         return dict.fromkeys(values, 1.0)
+
+    def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
+        found = choose(wanted, shape, this_machine(), sdk.detect(), sdk.installed("neuronx-distributed"))
+        function = load() if found.flash else None
+        self.kernels = NeuronKernels(rounds=self._rounds, flash=function, lnc=found.lnc)
+        self._attention = found
+
+    def notes(self) -> tuple[str, ...]:
+        return (str(self._attention),) if self._attention else ()
 
     def peak_flops(self) -> float | None:
         instance = this_machine()

@@ -155,25 +155,34 @@ def test_a_dead_variable_is_refused_by_every_xla_device(
         open_backend(name)
 
 
-@pytest.mark.parametrize(("enabled", "kernels"), [("1", NeuronKernels), ("0", XlaKernels), ("", XlaKernels)])
-def test_rounding_is_left_to_the_hardware_only_where_it_rounds(
-    monkeypatch: pytest.MonkeyPatch, enabled: str, kernels: type[XlaKernels]
-) -> None:
+@pytest.fixture
+def no_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends and kernels that claim no device."""
     monkeypatch.setattr(XlaKernels, "__init__", lambda _: None)
+    monkeypatch.setattr(XlaBackend, "__init__", lambda _, **__: None)
 
-    def claim_nothing(backend: XlaBackend, *, hang_timeout_s: float) -> None:
-        backend.kernels = XlaKernels()
 
-    monkeypatch.setattr(XlaBackend, "__init__", claim_nothing)
+@pytest.mark.usefixtures("no_xla")
+@pytest.mark.parametrize(("enabled", "rounds"), [("1", True), ("0", False), ("", False)])
+def test_rounding_is_left_to_the_hardware_only_where_it_rounds(
+    monkeypatch: pytest.MonkeyPatch, enabled: str, rounds: bool
+) -> None:
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", enabled)
-    assert type(NeuronBackend().kernels) is kernels
+    kernels = NeuronBackend().kernels
+    assert isinstance(kernels, NeuronKernels)
+    assert kernels.rounds is rounds
 
 
-def test_hardware_rounding_is_a_plain_cast() -> None:
+@pytest.mark.usefixtures("no_xla")
+def test_hardware_rounding_is_a_plain_cast_and_software_rounding_that_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     x, empty = torch.tensor([[1.001, -3.0]]), torch.empty(0)
     out, key = torch.empty(1, 2, dtype=torch.bfloat16), RoundingKey(empty, empty, empty, empty, begins_odd=False)
-    object.__new__(NeuronKernels).stochastic_round(x, out, key, empty)
+    NeuronKernels(rounds=True).stochastic_round(x, out, key, empty)
     assert torch.equal(out, x.to(torch.bfloat16))
+    asked: list[object] = []
+    monkeypatch.setattr(XlaKernels, "stochastic_round", lambda *args: asked.extend(args[1:]))
+    NeuronKernels(rounds=False).stochastic_round(x, out, key, empty)
+    assert asked[0] is x
 
 
 @pytest.mark.parametrize(("product", "peak"), [("trn1.32xlarge\n", 95e12), ("trn2u.48xlarge", 166.75e12), ("m5", None)])

@@ -142,6 +142,20 @@ def test_the_distribution_strategy_is_for_llama_2_alone(preset: str, has: bool) 
     assert ("--distribution-strategy=llm-training" in flags) is has
 
 
+def test_the_distribution_strategy_never_stands_beside_the_flash_kernel() -> None:
+    def conflicts(flash: bool, **shell: str) -> list[tuple[str, str]]:
+        config = run(model={"preset": "llama2-7b"})
+        found = neuron_environment(config, INSTANCES["trn1.32xlarge"], RECOMMENDED, flash=flash)
+        assert any(flag.name == "--distribution-strategy" for flag in found.compiler_flags) is not flash
+        return [(problem.key, problem.hint) for problem in found.conflicts(shell)]
+
+    strategy, downcast = {"NEURON_CC_FLAGS": "--distribution-strategy llm-training"}, {"XLA_DOWNCAST_BF16": "0"}
+    assert conflicts(False, **strategy, **downcast) == []
+    assert conflicts(True, **strategy) == [("NEURON_CC_FLAGS", "leave it out, or use backend.attention=plain")]
+    assert conflicts(True, **downcast) == [("XLA_DOWNCAST_BF16", "unset it")]
+    assert conflicts(True, NEURON_CC_FLAGS="-O1") == []
+
+
 def test_everything_has_a_reason_and_all_but_thread_counts_a_source() -> None:
     found = environment("trn2.48xlarge", cluster={"nodes": 2}, model={"preset": "llama2-7b"})
     for variable in (*found.variables, *found.compiler_flags):

@@ -14,6 +14,7 @@ from nxtrain import cli
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.neuron.sdk import Package
 from nxtrain.compile.location import host_name
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
@@ -110,6 +111,36 @@ def test_the_instance_is_that_of_this_machine_unless_it_is_named(monkeypatch: py
     monkeypatch.setattr(neuron, "this_machine", lambda: None)
     with pytest.raises(ConfigError, match=r"cluster\.instance \(default\): not set.*\n.*trn1\.32xlarge"):
         render(TINY, ["backend.name=neuron"], None, {})
+
+
+LLAMA2 = ("model.preset=llama2-7b", "train.seq_len=4096", "parallel.tp=8", "precision.params=bf16")
+STRATEGY = "--distribution-strategy=llm-training"
+
+
+@pytest.mark.parametrize(
+    ("attention", "distributed", "flash"),
+    [("auto", "0.17.26814", True), ("auto", "", False), ("plain", "0.17.26814", False), ("flash", "0.17.26814", True)],
+)
+def test_compiler_flags_follow_the_attention_that_a_rank_will_choose(
+    monkeypatch: pytest.MonkeyPatch, attention: str, distributed: str, flash: bool
+) -> None:
+    package = Package("neuronx-distributed", distributed) if distributed else None
+    monkeypatch.setattr(neuron, "installed", lambda _: package)
+    overrides = [*LLAMA2, f"backend.attention={attention}", "backend.name=neuron", "cluster.instance=trn1.32xlarge"]
+    config = load(TINY, [*overrides, "precision.update=fp32_master"]).config
+    wanted = neuron.needs(config, {}, 8)
+    assert wanted.problems == ()
+    assert any(line.startswith("flash attention" if flash else "plain attention") for line in wanted.about)
+    (flags,) = (variable.value for variable in wanted.variables if variable.name == "NEURON_CC_FLAGS")
+    assert (STRATEGY in flags) is not flash
+
+
+def test_attention_that_cannot_be_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neuron, "installed", lambda _: None)
+    with pytest.raises(ConfigError, match=r"backend\.attention \(override\): flash cannot be had: neuronx-distributed"):
+        render(TINY, [*ON_TRN2, "backend.attention=flash"], None, {})
+    with pytest.raises(ConfigError, match=r"flash is NKI's kernel for backend\.name=neuron, not for cpu"):
+        render(TINY, ["backend.name=cpu", "backend.attention=flash"], None, {})
 
 
 def test_torchneuron_is_for_the_second_generation() -> None:

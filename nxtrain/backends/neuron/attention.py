@@ -1,0 +1,109 @@
+"""Which attention a run on PyTorch/XLA has: NKI's flash kernel, or elementary operations. Readable without torch.
+
+The kernel is that of NeuronX Distributed's `nki_flash_attn_func`. Its conditions are what this function and the kernels
+behind it assert: src/neuronx_distributed/kernels/flash_attn.py in https://github.com/aws-neuron/neuronx-distributed at
+fbac349 (v0.18); `flash_fwd` and `flash_attn_bwd`, src/nki_samples/reference/attention.py in
+https://github.com/aws-neuron/nki-samples at 0898a77.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nxtrain.backends.base import AttentionShape
+from nxtrain.backends.neuron.hardware import Instance
+from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion
+from nxtrain.errors import ConfigError, Problem
+
+SEQUENCE_TILE = 2048
+"""Tokens that the kernel takes at a time."""
+
+MAX_HEAD_SIZE = 128
+"""Rows of the matrix that it multiplies with."""
+
+LAST_SDK = SdkVersion(2, 29)
+"""Later compilers refuse kernels written in `neuronxcc.nki`, as this one is.
+
+Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://github.com/aws-neuron/aws-neuron-sdk.
+"""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How attention is computed.
+
+    Args:
+        flash: By the kernel.
+        reason: Why, in words.
+        lnc: Physical cores that share the kernel's work.
+    """
+
+    flash: bool
+    reason: str
+    lnc: int = 1
+
+    def __str__(self) -> str:
+        """As people are told."""
+        return f"{'flash' if self.flash else 'plain'} attention: {self.reason}"
+
+
+def choose(
+    wanted: str, shape: AttentionShape, instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None
+) -> Attention:
+    """Choose the kernel where it can be had, unless something else is wanted.
+
+    Args:
+        wanted: `auto`, `plain` or `flash`.
+        shape: What is to be computed.
+        instance: The machine.
+        sdk: Release of the Neuron SDK.
+        distributed: What is installed as neuronx-distributed.
+
+    Raises:
+        ConfigError: The kernel is wanted and cannot be had.
+    """
+    if wanted == "plain":
+        return Attention(False, f"as backend.attention=plain asks; {_cost(shape)}")
+    obstacles = [*_lacking(instance, sdk, distributed), *_misfits(shape, instance)]
+    if not obstacles:
+        assert instance is not None
+        assert distributed is not None
+        reason = f"NKI's kernel of neuronx-distributed {distributed.version}, Neuron SDK {sdk}"
+        return Attention(True, reason, instance.physical_cores)
+    if wanted == "flash":
+        reason = f"flash cannot be had: {'; '.join(obstacles)}"
+        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
+    return Attention(False, f"{'; '.join(obstacles)}. {_cost(shape)}")
+
+
+def _lacking(instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None) -> Iterator[str]:
+    if instance is None:
+        yield "this machine is no Trainium instance that nxtrain knows"
+    if sdk is None:
+        yield "no known release of the Neuron SDK is installed"
+    elif sdk > LAST_SDK:
+        yield f"the compiler of Neuron SDK {sdk} refuses NKI kernels of the old namespace, unlike that of {LAST_SDK}"
+    if distributed is None:
+        version = f" {RELEASES[sdk].neuronx_distributed}" if sdk else ""
+        yield f"neuronx-distributed{version}, which calls NKI's kernel, is not installed"
+    elif distributed.placeholder:
+        yield f"neuronx-distributed {distributed.version} is PyPI's empty placeholder"
+
+
+def _misfits(shape: AttentionShape, instance: Instance | None) -> Iterator[str]:
+    if shape.params != "bf16":
+        yield f"NKI's kernel multiplies in bf16, which precision.params={shape.params} does not ask for"
+    if shape.seq_len % SEQUENCE_TILE:
+        yield f"train.seq_len={shape.seq_len} is no multiple of {SEQUENCE_TILE}, as NKI's kernel needs"
+    if shape.head_size > MAX_HEAD_SIZE:
+        yield f"heads are {shape.head_size} wide, and NKI's kernel takes {MAX_HEAD_SIZE} at most"
+    if instance is not None and shape.num_heads % instance.physical_cores:
+        cores = instance.physical_cores
+        yield f"{shape.num_heads} query heads per rank do not divide over the {cores} physical cores of a logical one"
+
+
+def _cost(shape: AttentionShape) -> str:
+    size = 2 if shape.params == "bf16" else 4
+    mib = shape.micro_batch * shape.num_heads * shape.seq_len**2 * size / 2**20
+    return f"Each block's scores take {mib:,.0f} MiB (micro_batch x heads per rank x seq_len^2 x {size} bytes)"

@@ -1,0 +1,75 @@
+"""Attention by NKI's flash kernel, through the function that NeuronX Distributed has for it.
+
+Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from nxtrain.backends.kernels import repeat_heads
+from nxtrain.errors import BackendError
+
+
+class FlashFunction(Protocol):
+    """`nki_flash_attn_func` of NxD 0.16 to 0.18, as it is called here."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        lnc: int,
+        softmax_scale: float,
+        causal: bool,
+        mixed_precision: bool,
+        transpose_nki_inputs: bool,
+    ) -> Tensor:
+        """Three of (B, N, H, S) to (B, N, S, H), and not to what its docstring says."""
+        ...
+
+
+def load() -> FlashFunction:
+    """NxD's function.
+
+    Raises:
+        BackendError: It cannot be imported.
+    """
+    try:
+        from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
+    except ImportError as error:
+        raise BackendError(
+            f"neuronx-distributed is installed, but its flash attention cannot be imported: {error}; use "
+            "backend.attention=plain, or install packages of one release of the Neuron SDK"
+        ) from error
+    return cast(FlashFunction, nki_flash_attn_func)
+
+
+def flash_attention(function: FlashFunction, lnc: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`Kernels.attention` by a function that takes as many key/value heads as query heads.
+
+    Args:
+        function: NxD's.
+        lnc: Physical cores that share its work.
+        q: (S, B, N, H).
+        k, v: (S, B, K, H).
+    """
+    repeats = q.shape[2] // k.shape[2]
+    q, k, v = (x.permute(1, 2, 3, 0) for x in (q, k, v))
+    if repeats > 1:
+        k, v = (repeat_heads(x, repeats) for x in (k, v))
+    out = function(
+        q,
+        k,
+        v,
+        lnc=lnc,
+        softmax_scale=1.0 / math.sqrt(q.shape[2]),
+        causal=True,
+        mixed_precision=True,  # products in bf16, sums and softmax in float32
+        transpose_nki_inputs=True,  # the layout above, which saves the kernel's own transposition
+    )
+    return out.permute(2, 0, 1, 3)
