@@ -2,7 +2,7 @@
 
 Nothing here touches a device or a process group, so one process can hold the mesh of rank 3001 of 4096. Ranks are laid
 out as [pp, dp, tp], tensor parallel fastest, so that the ranks that talk most are the nearest cores (the order of NxD
-and of Megatron-LM).
+and of Megatron-LM), unless a machine is wired otherwise and gives an order of its own.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Mesh:
         rank: This rank, 0 <= rank < world.
         pp_size, dp_size, tp_size: Degrees; their product is `world`.
         shard_size: Adjacent data parallel ranks that cut training state between them; divides `dp_size`.
+        order: Every rank once, in the places [pp, dp, tp] that they take; empty for ascending.
     """
 
     world: int
@@ -58,9 +59,12 @@ class Mesh:
     dp_size: int = 1
     tp_size: int = 1
     shard_size: int = 1
+    order: tuple[int, ...] = field(default=(), repr=False)
 
     @staticmethod
-    def build(world: int, rank: int, *, tp: int = 1, pp: int = 1, dp: int = 0, shard: int = 1) -> Mesh:
+    def build(
+        world: int, rank: int, *, tp: int = 1, pp: int = 1, dp: int = 0, shard: int = 1, order: tuple[int, ...] = ()
+    ) -> Mesh:
         """Lay out a world; `dp=0` takes what tp and pp leave over, `shard=0` cuts state over all of dp.
 
         Raises:
@@ -94,8 +98,9 @@ class Mesh:
             )
         if problems:
             raise ConfigError(problems)
+        assert not order or sorted(order) == list(range(world)), "an order has every rank once"
         dp = world // (tp * pp)
-        return Mesh(world, rank, pp, dp, tp, shard or dp)
+        return Mesh(world, rank, pp, dp, tp, shard or dp, order)
 
     @cached_property
     def pp(self) -> Axis:
@@ -137,6 +142,11 @@ class Mesh:
         """Every rank."""
         return self.over("pp", "dp", "tp")
 
+    @cached_property
+    def _place(self) -> int:
+        """Where this rank stands in [pp, dp, tp]."""
+        return self.order.index(self.rank) if self.order else self.rank
+
     def over(self, *names: str) -> Axis:
         """The axis that spans the named ones; `over("pp", "tp")` groups the ranks that differ only in those."""
         replicas = self.dp_size // self.shard_size
@@ -149,8 +159,10 @@ class Mesh:
             grow = members if part in parts else starts
             grow[:] = [base + i * stride for base in grow for i in range(size)]
             if part in parts:
-                own += stride * (self.rank // stride % size)
+                own += stride * (self._place // stride % size)
         groups = tuple(tuple(start + member for member in members) for start in starts)
+        if self.order:
+            groups = tuple(tuple(self.order[place] for place in group) for group in groups)
         return Axis("x".join(names), members.index(own), groups)
 
 

@@ -9,7 +9,7 @@ from nxtrain.backends.shell import EXTRACTION, extracting
 from nxtrain.errors import BackendError
 
 if TYPE_CHECKING:
-    from nxtrain.backends.base import Backend
+    from nxtrain.backends.base import Backend, Support
 
 # An environment has torch-neuronx for PyTorch/XLA or that of TorchNeuron, never both: the first two exclude each other.
 _ORDER = ("neuron", "neuron-native", "cuda", "cpu")
@@ -31,15 +31,49 @@ def choose(name: str) -> tuple[str, str]:
     raise BackendError("no backend can run here: " + "; ".join(reasons))
 
 
-def open_backend(name: str, hang_timeout_s: float = 1800.0) -> Backend:
+def choose_layers(name: str, backend: str) -> tuple[str, str]:
+    """Name the parallel layers to take and say why; `auto` takes NeuronX Distributed's on Neuron devices.
+
+    Args:
+        name: `auto`, `native` or `nxd`.
+        backend: Name of the backend that was chosen.
+
+    Raises:
+        BackendError: `nxd` cannot run here; the message says why.
+    """
+    if name == "native":
+        return name, "backend.layers=native"
+    support = _distributed_support(backend)
+    if name == "nxd":
+        if not support.ok:
+            raise BackendError(f"backend.layers=nxd cannot run here: {support.reason}; or use backend.layers=native")
+        return name, support.reason
+    if support.ok and backend != "neuron":
+        return "native", f"on {backend} NeuronX Distributed is for tests"
+    return "nxd" if support.ok else "native", support.reason
+
+
+def _distributed_support(backend: str) -> Support:
+    from nxtrain.backends.base import Support
+    from nxtrain.backends.neuron.sdk import distributed_support
+
+    if backend == "neuron":
+        return distributed_support()
+    if backend == "cpu" and os.environ.get("NXD_CPU_MODE", "0") == "1":  # its own switch, for tests
+        return distributed_support()
+    return Support(False, f"NeuronX Distributed runs on backend.name=neuron, not on {backend}")
+
+
+def open_backend(name: str, hang_timeout_s: float = 1800.0, layers: str = "native") -> Backend:
     """Claim this rank's device and join its process group.
 
     Args:
         name: `cpu`, `cuda`, `xla`, `neuron` or `neuron-native`.
         hang_timeout_s: Seconds that a collective waits for the other ranks before it fails.
+        layers: `native` or `nxd`.
 
     Raises:
-        BackendError: The backend cannot run here; the message says why.
+        BackendError: The backend or the layers cannot run here; the message says why.
     """
     backend = _load(name)(hang_timeout_s=hang_timeout_s)
     if extracting(os.environ) and not backend.extracts:
@@ -48,6 +82,14 @@ def open_backend(name: str, hang_timeout_s: float = 1800.0) -> Backend:
             f"{EXTRACTION}=1, as neuron_parallel_compile sets it, asks for the graphs of Neuron devices, but the "
             f"backend is {name}, which would train; unset it, or use backend.name=neuron on a Trainium instance"
         )
+    if layers == "nxd":
+        from nxtrain.backends.neuron.nxd.binding import NxdBinding
+
+        try:
+            backend.binding = NxdBinding(backend.device)
+        except BackendError:
+            backend.close()
+            raise
     return backend
 
 

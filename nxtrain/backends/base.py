@@ -280,6 +280,52 @@ class LayerSet(ABC):
         """Scores over the vocabulary and the loss on them."""
 
 
+class Binding:
+    """What a vendor's library does in place of our own code for one rank; this one, which has no library, nothing.
+
+    Attributes:
+        name: Of the layers, as in `backend.layers`.
+    """
+
+    name = "native"
+
+    def rank_order(self, *, tp: int, pp: int) -> tuple[int, ...]:
+        """Every rank once, in the places [pp, dp, tp] that suit the wiring of the machine; empty for ascending.
+
+        Raises:
+            BackendError: The library cannot lay out these degrees.
+        """
+        return ()
+
+    def layers(self, native: LayerSet, mesh: Mesh, dtype: torch.dtype) -> LayerSet:
+        """The layers to build a model of.
+
+        Args:
+            native: Our own, for what the library lacks or has wrong.
+            mesh: The axes of this rank.
+            dtype: Type of the weights.
+
+        Raises:
+            BackendError: The library lays out the ranks in another way than the mesh.
+        """
+        return native
+
+    def mark(self, model: nn.Module, tp: Axis) -> None:
+        """Tell the library how the parameters are cut; called when they have their storage and are not replaced."""
+
+    def start_average(
+        self, grads: Sequence[Tensor], dp: Axis, dtype: torch.dtype, comm: Collectives
+    ) -> Pending[list[Tensor]]:
+        """Average gradients over all data parallel ranks in a type.
+
+        The gradients keep their values, and may be freed at once.
+        """
+        return comm.start_all_reduce_bucket(grads, dp, dtype, scale=1.0 / dp.size)
+
+    def close(self) -> None:
+        """Forget the ranks."""
+
+
 class Backend(ABC):
     """One kind of device: where tensors live, how ranks talk, and when work is handed over.
 
@@ -294,6 +340,7 @@ class Backend(ABC):
         host_kernels: The same for what is kept in host memory.
         extracts: It computes nothing, since graphs are being collected to be compiled; what is fetched has no meaning.
         host_group: Group of all ranks that carries host objects; None: torch's default group does.
+        binding: What a vendor's library does in place of our own code.
     """
 
     name: str
@@ -308,6 +355,7 @@ class Backend(ABC):
     host_kernels: Kernels
     extracts: bool = False
     host_group: ProcessGroup | None = None
+    binding: Binding = Binding()
 
     @abstractmethod
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
@@ -385,3 +433,4 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Leave the process group and free the device."""
+        self.binding.close()

@@ -109,6 +109,7 @@ class C10dCollectives(Collectives):
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
+        _assert_ascending(axis)
         if torch.compiler.is_compiling():
             return _Traced(_FUNCTIONAL.all_gather_into_tensor(x, axis.size, self.group(axis).group_name))
         out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
@@ -117,6 +118,7 @@ class C10dCollectives(Collectives):
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
+        _assert_ascending(axis)
         if torch.compiler.is_compiling():
             out = _FUNCTIONAL.reduce_scatter_tensor(x, "sum", axis.size, self.group(axis).group_name)
             return _Traced(out, scale=scale)
@@ -171,6 +173,7 @@ class C10dBackend(Backend):
         return self.collectives.device_mesh(self.device.type, mesh)
 
     def close(self) -> None:
+        super().close()
         if self.world > 1:
             dist.destroy_process_group()
 
@@ -187,6 +190,11 @@ class AcceleratorBackend(C10dBackend):
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return self.put(torch.tensor(values, dtype=torch.float32)).unbind()
+
+
+def _assert_ascending(axis: Axis) -> None:
+    # A process group counts its ranks so, whatever the order that it was made with.
+    assert all(a < b for a, b in zip(axis.groups[0], axis.groups[0][1:], strict=False)), axis.groups[0]
 
 
 def _started(work: dist.Work | None) -> dist.Work:

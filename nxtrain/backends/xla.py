@@ -186,6 +186,7 @@ class XlaBackend(Backend):
             self._hosts.compare(f"{self._compared}, graph {self._num_compared}", graph)
 
     def close(self) -> None:
+        super().close()
         if self._hosts is not None:
             dist.destroy_process_group()
 

@@ -24,7 +24,6 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
     ("data.doc_mask", (False,), "masks between documents; use false"),
     ("checkpoint.async", (False,), "checkpoints in the background; use false"),
-    ("backend.layers", ("auto", "native"), "NeuronX Distributed layers; use native"),
 )
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
@@ -71,7 +70,7 @@ def resolve(loaded: Loaded, world: int | None) -> Resolved:
     """
     config = loaded.config
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
-    problems += [*_precision(config), *_sharding(config), *_compile(config), *_data(loaded)]
+    problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config), *_data(loaded)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -234,6 +233,17 @@ def _compile(config: RunConfig) -> Iterator[Problem]:
     if config.compile.torch_compile and config.backend.name in ON_XLA:
         reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
         yield Problem("compile.torch_compile", reason, hint="use false; cpu, cuda and neuron-native have the choice")
+
+
+def _layers(config: RunConfig) -> Iterator[Problem]:
+    if config.backend.layers != "nxd":
+        return
+    if config.backend.name not in ("auto", "neuron", "cpu"):  # on cpu it runs for tests
+        reason = f"nxd runs on the backend neuron, not on {config.backend.name}"
+        yield Problem("backend.layers", reason, hint="use backend.layers=native")
+    elif config.parallel.shard in FULLY_SHARDED:
+        reason = f"nxd has layers of whole parameters, but parallel.shard={config.parallel.shard} cuts them further"
+        yield Problem("backend.layers", reason, hint="use backend.layers=native, or parallel.shard=zero1")
 
 
 def _data(loaded: Loaded) -> Iterator[Problem]:

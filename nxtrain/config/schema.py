@@ -194,7 +194,7 @@ class BackendConfig(Section):
     name: Literal["auto", "cpu", "cuda", "xla", "neuron", "neuron-native"] = "auto"
     """Kind of device; auto takes the best one present and says why."""
     layers: Literal["auto", "native", "nxd"] = "auto"
-    """Parallel layers: our own, or NeuronX Distributed's."""
+    """Parallel layers: our own, or NeuronX Distributed's; auto takes the latter on neuron, where they are installed."""
     attention: Literal["auto", "plain", "flash"] = "auto"
     """On backend.name=neuron, attention by elementary operations or by NKI's flash kernel; auto says why which."""
 

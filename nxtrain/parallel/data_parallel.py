@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Collectives, Pending
+from nxtrain.backends.base import Binding, Collectives, Pending
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout
 
@@ -146,13 +146,30 @@ class Bucketed(DataParallel):
 
 
 class Replicated(Bucketed):
-    """Every rank updates everything, from gradients that all have."""
+    """Every rank updates everything, from gradients that all have.
+
+    Args:
+        parameters, layout, comm, how, put: As `Bucketed` has them.
+        binding: Averages; None: as our own code does.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layout: Layout,
+        comm: Collectives,
+        how: Reduction,
+        put: Callable[[Tensor], Tensor],
+        binding: Binding | None = None,
+    ) -> None:
+        super().__init__(parameters, layout, comm, how, put)
+        self._binding = binding or Binding()
 
     def publish(self) -> None:
         """Nothing: the parameters themselves were updated."""
 
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
-        return self._comm.start_all_reduce_bucket(grads, self._dp, self._precision.reduce, scale=1.0 / self._dp.size)
+        return self._binding.start_average(grads, self._dp, self._precision.reduce, self._comm)
 
 
 class Zero1(Bucketed):

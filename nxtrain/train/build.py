@@ -29,7 +29,18 @@ from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.step import TrainState
 
 
-def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int) -> Mesh:
+def mesh_of(plan: Resolved, backend: Backend) -> Mesh:
+    """Lay out the world of a backend as configured, in the order of ranks that its library wants.
+
+    Raises:
+        ConfigError: The degrees do not fit the world.
+        BackendError: The library cannot lay them out.
+    """
+    order = backend.binding.rank_order(tp=plan.config.parallel.tp, pp=plan.config.parallel.pp)
+    return build_mesh(plan, backend.world, backend.rank, backend.local_world, order)
+
+
+def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order: tuple[int, ...] = ()) -> Mesh:
     """Lay out a world as configured.
 
     Raises:
@@ -38,7 +49,7 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int) -> Me
     parallel = plan.config.parallel
     within_node = parallel.shard_size or max(1, ranks_per_node // (parallel.tp * parallel.pp))
     shard = {"none": 1, "hybrid": within_node}.get(parallel.shard, 0)
-    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard)
+    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard, order=order)
     if parallel.offload and mesh.shard_size == 1:
         reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
         raise ConfigError([Problem("parallel.offload", reason, hint="use false, or start more ranks")])
@@ -72,6 +83,7 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
     """Give a model on the meta device its storage, sharded over the data parallel ranks where that is asked for."""
     if not is_fully_sharded(plan, mesh):
         materialize(model, backend.put, fill)
+        backend.binding.mark(model, mesh.tp)
         return
     parallel, precision = plan.config.parallel, Precision.of(plan.config.precision)
     sharding = Sharding(
@@ -98,8 +110,9 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     run = plan.config
     dtype = Precision.of(run.precision).params
     parallel = TensorParallel(mesh.tp, backend.collectives, dtype, run.parallel.sequence_parallel and mesh.tp.size > 1)
+    native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
     context = BuildContext(
-        layers=NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20),
+        layers=backend.binding.layers(native, mesh, dtype),
         kernels=backend.kernels,
         dtype=dtype,
         seq_len=run.train.seq_len,
@@ -162,7 +175,7 @@ def _data_parallel(
     parameters = dict(model.named_parameters())
     if run.parallel.shard == "zero1":
         return Zero1(parameters, layout, backend.collectives, how, backend.put)
-    return Replicated(parameters, layout, backend.collectives, how, backend.put)
+    return Replicated(parameters, layout, backend.collectives, how, backend.put, backend.binding)
 
 
 def _stay(host: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from nxtrain.backends import choose, open_backend
+from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.meta import Meta
@@ -24,7 +24,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.build import build_mesh
+from nxtrain.train.build import mesh_of
 from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.rehearsal import rehearse
 from nxtrain.train.start import shards_of, start
@@ -43,9 +43,10 @@ def train(loaded: Loaded) -> None:
         NxtrainError: Anything that a person can mend; the message says how.
     """
     name, reason = choose(loaded.config.backend.name)
-    backend = open_backend(name, loaded.config.recovery.hang_timeout_s)
+    layers, why = choose_layers(loaded.config.backend.layers, name)
+    backend = open_backend(name, loaded.config.recovery.hang_timeout_s, layers)
     try:
-        train_on(backend, resolve(loaded, backend.world), reason)
+        train_on(backend, resolve(loaded, backend.world), f"{reason}; layers {layers}: {why}")
     finally:
         backend.close()
 
@@ -56,11 +57,11 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     Args:
         backend: This rank's device.
         plan: The checked configuration.
-        reason: Why this backend was chosen.
+        reason: Why this backend was chosen, and its layers.
     """
     config = plan.config
     batches = config.train
-    mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world)
+    mesh = mesh_of(plan, backend)
     leader = mesh.rank == 0
     say = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not leader).print
     degrees = f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)

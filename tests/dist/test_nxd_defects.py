@@ -1,4 +1,4 @@
-"""What NeuronX Distributed 0.18 gets silently wrong, held here to the unsharded model.
+"""What NeuronX Distributed 0.18 gets silently wrong, held here to the unsharded model, with either set of layers.
 
 Beside each rule stands the mutant that makes the same mistake, to show that the rule would see it. The defects were
 found by reading and running NeuronX Distributed; 4.1 and so on number them.
@@ -46,8 +46,8 @@ BF16_BOUND = (2 * NUM_ROUNDINGS) ** 0.5 * BF16_ROUNDING
 """Relative L2 distance of two gradients that rounded differently: independent errors add as squares."""
 
 
-def gradients(ranks: RankPool, resolved: Resolved) -> list[Gradient]:
-    return ranks.run(resolved.config.parallel.tp, rank_gradient, resolved, weights_of(resolved))
+def gradients(pool: RankPool, resolved: Resolved) -> list[Gradient]:
+    return pool.run(resolved.config.parallel.tp, rank_gradient, resolved, weights_of(resolved))
 
 
 @cache
@@ -70,17 +70,30 @@ def gradient_without_input_sum(backend: Backend, resolved: Resolved, weights: Ma
     return rank_gradient(backend, resolved, weights)
 
 
-def test_nxd_4_1_bf16_gradients_without_sequence_parallelism_equal_the_unsharded_ones(ranks: RankPool) -> None:
+def gradient_with_nxd_reduce_dtype(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
+    """Leaves the type of NxD's sums as NxD has it, float32."""
+    state = start(backend, resolved, weights)
+    for module in state.model.modules():
+        if hasattr(module, "reduce_dtype"):
+            vars(module)["reduce_dtype"] = torch.float32
+    (batch,) = batches(resolved, 1)
+    return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch))
+
+
+INPUT_SUM_MUTANTS = {"native": gradient_without_input_sum, "nxd": gradient_with_nxd_reduce_dtype}
+
+
+def test_nxd_4_1_bf16_gradients_without_sequence_parallelism_equal_the_unsharded_ones(either: RankPool) -> None:
     """4.1: the gradient of a column layer's input must be summed over tp even where its type is narrow."""
-    (alone,) = gradients(ranks, layout("gqa2", tp=1, params="bf16"))
+    (alone,) = gradients(either, layout("gqa2", tp=1, params="bf16"))
     expected = whole([alone.shards], layout("gqa2", tp=1, params="bf16"))
     sharded = layout("gqa2", tp=2, params="bf16")
-    found = gradients(ranks, sharded)
+    found = gradients(either, sharded)
     errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
     assert max(errors.values()) < BF16_BOUND, errors
     assert found[0].norm == pytest.approx(alone.norm, rel=BF16_BOUND / 4)
 
-    mutants = ranks.run(2, gradient_without_input_sum, sharded, weights_of(sharded))
+    mutants = either.run(2, INPUT_SUM_MUTANTS[either.layers], sharded, weights_of(sharded))
     wrong = relative_errors(whole([rank.shards for rank in mutants], sharded), expected)
     assert wrong["model.embed_tokens.weight"] > 5 * BF16_BOUND
     assert mutants[0].norm != pytest.approx(alone.norm, rel=BF16_BOUND)
@@ -89,12 +102,12 @@ def test_nxd_4_1_bf16_gradients_without_sequence_parallelism_equal_the_unsharded
 @pytest.mark.parametrize(("shape", "tp"), [("gqa2", 2), ("gqa2", 4), ("odd", 2)])
 @pytest.mark.parametrize("sp", [False, True])
 def test_nxd_4_2_fused_projections_have_the_gradients_and_the_norm_of_separate_ones(
-    ranks: RankPool, shape: str, tp: int, sp: bool
+    either: RankPool, shape: str, tp: int, sp: bool
 ) -> None:
     """4.2: a fused matrix takes part in the global norm as what it holds, so clipping does not depend on fusing."""
     fused = layout(shape, tp=tp, sp=sp)
     separate = layout(shape, tp=tp, sp=sp, fused_qkv=False, fused_gate_up=False)
-    a, b = gradients(ranks, fused), gradients(ranks, separate)
+    a, b = gradients(either, fused), gradients(either, separate)
     errors = relative_errors(whole([rank.shards for rank in a], fused), whole([rank.shards for rank in b], separate))
     assert max(errors.values()) < 1e-6, errors
     assert [rank.norm for rank in a] == pytest.approx([rank.norm for rank in b], rel=1e-6)
@@ -117,23 +130,23 @@ def norms_counting_copies(backend: Backend, resolved: Resolved, weights: Mapping
 
 @pytest.mark.parametrize(("shape", "tp", "replicas"), [("mqa", 2, 2), ("gqa2", 4, 2), ("mqa", 4, 4)])
 def test_nxd_4_3_replicated_heads_have_the_gradients_and_the_norm_of_single_ones(
-    ranks: RankPool, shape: str, tp: int, replicas: int
+    either: RankPool, shape: str, tp: int, replicas: int
 ) -> None:
     """4.3: a K/V head that several ranks hold counts once in the norm, and its gradient sums what all of them saw."""
-    (alone,) = gradients(ranks, unsharded(shape))
+    (alone,) = gradients(either, unsharded(shape))
     expected = whole([alone.shards], unsharded(shape))
     sharded = layout(shape, tp=tp, sp=tp == 4)
     mesh = Mesh.build(tp, 0, tp=tp)
     qkv = table_of(sharded, mesh)["model.layers.0.self_attn.qkv_proj.weight"]
     assert [piece.copies for piece in qkv.pieces(mesh.tp)] == [1, replicas, replicas]
-    found = gradients(ranks, sharded)
+    found = gradients(either, sharded)
     errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
     assert max(errors.values()) < 2e-6, errors
     assert [rank.norm for rank in found] == pytest.approx([alone.norm] * tp, rel=1e-6)
     assert [rank.scale for rank in found] == pytest.approx([alone.scale] * tp, rel=1e-6)
     assert alone.scale < 1.0
 
-    mutants = ranks.run(tp, norms_counting_copies, sharded, weights_of(sharded))
+    mutants = either.run(tp, norms_counting_copies, sharded, weights_of(sharded))
     assert mutants[0] > alone.norm * 1.01
 
 
@@ -151,11 +164,11 @@ def drawn_then_trained(backend: Backend, resolved: Resolved, steps: int) -> tupl
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
 @pytest.mark.parametrize(("shape", "tp"), [("mqa", 2), ("gqa2", 4)])
 def test_nxd_4_4_copies_of_a_head_are_equal_bits_when_drawn_and_after_training(
-    ranks: RankPool, shape: str, tp: int, params: str
+    either: RankPool, shape: str, tp: int, params: str
 ) -> None:
     """4.4: ranks that share a K/V head start with the same rows and never drift apart; so do replicated norms."""
     resolved = layout(shape, tp=tp, sp=True, params=params)
-    by_rank = ranks.run(tp, drawn_then_trained, resolved, 5)
+    by_rank = either.run(tp, drawn_then_trained, resolved, 5)
     compared = 0
     for rank in range(tp):
         axis = Mesh.build(tp, rank, tp=tp).tp
@@ -174,9 +187,9 @@ def test_nxd_4_4_copies_of_a_head_are_equal_bits_when_drawn_and_after_training(
 
 
 @pytest.mark.parametrize(("tp", "fused"), [(2, True), (4, True), (4, False)])
-def test_padding_stays_zero_through_momentum_and_weight_decay(ranks: RankPool, tp: int, fused: bool) -> None:
+def test_padding_stays_zero_through_momentum_and_weight_decay(either: RankPool, tp: int, fused: bool) -> None:
     resolved = layout("odd", tp=tp, sp=True, fused_gate_up=fused)
-    by_rank = ranks.run(tp, drawn_then_trained, resolved, 5)
+    by_rank = either.run(tp, drawn_then_trained, resolved, 5)
     padded = 0
     for rank in range(tp):
         mesh = Mesh.build(tp, rank, tp=tp)
@@ -202,8 +215,8 @@ def gradient_without_norm_sum(backend: Backend, resolved: Resolved, weights: Map
     return gradient(mutant, local_batch(mutant, batch, resolved.config.train.micro_batch))
 
 
-def test_norm_weights_under_sequence_parallelism_have_the_gradient_of_the_whole_sequence(ranks: RankPool) -> None:
-    (alone,) = gradients(ranks, unsharded("gqa2"))
+def test_norm_weights_under_sequence_parallelism_have_the_gradient_of_the_whole_sequence(either: RankPool) -> None:
+    (alone,) = gradients(either, unsharded("gqa2"))
     expected = whole([alone.shards], unsharded("gqa2"))
     sharded = layout("gqa2", tp=2, sp=True)
 
@@ -211,7 +224,7 @@ def test_norm_weights_under_sequence_parallelism_have_the_gradient_of_the_whole_
         errors = relative_errors(whole([rank.shards for rank in found], sharded), expected)
         return [error for name, error in errors.items() if "norm" in name]
 
-    found = norm_errors(gradients(ranks, sharded))
+    found = norm_errors(gradients(either, sharded))
     assert len(found) == 5
     assert max(found) < 2e-6
-    assert min(norm_errors(ranks.run(2, gradient_without_norm_sum, sharded, weights_of(sharded)))) > 0.1
+    assert min(norm_errors(either.run(2, gradient_without_norm_sum, sharded, weights_of(sharded)))) > 0.1

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.sharding import Layout, ParamTable, global_name
-from nxtrain.train.build import build_mesh, build_meta, build_state
+from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.models import hf_model, our_model, plan, tokens
 
@@ -69,7 +69,7 @@ def reference(resolved: Resolved, steps: int, dtype: torch.dtype = torch.float32
 
 def start(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> TrainState:
     """Our state at step 0 with given whole weights."""
-    mesh = build_mesh(resolved, backend.world, backend.rank, backend.world)
+    mesh = mesh_of(resolved, backend)
     model = our_model(resolved, backend, mesh, weights)
     return build_state(resolved, model, backend, mesh)
 
@@ -191,6 +191,7 @@ def table_of(resolved: Resolved, mesh: Mesh) -> ParamTable:
 class _NoBackend:
     collectives: Any = None
     kernels = PlainKernels()
+    binding = Binding()
 
 
 def layout(

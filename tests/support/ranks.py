@@ -23,12 +23,13 @@ class RankPool:
     """Processes that play ranks.
 
     Args:
-        backend: What each opens.
-        prepare: What each does before it opens anything.
+        backend, layers: What each opens.
+        prepare: What each calls first; importable from a fresh process.
     """
 
-    def __init__(self, backend: str = "cpu", prepare: Callable[[], None] | None = None) -> None:
-        self._backend, self._prepare = backend, prepare
+    def __init__(self, backend: str = "cpu", prepare: Callable[[], None] | None = None, layers: str = "native") -> None:
+        self.layers = layers
+        self._job = (backend, layers, prepare)
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -38,7 +39,7 @@ class RankPool:
         the processes are replaced.
         """
         while len(self._workers) < world:
-            self._workers.append(_start(self._backend, self._prepare))
+            self._workers.append(_start(*self._job))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -69,28 +70,29 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def _start(backend: str, prepare: Callable[[], None] | None) -> tuple[Any, Connection]:
+def _start(*job: Any) -> tuple[Any, Connection]:
     context = mp.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, backend, prepare), daemon=True)
+    process = context.Process(target=_serve, args=(there, *job), daemon=True)
     process.start()
     return process, here
 
 
-def _serve(pipe: Connection, name: str, prepare: Callable[[], None] | None) -> None:
+def _serve(pipe: Connection, name: str, layers: str, prepare: Callable[[], None] | None) -> None:
     import torch
 
-    torch.set_num_threads(1)
     if prepare is not None:
         prepare()
+    torch.set_num_threads(1)
     while True:
         rank, world, port, body, args = pipe.recv()
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        place.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
         os.environ.update({name: str(value) for name, value in place.items()})
         from nxtrain.backends import open_backend
 
         try:
-            backend = open_backend(name)
+            backend = open_backend(name, layers=layers)
             try:
                 pipe.send((True, body(backend, *args)))
             finally:

@@ -19,6 +19,7 @@ from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel.grads import Gradients
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.train.step import DeviceBatch, train_step
+from tests.support import nxd_xla
 from tests.support.models import tokens
 from tests.support.parity import GLOBAL_BATCH, LR, Course, local_batch, run_ours, start
 
@@ -234,7 +235,13 @@ class Recorded:
 
 
 def recorded(
-    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], world: int, ranks: Sequence[int], mutant: str
+    backend: Backend,
+    resolved: Resolved,
+    weights: Mapping[str, Tensor],
+    world: int,
+    ranks: Sequence[int],
+    mutant: str,
+    layers: str = "native",
 ) -> list[list[Recorded]]:
     """Record the graphs of the first two steps of each of some ranks of a pretended world, executing nothing.
 
@@ -244,13 +251,20 @@ def recorded(
         weights: Whole weights.
         world: Ranks of the pretended world.
         ranks: Those to play, one after the other.
-        mutant: `""`; `number` keeps the first vocabulary row of a rank as a number.
+        mutant: `""`; `number` keeps the first vocabulary row of a rank as a number, `nxd number` NxD's rank.
+        layers: `native` or `nxd`.
     """
-    return [_record_rank(backend, resolved, weights, world, rank, mutant) for rank in ranks]
+    return [_record_rank(backend, resolved, weights, world, rank, mutant, layers) for rank in ranks]
 
 
 def _record_rank(
-    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], world: int, rank: int, mutant: str
+    backend: Backend,
+    resolved: Resolved,
+    weights: Mapping[str, Tensor],
+    world: int,
+    rank: int,
+    mutant: str,
+    layers: str,
 ) -> list[Recorded]:
     import torch_xla
     import torch_xla.runtime as xr
@@ -270,6 +284,10 @@ def _record_rank(
 
     xr._WORLD_SIZE, xr._ORDINAL = world, rank
     pretended = XlaBackend(sync=cut)
+    if layers == "nxd":
+        pretended.binding = nxd_xla.bind(pretended)
+        if mutant == "nxd number":
+            nxd_xla.number_ranks()
     state = start(pretended, resolved, weights)
     if mutant == "number":
         embedding: Any = state.model.get_submodule("model.embed_tokens")
@@ -285,4 +303,5 @@ def _record_rank(
         results[:] = [result.loss, result.grad_norm, result.num_tokens]
         pretended.step_boundary()
         results.clear()
+    pretended.binding.close()
     return graphs

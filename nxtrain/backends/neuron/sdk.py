@@ -60,6 +60,9 @@ RELEASES = {
 Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 """
 
+DISTRIBUTED = ((0, 15), (0, 19))
+"""First and last known releases of NeuronX Distributed."""
+
 RECOMMENDED = SdkVersion(2, 28)
 """Release on which AWS advises to stay.
 
@@ -119,6 +122,26 @@ def missing_devices() -> Iterator[str]:
     """That there is no chip, if so."""
     if not num_devices():
         yield f"no Neuron device in {DEVICES}, as the driver of a Trainium instance makes them"
+
+
+def distributed_support() -> Support:
+    """Whether a known NeuronX Distributed is installed; if not, what to install. Imports nothing."""
+    release = RELEASES[detect() or RECOMMENDED].neuronx_distributed
+    way_out = f"pip install --extra-index-url {PACKAGE_INDEX} 'neuronx-distributed=={release}.*'"
+    package = installed("neuronx-distributed")
+    if package is None:
+        return Support(False, f"neuronx-distributed is not installed; {way_out}")
+    if package.placeholder:
+        return Support(False, f"{placeholder(package)}; {way_out}")
+    first, last = (".".join(map(str, version)) for version in DISTRIBUTED)
+    found = package.version.split(".")[:2]
+    if not all(part.isdigit() for part in found) or not DISTRIBUTED[0] <= tuple(map(int, found)) <= DISTRIBUTED[1]:
+        return Support(False, f"neuronx-distributed {package.version} is not of {first} to {last}; {way_out}")
+    torch = installed("torch")
+    if torch is None or not torch.version.startswith("2.9."):
+        wrong = torch.version if torch else "none"
+        return Support(False, f"neuronx-distributed {package.version} is used with torch 2.9, not {wrong}")
+    return Support(True, f"neuronx-distributed {package.version} is installed")
 
 
 def install_command(sdk: SdkVersion = RECOMMENDED) -> str:

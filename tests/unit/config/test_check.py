@@ -248,7 +248,6 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
         ("data.packing", ["data.packing=best_fit"]),
         ("data.doc_mask", ["data.doc_mask=true"]),
         ("checkpoint.async", ["checkpoint.async=true"]),
-        ("backend.layers", ["backend.layers=nxd"]),
     ],
 )
 def test_what_this_release_lacks_is_refused_in_one_sentence(tmp_path: Path, key: str, overrides: list[str]) -> None:
@@ -256,6 +255,22 @@ def test_what_this_release_lacks_is_refused_in_one_sentence(tmp_path: Path, key:
     assert found.key == key
     assert "not available in this release" in found.reason
     assert "; use " in found.reason
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["backend.name=xla"], "nxd runs on the backend neuron, not on xla"),
+        (["backend.name=cuda"], "nxd runs on the backend neuron, not on cuda"),
+        (["parallel.shard=full"], "nxd has layers of whole parameters, but parallel.shard=full cuts them further"),
+    ],
+)
+def test_layers_of_nxd_are_refused_where_they_cannot_run(tmp_path: Path, overrides: list[str], reason: str) -> None:
+    found = only(tmp_path, "backend.layers=nxd", *overrides)
+    assert (found.key, found.reason) == ("backend.layers", reason)
+    assert "use backend.layers=native" in found.hint
+    for name in ("auto", "neuron", "cpu"):
+        checked(tmp_path, "backend.layers=nxd", f"backend.name={name}", "parallel.shard=zero1")
 
 
 def test_every_default_is_available() -> None:

@@ -18,7 +18,6 @@ WAITING: dict[str, set[str]] = {
     "parallel.pp": {"llama2_70b_trn1"},
     "data.source": RECIPES,
     "checkpoint.async": {"llama2_70b_trn1"},
-    "backend.layers": RECIPES,
 }
 
 

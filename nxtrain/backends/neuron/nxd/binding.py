@@ -1,0 +1,137 @@
+"""What a run that chose NeuronX Distributed lets it do."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Binding, Collectives, Done, LayerSet, Pending
+from nxtrain.backends.neuron.hardware import this_machine
+from nxtrain.errors import BackendError
+from nxtrain.mesh import Axis, Mesh
+from nxtrain.sharding import ParamTable, ShardSpec
+
+
+class NxdBinding(Binding):
+    """NxD for one rank.
+
+    Args:
+        device: Where this rank's tensors live.
+
+    Raises:
+        BackendError: The package does not import.
+    """
+
+    name = "nxd"
+
+    def __init__(self, device: torch.device) -> None:
+        # Every rank lists every group of the world at the level info; each layer calls a deprecated torch.cuda.amp.
+        os.environ.setdefault("NXD_LOG_LEVEL", "warning")
+        warnings.filterwarnings("ignore", r"`torch\.cuda\.amp", FutureWarning, r"neuronx_distributed\.")
+        try:
+            _free_layouts()
+        except ImportError as error:
+            raise BackendError(_import_failure(error)) from error
+        self._is_cpu = device.type == "cpu"
+        self._owns_process_group = False
+        machine = this_machine()
+        self._lnc = machine.physical_cores if machine else 1
+
+    def rank_order(self, *, tp: int, pp: int) -> tuple[int, ...]:
+        from nxtrain.backends.neuron.nxd.groups import rank_order
+
+        self._join()
+        if dist.get_world_size() % (tp * pp):
+            return ()  # the mesh says better what is wrong
+        return rank_order(tp=tp, pp=pp, lnc=self._lnc)
+
+    def layers(self, native: LayerSet, mesh: Mesh, dtype: torch.dtype) -> LayerSet:
+        from nxtrain.backends.neuron.nxd.groups import initialize
+        from nxtrain.backends.neuron.nxd.layers import NxdLayers
+
+        self._join()
+        if self._is_cpu and any(list(group) != sorted(group) for group in mesh.tp.groups):
+            raise BackendError(f"gloo counts ranks ascending, and tp goes over {mesh.tp.groups[0]}; use another tp")
+        initialize(mesh, lnc=self._lnc)
+        return NxdLayers(native, dtype)
+
+    def mark(self, model: nn.Module, tp: Axis) -> None:
+        from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
+
+        table = ParamTable.of(model)
+        for name, parameter in model.named_parameters():
+            spec = table[name]
+            set_tensor_model_parallel_attributes(
+                tensor=parameter,
+                is_parallel=spec.dim is not None,
+                dim=-1 if spec.dim is None else spec.dim,
+                stride=_stride(spec),
+                num_partitions=1 if spec.dim is None else tp.size,
+            )
+            vars(parameter).update(sequence_parallel_enabled=spec.sequence_parallel, shared=spec.tied_to is not None)
+
+    def start_average(
+        self, grads: Sequence[Tensor], dp: Axis, dtype: torch.dtype, comm: Collectives
+    ) -> Pending[list[Tensor]]:
+        from neuronx_distributed.parallel_layers.grads import bucket_allreduce_gradients
+
+        if dp.size == 1:
+            return super().start_average(grads, dp, dtype, comm)
+        # It works in place, which torch-xla does right only on tensors that nothing else has touched.
+        fresh = [grad.to(dtype, copy=True, memory_format=torch.contiguous_format) for grad in grads]
+        bucket_allreduce_gradients(grads_list=fresh)
+        return Done(fresh)
+
+    def close(self) -> None:
+        from nxtrain.backends.neuron.nxd.groups import forget
+
+        forget()
+        if self._owns_process_group:
+            dist.destroy_process_group()
+
+    def _join(self) -> None:
+        """NxD needs a default process group even of one rank."""
+        if dist.is_initialized():
+            return
+        if self._is_cpu:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            import torch_xla.distributed.xla_backend  # noqa: F401
+
+            dist.init_process_group("xla", init_method="xla://")
+        self._owns_process_group = True
+
+
+def _free_layouts() -> None:
+    """Leave the layout of every sum of NxD's to the compiler.
+
+    It pins those of its layers and of `bucket_allreduce_gradients`, but none that go through torch.distributed, and
+    XLA's verifier refuses a graph of both kinds.
+    """
+    from neuronx_distributed.parallel_layers import comm, grads, mappings
+
+    for module in (grads, mappings):
+        module.all_reduce = partial(comm.all_reduce, pin_layout=False)
+
+
+def _stride(spec: ShardSpec) -> int:
+    """Segments that NxD knows how to take apart: equally long, each cut over all ranks."""
+    equal = len({(segment.size, segment.replicas) for segment in spec.segments}) == 1
+    return len(spec.segments) if equal and spec.segments[0].replicas == 1 else 1
+
+
+def _import_failure(error: ImportError) -> str:
+    missing = error.name or ""
+    way_out = f"pip install {missing.partition('.')[0]}, which it does not declare"
+    if missing.startswith("transformers."):
+        way_out = "pip install 'transformers==4.51.*', the release that it was made for"
+    return (
+        f"backend.layers=nxd: neuronx-distributed does not import: {error}. Install what it lacks ({way_out}), or use "
+        "backend.layers=native"
+    )

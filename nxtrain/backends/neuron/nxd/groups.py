@@ -1,0 +1,96 @@
+"""NeuronX Distributed's process groups: who asks it for its order of ranks, and holds its groups to a mesh.
+
+It knows how the chips of an instance are wired, and groups ranks by that: strided within a node of trn1 at tp 4,
+opposite rows together on trn2 where tp takes half of the node.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from neuronx_distributed.parallel_layers.parallel_state import (
+    destroy_model_parallel,
+    get_data_parallel_replica_groups,
+    get_expert_data_parallel_replica_groups,
+    get_pipeline_model_parallel_replica_groups,
+    get_tensor_model_parallel_replica_groups,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
+
+from nxtrain.errors import BackendError
+from nxtrain.mesh import Axis, Mesh
+
+Groups = list[list[int]]
+
+
+def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
+    """Every rank once, in the places [pp, dp, tp] that NxD gives them; needs the default process group.
+
+    Args:
+        tp, pp: Degrees; their product divides the world.
+        lnc: Physical cores per core that ranks see.
+
+    Raises:
+        BackendError: It has no layout for these degrees, or one that is no grid.
+    """
+    try:
+        found = initialize_model_parallel(
+            tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, lnc_size=lnc, mesh_only=True
+        )
+    except (AssertionError, RuntimeError) as error:
+        raise BackendError(
+            f"NeuronX Distributed cannot lay out tp={tp}, pp={pp} over {dist.get_world_size()} ranks on this instance: "
+            f"{error}; use another parallel.tp, or backend.layers=native"
+        ) from error
+    world = dist.get_world_size()
+    order = tuple(rank for group in found.tp_groups for rank in group)
+    if sorted(order) != list(range(world)):
+        raise BackendError(f"NeuronX Distributed's tensor parallel groups share ranks or lack some: {found.tp_groups}")
+    mesh = Mesh.build(world, dist.get_rank(), tp=tp, pp=pp, order=order)
+    _compare(mesh, {"tp": found.tp_groups, "dp": found.dp_groups, "pp": found.pp_groups})
+    return order
+
+
+def initialize(mesh: Mesh, *, lnc: int) -> None:
+    """Make NxD's process groups, once, and hold them to a mesh.
+
+    Args:
+        mesh: The axes of this rank.
+        lnc: Physical cores per core that ranks see.
+
+    Raises:
+        BackendError: They differ from those of the mesh.
+    """
+    if not model_parallel_is_initialized():
+        initialize_model_parallel(
+            tensor_model_parallel_size=mesh.tp_size, pipeline_model_parallel_size=mesh.pp_size, lnc_size=lnc
+        )
+    found = {
+        "tp": get_tensor_model_parallel_replica_groups(),
+        "dp": get_data_parallel_replica_groups(),
+        "pp": get_pipeline_model_parallel_replica_groups(),
+    }
+    _compare(mesh, found)
+    # What sums gradients goes over these.
+    _compare(mesh, {"dp": get_expert_data_parallel_replica_groups()})
+
+
+def forget() -> None:
+    """Drop NxD's process groups, so that another run in this process can make its own."""
+    destroy_model_parallel()
+
+
+def _compare(mesh: Mesh, found: dict[str, Groups]) -> None:
+    for name, theirs in found.items():
+        axis: Axis = mesh.over(name)
+        # In which order the groups are listed is free, but not in which order a group lists its ranks.
+        if {tuple(group) for group in theirs} != set(axis.groups):
+            raise BackendError(
+                f"NeuronX Distributed groups ranks over {name} as {_some(theirs)}, this run as {_some(axis.groups)}; "
+                "use backend.layers=native"
+            )
+
+
+def _some(groups: Groups | tuple[tuple[int, ...], ...]) -> str:
+    shown = ", ".join(str(list(group)) for group in groups[:2])
+    return f"{shown} ..." if len(groups) > 2 else shown  # noqa: PLR2004

@@ -1,0 +1,171 @@
+"""NeuronX Distributed's parallel layers under the conventions of the native ones.
+
+Names, local shapes and `ShardSpec`s are those of the native layers, so that either set reads the other's weights; what
+is computed with them is NxD's own code. What it has wrong is kept away from: the sum of a column layer's input gradient
+is lost where `reduce_dtype` is not the type of the activations, and the embedding knows float32 and bfloat16 only, and
+leaves any sequence dimension but 0 unreduced.
+
+Shapes: S sequence, B batch, I inputs, O outputs; S/tp under sequence parallelism, else S.
+"""
+
+from __future__ import annotations
+
+import torch
+from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Head, LayerSet
+from nxtrain.errors import BackendError
+from nxtrain.mesh import Axis
+from nxtrain.sharding import Init, Segment, ShardSpec
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Types that its embedding keeps."""
+
+
+class NxdLayers(LayerSet):
+    """Column, row and embedding of NxD; its groups must have been made.
+
+    Args:
+        native: Our own set, which makes the head: NxD's cross entropy counts ignored targets and overwrites the logits.
+        dtype: Type of the weights.
+
+    Raises:
+        BackendError: Its embedding does not keep that type.
+    """
+
+    def __init__(self, native: LayerSet, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES:
+            raise BackendError(f"NeuronX Distributed's embedding turns {dtype} into torch.bfloat16; use fp32 or bf16")
+        self.tp, self.sequence_parallel = native.tp, native.sequence_parallel
+        self._native, self._dtype = native, dtype
+
+    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init) -> nn.Module:
+        spec = ShardSpec((sum(s.size for s in segments), in_features), dim=0, segments=segments, init=init)
+        return NxdColumn(spec, self.tp, self._dtype, self.sequence_parallel)
+
+    def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
+        spec = ShardSpec((out_features, in_features), dim=1, init=init)
+        return NxdRow(spec, self.tp, self._dtype, self.sequence_parallel)
+
+    def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:
+        spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
+        return NxdEmbedding(spec, self.tp, self._dtype, self.sequence_parallel)
+
+    def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:
+        return self._native.head(vocab_size, hidden_size, init)
+
+
+class NxdColumn(ColumnParallelLinear):  # type: ignore[misc]
+    """Linear layer whose outputs are cut over tp; fused when it has several segments.
+
+    Args:
+        spec: How the weight is cut.
+        tp: The ranks that share it.
+        dtype: Its type, and that of every sum over ranks.
+        sequence_parallel: The input is cut along the sequence.
+    """
+
+    def __init__(self, spec: ShardSpec, tp: Axis, dtype: torch.dtype, sequence_parallel: bool) -> None:
+        local_out, in_features = spec.local_shape(tp)
+        super().__init__(
+            input_size=in_features,
+            output_size=local_out * tp.size,
+            bias=False,
+            gather_output=False,
+            dtype=dtype,
+            sequence_parallel_enabled=sequence_parallel,
+            sequence_dimension=0 if sequence_parallel else None,
+            reduce_dtype=dtype,
+        )
+        self.specs = {"weight": spec}
+        self.split_sizes = tuple(piece.local_length for piece in spec.pieces(tp))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
+        return _contiguous_gradient(super().forward(x.contiguous()))
+
+
+class NxdRow(RowParallelLinear):  # type: ignore[misc]
+    """Linear layer whose inputs are cut over tp.
+
+    Args:
+        spec: How the weight is cut.
+        tp: The ranks that share it.
+        dtype: Its type, and that of every sum over ranks.
+        sequence_parallel: The output is cut along the sequence.
+    """
+
+    def __init__(self, spec: ShardSpec, tp: Axis, dtype: torch.dtype, sequence_parallel: bool) -> None:
+        out_features, local_in = spec.local_shape(tp)
+        super().__init__(
+            input_size=local_in * tp.size,
+            output_size=out_features,
+            bias=False,
+            input_is_parallel=True,
+            dtype=dtype,
+            sequence_parallel_enabled=sequence_parallel,
+            sequence_dimension=0 if sequence_parallel else None,
+            reduce_dtype=dtype,
+        )
+        self.specs = {"weight": spec}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(S, B, I/tp) to (S/tp, B, O)."""
+        return _contiguous_gradient(super().forward(x.contiguous()))
+
+
+class NxdEmbedding(ParallelEmbedding):  # type: ignore[misc]
+    """Vocabulary embedding, its rows cut over tp, those past the vocabulary zero.
+
+    Args:
+        spec: How the weight is cut.
+        tp: The ranks that share it.
+        dtype: Its type, and that of the sum over ranks.
+        sequence_parallel: The output is cut along the sequence.
+    """
+
+    def __init__(self, spec: ShardSpec, tp: Axis, dtype: torch.dtype, sequence_parallel: bool) -> None:
+        local_rows, hidden_size = spec.local_shape(tp)
+        super().__init__(
+            num_embeddings=local_rows * tp.size,
+            embedding_dim=hidden_size,
+            dtype=dtype,
+            sequence_parallel_enabled=sequence_parallel,
+        )
+        self.specs = {"weight": spec}
+        self.rank_util = _RankOnDevice(tp.rank)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(S, B) integers to (S/tp, B, D)."""
+        # Where it cuts the sequence, NxD expects the batch first, and puts it second.
+        return _contiguous_gradient(super().forward(tokens.t() if self.sequence_parallel_enabled else tokens))
+
+
+class _RankOnDevice(nn.Module):
+    """What an embedding asks for its rank: a tensor, not a number, so that all ranks record the same graph.
+
+    Args:
+        rank: Position among the tensor parallel ranks.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self.rank: Tensor
+        self.register_buffer("rank", torch.empty(2, dtype=torch.int64), persistent=False)
+
+    def host_buffers(self) -> dict[str, Tensor]:
+        """Values of the buffers, computed on the host."""
+        return {"rank": torch.tensor([self._rank, -1])}  # torch-xla folds a number that stands alone
+
+    def get_rank(self) -> Tensor:
+        """() integer."""
+        return self.rank[0]
+
+
+def _contiguous_gradient(x: Tensor) -> Tensor:
+    """The same, but for its gradient, which NxD views in another shape and sends as it is."""
+    if x.requires_grad:
+        x.register_hook(Tensor.contiguous)
+    return x

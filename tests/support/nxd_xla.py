@@ -1,0 +1,59 @@
+"""NeuronX Distributed on XLA devices that are threads of one process, or that are not there at all.
+
+Its groups belong to the process. Its layers and sums, as ours use them, go over lists of ranks, and nothing depends on
+which rank made those: rank 0 makes them for all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nxtrain.backends.base import Backend, Binding
+from nxtrain.config.check import Resolved
+from nxtrain.train.build import build_meta, mesh_of
+from tests.support import nxd_cpu
+from tests.support.parity import Course, run_ours
+
+_LOCK = threading.Lock()
+
+
+def bind(backend: Backend) -> Binding:
+    """Bind NxD in a process group that has no peers; the sum by which it first meets all ranks is left out."""
+    import torch_xla.distributed.xla_backend  # noqa: F401
+
+    nxd_cpu.prepare(cpu_mode=False)
+    os.environ[nxd_cpu.PLATFORM] = "trn1"
+    if not dist.is_initialized():
+        dist.init_process_group("xla", store=dist.HashStore(), rank=backend.rank, world_size=backend.world)
+    from neuronx_distributed.parallel_layers.parallel_state import initialize_model_parallel
+
+    from nxtrain.backends.neuron.nxd import groups
+    from nxtrain.backends.neuron.nxd.binding import NxdBinding
+
+    vars(groups)["initialize_model_parallel"] = partial(initialize_model_parallel, skip_collective_init=True)
+    binding = NxdBinding(backend.device)
+    binding._owns_process_group = True
+    return binding
+
+
+def number_ranks() -> None:
+    """Give the embedding its rank as NxD itself does, as a number."""
+    from nxtrain.backends.neuron.nxd import layers
+
+    vars(layers)["_RankOnDevice"] = lambda rank: None
+
+
+def courses(backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tensor]]], steps: int) -> list[Course]:
+    """Train each case from its weights on a device of several; all cases have the same degrees."""
+    with _LOCK:
+        backend.binding = bind(backend)
+        # Whoever comes first makes the groups; the others find them.
+        resolved, _ = cases[0]
+        build_meta(resolved, backend, mesh_of(resolved, backend))
+    return [run_ours(backend, resolved, steps, weights) for resolved, weights in cases]

@@ -1,0 +1,70 @@
+"""What the library takes from NeuronX Distributed, by name: little, and none of what is known to be wrong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "neuronx_distributed"
+LIBRARY = sorted((Path(__file__).parents[3] / "nxtrain").rglob("*.py"))
+
+TAKEN = {
+    "layers": {"ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"},
+    "grads": {"bucket_allreduce_gradients"},
+    "utils": {"set_tensor_model_parallel_attributes"},
+    "parallel_state": {
+        "destroy_model_parallel",
+        "get_data_parallel_replica_groups",
+        "get_expert_data_parallel_replica_groups",
+        "get_pipeline_model_parallel_replica_groups",
+        "get_tensor_model_parallel_replica_groups",
+        "initialize_model_parallel",
+        "model_parallel_is_initialized",
+    },
+    "": {"comm", "grads", "mappings"},
+}
+"""By module of `neuronx_distributed.parallel_layers`."""
+
+AVOIDED = {
+    "4.2, 4.3, 4.4 and 4.6: fused and replicated K/V heads": {"GQAQKVColumnParallelLinear"},
+    "4.7: K/V heads in converted checkpoints": {"CheckpointConverterBase"},
+    "4.8: ignored targets, overwritten logits": {"parallel_cross_entropy"},
+    "4.9: norms summed in the gradients' type": {"get_grad_norm", "clip_grad_norm", "clip_grads_with_norm"},
+    "4.11: the loss of a tuple": {"NxDModel", "initialize_parallel_model", "neuronx_distributed_config"},
+    "4.13: ZeRO-1 with its own limit of the norm": {"NeuronZero1Optimizer", "initialize_parallel_optimizer"},
+}
+"""By number of the defect; 4.12 is in a script of its own."""
+
+
+def imports(path: Path) -> set[tuple[str, str]]:
+    """Modules and names that a file imports from the package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            found |= {(str(node.module), alias.name) for alias in node.names}
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names if alias.name.split(".")[0] == PACKAGE}
+    return found
+
+
+def test_only_the_named_functions_are_taken_and_only_by_the_binding() -> None:
+    taken = {path: imports(path) for path in LIBRARY if imports(path)}
+    assert {path.parent.name for path in taken} == {"nxd"}
+    expected = {
+        (f"{PACKAGE}.parallel_layers.{module}".rstrip("."), name) for module, names in TAKEN.items() for name in names
+    }
+    assert set().union(*taken.values()) == expected
+
+
+@pytest.mark.parametrize("defect", AVOIDED)
+def test_what_is_wrong_is_never_named(defect: str) -> None:
+    binding = [path for path in LIBRARY if path.parent.name == "nxd"]
+    named = {
+        getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
+        for path in binding
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert "ColumnParallelLinear" in named
+    assert not named & AVOIDED[defect]
