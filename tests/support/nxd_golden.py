@@ -25,15 +25,17 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.family import find_family
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw_shard
+from tests.support.nxd_signatures import COMMITS, REPOSITORY
 from tests.support.parity import table_of, whole
 from tests.support.runs import QUIET, records
 
 FILE = Path(__file__).parents[1] / "golden" / "nxd_llama.json"
 
+VERSION = "0.18.0"
 SOURCE = {
-    "repository": "https://github.com/aws-neuron/neuronx-distributed",
-    "commit": "fbac349b61a3adbb123c2983835af692840ff62f",
-    "version": "0.18.0",
+    "repository": REPOSITORY,
+    "commit": COMMITS[VERSION],
+    "version": VERSION,
     "model": "examples/training/llama/modeling_llama_nxd.py",
 }
 """What was recorded."""
