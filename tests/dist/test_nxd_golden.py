@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import nxd_golden
 from tests.support.nxd_golden import CASES, STEPS, Case, Course, Distance, bound, our_course, our_plan, recorded, token_file
 from tests.support.ranks import RankPool
 from tests.support.runs import train_rank
@@ -48,3 +49,14 @@ def test_clipping_is_active_in_a_part_of_the_steps() -> None:
         clipped = sum(norm > case.clip for norm in recorded()[name].grad_norms)
         assert clipped > STEPS / 4, name
         assert clipped < STEPS or case.clip < 1, name
+
+
+def test_another_start_than_the_recorded_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nxd_golden, "TOKENS_SEED", 0)
+    with pytest.raises(AssertionError, match="now makes other weights or tokens; record the courses again"):
+        recorded.__wrapped__()
+    monkeypatch.undo()
+    monkeypatch.setitem(nxd_golden.OPTIM, "lr", 0)
+    monkeypatch.setitem(nxd_golden.RECIPE, "optim", nxd_golden.OPTIM)
+    with pytest.raises(AssertionError, match="the recipe or the cases have changed"):
+        recorded.__wrapped__()

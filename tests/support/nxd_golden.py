@@ -87,7 +87,7 @@ class Case:
         accumulation: Micro-batches per step.
         zero1: Through its ZeRO-1 optimizer, which updates float32 copies of the weights.
         params: Type of parameters and activations.
-        clip: Largest gradient norm that it was told.
+        clip: Largest gradient norm that it was told; 1.0 is what its ZeRO-1 takes whatever it is told.
         qkv: Separate projections, or its own module for grouped queries, with a matrix each or one for all.
         kv_size_multiplier: Copies of each K/V head.
         defect: The fault of NeuronX Distributed that the course shows; empty: none, it is exact.

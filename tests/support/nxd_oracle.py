@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
 from tests.support import nxd_cpu
-from tests.support.nxd_golden import GLOBAL_BATCH, MODEL, OPTIM, Case, Course, token_rows, weights
+from tests.support.nxd_golden import GLOBAL_BATCH, MODEL, OPTIM, VERSION, Case, Course, token_rows, weights
 
 IGNORED = -100
 """Label that the example's loss leaves out."""
@@ -41,8 +41,10 @@ def train(backend: Backend, case: Case, example: Path) -> Course:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     _prepare()
     import neuronx_distributed as nxd
+    from neuronx_distributed._version import __version__ as version
     from neuronx_distributed.parallel_layers import parallel_state
 
+    assert version == VERSION, f"the golden courses are of NeuronX Distributed {VERSION}; this is {version}"
     config = nxd.neuronx_distributed_config(
         tensor_parallel_size=case.tp,
         optimizer_config={"zero_one_enabled": case.zero1, "grad_clipping": True, "max_grad_norm": case.clip},
