@@ -10,7 +10,9 @@ and decorators, which change nothing. To call any other raises.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 import types
@@ -43,6 +45,7 @@ def prepare(cpu_mode: bool = True) -> None:
     version: dict[str, str] = {}
     exec((Path(found.origin).parent / "_version.py").read_text(encoding="utf-8"), version)
     site = Path(tempfile.mkdtemp(prefix="nxd-metadata-"))
+    atexit.register(shutil.rmtree, site, ignore_errors=True)
     info = site / f"neuronx_distributed-{version['__version__']}.dist-info"
     info.mkdir()
     text = f"Metadata-Version: 2.1\nName: neuronx-distributed\nVersion: {version['__version__']}\n"
