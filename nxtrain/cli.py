@@ -98,9 +98,11 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from nxtrain.launch.neuron import adopt
 
     adopt(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    from nxtrain.compile.guard import guarded
     from nxtrain.train.run import train
 
-    train(loaded)
+    with guarded(loaded, os.environ):
+        train(loaded)
 
 
 @app.command(epilog="Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine")
@@ -119,6 +121,44 @@ def launch(
     from nxtrain.launch.local import launch
 
     launch(config, overrides or [], nproc, dry_run)
+
+
+@app.command(
+    name="compile", epilog="Example: nxtrain compile configs/llama2_7b_trn1.toml cluster.nodes=1 parallel.dp=4"
+)
+def compile_(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks per machine, as in the run; by default tp x pp x dp / nodes.")
+    ] = None,
+    first_node: Annotated[
+        str, typer.Option(metavar="NAME", help="With cluster.nodes above 1: one of them; the same on all.")
+    ] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Graphs at a time; by default one per 64 GiB of memory.")
+    ] = None,
+    retries: Annotated[int, typer.Option(min=0, help="Times that what failed is tried again.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
+) -> None:
+    """Compile every graph of a run on this node, before the run.
+
+    Give it the configuration, the overrides and --nproc of the run; only train.steps may differ. It starts
+    neuron_parallel_compile of the Neuron SDK, trains nothing, fills compile.cache_dir, and writes the manifest to which
+    compile.on_miss=stop holds a run. Of several nodes each needs a cache of its own: start this on all of them at the
+    same time with --first-node, or fetch what one has compiled: nxtrain cache sync SRC DST.
+    """
+    from nxtrain.compile.precompile import precompile
+
+    precompile(
+        config,
+        overrides or [],
+        nproc=nproc,
+        first_node=first_node,
+        workers=workers,
+        retries=retries,
+        dry_run=dry_run,
+    )
 
 
 @app.command(epilog="Example: nxtrain graphs configs/llama2_7b_trn1.toml --world 4096 model.config.num_hidden_layers=2")

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -144,9 +144,13 @@ class Cache:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def verify(self) -> Iterator[Verdict]:
-        """Hold every done entry to its seal; the damaged go to the quarantine, those without a seal get one."""
-        for key in sorted(self.done()):
+    def verify(self, only: Collection[Key] | None = None) -> Iterator[Verdict]:
+        """Hold every done entry to its seal; the damaged go to the quarantine, those without a seal get one.
+
+        Args:
+            only: Leave all others alone; None: every entry.
+        """
+        for key in sorted(key for key in self.done() if only is None or key in only):
             folder = self._folder(key)
             with suppress(FileNotFoundError):  # evicted meanwhile
                 seal, before = read_seal(folder), _fingerprint(folder)
@@ -172,6 +176,14 @@ class Cache:
                 self._unlock(entry.folder)
         self._empty_trash()
         return [entry.key for entry in stale]
+
+    def disown(self, key: Key) -> None:
+        """Let the locks of an entry end with this process, whoever took them."""
+        for lock in locks(self._folder(key)):
+            with suppress(FileNotFoundError):
+                descriptor = os.open(lock, os.O_WRONLY | os.O_TRUNC)  # makes none where it was given up meanwhile
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    file.write(str(this_process()))
 
     def quarantine_failed(self) -> list[Key]:
         """Take failed entries out of use, so that the compiler tries them again.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 from nxtrain.config.schema import CompileConfig
@@ -47,17 +48,31 @@ def cache_folder(config: CompileConfig, *, host: str | None = None, mounts: str 
     if text.startswith("s3:"):
         hint = "use a local folder, and fill it beforehand: nxtrain cache sync s3://BUCKET/PREFIX FOLDER"
         raise ConfigError([Problem(name, f"{text} is a bucket, and the compiler needs a disk of this node", hint=hint)])
-    unknown = [word for word in _PLACEHOLDER.findall(text) if word != "host"]
-    if unknown:
-        words = ", ".join(f"{{{word}}}" for word in unknown)
-        raise ConfigError([Problem(name, f"{text!r} has {words}; only {{host}} is filled in", hint="write {host}")])
-    folder = Path(text.replace("{host}", host or host_name())).expanduser().absolute()
+    folder = Path(fill(name, text, {"host": host or host_name()})).expanduser().absolute()
     kind = network_type(folder, mounts)
     if kind and not config.allow_network:
         reason = f"{folder} is on a network file system ({kind}), where many ranks at once lose and tear entries"
         hint = "use a local disk, such as /var/tmp/neuron-compile-cache, or force it with compile.allow_network=true"
         raise ConfigError([Problem(name, reason, hint=hint)])
     return folder
+
+
+def fill(key: str, text: str, values: Mapping[str, str]) -> str:
+    """A path with its placeholders filled in.
+
+    Args:
+        key: Dotted key of the configuration that it comes from.
+        text: Holds `{name}` for a value of that name.
+        values: By name.
+
+    Raises:
+        ConfigError: It holds a name that has no value.
+    """
+    unknown = [word for word in _PLACEHOLDER.findall(text) if word not in values]
+    if unknown:
+        words, known = (", ".join(f"{{{word}}}" for word in names) for names in (unknown, values))
+        raise ConfigError([Problem(key, f"{text!r} has {words}; only {known} is filled in", hint=f"write {known}")])
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
 def network_type(folder: Path, mounts: str | None = None) -> str:

@@ -1,12 +1,14 @@
 """What was compiled for a configuration, and whether this node has it.
 
-A manifest is small and is kept with the code: `compile_cache/manifests/<name>.json`. The compiler's key of a graph is
-`MODULE_<graph>+<flags>`, below the compiler's version: a run finds its graphs only if all three are what they were.
+A manifest is small and is kept with the code, by default as `compile_cache/manifests/<run.name>.json`. The compiler's
+key of a graph is `MODULE_<graph>+<flags>`, below the compiler's version: a run finds its graphs only if all three are
+what they were.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +16,10 @@ from typing import Any
 
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key, State, parse_key
+from nxtrain.compile.location import fill, host_name
+from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError
 
-FOLDER = Path("compile_cache/manifests")
 _VERSION = 1
 
 Setting = str | int | float | bool
@@ -42,14 +45,14 @@ class Graph:
     """One compiled graph.
 
     Args:
-        name: What it computes, such as `micro-step` or `update`.
+        name: What it computes, such as `step 1 #2`: the second new one that was met in step 1.
         module: `MODULE_<graph>+<flags>`.
-        seconds: Time that its compilation took.
+        seconds: Time that its compilation took; None if it was compiled elsewhere.
     """
 
     name: str
     module: str
-    seconds: float
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,22 @@ class Manifest:
     graphs: tuple[Graph, ...]
 
 
-def write_manifest(manifest: Manifest, folder: Path = FOLDER) -> Path:
-    """Write a manifest, in one step and always the same way.
+def manifest_file(config: RunConfig) -> Path:
+    """Where the manifest of a run lies, or will.
 
-    Returns: Its file, `<name>.json`.
+    Raises:
+        ConfigError: `compile.manifest` has an unknown placeholder.
     """
-    path = folder / f"{manifest.name}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.tmp")
+    return Path(fill("compile.manifest", str(config.compile.manifest), {"name": config.run.name}))
+
+
+def write_manifest(manifest: Manifest, path: Path) -> None:
+    """Write a manifest, in one step and always the same way; nodes that share the folder may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}")
     record = {"version": _VERSION, **asdict(manifest)}
     draft.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return draft.replace(path)
+    draft.replace(path)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -89,7 +97,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; precompile first, which writes it") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}; nxtrain compile writes it") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     try:
@@ -120,7 +128,7 @@ def check_ready(manifest: Manifest, cache: Cache) -> None:
         raise BackendError(
             f"{cache} lacks {len(lacking)} of the {len(keys)} graphs of {manifest.name}, {manifest.build.compiler}:\n"
             + "\n".join(lacking)
-            + f"\n    precompile on this node, or fetch them: nxtrain cache sync SRC {cache}"
+            + f"\n    on this node: nxtrain compile CONFIG, or fetch them: nxtrain cache sync SRC {cache}"
         )
     cache.mark_used(keys.values())
 
@@ -130,5 +138,10 @@ def _from_json(record: Mapping[str, Any]) -> Manifest:
     return Manifest(
         name=str(record["name"]),
         build=Build(str(build["compiler"]), tuple(map(str, build["flags"])), dict(build["settings"])),
-        graphs=tuple(Graph(str(g["name"]), str(g["module"]), float(g["seconds"])) for g in record["graphs"]),
+        graphs=tuple(map(_graph, record["graphs"])),
     )
+
+
+def _graph(row: Mapping[str, Any]) -> Graph:
+    seconds = row["seconds"]
+    return Graph(str(row["name"]), str(row["module"]), None if seconds is None else float(seconds))

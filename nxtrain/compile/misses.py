@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nxtrain.compile.manifest import Build, Graph, Manifest
-from nxtrain.errors import BackendError
 
 
 @dataclass(frozen=True)
@@ -36,84 +35,57 @@ class Miss:
     """A graph that was not compiled beforehand.
 
     Args:
-        name: What it computes.
         module: Its key.
-        nearest: The compiled graph that is most like it; None if there is none.
-        differences: What sets the two apart.
+        sibling: The same graph as it was compiled, with other flags; None if it was not.
+        differences: In what the run is not what was compiled; empty if nothing is known.
     """
 
-    name: str
     module: str
-    nearest: Graph | None
+    sibling: Graph | None
     differences: tuple[Difference, ...]
 
     def __str__(self) -> str:
-        lines = [f"the graph {self.name} ({self.module}) was not compiled beforehand"]
-        if self.nearest:
-            lines.append(f"    nearest: {self.nearest.name} ({self.nearest.module})")
-        lines += [f"    {difference}" for difference in self.differences]
-        return "\n".join(lines)
+        lines = [f"the graph {self.module} was not compiled beforehand"]
+        if self.sibling:
+            lines.append(f"it is {self.sibling.name} with other flags ({self.sibling.module})")
+        lines += map(str, self.differences)
+        if not self.differences:
+            lines.append(
+                "compiler, flags and settings are equal: the code has changed since, or only the run reaches this graph"
+            )
+        lines.append("precompile again with the configuration of this run: nxtrain compile CONFIG")
+        return "\n    ".join(lines)
 
 
-@dataclass(frozen=True)
-class PrecompiledOnly:
-    """The rule of a run that must not compile: a graph outside the manifest ends it.
-
-    Args:
-        manifest: What was compiled.
-        build: What this run is.
-    """
-
-    manifest: Manifest
-    build: Build
-
-    def check(self, name: str, module: str) -> None:
-        """Let a graph pass if it was compiled beforehand.
-
-        Args:
-            name: What it computes.
-            module: `MODULE_<graph>+<flags>`.
-
-        Raises:
-            BackendError: It was not; the message says what sets it apart.
-        """
-        miss = explain(self.manifest, self.build, name, module)
-        if miss:
-            raise BackendError(f"{miss}\n    precompile again with the configuration of this run")
-
-
-def explain(manifest: Manifest, build: Build, name: str, module: str) -> Miss | None:
+def explain(manifest: Manifest, build: Build, module: str) -> Miss | None:
     """What sets a graph apart from those that were compiled; None if it is one of them.
 
     Args:
         manifest: What was compiled.
         build: What the run is.
-        name: What the graph computes.
         module: `MODULE_<graph>+<flags>`.
     """
     same_compiler = manifest.build.compiler == build.compiler
     if same_compiler and any(graph.module == module for graph in manifest.graphs):
         return None
     graph_hash, flags_hash = _hashes(module)
-
-    def likeness(graph: Graph) -> tuple[bool, bool, bool]:
-        its_graph, its_flags = _hashes(graph.module)
-        return its_graph == graph_hash, graph.name == name, its_flags == flags_hash
-
-    nearest = max(manifest.graphs, key=likeness, default=None)
-    differences = tuple(_differences(manifest.build, build))
-    if nearest and not differences:
-        its_graph, its_flags = _hashes(nearest.module)
-        differences = (
-            Difference("graph", its_graph, f"{graph_hash}; settings and flags are equal, so the code has changed")
-            if its_graph != graph_hash
-            else Difference("flags", its_flags, f"{flags_hash}; set elsewhere, such as in NEURON_CC_FLAGS"),
-        )
-    return Miss(name, module, nearest, differences)
+    known = [(*_hashes(graph.module), graph) for graph in manifest.graphs]
+    sibling = next((graph for its_graph, its_flags, graph in known if its_graph == graph_hash), None)
+    differences = tuple(differ(manifest.build, build))
+    flags = sorted({its_flags for _, its_flags, _ in known})
+    if not differences and flags and flags_hash not in flags:
+        differences = (Difference("flags", " ".join(flags), f"{flags_hash}; set elsewhere, such as in a script"),)
+    return Miss(module, sibling if same_compiler else None, differences)
 
 
-def _differences(compiled: Build, needed: Build) -> Iterator[Difference]:
-    if compiled.compiler != needed.compiler:
+def differ(compiled: Build, needed: Build) -> Iterator[Difference]:
+    """Each thing in which two builds differ.
+
+    Args:
+        compiled: That of the manifest.
+        needed: That of the run; an empty compiler is one that is not known yet.
+    """
+    if needed.compiler and compiled.compiler != needed.compiler:
         yield Difference("compiler", compiled.compiler, needed.compiler)
     if compiled.flags != needed.flags:
         yield from _flag_differences(compiled.flags, needed.flags)

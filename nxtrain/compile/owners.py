@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ FOREIGN_S = 24 * 3600.0
 """Age in seconds up to which another machine's lock is believed: nobody can ask that machine."""
 
 _TOKEN = re.compile(r"pid=(\d+) start=(\d+) boot=([\w-]*) host=(\S+)")
-_START_FIELD = 19  # of /proc/PID/stat, counted behind the command's name: field 22, starttime
+# Of /proc/PID/stat, counted behind the command's name: fields 4, ppid, and 22, starttime.
+_PARENT_FIELD, _START_FIELD = 1, 19
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def lock_is_live(lock: Path, folder: Path, *, grace_s: float = GRACE_S) -> bool:
         written_s = max([written_s, *(path.stat().st_mtime for path in folder.iterdir())])
     except FileNotFoundError:
         return True  # whoever took a file away just now was at work
-    return time.time() - written_s < grace_s or _is_named(folder.name)
+    return time.time() - written_s < grace_s or next(naming(folder.name), None) is not None
 
 
 def is_live(owner: Owner, age_s: float) -> bool:
@@ -90,16 +92,25 @@ def is_live(owner: Owner, age_s: float) -> bool:
     return age_s < FOREIGN_S if alive is None else alive
 
 
-def _is_named(entry: str) -> bool:
-    """Whether the command line of a running process names an entry."""
+def naming(entry: str) -> Iterator[int]:
+    """The running processes whose command line names an entry, as its compiler's does; this one aside."""
     name = entry.encode()
     for process in PROC.glob("[0-9]*"):
         try:
             if process.name != str(os.getpid()) and name in (process / "cmdline").read_bytes():
-                return True
+                yield int(process.name)
         except OSError:  # it has ended, or is another user's
             continue
-    return False
+
+
+def descends(pid: int, ancestor: int) -> bool:
+    """Whether a process is another, or was started by it or by those that it started, as far as they still run."""
+    while pid > 1 and pid != ancestor:
+        try:
+            pid = int(_fields(pid)[_PARENT_FIELD])
+        except OSError:
+            return False
+    return pid == ancestor
 
 
 def _start(pid: int) -> int | None:
@@ -113,11 +124,15 @@ def _start(pid: int) -> int | None:
             pass
         return 0
     try:
-        # The command's name stands in brackets and may itself hold blanks and brackets.
-        fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = _fields(pid)
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[_START_FIELD])  # a zombie holds nothing
+
+
+def _fields(pid: int) -> list[str]:
+    # The command's name stands in brackets and may itself hold blanks and brackets.
+    return (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def _host() -> str:

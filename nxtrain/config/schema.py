@@ -221,6 +221,10 @@ class CompileConfig(Section):
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
     torch_compile: bool = False
     """Compile each block with torch.compile, by inductor or TorchNeuron; PyTorch/XLA compiles whole steps anyway."""
+    manifest: TextPath = Path("compile_cache/manifests/{name}.json")
+    """What `nxtrain compile` compiled, for a run to hold itself to; `{name}` becomes run.name."""
+    on_miss: Literal["compile", "stop"] = "compile"
+    """What a run on Neuron devices does about a graph outside the manifest: compile it and warn, or end with code 5."""
 
 
 class RecoveryConfig(Section):

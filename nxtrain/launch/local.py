@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded, load
+from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.neuron import is_neuron, needs
@@ -53,7 +54,9 @@ class Command:
         return "\n".join([*lines, shlex.join(self.argv)])
 
 
-def render(path: Path, overrides: Sequence[str], nproc: int | None, environ: Mapping[str, str]) -> Command:
+def render(
+    path: Path, overrides: Sequence[str], nproc: int | None, environ: Mapping[str, str], *, first_node: str = ""
+) -> Command:
     """The command that trains on this machine.
 
     Args:
@@ -61,13 +64,14 @@ def render(path: Path, overrides: Sequence[str], nproc: int | None, environ: Map
         overrides: `dotted.key=value` each.
         nproc: Number of ranks per machine; None: as many as the degrees ask for.
         environ: Environment that the command inherits.
+        first_node: Of several machines the name of one, where the others meet it; empty: there is only this one.
 
     Raises:
-        ConfigError: The configuration cannot run on that many ranks of one machine.
+        ConfigError: The configuration cannot run on that many ranks.
     """
     loaded = load(path, overrides)
-    command, problems = _render(loaded, path, overrides, nproc, environ)
-    if (nodes := loaded.config.cluster.nodes) > 1:
+    command, problems = _render(loaded, path, overrides, nproc, environ, first_node or FIRST_NODE)
+    if (nodes := loaded.config.cluster.nodes) > 1 and not first_node:
         reason = f"nodes={nodes}, but the target local is one machine"
         hint = "use cluster.nodes=1, or start on each node what --dry-run prints"
         problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint))
@@ -100,18 +104,27 @@ def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: boo
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
 
 
+def ranks_per_node(config: RunConfig, nproc: int | None) -> int:
+    """Ranks of one machine: as many as are asked for, by default as the degrees need."""
+    return nproc or max(1, _ranks(config) // config.cluster.nodes)
+
+
 def _render(
-    loaded: Loaded, path: Path, overrides: Sequence[str], nproc: int | None, environ: Mapping[str, str]
+    loaded: Loaded,
+    path: Path,
+    overrides: Sequence[str],
+    nproc: int | None,
+    environ: Mapping[str, str],
+    first_node: str = FIRST_NODE,
 ) -> tuple[Command, list[Problem]]:
     """The command for one machine, and what keeps it from running."""
     config = loaded.config
     problems: list[Problem] = []
-    parallel, nodes = config.parallel, config.cluster.nodes
-    per_node, left_over = divmod(parallel.tp * parallel.pp * max(parallel.dp, 1), nodes)
-    if nproc is None and left_over:
-        reason = f"{per_node * nodes + left_over} ranks, as the degrees ask for, do not divide over {nodes} nodes"
+    nodes = config.cluster.nodes
+    if nproc is None and _ranks(config) % nodes:
+        reason = f"{_ranks(config)} ranks, as the degrees ask for, do not divide over {nodes} nodes"
         problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], "use --nproc or another dp"))
-    nproc = nproc or max(1, per_node)
+    nproc = ranks_per_node(config, nproc)
     try:
         resolve(loaded, world=nproc * nodes)
     except ConfigError as error:
@@ -128,13 +141,17 @@ def _render(
         variables.append(Variable("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)), reason))
     options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")
     if nodes > 1:
-        about.append(f"on each of the {nodes} nodes; {FIRST_NODE} is the name of one of them")
-        where = f"--rdzv-endpoint={FIRST_NODE}:{PORT}"
+        about.append(f"on each of the {nodes} nodes; {first_node} is the name of one of them")
+        where = f"--rdzv-endpoint={first_node}:{PORT}"
         options = (f"--nnodes={nodes}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
     agent = (*AGENT, *options, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
     train = ("-m", "nxtrain", "train", str(path), *overrides)
     argv = (sys.executable, *(agent if nproc * nodes > 1 else ()), *train)
     return Command(argv, tuple(variables), tuple(about)), problems
+
+
+def _ranks(config: RunConfig) -> int:
+    return config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1)
 
 
 def _num_cores() -> int:

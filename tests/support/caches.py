@@ -72,6 +72,12 @@ def compiling(root: Path, of: Key, pause_s: float = 0.0, keep: int | None = None
     return subprocess.Popen([sys.executable, "-S", "-c", _RANK], env=env, pass_fds=() if keep is None else (keep,))
 
 
+def compile_now(folder: Path, pause_s: float = 0.0) -> None:
+    """Compile an entry that the caller has locked; only the compiler's command line names it."""
+    argv = [sys.executable, "-S", "-E", "-c", _COMPILE, "neuronx-cc", str(folder), str(pause_s)]
+    subprocess.run(argv, check=True)
+
+
 def neff(of: Key) -> bytes:
     """What the stand-in's NEFF of a graph holds."""
     return (of.module * 500).encode()

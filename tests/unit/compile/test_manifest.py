@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from nxtrain.compile.cache import Cache
-from nxtrain.compile.manifest import Build, Graph, Manifest, Setting, check_ready, read_manifest, write_manifest
-from nxtrain.compile.misses import PrecompiledOnly, explain
+from nxtrain.compile.manifest import (
+    Build,
+    Graph,
+    Manifest,
+    Setting,
+    check_ready,
+    manifest_file,
+    read_manifest,
+    write_manifest,
+)
+from nxtrain.compile.misses import differ, explain
+from nxtrain.config.schema import CompileConfig, IdentityConfig, RunConfig
 from nxtrain.errors import BackendError, ConfigError
 from tests.support.caches import COMPILER, add_done, add_failed, key
 
@@ -28,13 +38,27 @@ def changed(settings: Mapping[str, Setting]) -> Build:
     return replace(BUILD, settings={**BUILD.settings, **settings})
 
 
+def written(folder: Path, manifest: Manifest = MANIFEST) -> Path:
+    path = folder / "manifests" / "llama2_7b_trn1.json"
+    write_manifest(manifest, path)
+    return path
+
+
 def test_a_manifest_reads_back_as_it_was_written_and_is_written_the_same_again(tmp_path: Path) -> None:
-    path = write_manifest(MANIFEST, tmp_path)
+    manifest = replace(MANIFEST, graphs=(*MANIFEST.graphs, Graph("compiled elsewhere", key(3).module, None)))
+    path = written(tmp_path, manifest)
     first = path.read_text(encoding="utf-8")
-    assert path == tmp_path / "llama2_7b_trn1.json"
-    assert read_manifest(path) == MANIFEST
-    assert write_manifest(read_manifest(path), tmp_path).read_text(encoding="utf-8") == first
-    assert [file.name for file in tmp_path.iterdir()] == ["llama2_7b_trn1.json"]
+    assert read_manifest(path) == manifest
+    assert written(tmp_path, read_manifest(path)).read_text(encoding="utf-8") == first
+    assert [file.name for file in path.parent.iterdir()] == ["llama2_7b_trn1.json"]
+
+
+def test_the_file_of_a_manifest_is_named_after_the_run_unless_it_is_chosen() -> None:
+    run = IdentityConfig(name="mine")
+    assert manifest_file(RunConfig(run=run)) == Path("compile_cache/manifests/mine.json")
+    assert manifest_file(RunConfig(run=run, compile=CompileConfig(manifest=Path("a/{name}.b")))) == Path("a/mine.b")
+    with pytest.raises(ConfigError, match=r"compile\.manifest: '\{host\}' has \{host\}; only \{name\} is filled in"):
+        manifest_file(RunConfig(compile=CompileConfig(manifest=Path("{host}"))))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +71,7 @@ def test_a_manifest_reads_back_as_it_was_written_and_is_written_the_same_again(t
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, change: object, words: str) -> None:
-    path = write_manifest(MANIFEST, tmp_path)
+    path = written(tmp_path)
     record = json.loads(path.read_text(encoding="utf-8"))
     assert callable(change)
     change(record)
@@ -57,7 +81,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, change: object, words: s
 
 
 def test_a_manifest_that_is_missing_or_torn_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*absent.json: No such file.*precompile first"):
+    with pytest.raises(ConfigError, match=r"cannot read .*absent.json: No such file.*nxtrain compile writes it"):
         read_manifest(tmp_path / "absent.json")
     (tmp_path / "torn.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="is not valid JSON"):
@@ -73,7 +97,7 @@ def test_a_node_is_ready_when_every_graph_of_the_manifest_is_done_there(tmp_path
         f"{tmp_path} lacks 2 of the 2 graphs of llama2_7b_trn1, {COMPILER}:",
         f"    micro-step ({STEP.module}): absent",
         f"    update ({UPDATE.module}): failed",
-        f"    precompile on this node, or fetch them: nxtrain cache sync SRC {tmp_path}",
+        f"    on this node: nxtrain compile CONFIG, or fetch them: nxtrain cache sync SRC {tmp_path}",
     ]
     add_done(tmp_path, key(1))
     cache.quarantine_failed()
@@ -82,45 +106,34 @@ def test_a_node_is_ready_when_every_graph_of_the_manifest_is_done_there(tmp_path
 
 
 def test_a_compiled_graph_passes() -> None:
-    rule = PrecompiledOnly(MANIFEST, BUILD)
-    rule.check("micro-step", STEP.module)
-    rule.check("another name for it", UPDATE.module)
+    assert explain(MANIFEST, BUILD, STEP.module) is None
+    assert explain(MANIFEST, BUILD, UPDATE.module) is None
 
 
 @pytest.mark.parametrize(
-    ("build", "name", "module", "nearest", "differences"),
+    ("build", "module", "sibling", "differences"),
     [
-        (
-            changed({"train.micro_batch": 2}),
-            "micro-step",
-            key(7).module,
-            STEP,
-            ["train.micro_batch: compiled 1, needed 2"],
-        ),
+        (changed({"train.micro_batch": 2}), key(7).module, None, ["train.micro_batch: compiled 1, needed 2"]),
         (
             changed({"precision.params": "fp32", "optim.clip": 1}),
-            "update",
             key(7).module,
-            UPDATE,
+            None,
             ["optim.clip: compiled nothing, needed 1", "precision.params: compiled 'bf16', needed 'fp32'"],
         ),
         (
             replace(BUILD, compiler="neuronxcc-2.24.8799.0+1"),
-            "micro-step",
             STEP.module,
-            STEP,
+            None,
             [f"compiler: compiled {COMPILER}, needed neuronxcc-2.24.8799.0+1"],
         ),
         (
             replace(BUILD, flags=("--model-type=transformer", "--auto-cast=none", "-O1")),
-            "update",
             key(2, "xyz").module,
             UPDATE,
             ["flags: compiled -O2, needed -O1"],
         ),
         (
             replace(BUILD, flags=("--auto-cast=none", "--model-type=transformer", "-O2")),
-            "update",
             key(2, "xyz").module,
             UPDATE,
             [
@@ -130,39 +143,31 @@ def test_a_compiled_graph_passes() -> None:
         ),
         (
             BUILD,
-            "micro-step",
             key(7).module,
-            STEP,
-            [f"graph: compiled {1:020d}, needed {7:020d}; settings and flags are equal, so the code has changed"],
+            None,
+            ["compiler, flags and settings are equal: the code has changed since, or only the run reaches this graph"],
         ),
-        (
-            BUILD,
-            "micro-step",
-            key(1, "xyz").module,
-            STEP,
-            ["flags: compiled abc, needed xyz; set elsewhere, such as in NEURON_CC_FLAGS"],
-        ),
+        (BUILD, key(1, "xyz").module, STEP, ["flags: compiled abc, needed xyz; set elsewhere, such as in a script"]),
     ],
-    ids=["setting", "settings", "compiler", "flag", "order of flags", "code", "flags of the shell"],
+    ids=["setting", "settings", "compiler", "flag", "order of flags", "code", "flags set elsewhere"],
 )
-def test_a_miss_names_the_nearest_graph_and_what_differs(
-    build: Build, name: str, module: str, nearest: Graph, differences: list[str]
-) -> None:
-    miss = explain(MANIFEST, build, name, module)
+def test_a_miss_says_what_differs(build: Build, module: str, sibling: Graph | None, differences: list[str]) -> None:
+    miss = explain(MANIFEST, build, module)
     assert miss is not None
-    assert (miss.name, miss.module, miss.nearest) == (name, module, nearest)
-    assert list(map(str, miss.differences)) == differences
-    with pytest.raises(BackendError) as raised:
-        PrecompiledOnly(MANIFEST, build).check(name, module)
-    assert str(raised.value).splitlines() == [
-        f"the graph {name} ({module}) was not compiled beforehand",
-        f"    nearest: {nearest.name} ({nearest.module})",
+    other_flags = [f"    it is {sibling.name} with other flags ({sibling.module})"] if sibling else []
+    assert str(miss).splitlines() == [
+        f"the graph {module} was not compiled beforehand",
+        *other_flags,
         *(f"    {difference}" for difference in differences),
-        "    precompile again with the configuration of this run",
+        "    precompile again with the configuration of this run: nxtrain compile CONFIG",
     ]
 
 
-def test_an_empty_manifest_has_no_nearest_graph() -> None:
-    miss = explain(replace(MANIFEST, graphs=()), BUILD, "update", UPDATE.module)
+def test_a_compiler_that_is_not_known_yet_is_no_difference() -> None:
+    assert list(differ(BUILD, replace(BUILD, compiler=""))) == []
+
+
+def test_of_an_empty_manifest_every_graph_is_a_miss() -> None:
+    miss = explain(replace(MANIFEST, graphs=()), BUILD, UPDATE.module)
     assert miss is not None
-    assert (miss.nearest, str(miss)) == (None, f"the graph update ({UPDATE.module}) was not compiled beforehand")
+    assert miss.sibling is None

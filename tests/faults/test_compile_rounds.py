@@ -1,0 +1,198 @@
+"""Graphs are compiled by the emulated tool, whatever goes wrong there; the tool's exit status decides nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nxtrain.compile.cache import Cache
+from nxtrain.compile.entries import LOCK, Key, State
+from nxtrain.compile.rounds import Compiled, Job, compile_graphs
+from nxtrain.compile.seals import read_seal
+from nxtrain.compile.tool import TOOL
+from nxtrain.errors import BackendError
+from tests.support.caches import add_failed, add_locked
+from tests.support.neuron_machine import ROOT, install
+from tests.support.neuron_plugin import PAUSE, Plugin
+from tests.support.parallel_compile import FAULTS
+
+A, B, C = "a" * 16, "b" * 16, "c" * 16
+TRIAL = (sys.executable, "-m", "tests.support.neuron_plugin")
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """The variables of a job on a machine with the emulated tool, but without its devices."""
+    shell = install(tmp_path)
+    (tmp_path / "faults").mkdir()
+    return {
+        **shell,
+        "PYTHONPATH": str(ROOT),
+        "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache"),
+        "NEURON_CC_FLAGS": "--model-type=transformer --retry_failed_compilation",
+        FAULTS: str(tmp_path / "faults"),
+        "TMPDIR": str(tmp_path),
+    }
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What fails keeps its logs: not in the machine's own folder."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield
+
+
+def keys(env: dict[str, str], *graphs: str) -> list[Key]:
+    plugin = Plugin(env)
+    return [plugin.key(graph) for graph in graphs]
+
+
+def tool(env: dict[str, str]) -> str:
+    return shutil.which(TOOL, path=env["PATH"]) or ""
+
+
+def compiled(
+    env: dict[str, str], *script: str, workers: int = 2, retries: int = 0, grace_s: float = 300.0
+) -> tuple[Compiled, Cache]:
+    cache = Cache(Path(env["NEURON_COMPILE_CACHE_URL"]), grace_s=grace_s)
+    return compile_graphs(Job(tool(env), (*TRIAL, *script), env, cache), workers, retries), cache
+
+
+def faults(env: dict[str, str], *kinds: str) -> None:
+    for number, kind in enumerate(kinds):
+        (Path(env[FAULTS]) / f"{number}-{kind}").touch()
+
+
+def test_what_a_run_shows_is_compiled_sealed_and_named(
+    env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found, cache = compiled(env, A, "step 1:", B, "log 1:", C)
+    assert found.names == dict(zip(keys(env, A, B, C), ("start #1", "step 1 #1", "log 1 #1"), strict=True))
+    assert cache.done() == set(found.names)
+    assert all(read_seal(entry.folder) for entry in cache.entries())
+    assert sorted(found.seconds) == sorted(found.names)
+    assert all(0 < seconds < 20 for seconds in found.seconds.values())
+    assert not list(tmp_path.glob("nxtrain-compile-*"))
+    printed = capfd.readouterr()
+    assert "||NEURON_PARALLEL_COMPILE||: New graph list from script 3" in printed.out
+    assert "nxtrain compile: 3 of 3 graphs done, " in printed.err
+    again, _ = compiled(env, A, "step 1:", B, "log 1:", C)
+    assert (again.names, again.seconds) == (found.names, {})  # the tool compiles nothing and says 0
+
+
+def test_a_graph_that_fails_is_tried_again_and_then_named(
+    env: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    faults(env, "error")
+    found, cache = compiled(env, A, B, workers=1, retries=1)
+    assert cache.done() == set(found.names) == set(keys(env, A, B))
+    said = capfd.readouterr().err
+    assert "1 of 2 graphs failed; once more, up to 1 at a time\n" in said
+    assert f"put {keys(env, A)[0]} aside, which failed before" in said
+
+
+def test_one_failed_graph_is_told_from_a_failed_script(env: dict[str, str], tmp_path: Path) -> None:
+    faults(env, "error")
+    with pytest.raises(BackendError) as raised:  # the tool ends with 1, for one graph
+        compiled(env, "step 1:", A, B, workers=1)
+    lines = str(raised.value).splitlines()
+    failed = keys(env, A)[0]
+    assert lines[:1] == ["1 of 2 graphs could not be compiled:"]
+    assert lines[1].startswith(
+        f"    step 1 #1 ({failed.module}): Failed compilation with ['neuronx-cc', 'compile']: [NCC"
+    )
+    assert len(lines) == 3
+    assert str(failed) in lines[1]
+    with pytest.raises(
+        BackendError, match="the run that shows the graphs failed, so that nothing was compiled"
+    ) as raised:
+        compiled(env, A, "fail")  # the tool ends with 1, for the script
+    log = Path(str(raised.value).rpartition(" ")[2])
+    assert log.is_relative_to(tmp_path)
+    assert "this script fails" in log.read_text()
+
+
+def test_more_failures_than_an_exit_status_counts_are_failures(env: dict[str, str]) -> None:
+    graphs = [f"{number:016x}" for number in range(256)]
+    faults(env, *["error"] * 256)
+    with pytest.raises(BackendError, match="256 of 256 graphs could not be compiled"):  # the tool ends with 0
+        compiled(env, *graphs, workers=1)
+
+
+def test_a_script_that_shows_nothing_is_no_success(env: dict[str, str]) -> None:
+    with pytest.raises(BackendError, match="showed no graph"):
+        compiled(env, "step 1:")
+
+
+@pytest.mark.parametrize("kind", ["memory", "worker"])
+def test_compilers_that_were_killed_are_fewer_next_time(
+    env: dict[str, str], kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    faults(env, kind)
+    # A worker that is killed leaves its lock, and the tool ends with 0.
+    found, cache = compiled(env, A, B, workers=4, retries=1, grace_s=0.5)
+    assert cache.done() == set(found.names) == set(keys(env, A, B))
+    said = capfd.readouterr().err
+    assert "graphs failed; once more, up to 2 at a time, since compilers were killed" in said
+
+
+def test_stale_locks_and_old_failures_do_not_stand_in_the_way(env: dict[str, str]) -> None:
+    cache = Path(env["NEURON_COMPILE_CACHE_URL"])
+    env["NEURON_CC_FLAGS"] = "--model-type=transformer"  # without which the tool skips what failed
+    locked, failed = keys(env, A, B)
+    for path in add_locked(cache, locked).iterdir():
+        os.utime(path, (time.time() - 3600,) * 2)
+    add_failed(cache, failed)
+    assert compiled(env, A, B)[1].done() == {locked, failed}
+
+
+def test_what_another_process_compiles_is_waited_for(env: dict[str, str]) -> None:
+    env[PAUSE] = "0.3"
+    jobs = [subprocess.Popen([sys.executable, "-c", _JOB, tool(env)], env=env, cwd=ROOT) for _ in range(2)]
+    assert [job.wait(timeout=60) for job in jobs] == [0, 0]
+    cache = Cache(Path(env["NEURON_COMPILE_CACHE_URL"]))
+    assert [entry.state for entry in cache.entries()] == [State.DONE] * 3
+
+
+def test_whatever_ends_the_command_ends_its_compilers(env: dict[str, str]) -> None:
+    env[PAUSE] = "30"
+    job = subprocess.Popen([sys.executable, "-c", _JOB, tool(env)], env=env, cwd=ROOT)
+    cache = Path(env["NEURON_COMPILE_CACHE_URL"])
+    wait_until(lambda: len(list(cache.glob(f"*/*/{LOCK}"))) == 2 and len(compilers(cache)) == 2)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    wait_until(lambda: not compilers(cache))
+
+
+_JOB = f"""
+import os, sys
+from pathlib import Path
+from nxtrain.compile.cache import Cache
+from nxtrain.compile.rounds import Job, compile_graphs
+command = [sys.executable, "-m", "tests.support.neuron_plugin", *{[A, B, C]}]
+cache = Cache(Path(os.environ["NEURON_COMPILE_CACHE_URL"]))
+found = compile_graphs(Job(sys.argv[1], command, os.environ, cache), 2, 0)
+assert set(found.names) == cache.done(), (found.names, cache.done())
+"""
+
+
+def compilers(cache: Path) -> list[int]:
+    from nxtrain.compile.owners import naming
+
+    return [pid for entry in cache.glob("*/MODULE_*") for pid in naming(str(entry))]
+
+
+def wait_until(condition: object, limit_s: float = 20.0) -> None:
+    assert callable(condition)
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
