@@ -11,6 +11,9 @@ from nxtrain.errors import ConfigError, Problem
 EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
 """What `neuron_parallel_compile` sets to 1: Neuron's plugin collects graphs and computes nothing."""
 
+EXTRACTING = "extracting:"
+"""How a line begins in which rank 0 names the work whose graphs follow."""
+
 ORIGIN = "environment"
 """Where these problems come from, as messages say it."""
 

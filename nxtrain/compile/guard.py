@@ -14,7 +14,7 @@ Source: what the plugin prints, "Call compiler with cmd: neuronx-cc compile ... 
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL
 
 from nxtrain.backends.neuron.sdk import installed
 from nxtrain.backends.shell import extracting
@@ -41,6 +42,9 @@ from nxtrain.launch.neuron import is_neuron
 INTERVAL_S = 0.5
 PATIENCE_S = 15.0
 """Seconds for which a lock is given the time to show its compiler."""
+
+AFTERMATH_S = 5
+"""Seconds from the end of a run to that of its compilers, which would work on for nobody."""
 
 OnMiss = Callable[[Key, Sequence[int]], None]
 """Is told of a graph that is being compiled, and of the processes that do so."""
@@ -166,9 +170,10 @@ def _stop(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: S
     print(f"error: {_miss(manifest, build, key)}", file=sys.stderr, flush=True)
     # Whoever needs the graph next would wait for a lock that nobody holds any more.
     cache.disown(key)
-    for pid in compilers:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    if compilers:
+        # Not before the ranks: one whose compiler is gone would blame that.
+        end = f"sleep {AFTERMATH_S}; kill -9 {' '.join(map(str, compilers))}"
+        subprocess.Popen(["sh", "-c", end], stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
     os._exit(BackendError.exit_code)
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -109,14 +110,14 @@ def names_in(log: str, marker: str) -> Names:
         marker: How the lines begin in which rank 0 names its work.
     """
     names: Names = {}
-    work, number = "start", 0
+    work, numbers = "start 0", Counter[str]()
     for line in log.splitlines():
         if marker in line:
-            work, number = line.partition(marker)[2].strip(), 0
+            work = line.partition(marker)[2].strip()
         for compiler, module in _GRAPH.findall(line):
             if (key := Key(compiler, module)) not in names:
-                number += 1
-                names[key] = f"{work} #{number}"
+                numbers[work] += 1
+                names[key] = f"{work} #{numbers[work]}"
     return names
 
 

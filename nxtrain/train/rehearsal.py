@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.shell import EXTRACTING
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.data import Loader
@@ -28,9 +29,6 @@ STEPS = 4
 _EVERY = 3
 EVALUATED_BATCHES = 2
 """As many show whether one batch records the graph of another."""
-
-EXTRACTING = "extracting:"
-"""How a line begins that names the work whose graphs follow."""
 
 
 def rehearse(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[str], None]) -> None:

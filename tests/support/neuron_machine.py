@@ -57,10 +57,24 @@ def pretend() -> None:
 
     sdk.DEVICES = Path(os.environ[DEVICES])
     sdk.installed = installed
-    sys.modules["nxtrain.backends.neuron.backend"] = _Lazy("nxtrain.backends.neuron.backend")
+    sys.modules["nxtrain.backends.neuron.backend"] = _Backend("nxtrain.backends.neuron.backend")
+    for unused in (
+        "torch_xla.stablehlo",
+        "torch_xla.experimental.gru",
+    ):  # half of the time that torch-xla takes to load
+        sys.modules[unused] = _Unused(unused)
 
 
-class _Lazy(ModuleType):
+class _Unused(ModuleType):
+    """A module of names that are imported and not used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _Backend(ModuleType):
     """The module of the Neuron backend, with the stand-in in it; torch is imported when it is asked for."""
 
     def __getattr__(self, name: str) -> Any:

@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from nxtrain.compile.entries import DONE, NEFF, Key
-from tests.support.caches import COMPILER, compiling
+from nxtrain.compile.entries import DONE, LOCK, NEFF, Key
+from tests.support.caches import COMPILER, compile_now
 
 CACHE_FLAGS = {"--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir"}
 """Flags of the cache, which the hash of the flags leaves out."""
@@ -66,10 +66,22 @@ class Plugin:
             what = f"Extracting graphs ({hlo}) for ahead-of-time parallel compilation. No compilation was done."
             log("NEURON_CC_WRAPPER", what)
         else:
-            log("NEURON_CC_WRAPPER", f"Call compiler with cmd: neuronx-cc compile --framework=XLA {key.module}")
-            code = compiling(self._root, key, self._pause_s).wait()
-            if code:
-                raise RuntimeError(f"neuronx-cc ended with {code} on {key.module}")
+            self._compile(folder)
+
+    def _compile(self, folder: Path) -> None:
+        """Compile a graph, or wait for whoever does, in this process: it holds the lock, and its child compiles."""
+        folder.mkdir(parents=True, exist_ok=True)
+        while not (folder / DONE).exists():
+            try:
+                os.close(os.open(folder / LOCK, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                log("NEURON_CACHE", f"Another process must be compiling {folder.name}")
+                time.sleep(0.3)
+                continue
+            log("NEURON_CC_WRAPPER", f"Call compiler with cmd: neuronx-cc compile --framework=XLA {folder.name}")
+            compile_now(folder, self._pause_s)
+            (folder / DONE).touch()
+            (folder / LOCK).unlink()
 
 
 def log(who: str, text: str) -> None:

@@ -1,0 +1,100 @@
+"""`nxtrain compile` before it starts anything: what it refuses, and what it would run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxtrain import cli
+from nxtrain.backends.base import Support
+from nxtrain.backends.neuron import sdk
+from nxtrain.compile import precompile
+from nxtrain.compile.manifest import Build, Graph, Manifest, write_manifest
+from nxtrain.compile.memory import GIB, Memory
+from nxtrain.compile.rounds import Compiled
+from tests.support.caches import COMPILER, key
+
+TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
+NEURON = ("backend.name=neuron", "cluster.instance=trn1.2xlarge", "parallel.tp=2")
+
+
+@pytest.fixture(autouse=True)
+def bare_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NEURON", "XLA_", "PJRT_", "FI_", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "RANK", "WORLD_SIZE")
+    for name in [name for name in os.environ if name.startswith(names)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(precompile, "host_memory", lambda: Memory(496 * GIB, "this machine"))
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["nxtrain", "compile", *args])
+    with pytest.raises(SystemExit) as raised:
+        cli.main()
+    return int(raised.value.code or 0)
+
+
+def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_tool(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, str(TINY), *NEURON, "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "export NEURON_FUSE_SOFTMAX=1" in lines
+    argv = shlex.split(lines[-1])
+    assert argv[:3] == ["neuron_parallel_compile", "--num_parallel", "8"]
+    assert argv[3:7] == ["--parallel_compile_workdir", "DIR/work", "env", f"--chdir={Path.cwd()}"]
+    monkeypatch.setattr(sys, "argv", ["nxtrain", "launch", str(TINY), *NEURON, "--dry-run"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert argv[7:] == shlex.split(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_of_several_nodes_all_meet_at_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2")
+    several = (str(TINY), "backend.name=neuron", "train.micro_batch=1", *cluster)
+    assert main(monkeypatch, *several) == 2
+    assert "nxtrain compile CONFIG --first-node NAME" in capsys.readouterr().err
+    assert main(monkeypatch, *several, "--first-node", "node7", "--dry-run") == 0
+    assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in capsys.readouterr().out
+
+
+def test_without_the_sdk_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sdk, "DEVICES", tmp_path)
+    monkeypatch.setattr(sdk, "installed", lambda name: None)
+    assert main(monkeypatch, str(TINY), *NEURON) == 5
+    said = capsys.readouterr().err
+    assert "graphs cannot be compiled here: no Neuron device" in said
+    assert "install Neuron SDK 2.28: pip install --extra-index-url" in said
+
+
+def test_without_the_tool_it_says_where_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sdk, "support", lambda: Support(True, "2 chips in this test"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(monkeypatch, str(TINY), *NEURON) == 5
+    assert "neuron_parallel_compile, a program of torch-neuronx, is not on PATH" in capsys.readouterr().err
+
+
+def test_other_devices_compile_nothing_beforehand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, str(TINY)) == 2
+    assert "cpu compiles no graphs beforehand" in capsys.readouterr().err
+
+
+def test_what_was_compiled_before_keeps_its_seconds_in_the_manifest(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    compiled = Compiled({key(1): "step 1 #1", key(2): "step 1 #2", key(3): "log 1 #1"}, {key(2): 7.06})
+    old = Manifest("a", Build(COMPILER, (), {}), (Graph("x", key(1).module, 812.5), Graph("y", key(2).module, 1.0)))
+    write_manifest(old, file)
+    assert precompile._graphs(compiled, file) == (
+        Graph("step 1 #1", key(1).module, 812.5),
+        Graph("step 1 #2", key(2).module, 7.1),
+        Graph("log 1 #1", key(3).module, None),
+    )

@@ -1,0 +1,142 @@
+"""`nxtrain compile` from end to end on a pretended Trainium machine, and the runs that its manifest lets pass or ends.
+
+Two ranks under torchrun trace the product's own step; the tool, Neuron's plugin and its compiler are stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nxtrain.compile.cache import Cache
+from nxtrain.compile.commands import clean, ls, verify
+from nxtrain.compile.entries import State
+from nxtrain.compile.manifest import Manifest, read_manifest
+from nxtrain.compile.owners import naming
+from tests.support.caches import COMPILER
+from tests.support.neuron_machine import ROOT, install
+from tests.support.neuron_plugin import PAUSE
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A pretended Trainium machine, with the graphs of one configuration compiled.
+
+    Args:
+        folder: What is on it.
+        env: The variables of a shell.
+        said: What `nxtrain compile` printed.
+    """
+
+    folder: Path
+    env: Mapping[str, str]
+    said: str = ""
+
+    @property
+    def cache(self) -> Cache:
+        return Cache(self.folder / "cache")
+
+    @property
+    def manifest(self) -> Manifest:
+        return read_manifest(self.folder / "tiny_cpu.json")
+
+    def start(self, command: str, *overrides: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
+        """Start a command of nxtrain on the tiny configuration."""
+        values = [
+            *("backend.name=neuron", "cluster.instance=trn1.2xlarge", "parallel.tp=2", "model.config.vocab_size=300"),
+            *(f"compile.cache_dir={self.folder / 'cache'}", f"compile.manifest={self.folder / '{name}.json'}"),
+            *("data.source=tokens", f"data.path={self.folder / 'rows.npy'}", "data.validation_fraction=0"),
+            *("train.seq_len=16", "train.global_batch=4", "train.micro_batch=1", "train.eval_every=0"),
+            *(f"train.steps={STEPS}", "optim.warmup_steps=0", "checkpoint.every=0", "metrics.log_every=1"),
+            *("metrics.tensorboard=false", "metrics.progress=false", f"run.dir={self.folder / 'run'}", *overrides),
+        ]
+        argv = [sys.executable, "-m", "nxtrain", command, "configs/tiny_cpu.toml", *values]
+        env = {**self.env, PAUSE: str(pause_s)}
+        return subprocess.Popen(
+            argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    folder = tmp_path_factory.mktemp("machine")
+    rows = np.random.default_rng(0).integers(0, 300, (64, 17), dtype=np.uint16)
+    np.save(folder / "rows.npy", rows)
+    env = {**install(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    compiling = Machine(folder, env).start("compile", "train.steps=7")
+    said = compiling.communicate(timeout=200)[0]
+    assert compiling.returncode == 0, said[-6000:]
+    return Machine(folder, env, said)
+
+
+def test_every_graph_of_the_run_is_compiled_and_named_in_the_manifest(machine: Machine) -> None:
+    manifest = machine.manifest
+    names = [graph.name.split(" #")[0] for graph in manifest.graphs]
+    assert len(names) == len(set(graph.module for graph in manifest.graphs)) >= 3
+    assert {"step 1"} <= set(names) <= {"start 0", "start from weights 0", "resume 0", "step 1", "log 1", "step 2"}
+    assert {(of.compiler, of.module) for of in machine.cache.done()} == {(COMPILER, g.module) for g in manifest.graphs}
+    assert all(graph.seconds is not None for graph in manifest.graphs)
+    assert manifest.build.flags == ("--model-type=transformer", "--auto-cast=none", "--target=trn1")
+    assert manifest.build.settings["train.micro_batch"] == 1
+    assert (
+        f"nxtrain compile: all {len(names)} graphs are in {machine.folder / 'cache'}, {len(names)} of" in machine.said
+    )
+    assert "extracting: step 1" in machine.said
+    assert not list(machine.folder.glob("nxtrain-compile-*"))
+
+
+def test_the_commands_for_caches_find_it_whole(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    total = len(machine.manifest.graphs)
+    ls(str(machine.cache.root), as_json=True)
+    assert json.loads(capsys.readouterr().out)["counts"]["done"] == total
+    verify(str(machine.cache.root))
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"{total} as they were sealed, 0 hashed for the first time, 0 damaged"
+    )
+
+
+def test_the_run_compiles_nothing_while_one_with_another_setting_ends_at_its_first_graph(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stops = "compile.on_miss=stop"
+    same = machine.start("launch", stops)
+    other = machine.start("launch", stops, "train.micro_batch=2", f"run.dir={machine.folder / 'other'}", pause_s=20)
+    said, others = (process.communicate(timeout=200)[0] for process in (same, other))
+    assert same.returncode == 0, said[-6000:]
+    lines = (machine.folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert "Call compiler" not in said
+    assert "\nwarning: " not in said
+
+    assert other.returncode == 5, others[-6000:]
+    assert "warning: this run is not what was compiled, and may need other graphs:\n    train.micro_batch: " in others
+    (missed,) = {entry.key for entry in machine.cache.entries()} - machine.cache.done()
+    assert (
+        f"error: the graph {missed.module} was not compiled beforehand\n"
+        "    train.micro_batch: compiled 1, needed 2\n"
+        "    precompile again with the configuration of this run: nxtrain compile CONFIG\n"
+    ) in others
+    assert "Traceback" not in others
+    assert not (machine.folder / "other/metrics.jsonl").exists()
+
+    # Nobody waits for the lock that is left, and nobody works for it.
+    entry = machine.cache.entry(missed)
+    assert entry is not None
+    assert entry.state is State.STALE
+    clean(str(machine.cache.root), None, failed=False, stale=True)
+    assert f"{missed}  lock broken" in capsys.readouterr().out
+    end = time.monotonic() + 20
+    while pids := list(naming(missed.module)):
+        assert time.monotonic() < end, pids
+        time.sleep(0.2)
