@@ -45,7 +45,7 @@ class Graph:
     """One compiled graph.
 
     Args:
-        name: What it computes, such as `step 1 #2`: the second new one that was met in step 1.
+        name: What it computes, such as `step 1 (training) #2`: the second new one of that work.
         module: `MODULE_<graph>+<flags>`.
         seconds: Time that its compilation took; None if it was compiled elsewhere.
     """

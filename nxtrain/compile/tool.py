@@ -103,14 +103,14 @@ def run_tool(
 def names_in(log: str, marker: str) -> Names:
     """The graphs that a log shows, each named after what rank 0 was at when it was first met.
 
-    Ranks do not wait for each other here: one that is ahead may show a graph a little before rank 0 begins the work.
+    Ranks that meet new graphs wait for each other to compare them, so that none is at other work than rank 0.
 
     Args:
         log: What the tool's command printed.
         marker: How the lines begin in which rank 0 names its work.
     """
     names: Names = {}
-    work, numbers = "start 0", Counter[str]()
+    work, numbers = "start", Counter[str]()
     for line in log.splitlines():
         if marker in line:
             work = line.partition(marker)[2].strip()

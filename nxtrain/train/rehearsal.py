@@ -42,16 +42,21 @@ def rehearse(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[str], 
     """
     done: list[str] = []
 
+    def begin(work: str) -> None:
+        say(f"{EXTRACTING} {work}")
+        # Hours before a run would, and so that no rank is at other work than the one that names it.
+        backend.compare_graphs(work)
+
     def watch(step: int, work: Work) -> None:
         done.append(work)
-        say(f"{EXTRACTING} step {step} ({work})")
+        begin(f"step {step} ({work})")
 
     say("NEURON_EXTRACT_GRAPHS_ONLY=1: graphs are collected for compilation; nothing is computed, nothing is written")
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
-    say(f"{EXTRACTING} start")
+    begin("start")
     backend.step_boundary()
     for beginning, weights_only in (("start from weights", True), ("resume", False)):
-        say(f"{EXTRACTING} {beginning}")
+        begin(beginning)
         settle(state, shards_of(state), weights_only=weights_only)
         backend.step_boundary()
     trainer(plan, state, _short(plan.config), Schedule(0.0, 0.0, 0, STEPS, "constant"), watch).run(0)

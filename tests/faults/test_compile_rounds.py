@@ -75,7 +75,7 @@ def test_what_a_run_shows_is_compiled_sealed_and_named(
     env: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found, cache = compiled(env, A, "step 1:", B, "log 1:", C)
-    assert found.names == dict(zip(keys(env, A, B, C), ("start 0 #1", "step 1 #1", "log 1 #1"), strict=True))
+    assert found.names == dict(zip(keys(env, A, B, C), ("start #1", "step 1 #1", "log 1 #1"), strict=True))
     assert cache.done() == set(found.names)
     assert all(read_seal(entry.folder) for entry in cache.entries())
     assert sorted(found.seconds) == sorted(found.names)

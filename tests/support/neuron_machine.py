@@ -84,21 +84,12 @@ class _Backend(ModuleType):
 
 
 def _backend() -> Callable[..., Any]:
-    import torch.distributed as dist
-
     from nxtrain.backends.base import Support
+    from nxtrain.backends.c10d import Placement
     from nxtrain.backends.neuron import sdk
     from nxtrain.backends.shell import extracting
     from nxtrain.backends.tracing import TracingBackend
-    from nxtrain.backends.xla import XlaCollectives
     from tests.support.neuron_plugin import Plugin
-
-    class Meeting(XlaCollectives):
-        """A barrier of hosts: the devices do not run."""
-
-        def barrier(self) -> None:
-            if dist.is_initialized():
-                dist.barrier()
 
     class Tape:
         def __init__(self) -> None:
@@ -115,12 +106,8 @@ def _backend() -> Callable[..., Any]:
 
         def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
             os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
-            world, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
-            if world > 1:
-                dist.init_process_group("gloo")
-            super().__init__(world, rank, Tape())
-            self.collectives = Meeting()
-            self.local_rank, self.local_world = rank, world
+            place = Placement.read()
+            super().__init__(place.world, place.rank, Tape())
             self.extracts = extracting(os.environ)
             self._stack = ExitStack()
             self._stack.enter_context(self.recording())
@@ -132,7 +119,5 @@ def _backend() -> Callable[..., Any]:
         def close(self) -> None:
             self._stack.close()
             super().close()
-            if dist.is_initialized():
-                dist.destroy_process_group()
 
     return StandInBackend
