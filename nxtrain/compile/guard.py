@@ -37,7 +37,7 @@ from nxtrain.compile.owners import descends, naming, read_owner
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded
 from nxtrain.errors import BackendError
-from nxtrain.launch.neuron import is_neuron
+from nxtrain.launch.neuron import compiles_ahead
 
 INTERVAL_S = 0.5
 PATIENCE_S = 15.0
@@ -52,7 +52,7 @@ OnMiss = Callable[[Key, Sequence[int]], None]
 
 @contextmanager
 def guarded(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
-    """Hold a run to its manifest while it lasts; on one rank per node, and on Neuron devices only.
+    """Hold a run to its manifest while it lasts; on one rank per node, and under PyTorch/XLA on Neuron devices only.
 
     Args:
         loaded: The run.
@@ -63,7 +63,7 @@ def guarded(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
         BackendError: `compile.on_miss=stop`, and there is no manifest, or this node lacks graphs of it.
     """
     config = loaded.config
-    if environ.get("LOCAL_RANK", "0") != "0" or not is_neuron(config) or extracting(environ):
+    if environ.get("LOCAL_RANK", "0") != "0" or not compiles_ahead(config) or extracting(environ):
         yield
         return
     cache, file = Cache(cache_folder(config.compile)), manifest_file(config)

@@ -22,7 +22,7 @@ from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded, load
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.local import FIRST_NODE, ranks_per_node, render
-from nxtrain.launch.neuron import is_neuron
+from nxtrain.launch.neuron import compiles_ahead, is_native
 
 GRACE_S = 30.0
 """Seconds since the last write to an entry for which a lock without an owner is believed: here the tool has ended, and
@@ -92,8 +92,8 @@ def _graphs(compiled: Compiled, file: Path) -> tuple[Graph, ...]:
 
 def _check_backend(loaded: Loaded) -> None:
     name = loaded.config.backend.name
-    if not is_neuron(loaded.config) and name != "auto":
-        reason = f"{name} compiles no graphs beforehand; Neuron devices alone do"
+    if is_native(loaded.config) or (not compiles_ahead(loaded.config) and name != "auto"):
+        reason = f"{name} compiles no graphs beforehand; PyTorch/XLA on Neuron devices does"
         raise ConfigError([Problem("backend.name", reason, loaded.origins["backend.name"], "use backend.name=neuron")])
 
 

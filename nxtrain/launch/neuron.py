@@ -47,6 +47,11 @@ def is_native(config: RunConfig) -> bool:
     return name == "neuron-native" or (name == "auto" and not support().ok and torchneuron.support().ok)
 
 
+def compiles_ahead(config: RunConfig) -> bool:
+    """Whether its graphs can be compiled before it starts: those of PyTorch/XLA can, those of TorchNeuron cannot."""
+    return is_neuron(config) and not is_native(config)
+
+
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
     """What a run needs that is started with these variables.
 

@@ -139,7 +139,7 @@ def test_a_lock_that_was_given_up_does_not_come_back(tmp_path: Path) -> None:
 
 @pytest.fixture
 def neuron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "is_neuron", lambda config: True)
+    monkeypatch.setattr(guard, "compiles_ahead", lambda config: True)
     monkeypatch.setattr(guard, "_compiler", lambda: "")
 
 
@@ -195,8 +195,9 @@ def test_other_ranks_and_extraction_are_left_alone(tmp_path: Path, environ: dict
         assert not (tmp_path / "cache").exists()
 
 
-def test_runs_on_other_devices_are_left_alone(tmp_path: Path) -> None:
-    with guarded(run(tmp_path, "compile.on_miss=stop"), {}):
+@pytest.mark.parametrize("backend", ["cpu", "xla", "neuron-native"])
+def test_runs_on_other_devices_are_left_alone(tmp_path: Path, backend: str) -> None:
+    with guarded(run(tmp_path, "compile.on_miss=stop", f"backend.name={backend}"), {}):
         assert not (tmp_path / "cache").exists()
 
 

@@ -81,11 +81,12 @@ def test_without_the_tool_it_says_where_it_comes_from(
     assert "neuron_parallel_compile, a program of torch-neuronx, is not on PATH" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["cpu", "xla", "neuron-native"])
 def test_other_devices_compile_nothing_beforehand(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str
 ) -> None:
-    assert main(monkeypatch, str(TINY)) == 2
-    assert "cpu compiles no graphs beforehand" in capsys.readouterr().err
+    assert main(monkeypatch, str(TINY), f"backend.name={backend}") == 2
+    assert f"{backend} compiles no graphs beforehand" in capsys.readouterr().err
 
 
 def test_what_was_compiled_before_keeps_its_seconds_in_the_manifest(tmp_path: Path) -> None:
