@@ -20,7 +20,7 @@ Source: AWS Neuron documentation, "Neuron Persistent Cache", and the help of `ne
 VARIABLES = ("NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU", "XLA_DISABLE_FUNCTIONALIZATION")
 """Environment variables under which torch-neuronx lowers the same step to other graphs."""
 
-PACKAGES = ("nxtrain", "torch", "torch-xla", "torch-neuronx")
+PACKAGES = ("nxtrain", "torch", "torch-xla", "torch-neuronx", "neuronx-distributed")
 """Whose version may change a graph, while no setting does."""
 
 _FREE = ("run", "cluster", "checkpoint", "compile", "data", "metrics", "model", "recovery")
