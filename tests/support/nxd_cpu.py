@@ -1,6 +1,6 @@
 """The real NeuronX Distributed on CPU, with stand-ins for what it imports of AWS's and no machine here has.
 
-To run the tests marked `nxd`, put the folder `src` of https://github.com/aws-neuron/neuronx-distributed (v2.29.0) on
+To run the tests marked `nxd`, put the folder `src` of https://github.com/aws-neuron/neuronx-distributed (at fbac349) on
 PYTHONPATH, in an environment that has what it imports beside torch-xla: tenacity, boto3, transformers==4.51.*.
 
 Its own switch NXD_CPU_MODE=1 sends collectives to gloo; none of its code is replaced. The stand-ins answer every import
@@ -29,7 +29,7 @@ ROOTS = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib")
 PLATFORM = "NXD_TEST_PLATFORM"
 """Variable with the platform that NxD believes in; trn2 if it is not set."""
 
-_DECORATORS = {"jit", "nki_jit", "hlo_debug"}
+_DECORATORS = {"jit", "nki_jit", "hlo_debug", "skip_middle_end_transformations"}
 
 
 def prepare(cpu_mode: bool = True) -> None:
