@@ -85,8 +85,9 @@ class PlainKernels(Kernels):
         correction2 = (1.0 - torch.pow(beta2, how.step)).sqrt()
         for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             scaled = grad * how.grad_scale
-            exp_avg.mul_(beta1).add_(scaled * (1.0 - beta1))
-            exp_avg_sq.mul_(beta2).add_(scaled * scaled * (1.0 - beta2))
+            # Not in place: torch-xla checks the shapes of such operations in Python, at thrice the cost to the host.
+            exp_avg.copy_(exp_avg * beta1 + scaled * (1.0 - beta1))
+            exp_avg_sq.copy_(exp_avg_sq * beta2 + scaled * scaled * (1.0 - beta2))
             update = (exp_avg / correction1) / (exp_avg_sq.sqrt() / correction2 + how.eps)
             param.copy_(param * (1.0 - how.lr * how.weight_decay) - how.lr * update)
 
