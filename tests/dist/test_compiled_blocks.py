@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.xla import XlaBackend
 from nxtrain.config.check import Resolved
@@ -57,7 +57,7 @@ def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool
 
 
 class _Lazy:
-    name, compiler, collectives, kernels = "xla", XlaBackend.compiler, None, PlainKernels()
+    name, compiler, collectives, kernels, binding = "xla", XlaBackend.compiler, None, PlainKernels(), Binding()
 
 
 def test_a_device_that_compiles_whole_steps_refuses() -> None:
