@@ -6,6 +6,7 @@ those of a cluster, and nothing can be executed.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,8 @@ def test_processes_that_the_devices_do_not_join_are_refused(tmp_path: Path) -> N
     overrides = ["backend.name=xla", f"run.dir={tmp_path / 'run'}", "train.micro_batch=8"]
     done = torchrun(2, "-m", "nxtrain", "train", "configs/tiny_cpu.toml", *overrides)
     assert done.returncode == BackendError.exit_code
-    told = "torchrun started rank 1 of 2, but PyTorch/XLA on CPU is rank 0 of 1"
-    assert told in done.stderr
+    # torchrun ends the others when the first has ended, so that one of them may say nothing.
+    assert re.search(r"torchrun started rank [01] of 2, but PyTorch/XLA on CPU is rank 0 of 1", done.stderr)
     assert "Use backend.name=cpu for several ranks" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
