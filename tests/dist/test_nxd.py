@@ -285,9 +285,11 @@ def test_the_order_of_ranks_is_that_of_the_machine(nxd_ranks: RankPool) -> None:
         ("trn2", 128, 64, 2, 32, 1),
         ("trn2", 128, 64, 2, 32, 2),
         ("trn1", 64, 32, 1, 4, 16),
+        ("trn1", 4, 2, 1, 4, 1),
+        ("trn9", 8, 8, 1, 2, 1),
     ]
     (found,) = nxd_ranks.run(1, rank_orders, cases)
-    plain, strided, opposite, staged, impossible = found
+    plain, strided, opposite, staged, *impossible = found
     assert plain == tuple(range(64))
     # Eight groups of four on each node, their ranks eight apart.
     assert strided == tuple(node + start + 8 * i for node in (0, 32) for start in range(8) for i in range(4))
@@ -295,8 +297,9 @@ def test_the_order_of_ranks_is_that_of_the_machine(nxd_ranks: RankPool) -> None:
     rows = [list(range(first, first + 16)) for first in range(0, 128, 16)]
     assert opposite == tuple(sum((rows[i] for i in (0, 3, 1, 2, 4, 7, 5, 6)), []))
     assert staged == opposite
-    assert isinstance(impossible, str)
-    assert "cannot lay out tp=4, pp=16 over 64 ranks" in impossible
+    for said, degrees in zip(impossible, ("tp=4, pp=16 over 64", "tp=4, pp=1 over 4", "tp=2, pp=1 over 8"), strict=True):
+        assert isinstance(said, str)
+        assert f"cannot lay out {degrees} ranks on this instance" in said
     mesh = Mesh.build(64, 8, tp=4, order=strided)
     assert (mesh.tp.rank, mesh.dp.rank, mesh.tp.groups[0]) == (1, 0, (0, 8, 16, 24))
 

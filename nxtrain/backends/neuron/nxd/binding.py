@@ -40,6 +40,7 @@ class NxdBinding(Binding):
             raise BackendError(_import_failure(error)) from error
         self._is_cpu = device.type == "cpu"
         self._owns_process_group = False
+        self._sums_over_dp = False
         machine = this_machine()
         self._lnc = machine.physical_cores if machine else 1
 
@@ -52,13 +53,14 @@ class NxdBinding(Binding):
         return rank_order(tp=tp, pp=pp, lnc=self._lnc)
 
     def layers(self, native: LayerSet, mesh: Mesh, dtype: torch.dtype) -> LayerSet:
-        from nxtrain.backends.neuron.nxd.groups import initialize
+        from nxtrain.backends.neuron.nxd.groups import initialize, sums_over_dp
         from nxtrain.backends.neuron.nxd.layers import NxdLayers
 
         self._join()
-        if self._is_cpu and any(list(group) != sorted(group) for group in mesh.tp.groups):
-            raise BackendError(f"gloo counts ranks ascending, and tp goes over {mesh.tp.groups[0]}; use another tp")
+        if self._is_cpu:
+            _refuse_descending(mesh)
         initialize(mesh, lnc=self._lnc)
+        self._sums_over_dp = sums_over_dp(mesh)
         return NxdLayers(native, dtype)
 
     def mark(self, model: nn.Module, tp: Axis) -> None:
@@ -81,7 +83,7 @@ class NxdBinding(Binding):
     ) -> Pending[list[Tensor]]:
         from neuronx_distributed.parallel_layers.grads import bucket_allreduce_gradients
 
-        if dp.size == 1:
+        if dp.size == 1 or not self._sums_over_dp:
             return super().start_average(grads, dp, dtype, comm)
         # It works in place, which torch-xla does right only on tensors that nothing else has touched.
         fresh = [grad.to(dtype, copy=True, memory_format=torch.contiguous_format) for grad in grads]
@@ -106,6 +108,14 @@ class NxdBinding(Binding):
 
             dist.init_process_group("xla", init_method="xla://")
         self._owns_process_group = True
+
+
+def _refuse_descending(mesh: Mesh) -> None:
+    """On gloo, whose groups count their ranks ascending, gathered parts would change places."""
+    for axis in (mesh.tp, mesh.shard):
+        for group in axis.groups:
+            if list(group) != sorted(group):
+                raise BackendError(f"gloo counts ranks ascending, and {axis.name} goes over {group}; use another tp")
 
 
 def _free_layouts() -> None:

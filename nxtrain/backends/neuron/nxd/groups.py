@@ -37,7 +37,12 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
         found = initialize_model_parallel(
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, lnc_size=lnc, mesh_only=True
         )
-    except (AssertionError, RuntimeError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # its divisions and shapes are unchecked
         raise BackendError(
             f"NeuronX Distributed cannot lay out tp={tp}, pp={pp} over {dist.get_world_size()} ranks on this instance: "
             f"{error}; use another parallel.tp, or backend.layers=native"
@@ -71,8 +76,15 @@ def initialize(mesh: Mesh, *, lnc: int) -> None:
         "pp": get_pipeline_model_parallel_replica_groups(),
     }
     _compare(mesh, found)
-    # What sums gradients goes over these.
-    _compare(mesh, {"dp": get_expert_data_parallel_replica_groups()})
+
+
+def sums_over_dp(mesh: Mesh) -> bool:
+    """Whether NxD sums gradients over the data parallel ranks; its groups must have been made.
+
+    It goes over those of expert parallelism, which without experts are the same, but not on a trn2 whose order of ranks
+    is that of rows of chips: there they are ascending, and join ranks that hold different shards.
+    """
+    return _agree(mesh.dp, get_expert_data_parallel_replica_groups())
 
 
 def forget() -> None:
@@ -83,12 +95,16 @@ def forget() -> None:
 def _compare(mesh: Mesh, found: dict[str, Groups]) -> None:
     for name, theirs in found.items():
         axis: Axis = mesh.over(name)
-        # In which order the groups are listed is free, but not in which order a group lists its ranks.
-        if {tuple(group) for group in theirs} != set(axis.groups):
+        if not _agree(axis, theirs):
             raise BackendError(
                 f"NeuronX Distributed groups ranks over {name} as {_some(theirs)}, this run as {_some(axis.groups)}; "
                 "use backend.layers=native"
             )
+
+
+def _agree(axis: Axis, theirs: Groups) -> bool:
+    # In which order the groups are listed is free, but not in which order a group lists its ranks.
+    return {tuple(group) for group in theirs} == set(axis.groups)
 
 
 def _some(groups: Groups | tuple[tuple[int, ...], ...]) -> str:
