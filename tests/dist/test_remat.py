@@ -24,11 +24,11 @@ STEPS = 3
 
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
 @pytest.mark.parametrize("sp", [False, True])
-def test_recomputed_gradients_over_tp_are_equal_bit_for_bit(ranks: RankPool, sp: bool, params: str) -> None:
+def test_recomputed_gradients_over_tp_are_equal_bit_for_bit(either: RankPool, sp: bool, params: str) -> None:
     found = {}
     for remat in POLICIES:
         resolved = layout("gqa2", tp=2, sp=sp, micro=2, params=params, remat=remat)
-        found[remat] = ranks.run(2, rank_gradient, resolved, weights_of(resolved))
+        found[remat] = either.run(2, rank_gradient, resolved, weights_of(resolved))
     for remat in POLICIES[1:]:
         for rank, want in zip(found[remat], found["none"], strict=True):
             assert (rank.loss, rank.norm) == (want.loss, want.norm)

@@ -25,31 +25,40 @@ RANKS = [0, 1, 3001]
 @pytest.mark.parametrize(
     "cases",
     [
-        [("gqa2", 2, 1, False, 4), ("odd", 2, 1, True, 4), ("tied", 2, 1, False, 2)],
-        [("gqa2", 1, 2, False, 2), ("gqa2", 1, 2, False, 1)],  # averaged by bucket_allreduce_gradients
+        [("gqa2", 2, 1, False, 4, "none"), ("odd", 2, 1, True, 4, "none"), ("tied", 2, 1, False, 2, "none")],
+        [("gqa2", 2, 1, False, 4, "full"), ("odd", 2, 1, True, 2, "full"), ("gqa2", 2, 1, True, 4, "selective")],
+        # Averaged by bucket_allreduce_gradients.
+        [("gqa2", 1, 2, False, 2, "none"), ("gqa2", 1, 2, False, 1, "full")],
     ],
-    ids=["tp 2", "dp 2"],
+    ids=["tp 2", "tp 2 recomputed", "dp 2"],
 )
-def test_steps_on_two_devices_equal_transformers(cases: list[tuple[str, int, int, bool, int]], tmp_path: Path) -> None:
-    runs = [layout(shape, tp=tp, dp=dp, sp=sp, micro=micro) for shape, tp, dp, sp, micro in cases]
+def test_steps_on_two_devices_equal_transformers(
+    cases: list[tuple[str, int, int, bool, int, str]], tmp_path: Path
+) -> None:
+    runs = [layout(shape, tp=tp, dp=dp, sp=sp, micro=micro, remat=remat) for shape, tp, dp, sp, micro, remat in cases]
     by_rank = run_devices(2, nxd_xla.courses, [(run, weights_of(run)) for run in runs], STEPS, folder=tmp_path)
     for run, (shape, *_), found in zip(runs, cases, zip(*by_rank, strict=True), strict=True):
         check_course(found, reference(layout(shape, tp=1), STEPS), run)
 
 
-def record(folder: Path, layers: str, *, sp: bool, mutant: str = "", params: str = "fp32") -> list[list[Recorded]]:
+def record(
+    folder: Path, layers: str, *, sp: bool, mutant: str = "", params: str = "fp32", remat: str = "none"
+) -> list[list[Recorded]]:
     """The graphs of two steps of ranks of 4096: tp 8, dp 512, 4 copies of the K/V heads, two micro-batches."""
-    resolved = changed(layout("gqa2", tp=8, dp=512, sp=sp, micro=1, params=params), train={"global_batch": 1024})
+    resolved = layout("gqa2", tp=8, dp=512, sp=sp, micro=1, params=params, remat=remat)
+    resolved = changed(resolved, train={"global_batch": 1024})
     job = (recorded, resolved, weights_of(resolved), 4096, RANKS, mutant, layers)
     (found,) = run_devices(1, *job, folder=folder)
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("sp", "params"), [(True, "bf16"), (False, "fp32")])
+@pytest.mark.parametrize(
+    ("sp", "params", "remat"), [(True, "bf16", "none"), (False, "fp32", "none"), (True, "bf16", "full")]
+)
 def test_all_ranks_record_the_same_graphs_with_the_collectives_of_the_native_layers(
-    sp: bool, params: str, tmp_path: Path
+    sp: bool, params: str, remat: str, tmp_path: Path
 ) -> None:
-    native, nxd = (record(tmp_path, layers, sp=sp, params=params) for layers in ("native", "nxd"))
+    native, nxd = (record(tmp_path, layers, sp=sp, params=params, remat=remat) for layers in ("native", "nxd"))
     assert all([graph.hash for graph in rank] == [graph.hash for graph in nxd[0]] for rank in nxd)
     assert len({graph.hash for graph in nxd[0]}) == 2
     assert nxd[0][0].hash != native[0][0].hash
