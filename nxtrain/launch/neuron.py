@@ -18,7 +18,8 @@ from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import find_family
-from nxtrain.launch.environment import SOURCES, Variable, native_environment, neuron_environment
+from nxtrain.launch.environment import Variable
+from nxtrain.launch.variables import SOURCES, native_environment, neuron_environment
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def prepare(cpu_mode: bool = True) -> None:
     """Make NxD importable in this process, and known to importlib.metadata as if pip had installed it."""
     os.environ["NXD_CPU_MODE"] = str(int(cpu_mode))
     os.environ.setdefault("PJRT_DEVICE", "CPU")
+    os.environ.setdefault("NXD_LOG_LEVEL", "warning")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())  # last: a true package wins
     if installed("neuronx-distributed"):

@@ -1,6 +1,6 @@
 """What a run on Neuron devices gets as its environment, and what a shell may not set.
 
-The tables are what the pages named in `nxtrain.launch.environment` say for each instance, SDK and update rule.
+The tables are what the pages named in `nxtrain.launch.variables` say for each instance, SDK and update rule.
 """
 
 from __future__ import annotations
@@ -8,22 +8,27 @@ from __future__ import annotations
 import ast
 import inspect
 from itertools import product
+from types import ModuleType
 
 import pytest
 
+import nxtrain.launch.environment
+import nxtrain.launch.variables
+from nxtrain import launch
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, SdkVersion
 from nxtrain.backends.shell import DEAD, Dead
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.launch import environment as module
-from nxtrain.launch.environment import Environment, native_environment, neuron_environment
+from nxtrain.launch.environment import Environment
+from nxtrain.launch.variables import native_environment, neuron_environment
 
 ALWAYS = {
     "MALLOC_ARENA_MAX": "64",
     "NEURON_COMPILE_CACHE_URL": "compile_cache",
     "NEURON_FUSE_SOFTMAX": "1",
     "NEURON_RT_EXEC_TIMEOUT": "1800",
+    "NXD_LOG_LEVEL": "warning",
     "PJRT_DEVICE": "NEURON",
     "XLA_DISABLE_FUNCTIONALIZATION": "0",
 }
@@ -163,7 +168,13 @@ def test_everything_has_a_reason_and_all_but_thread_counts_a_source() -> None:
         assert variable.source or variable.name == "OMP_NUM_THREADS"
 
 
-def test_the_derivation_reads_and_writes_no_environment() -> None:
+def test_nxd_is_told_to_be_quiet_where_it_may_be_used_unless_the_shell_wants_more() -> None:
+    assert values(environment(backend={"layers": "nxd"}), NXD_LOG_LEVEL="debug")["NXD_LOG_LEVEL"] == "debug"
+    assert "NXD_LOG_LEVEL" not in values(environment(backend={"layers": "native"}))
+
+
+@pytest.mark.parametrize("module", [launch.environment, launch.variables])
+def test_the_derivation_reads_and_writes_no_environment(module: ModuleType) -> None:
     names = {node.id for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Name)}
     assert not {"os", "open", "Path"} & names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -31,8 +30,7 @@ class NxdBinding(Binding):
     name = "nxd"
 
     def __init__(self, device: torch.device) -> None:
-        # Every rank lists every group of the world at the level info; each layer calls a deprecated torch.cuda.amp.
-        os.environ.setdefault("NXD_LOG_LEVEL", "warning")
+        # Each layer calls a deprecated torch.cuda.amp.
         warnings.filterwarnings("ignore", r"`torch\.cuda\.amp", FutureWarning, r"neuronx_distributed\.")
         try:
             _free_layouts()
