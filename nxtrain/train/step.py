@@ -127,11 +127,22 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
 
 
 @torch.no_grad()
-def eval_step(state: TrainState, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
-    """Sum of the losses and number of tokens of a global batch: () and () float32 on the device, equal on all ranks."""
-    sums = [_sums(state.lm.loss(i, t), t) for i, t in zip(batch.inputs, batch.targets, strict=True)]
-    loss, num_tokens = state.backend.collectives.all_reduce(torch.stack(sums).sum(dim=0), state.mesh.dp).unbind()
-    return loss, num_tokens
+def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tensor]]:
+    """Sum of the losses and number of tokens of each micro-batch: () and () float32, equal on all ranks.
+
+    Each micro-batch is the same graph, which no accumulation makes larger.
+    """
+    found = []
+    for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
+        found.append(_eval_sums(state, inputs, targets))
+        state.backend.step_boundary()
+    return found
+
+
+def _eval_sums(state: TrainState, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    sums = state.backend.collectives.all_reduce(_sums(state.lm.loss(inputs, targets), targets), state.mesh.dp)
+    loss, num_tokens = sums.unbind()
+    return loss.clone(), num_tokens.clone()  # views would leave the graph in an order that changes
 
 
 def _sums(loss: Tensor, targets: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nxtrain.backends.base import Backend
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.loader import Batch, Loader
 from nxtrain.errors import DivergedError
@@ -97,10 +98,9 @@ class Trainer:
         backend = self.state.backend
         loss, num_tokens = 0.0, 0.0
         for index in range(min(self.config.train.eval_batches, self.validation.steps_per_epoch)):
-            sums = eval_step(self.state, self._put(self.validation.batch(index)))
-            read = backend.fetch(dict(zip(("loss", "num_tokens"), sums, strict=True)))
-            loss += read["loss"]
-            num_tokens += read["num_tokens"]
+            losses, numbers = zip(*eval_step(self.state, self._put(self.validation.batch(index))), strict=True)
+            loss += _total(backend, losses)
+            num_tokens += _total(backend, numbers)
         return loss / num_tokens
 
     @torch.no_grad()
@@ -116,6 +116,10 @@ class Trainer:
     def _put(self, batch: Batch) -> DeviceBatch:
         put: Callable[[Tensor], Tensor] = self.state.backend.put
         return DeviceBatch.of(torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets), put)
+
+
+def _total(backend: Backend, values: Sequence[Tensor]) -> float:
+    return math.fsum(backend.fetch({str(index): value for index, value in enumerate(values)}).values())
 
 
 def _due(step: int, every: int, total: int) -> bool:

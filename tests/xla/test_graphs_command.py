@@ -113,6 +113,20 @@ def test_what_was_traced_in_place_of_the_vendors_layers_is_said(sound: dict[str,
     assert sound["replaced"] == {"backend.name": "neuron", "backend.layers": "nxd"}
 
 
+def test_evaluation_is_one_graph_of_one_micro_batch_however_many_there_are(tmp_path: Path) -> None:
+    """Unrolled, the graph would grow with accumulation: on one machine the published batch is 256 micro-batches."""
+    small = layout("gqa2", tp=8, dp=512, sp=True)
+    plans = [
+        changed(small, train={"global_batch": 512 * number, "micro_batch": 1, "eval_every": 1, "eval_batches": 2})
+        for number in (2, 3)
+    ]
+    (found,) = run_devices(1, traced, 4096, [0], [(plan, "") for plan in plans], folder=tmp_path)
+    two, three = ([graph for graph in each["graphs"] if graph["name"] == "evaluation"] for each in found)
+    assert two == three
+    assert len(two) == 1
+    assert not [problem for each in found for problem in each["problems"]]
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Ranks 0 and 1 of sound runs, by learning rate, and of mutants."""

@@ -12,14 +12,13 @@ from types import ModuleType
 
 import pytest
 
-import nxtrain.launch.environment
-import nxtrain.launch.variables
-from nxtrain import launch
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, SdkVersion
 from nxtrain.backends.shell import DEAD, Dead
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
+from nxtrain.launch import environment as environment_types
+from nxtrain.launch import variables
 from nxtrain.launch.environment import Environment
 from nxtrain.launch.variables import native_environment, neuron_environment
 
@@ -173,7 +172,7 @@ def test_nxd_is_told_to_be_quiet_where_it_may_be_used_unless_the_shell_wants_mor
     assert "NXD_LOG_LEVEL" not in values(environment(backend={"layers": "native"}))
 
 
-@pytest.mark.parametrize("module", [launch.environment, launch.variables])
+@pytest.mark.parametrize("module", [environment_types, variables])
 def test_the_derivation_reads_and_writes_no_environment(module: ModuleType) -> None:
     names = {node.id for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Name)}
     assert not {"os", "open", "Path"} & names
