@@ -1,5 +1,8 @@
 """torchrun that ends with the exit code of the rank that failed, where torchrun itself always ends with 1.
 
+It starts ranks again as torchrun does, but not after what every start would find again, such as a mistake in the
+configuration or a graph that was not compiled: `--max-restarts` is for machines that fail.
+
 A program and no library: the one module of this package that imports torch. It takes torchrun's options, as in
 `python -m nxtrain.launch.torchrun --nproc-per-node=2 -m nxtrain train CONFIG`.
 """
@@ -10,12 +13,31 @@ import sys
 from collections.abc import Sequence
 
 from torch.distributed import run
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import api
+
+from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError
+
+FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
+"""Exit codes of ranks that would end the same way again."""
+
+
+class Agent(LocalElasticAgent):
+    """Starts ranks again unless one of them ended for good."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if any(failure.exitcode in FINAL for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this node under torch's elastic agent and return the exit code."""
+    api.LocalElasticAgent = Agent  # type: ignore[misc]  # torch has no option for it
     try:
         run.run(run.parse_args(argv))
     except ChildFailedError as error:

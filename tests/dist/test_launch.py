@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import DataError, DivergedError
+from nxtrain.errors import DataError, DivergedError, HangError
 from nxtrain.launch.torchrun import blame
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -29,6 +29,16 @@ def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path, code: in
     options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
     command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script), str(code))
     assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == code
+
+
+@pytest.mark.parametrize(("code", "starts"), [(DivergedError.exit_code, 1), (HangError.exit_code, 3)])
+def test_what_no_restart_mends_ends_at_once(tmp_path: Path, code: int, starts: int) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import sys\nprint('started', flush=True)\nsys.exit(int(sys.argv[1]))\n", encoding="utf-8")
+    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=1", "--max-restarts=2")
+    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script), str(code))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout.count("started")) == (code, starts)
 
 
 def test_a_mistake_that_one_rank_finds_reaches_the_shell(tmp_path: Path) -> None:
