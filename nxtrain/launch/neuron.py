@@ -109,6 +109,9 @@ def adopt(config: RunConfig, environ: Mapping[str, str], local_world: int) -> No
     """
     if not is_neuron(config) or not (torchneuron.support() if is_native(config) else support()).ok:
         return
+    # The machines that torchrun joined: fewer after some were lost, or one where the configuration has many.
+    nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
     wanted = needs(config, environ, local_world)
     if wanted.problems:
         raise ConfigError(wanted.problems)

@@ -180,6 +180,18 @@ def test_a_rank_that_lacks_variables_starts_anew_with_them_once(monkeypatch: pyt
     assert len(started) == 1
 
 
+@pytest.mark.parametrize(("nodes", "started_on"), [(1, 2), (2, 1)])
+def test_a_rank_gets_what_the_number_of_machines_needs_that_torchrun_joined(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, started_on: int
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
+    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
+    config = load(TINY, [*ON_TRN2, f"cluster.nodes={nodes}"]).config
+    adopt(config, {"GROUP_WORLD_SIZE": str(started_on)}, local_world=64)
+    assert ("FI_PROVIDER" in started[0]) is (started_on > 1)
+
+
 def test_a_rank_whose_environment_contradicts_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
     with pytest.raises(ConfigError, match=r"NEURON_RT_EXEC_TIMEOUT .*: 5, but this run needs 1800"):
