@@ -36,7 +36,7 @@ from nxtrain.compile.misses import differ, explain
 from nxtrain.compile.owners import descends, naming, read_owner
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded
-from nxtrain.errors import BackendError
+from nxtrain.errors import BackendError, ConfigError
 from nxtrain.launch.neuron import compiles_ahead
 
 INTERVAL_S = 0.5
@@ -59,8 +59,8 @@ def guarded(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
         environ: Variables of this rank.
 
     Raises:
-        ConfigError: The manifest is none.
-        BackendError: `compile.on_miss=stop`, and there is no manifest, or this node lacks graphs of it.
+        ConfigError: `compile.on_miss=stop`, and the manifest is none.
+        BackendError: The same, and there is no manifest, or this node lacks graphs of it.
     """
     config = loaded.config
     if environ.get("LOCAL_RANK", "0") != "0" or not compiles_ahead(config) or extracting(environ):
@@ -80,7 +80,14 @@ def guarded(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
         )
         yield
         return
-    manifest = read_manifest(file)
+    try:
+        manifest = read_manifest(file)
+    except ConfigError as error:
+        if stops:
+            raise
+        _say(f"warning: {error}")
+        yield
+        return
     try:
         check_ready(manifest, cache)
     except BackendError as error:

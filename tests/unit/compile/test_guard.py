@@ -23,7 +23,7 @@ from nxtrain.compile.manifest import Graph, Manifest, read_manifest, write_manif
 from nxtrain.compile.owners import descends, naming, this_process
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded, load
-from nxtrain.errors import BackendError
+from nxtrain.errors import BackendError, ConfigError
 from tests.support.caches import COMPILER, add_done, add_locked, add_pending, compiling, key
 
 TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
@@ -186,6 +186,19 @@ def test_a_run_that_may_compile_is_told_what_it_will_compile(
     with guarded(run(tmp_path), {}):
         pass
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("neuron")
+def test_a_manifest_that_cannot_be_read_ends_only_a_run_that_must_have_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "manifest.json").write_text("no JSON", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        guarded(run(tmp_path, "compile.on_miss=stop"), {}).__enter__()
+    with guarded(run(tmp_path), {}):
+        pass
+    assert "warning: " in (said := capsys.readouterr().err)
+    assert "not valid JSON" in said
 
 
 @pytest.mark.usefixtures("neuron")
