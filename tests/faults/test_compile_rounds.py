@@ -172,6 +172,16 @@ def test_whatever_ends_the_command_ends_its_compilers(env: dict[str, str]) -> No
     wait_until(lambda: not compilers(cache))
 
 
+def test_a_job_that_nohup_started_outlives_its_terminal(env: dict[str, str]) -> None:
+    env[PAUSE] = "2"
+    job = subprocess.Popen(["nohup", sys.executable, "-c", _JOB, tool(env)], env=env, cwd=ROOT, stdout=subprocess.PIPE)
+    cache = Path(env["NEURON_COMPILE_CACHE_URL"])
+    wait_until(lambda: bool(list(cache.glob(f"*/*/{LOCK}"))))
+    job.send_signal(signal.SIGHUP)
+    job.communicate(timeout=60)
+    assert job.returncode == 0
+
+
 _JOB = f"""
 import os, sys
 from pathlib import Path
