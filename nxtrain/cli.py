@@ -50,19 +50,19 @@ def main() -> None:
     try:
         app()
     except NxtrainError as error:
-        _report(error, os.environ.get("RANK"))
+        _report(error, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
         sys.exit(error.exit_code)
 
 
-def _report(error: NxtrainError, rank: str | None) -> None:
+def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    # Every rank finds the same mistake in the configuration; other failures are a rank's own.
-    if isinstance(error, ConfigError) and rank not in {None, "0"}:
+    # Every rank of a node finds the same mistake in configuration and environment; other failures are a rank's own.
+    if isinstance(error, ConfigError) and (local_rank or rank) not in {None, "0"}:
         return
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    who = f"rank {rank}: " if rank and not isinstance(error, ConfigError) else ""
+    who = "" if rank is None or (isinstance(error, ConfigError) and rank == "0") else f"rank {rank}: "
     for block in error.problems if isinstance(error, ConfigError) else (error,):
         console.print(Text.assemble(("error: ", "bold red"), f"{who}{block}"))
 
@@ -138,7 +138,7 @@ def compile_(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Graphs at a time; by default one per 64 GiB of memory.")
     ] = None,
-    retries: Annotated[int, typer.Option(min=0, help="Times that what failed is tried again.")] = 1,
+    retries: Annotated[int, typer.Option(min=0, help="Times that what failed is tried again, on one machine.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
 ) -> None:
     """Compile every graph of a run on this node, before the run.
@@ -146,7 +146,7 @@ def compile_(
     Give it the configuration, the overrides and --nproc of the run; only train.steps may differ. It starts
     neuron_parallel_compile of the Neuron SDK, trains nothing, fills compile.cache_dir, and writes the manifest to which
     compile.on_miss=stop holds a run. Of several nodes each needs a cache of its own: start this on all of them at the
-    same time with --first-node, or fetch what one has compiled: nxtrain cache sync SRC DST.
+    same time with --first-node, and again if graphs failed, or fetch what one has compiled: nxtrain cache sync SRC DST.
     """
     from nxtrain.compile.precompile import precompile
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from nxtrain.compile.rounds import Compiled, Job, compile_graphs, say
 from nxtrain.compile.tool import TOOL, tool_argv
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded, load
+from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.local import FIRST_NODE, ranks_per_node, render
 from nxtrain.launch.neuron import compiles_ahead, is_native
@@ -47,7 +49,7 @@ def precompile(
         nproc: Number of ranks per machine; None: as many as the degrees ask for.
         first_node: Of several machines the name of one, where the others meet it.
         workers: Compilers at a time; None: as many as the memory holds.
-        retries: Times that what failed is tried again.
+        retries: Times that what failed is tried again, on one machine.
         dry_run: Print environment and command, and start nothing.
 
     Raises:
@@ -58,6 +60,8 @@ def precompile(
     config = loaded.config
     _check_backend(loaded)
     _check_nodes(loaded, first_node, dry_run)
+    # Whoever shows no graphs once shows none the next time, and many restarts would hide its message.
+    overrides = [*overrides, "recovery.max_restarts=0"]
     command = render(path, overrides, nproc, os.environ, first_node=first_node or FIRST_NODE)
     memory = host_memory()
     num_workers = workers or memory.num_compilers
@@ -69,7 +73,7 @@ def precompile(
     began = time.monotonic()
     env = {**os.environ, **command.env}
     cache = Cache(cache_folder(config.compile), grace_s=GRACE_S)
-    compiled = compile_graphs(Job(tool, command.argv, env, cache), num_workers, retries)
+    compiled = compile_graphs(Job(tool, command.argv, env, cache), num_workers, retries_of(config, retries))
     world = ranks_per_node(config, nproc) * config.cluster.nodes
     build = build_of(resolve(loaded, world), world, env, next(iter(compiled.names)).compiler)
     file = manifest_file(config)
@@ -78,10 +82,15 @@ def precompile(
     say(f"all {total} graphs are in {cache}, {new} of them new, after {time.monotonic() - began:.0f} s; see {file}")
 
 
+def retries_of(config: RunConfig, wanted: int) -> int:
+    """Times that failed graphs are tried again: of several nodes one alone has nobody to show them with."""
+    return wanted if config.cluster.nodes == 1 else 0
+
+
 def _graphs(compiled: Compiled, file: Path) -> tuple[Graph, ...]:
     """The rows of the manifest; what was compiled before keeps the seconds that it had in it."""
     before: dict[Key, float | None] = {}
-    if file.exists():
+    with suppress(ConfigError):  # there is none, or one of another release
         old = read_manifest(file)
         before = {Key(old.build.compiler, graph.module): graph.seconds for graph in old.graphs}
     return tuple(

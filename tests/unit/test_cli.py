@@ -144,6 +144,14 @@ def test_of_many_ranks_only_the_first_prints_a_configuration_error() -> None:
     assert second.stderr == ""
 
 
+def test_every_node_prints_what_is_wrong_with_it_alone() -> None:
+    """A shell, a mount and an instance are a node's own: the ranks of the first may find nothing."""
+    place = {"RANK": "32", "WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "32"}
+    first, second = (command("train", TINY, "train.steps=x", LOCAL_RANK=rank, **place) for rank in "01")
+    assert first.stderr.startswith("error: rank 32: train.steps")
+    assert second.stderr == ""
+
+
 def test_the_world_of_torchrun_is_checked() -> None:
     done = command("train", TINY, "parallel.tp=2", RANK="0", WORLD_SIZE="3")
     assert done.returncode == 2

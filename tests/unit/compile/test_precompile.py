@@ -16,6 +16,7 @@ from nxtrain.compile import precompile
 from nxtrain.compile.manifest import Build, Graph, Manifest, write_manifest
 from nxtrain.compile.memory import GIB, Memory
 from nxtrain.compile.rounds import Compiled
+from nxtrain.config.load import load
 from tests.support.caches import COMPILER, key
 
 TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
@@ -49,7 +50,14 @@ def test_dry_run_prints_the_environment_and_the_command_of_the_run_under_the_too
     monkeypatch.setattr(sys, "argv", ["nxtrain", "launch", str(TINY), *NEURON, "--dry-run"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert argv[7:] == shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert argv[7:] == [*shlex.split(capsys.readouterr().out.splitlines()[-1]), "recovery.max_restarts=0"]
+
+
+def test_a_script_that_shows_the_graphs_in_vain_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, str(TINY), *NEURON, "recovery.max_restarts=100", "--dry-run") == 0
+    assert " --max-restarts=0 " in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_of_several_nodes_all_meet_at_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +95,20 @@ def test_other_devices_compile_nothing_beforehand(
 ) -> None:
     assert main(monkeypatch, str(TINY), f"backend.name={backend}") == 2
     assert f"{backend} compiles no graphs beforehand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"version": 0}'])
+def test_an_old_manifest_that_nobody_can_read_is_replaced(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text, encoding="utf-8")
+    compiled = Compiled({key(1): "step 1 #1"}, {key(1): 7.0})
+    assert precompile._graphs(compiled, file) == (Graph("step 1 #1", key(1).module, 7.0),)
+
+
+def test_on_several_nodes_nothing_is_tried_again_by_one_alone() -> None:
+    config = load(TINY, ["cluster.nodes=2"]).config
+    assert precompile.retries_of(config, 3) == 0
+    assert precompile.retries_of(load(TINY).config, 3) == 3
 
 
 def test_what_was_compiled_before_keeps_its_seconds_in_the_manifest(tmp_path: Path) -> None:
