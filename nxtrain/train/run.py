@@ -70,7 +70,8 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     for note in backend.notes():
         say(note)
     if backend.extracts:
-        rehearse(plan, backend, mesh, say)
+        # On every node, since the compiler's tool reads there what its own ranks say.
+        rehearse(plan, backend, mesh, Console(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0).print)
         return
     if leader:
         config.run.dir.mkdir(parents=True, exist_ok=True)
