@@ -29,7 +29,7 @@ class Agent(LocalElasticAgent):
     """Starts ranks again unless one of them ended for good."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if any(failure.exitcode in FINAL for failure in result.failures.values()):
             self._remaining_restarts = 0
         return result
