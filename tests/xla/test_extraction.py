@@ -51,10 +51,12 @@ def test_every_graph_of_a_run_and_of_its_resumption_is_reached(
 def test_ranks_reach_the_same_graphs_in_the_same_order(
     found: tuple[list[str], list[Extracted], list[Extracted], Path],
 ) -> None:
-    (first, said), (other, silence) = found[2]
+    (first, said), (other, elsewhere) = found[2]
     assert first == other
     assert "reached the start, with and without a checkpoint, training 4 times, log 3 times" in said
-    assert not silence
+    # Rank 1 is here the first of another node, where the compiler's tool reads what its own ranks say.
+    assert "extracting: step 1 (training)" in elsewhere
+    assert "backend " not in elsewhere
 
 
 def test_nothing_is_read_or_written(found: tuple[list[str], list[Extracted], list[Extracted], Path]) -> None:

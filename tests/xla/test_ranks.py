@@ -35,7 +35,7 @@ def test_ranks_that_record_the_same_graphs_run_to_the_end(ended: dict[str, list[
     assert one == other
     kind, message, *graphs = one
     assert (kind, message) == ("", "")
-    assert len(graphs) == STEPS * 4 + 2, "two micro-batches, an update and a log in each step; two evaluations"
+    assert len(graphs) == (STEPS + 1) * 4, "two micro-batches, an update and a log in each step; two evaluations of two"
 
 
 @pytest.mark.parametrize(
