@@ -34,11 +34,6 @@ class Axis:
         """Ranks in each replica group."""
         return len(self.groups[0])
 
-    @cached_property
-    def is_ascending(self) -> bool:
-        """Whether every replica group counts its ranks as their numbers do."""
-        return all(list(group) == sorted(group) for group in self.groups)
-
     def neighbours(self, size: int) -> Axis:
         """The axis of `size` adjacent ranks inside each group: those that share a replicated key/value head."""
         assert self.size % size == 0, (self, size)

@@ -87,6 +87,7 @@ class C10dCollectives(Collectives):
     def __init__(self, world: int) -> None:
         self._world = world
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._disordered: set[tuple[tuple[int, ...], ...]] = set()
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         """The process group of this rank on an axis."""
@@ -97,7 +98,15 @@ class C10dCollectives(Collectives):
                 group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in axis.groups])
             assert group is not None, axis
             self._groups[axis.groups] = group
+            if any(list(ranks) != sorted(ranks) for ranks in axis.groups):
+                self._disordered.add(axis.groups)
         return self._groups[axis.groups]
+
+    def _ordered(self, axis: Axis) -> dist.ProcessGroup:
+        """The group of an axis, which must count its ranks like the axis: it does so ascending, however it was made."""
+        group = self.group(axis)
+        assert axis.groups not in self._disordered, axis
+        return group
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         if axis.size == 1:
@@ -109,21 +118,21 @@ class C10dCollectives(Collectives):
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
+        group = self._ordered(axis)
         if torch.compiler.is_compiling():
-            return _Traced(_FUNCTIONAL.all_gather_into_tensor(x, axis.size, self.group(axis).group_name))
-        _assert_ascending(axis)
+            return _Traced(_FUNCTIONAL.all_gather_into_tensor(x, axis.size, group.group_name))
         out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-        return _Async(_started(dist.all_gather_into_tensor(out, x, self.group(axis), async_op=True)), out)
+        return _Async(_started(dist.all_gather_into_tensor(out, x, group, async_op=True)), out)
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
+        group = self._ordered(axis)
         if torch.compiler.is_compiling():
-            out = _FUNCTIONAL.reduce_scatter_tensor(x, "sum", axis.size, self.group(axis).group_name)
+            out = _FUNCTIONAL.reduce_scatter_tensor(x, "sum", axis.size, group.group_name)
             return _Traced(out, scale=scale)
-        _assert_ascending(axis)
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-        return _Async(_started(dist.reduce_scatter_tensor(out, x, group=self.group(axis), async_op=True)), out, scale)
+        return _Async(_started(dist.reduce_scatter_tensor(out, x, group=group, async_op=True)), out, scale)
 
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
@@ -190,11 +199,6 @@ class AcceleratorBackend(C10dBackend):
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return self.put(torch.tensor(values, dtype=torch.float32)).unbind()
-
-
-def _assert_ascending(axis: Axis) -> None:
-    # A process group counts its ranks so, whatever the order that it was made with.
-    assert axis.is_ascending, axis.groups[0]
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -6,6 +6,7 @@ The compiler is torch's `aot_eager`: everything that a compiler is given, forwar
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from nxtrain.train.build import build_meta
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
+from tests.support.runs import records, run_plan, token_file, train_rank
 
 STEPS = 4
 LAYERS = {"num_hidden_layers": 3}
@@ -43,6 +45,8 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
         {"tp": 1, "remat": "selective"},
         {"tp": 2},
         {"tp": 2, "sp": True, "remat": "full"},
+        {"tp": 1, "dp": 2, "micro": 1},
+        {"tp": 1, "dp": 2, "micro": 1, "shard": "zero1", "remat": "full"},
         {"tp": 1, "dp": 2, "micro": 1, "shard": "full", "remat": "selective"},
         {"tp": 2, "dp": 2, "micro": 2, "sp": True, "shard": "hybrid", "shard_size": 2},
     ],
@@ -56,8 +60,44 @@ def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool
     assert {graphs for _, graphs in found} == {1}
 
 
+def train_compiled(backend: Backend, resolved: Resolved) -> None:
+    torch._dynamo.reset()
+    with patch.object(backend, "compiler", "aot_eager"):
+        train_rank(backend, resolved)
+
+
+@pytest.mark.parametrize("shard", ["none", "zero1", "full"])
+def test_compiled_runs_and_plain_ones_go_on_from_each_others_checkpoints(
+    ranks: RankPool, tmp_path: Path, shard: str
+) -> None:
+    data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 16)), "shuffle": True}
+
+    def part(folder: str, steps: int, *, compiled: bool) -> Resolved:
+        return run_plan(
+            tmp_path / folder,
+            data,
+            steps=steps,
+            parallel={"tp": 1, "dp": 2, "shard": shard},
+            optim={"decay_steps": 4},
+            checkpoint={"every": 2, "resume": "auto"},
+            compile={"torch_compile": compiled},
+        )
+
+    ranks.run(2, train_rank, part("plain", 4, compiled=False))
+    ranks.run(2, train_compiled, part("half", 2, compiled=True))
+    ranks.run(2, train_rank, part("half", 4, compiled=False))
+    ranks.run(2, train_rank, part("other half", 2, compiled=False))
+    ranks.run(2, train_compiled, part("other half", 4, compiled=True))
+    losses, *others = (
+        [line["loss"] for line in records(tmp_path / name)] for name in ("plain", "half", "other half")
+    )
+    for found in others:
+        assert found == pytest.approx(losses, abs=2e-6)
+
+
 class _Lazy:
-    name, compiler, collectives, kernels, binding = "xla", XlaBackend.compiler, None, PlainKernels(), Binding()
+    name, compiler, collectives, kernels = "xla", XlaBackend.compiler, None, PlainKernels()
+    binding = Binding()
 
 
 def test_a_device_that_compiles_whole_steps_refuses() -> None:
