@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 
 import pytest
-from torch import Tensor
 
-from nxtrain.backends.base import Backend, Binding
-from nxtrain.config.check import Resolved
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
@@ -39,28 +35,6 @@ def test_twenty_steps_equal_transformers(ranks: RankPool, tp: int, dp: int, sp: 
     resolved = layout("gqa2", tp=tp, dp=dp, sp=sp, micro=4 // dp // accumulation)
     courses = ranks.run(tp * dp, run_ours, resolved, STEPS, weights_of(resolved))
     check_course(courses, expected("gqa2"), resolved)
-
-
-class Strided(Binding):
-    """A machine on which every other rank is near."""
-
-    def rank_order(self, *, tp: int, pp: int) -> tuple[int, ...]:
-        return STRIDED
-
-
-STRIDED = (0, 2, 1, 3)
-
-
-def run_strided(backend: Backend, resolved: Resolved, steps: int, weights: Mapping[str, Tensor]) -> Course:
-    backend.binding = Strided()
-    return run_ours(backend, resolved, steps, weights)
-
-
-@pytest.mark.parametrize("shard", ["none", "zero1"])
-def test_ranks_in_an_order_of_the_machines_own_train_alike(ranks: RankPool, shard: str) -> None:
-    resolved = layout("gqa2", tp=2, dp=2, sp=True, micro=2, shard=shard)
-    courses = ranks.run(4, run_strided, resolved, STEPS, weights_of(resolved))
-    check_course([courses[rank] for rank in STRIDED], expected("gqa2"), resolved)
 
 
 @pytest.mark.parametrize(
