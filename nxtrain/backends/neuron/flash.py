@@ -6,6 +6,7 @@ Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension.
 from __future__ import annotations
 
 import math
+import os
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -46,6 +47,9 @@ def load() -> FlashFunction:
             f"neuronx-distributed is installed, but its flash attention cannot be imported: {error}; use "
             "backend.attention=plain, or install packages of one release of the Neuron SDK"
         ) from error
+    # Other values are refused before. Off is what `0` means to torch-xla, as if it were not set; but to NxD, that the
+    # logarithms of the softmax's sums, from which the backward pass starts, are to be kept in bfloat16.
+    os.environ.pop("XLA_DOWNCAST_BF16", None)
     return cast(FlashFunction, nki_flash_attn_func)
 
 

@@ -6,6 +6,7 @@ of NxD's function in src/neuronx_distributed/kernels/flash_attn.py of v0.18.
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,17 @@ def test_a_function_that_cannot_be_imported_is_an_error_and_no_silent_change(
         backend.choose_attention("auto", SHAPE)
     with pytest.raises(BackendError):
         load()
+
+
+def test_a_variable_by_which_nxd_would_keep_its_sums_in_bf16_is_dropped(
+    backend: NeuronBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`XLA_DOWNCAST_BF16=0` means "off" elsewhere, but the kernel's logarithms of sums in bfloat16 to NxD."""
+    monkeypatch.setenv("XLA_DOWNCAST_BF16", "0")
+    backend.choose_attention("plain", SHAPE)
+    assert os.environ["XLA_DOWNCAST_BF16"] == "0"
+    backend.choose_attention("auto", SHAPE)
+    assert "XLA_DOWNCAST_BF16" not in os.environ
 
 
 def test_other_devices_have_one_attention() -> None:
