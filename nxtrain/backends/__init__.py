@@ -34,6 +34,8 @@ def choose(name: str) -> tuple[str, str]:
 def choose_layers(name: str, backend: str) -> tuple[str, str]:
     """Name the parallel layers to take and say why; `auto` takes NeuronX Distributed's on Neuron devices.
 
+    Elsewhere `auto` has nothing to choose from, and the reason is empty.
+
     Args:
         name: `auto`, `native` or `nxd`.
         backend: Name of the backend that was chosen.
@@ -43,13 +45,13 @@ def choose_layers(name: str, backend: str) -> tuple[str, str]:
     """
     if name == "native":
         return name, "backend.layers=native"
+    if name == "auto" and backend != "neuron":
+        return "native", ""
     support = _distributed_support(backend)
     if name == "nxd":
         if not support.ok:
             raise BackendError(f"backend.layers=nxd cannot run here: {support.reason}; or use backend.layers=native")
         return name, support.reason
-    if support.ok and backend != "neuron":
-        return "native", f"on {backend} NeuronX Distributed is for tests"
     return "nxd" if support.ok else "native", support.reason
 
 

@@ -46,7 +46,8 @@ def train(loaded: Loaded) -> None:
     layers, why = choose_layers(loaded.config.backend.layers, name)
     backend = open_backend(name, loaded.config.recovery.hang_timeout_s, layers)
     try:
-        train_on(backend, resolve(loaded, backend.world), f"{reason}; layers {layers}: {why}")
+        reason += f"; layers {layers}: {why}" if why else ""
+        train_on(backend, resolve(loaded, backend.world), reason)
     finally:
         backend.close()
 

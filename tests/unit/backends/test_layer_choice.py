@@ -40,9 +40,8 @@ def test_auto_takes_a_known_release_on_neuron_devices_alone(install: Install, ve
     assert choose_layers("auto", "neuron") == ("nxd", f"neuronx-distributed {version} is installed")
     assert choose_layers("nxd", "neuron")[0] == "nxd"
     assert choose_layers("native", "neuron") == ("native", "backend.layers=native")
-    for backend in ("cpu", "cuda", "xla"):
-        reason = f"NeuronX Distributed runs on backend.name=neuron, not on {backend}"
-        assert choose_layers("auto", backend) == ("native", reason)
+    for backend in ("cpu", "cuda", "xla", "neuron-native"):
+        assert choose_layers("auto", backend) == ("native", "")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_on_a_cpu_its_own_switch_allows_it_when_asked(install: Install, monkeypa
         choose_layers("nxd", "cpu")
     monkeypatch.setenv("NXD_CPU_MODE", "1")
     assert choose_layers("nxd", "cpu")[0] == "nxd"
-    assert choose_layers("auto", "cpu") == ("native", "on cpu NeuronX Distributed is for tests")
+    assert choose_layers("auto", "cpu") == ("native", "")
 
 
 def test_without_a_library_a_backend_has_the_binding_that_changes_nothing() -> None:
