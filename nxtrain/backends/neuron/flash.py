@@ -38,7 +38,7 @@ def load() -> FlashFunction:
     """NxD's function.
 
     Raises:
-        BackendError: It cannot be imported.
+        BackendError: It cannot be imported, or a variable of the shell spoils it.
     """
     try:
         from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
@@ -47,9 +47,12 @@ def load() -> FlashFunction:
             f"neuronx-distributed is installed, but its flash attention cannot be imported: {error}; use "
             "backend.attention=plain, or install packages of one release of the Neuron SDK"
         ) from error
-    # Other values are refused before. Off is what `0` means to torch-xla, as if it were not set; but to NxD, that the
-    # logarithms of the softmax's sums, from which the backward pass starts, are to be kept in bfloat16.
-    os.environ.pop("XLA_DOWNCAST_BF16", None)
+    if "XLA_DOWNCAST_BF16" in os.environ:
+        # Other values are refused before. `0` is off to torch-xla, as if it were not set, but not to NxD.
+        raise BackendError(
+            "XLA_DOWNCAST_BF16=0 makes NeuronX Distributed's flash attention keep the logarithms of the softmax's "
+            "sums, from which its backward pass starts, in bfloat16; unset it, or use backend.attention=plain"
+        )
     return cast(FlashFunction, nki_flash_attn_func)
 
 
