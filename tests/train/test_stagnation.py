@@ -6,6 +6,7 @@ bf16 numbers, so that rounding to nearest leaves most weights where they are.
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -61,6 +62,7 @@ def final_loss(tokens: Tensor, update: str) -> float:
     return torch.stack(losses[-LAST:]).mean().item()
 
 
+@pytest.mark.timeout(900)  # four times 500 steps: a minute or two alone, several on a machine that has other work
 def test_bf16_rules_learn_what_fp32_learns_and_rounding_to_nearest_does_not() -> None:
     tokens = text()
     exact = final_loss(tokens, "fp32")
