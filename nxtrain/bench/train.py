@@ -78,22 +78,29 @@ def bench_train(
     work = Workload(steps, batch, seq_len, precision, {**SHAPE, "max_position_embeddings": seq_len})
     family = find_family("llama")
     flops_per_token = family.flops_per_token(family.config_type.model_validate(work.shape), seq_len)
-    measured: dict[str, list[float]] = {OURS: [], PEER: [], PEAK: []}
-    console = Console(stderr=True)
-    with ExitStack() as stack, console.status("starting") as status:
-        env, job = {**os.environ, "OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}, json.dumps(asdict(work))
-        workers = {name: stack.enter_context(Worker("nxtrain.bench.worker", name, job, env)) for name in measured}
+    env, job = {**os.environ, "OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}, json.dumps(asdict(work))
+    workers = {name: Worker("nxtrain.bench.worker", name, job, env) for name in (OURS, PEER, PEAK)}
+    measured = take_turns(workers, rounds)
+    result = summarize(measured, tokens=steps * batch * seq_len, flops_per_token=flops_per_token)
+    if as_json:
+        print(json.dumps({**asdict(work), "threads": threads, "rounds": rounds, **result}, indent=2))
+    else:
+        Console().print(_table(result))
+
+
+def take_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[float]]:
+    """What each worker measured in each round, after one that warms up."""
+    measured: dict[str, list[float]] = {name: [] for name in workers}
+    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
+        for worker in workers.values():
+            stack.enter_context(worker)
         for turn in range(rounds + 1):
             for name, worker in workers.items():
                 status.update(f"round {turn} of {rounds}: {name}")
                 seconds = worker.turn()
                 if turn:
                     measured[name].append(seconds)
-    result = summarize(measured, tokens=steps * batch * seq_len, flops_per_token=flops_per_token)
-    if as_json:
-        print(json.dumps({**asdict(work), "threads": threads, "rounds": rounds, **result}, indent=2))
-    else:
-        Console().print(_table(result))
+    return measured
 
 
 def summarize(measured: Mapping[str, Sequence[float]], *, tokens: int, flops_per_token: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from statistics import median
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nxtrain.backends.tracing import trace_environment
-from nxtrain.bench.train import OURS, PEER, Worker
+from nxtrain.bench.train import OURS, PEER, Worker, take_turns
 from nxtrain.errors import BackendError
 
 TRACE = "trace"
@@ -71,20 +70,13 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
     """
     for package in ("torch_xla", "transformers"):
         if find_spec(package) is None:
-            raise BackendError(f"bench xla needs {package}, which is not installed: pip install 'nxtrain[xla,hf]'")
+            raise BackendError(
+                f"bench xla needs {package}, which is not installed: pip install 'nxtrain[xla]' transformers"
+            )
     work = LazyWorkload(layers, micro_batches, steps)
-    measured: dict[str, list[float]] = {OURS: [], PEER: [], TRACE: []}
     env, job = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1"}, json.dumps(asdict(work))
-    console = Console(stderr=True)
-    with ExitStack() as stack, console.status("starting") as status:
-        workers = {name: stack.enter_context(Worker("nxtrain.bench.lazy", name, job, env)) for name in measured}
-        for turn in range(rounds + 1):
-            for name, worker in workers.items():
-                status.update(f"round {turn} of {rounds}: {name}")
-                seconds = worker.turn()
-                if turn:
-                    measured[name].append(seconds)
-    result = summarize(measured)
+    workers = {name: Worker("nxtrain.bench.lazy", name, job, env) for name in (OURS, PEER, TRACE)}
+    result = summarize(take_turns(workers, rounds))
     if as_json:
         print(json.dumps({**asdict(work), "rounds": rounds, **result}, indent=2))
     else:
