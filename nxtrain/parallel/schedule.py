@@ -1,0 +1,260 @@
+"""Who computes and sends what, and when, in pipeline parallelism: pure functions, to be printed, played and drawn.
+
+A model is cut into `pp_size * virtual_pp` virtual stages. Rank r holds `virtual_pp` chunks of it; its chunk c is virtual
+stage `c * pp_size + r`, whose output goes to the next stage on the next rank, and from the last rank back to the first.
+
+Ranks compute in the order of 1F1B, or with several chunks of interleaved 1F1B. Where transfers stand between the
+computations decides whether the ranks can hang: on XLA a transfer is a collective of two ranks, on NCCL a kernel in the
+order of a stream, so it may block both ends. These ranks cannot hang, by construction: one simulation of them all gives
+one order of all events, in which a transfer is a single event after its producer and before its consumer, and each rank
+does its part of that order. At any time the earliest event that has not happened is the next one of every rank that
+takes part in it, so it can happen. For the same reason both ends of a pair see their transfers, of activations and of
+gradients, in the same order.
+
+Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
+
+Kind: TypeAlias = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward"]
+
+_OTHER_END: dict[Kind, Kind] = {
+    "send_forward": "receive_forward",
+    "receive_forward": "send_forward",
+    "send_backward": "receive_backward",
+    "receive_backward": "send_backward",
+}
+_SHORT: dict[Kind, str] = {
+    "forward": "F{}",
+    "backward": "B{}",
+    "send_forward": "F{}>",
+    "receive_forward": ">F{}",
+    "send_backward": "B{}>",
+    "receive_backward": ">B{}",
+}
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank does, written `F3`: the forward of micro-batch 3, or `F3.1` if it is that of chunk 1.
+
+    `>F3` receives the input of `F3`, `F3>` sends its output; `>B3` receives the gradients of that output, and `B3>`
+    sends those of the input.
+
+    Args:
+        kind: What.
+        chunk: Which of the acting rank's chunks, from 0.
+        micro: Micro-batch, from 0.
+    """
+
+    kind: Kind
+    chunk: int
+    micro: int
+
+    def __str__(self) -> str:
+        return _SHORT[self.kind].format(f"{self.micro}.{self.chunk}" if self.chunk else self.micro)
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether another rank takes part."""
+        return self.kind in _OTHER_END
+
+    def other_end(self, rank: int, pp_size: int) -> tuple[int, Action]:
+        """The other rank of a transfer that `rank` takes part in, and what that does."""
+        step = 1 if self.kind in ("send_forward", "receive_backward") else -1
+        chunk, other = divmod(self.chunk * pp_size + rank + step, pp_size)
+        return other, Action(_OTHER_END[self.kind], chunk, self.micro)
+
+
+Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
+"""What each rank does, in order."""
+
+
+class Span(NamedTuple):
+    """When a rank does something. A transfer begins when its ends are ready, so that waiting is what lies between."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@lru_cache(maxsize=64)
+def schedule(pp_size: int, virtual_pp: int, num_micro: int) -> Schedule:
+    """What the ranks of a pipeline do in a training step: 1F1B, interleaved if they have several chunks.
+
+    Args:
+        pp_size: Ranks.
+        virtual_pp: Model chunks of each rank; 1 if there is one rank, where chunks could only follow each other.
+        num_micro: Micro-batches of the step; any number.
+    """
+    return _with_transfers([_compute_order(pp_size, virtual_pp, num_micro, rank) for rank in range(pp_size)])
+
+
+@lru_cache(maxsize=64)
+def evaluation_schedule(pp_size: int, virtual_pp: int, num_micro: int) -> Schedule:
+    """What they do to evaluate: forwards only; arguments as those of `schedule`."""
+    return _with_transfers([_in_groups("forward", pp_size, virtual_pp, num_micro)] * pp_size)
+
+
+def num_warmup(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> int:
+    """Forwards of a rank before it begins to alternate; with one more are the most that it has in flight."""
+    distance = pp_size - 1 - rank  # from the last rank, whose backwards are the first
+    if virtual_pp == 1:
+        return min(distance, num_micro)
+    return min(2 * distance + (virtual_pp - 1) * group_sizes(pp_size, num_micro)[0], virtual_pp * num_micro)
+
+
+def group_sizes(pp_size: int, num_micro: int) -> list[int]:
+    """Micro-batches that pass one chunk after another: as few as keep all ranks busy, or all that there are.
+
+    The first of `pp_size` comes back to the first rank when that has finished the last; of fewer, it would come late.
+    So what is left over makes some groups larger, not one small. Groups are those of `torch.distributed.pipelining`
+    where that accepts `num_micro`, and of Megatron-LM, which wants a multiple of `pp_size`.
+    """
+    num_groups = max(1, num_micro // pp_size)
+    size, rest = divmod(num_micro, num_groups)
+    return [size + 1] * rest + [size] * (num_groups - rest)
+
+
+def _in_groups(kind: Kind, pp_size: int, virtual_pp: int, num_micro: int) -> list[Action]:
+    """The forwards or backwards of any rank, in order."""
+    assert pp_size > 0 and virtual_pp > 0 and num_micro > 0, (pp_size, virtual_pp, num_micro)
+    assert pp_size > 1 or virtual_pp == 1, f"{virtual_pp} chunks of one rank: there is nothing to interleave"
+    chunks = range(virtual_pp) if kind == "forward" else range(virtual_pp - 1, -1, -1)
+    actions, start = [], 0
+    for size in group_sizes(pp_size, num_micro):
+        actions += [Action(kind, chunk, micro) for chunk in chunks for micro in range(start, start + size)]
+        start += size
+    return actions
+
+
+def _compute_order(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> list[Action]:
+    forwards = _in_groups("forward", pp_size, virtual_pp, num_micro)
+    backwards = _in_groups("backward", pp_size, virtual_pp, num_micro)
+    warmup = num_warmup(pp_size, virtual_pp, num_micro, rank)
+    alternating = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    return forwards[:warmup] + alternating + backwards[len(forwards) - warmup :]
+
+
+def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
+    """Put transfers between computations so that ranks lose least if each transfer blocks both ends.
+
+    All ranks are simulated, a forward taking 1 and a backward 2. What is ready to be sent is transferred as soon as
+    both ranks are between computations; nobody waits for that who could compute. It makes a difference: were outputs
+    sent as soon as they are there, the ranks of an interleaved schedule would wait for each other all the time.
+    """
+    pp_size, num_stages = len(orders), len(orders) * len({action.chunk for action in orders[0]})
+    lists: list[list[Action]] = [[] for _ in orders]
+    todo = [list(reversed(order)) for order in orders]
+    ready = {(0, action) for action in orders[0] if action.kind == "forward" and action.chunk == 0}
+    outputs: list[tuple[int, Action]] = []  # sends that have not happened, and who is to do them
+    until: dict[int, int] = {}  # when the ranks that compute will be free
+    now = 0
+
+    def turn(output: tuple[int, Action]) -> tuple[bool, int]:
+        # Neighbours 0-1, 2-3 and so on before 1-2, 3-4: half of all pairs at once, where one by one would be a chain.
+        rank, send = output
+        lower = rank if send.kind == "send_forward" else (rank - 1) % pp_size
+        return lower % 2 == 1, lower
+
+    while any(todo) or outputs or until:
+        for rank in [rank for rank, end_s in until.items() if end_s == now]:
+            del until[rank]
+            done = lists[rank][-1]
+            stage = done.chunk * pp_size + rank
+            if done.kind == "forward" and stage + 1 == num_stages:
+                ready.add((rank, Action("backward", done.chunk, done.micro)))
+            elif done.kind == "forward":
+                outputs.append((rank, Action("send_forward", done.chunk, done.micro)))
+            elif stage > 0:
+                outputs.append((rank, Action("send_backward", done.chunk, done.micro)))
+        for rank, send in sorted(outputs, key=turn):
+            other, receive = send.other_end(rank, pp_size)
+            if rank not in until and other not in until:
+                outputs.remove((rank, send))
+                lists[rank].append(send)
+                lists[other].append(receive)
+                kind: Kind = "forward" if send.kind == "send_forward" else "backward"
+                ready.add((other, Action(kind, receive.chunk, receive.micro)))
+        for rank in range(pp_size):
+            if rank not in until and todo[rank] and (rank, todo[rank][-1]) in ready:
+                lists[rank].append(todo[rank].pop())
+                until[rank] = now + (1 if lists[rank][-1].kind == "forward" else 2)
+        assert until or not (any(todo) or outputs), f"the orders of computation fit no schedule: {orders}"
+        now = min(until.values(), default=now)
+    return tuple(map(tuple, lists))
+
+
+def play(
+    actions: Sequence[Sequence[Action]],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    transfer_s: float = 0.0,
+    *,
+    blocking: bool = True,
+) -> tuple[Span, ...]:
+    """Time a schedule, each rank doing its actions in order.
+
+    Args:
+        actions: What each rank does, in order.
+        forward_s, backward_s: What each virtual stage takes.
+        transfer_s: What a transfer takes.
+        blocking: Whether transfers begin when both ends come to them and keep both busy, as collectives of two ranks
+            do. Else the sender goes on at once, and the receiver waits until `transfer_s` later.
+
+    Raises:
+        AssertionError: The ranks wait for each other; it says which for what.
+    """
+    pp_size = len(actions)
+    position, free_s = [0] * pp_size, [0.0] * pp_size
+    arrival_s: dict[tuple[int, Action], float] = {}  # of what was sent and not yet received
+    spans = []
+
+    def head(rank: int) -> Action | None:
+        return actions[rank][position[rank]] if position[rank] < len(actions[rank]) else None
+
+    def do(rank: int, action: Action, start_s: float, end_s: float) -> None:
+        spans.append(Span(rank, action, start_s, end_s))
+        position[rank] += 1
+        free_s[rank] = end_s
+
+    def can_do(rank: int, action: Action) -> bool:
+        start_s = free_s[rank]
+        if not action.is_transfer:
+            cost_s = forward_s if action.kind == "forward" else backward_s
+            do(rank, action, start_s, start_s + cost_s[action.chunk * pp_size + rank])
+            return True
+        other, theirs = action.other_end(rank, pp_size)
+        if blocking:
+            if head(other) != theirs:
+                return False
+            start_s = max(start_s, free_s[other])
+            do(rank, action, start_s, start_s + transfer_s)
+            do(other, theirs, start_s, start_s + transfer_s)
+        elif action.kind.startswith("send"):
+            arrival_s[other, theirs] = start_s + transfer_s
+            do(rank, action, start_s, start_s)
+        elif (rank, action) not in arrival_s:
+            return False
+        else:
+            end_s = max(start_s, arrival_s.pop((rank, action)))
+            do(rank, action, max(start_s, end_s - transfer_s), end_s)
+        return True
+
+    moves = True
+    while moves:
+        moves = False
+        for rank in range(pp_size):
+            while (action := head(rank)) and can_do(rank, action):
+                moves = True
+    waiting = {rank: action for rank in range(pp_size) if (action := head(rank))}
+    assert not waiting, "the ranks wait for each other: " + ", ".join(
+        f"rank {rank} at {action} for rank {action.other_end(rank, pp_size)[0]}" for rank, action in waiting.items()
+    )
+    return tuple(spans)
