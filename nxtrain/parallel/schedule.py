@@ -1,7 +1,8 @@
 """Who computes and sends what, and when, in pipeline parallelism: pure functions, to be printed, played and drawn.
 
-A model is cut into `pp_size * virtual_pp` virtual stages. Rank r holds `virtual_pp` chunks of it; its chunk c is virtual
-stage `c * pp_size + r`, whose output goes to the next stage on the next rank, and from the last rank back to the first.
+A model is cut into `pp_size * virtual_pp` virtual stages. Rank r holds `virtual_pp` chunks of it; its chunk c is
+virtual stage `c * pp_size + r`, whose output goes to the next stage on the next rank, and from the last rank back to
+the first.
 
 Ranks compute in the order of 1F1B, or with several chunks of interleaved 1F1B. Where transfers stand between the
 computations decides whether the ranks can hang: on XLA a transfer is a collective of two ranks, on NCCL a kernel in the

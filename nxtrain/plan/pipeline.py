@@ -1,11 +1,15 @@
-"""What a pipeline costs before it runs: its step time, bubble, activations in flight and traffic; and a picture of it."""
+"""What a pipeline costs before it runs: step time, bubble, activations in flight, traffic; and a picture of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import fill
 
 from nxtrain.parallel.schedule import Action, Span, num_warmup, play, schedule
+
+_CASES = 2
+"""Chunks that capital and small letters tell apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         lengths = {len(self.forward_s), len(self.backward_s), len(self.kept_bytes)}
         assert lengths == {self.pp_size * self.virtual_pp}, "one cost for each virtual stage"
+        assert min(*self.forward_s, *self.backward_s) > 0, "every stage takes time"
 
     def play(self) -> tuple[Span, ...]:
         """When each rank does what in a step."""
@@ -89,11 +94,11 @@ def figures(pipeline: Pipeline) -> PipelineFigures:
     spans = pipeline.play()
     step_s = max(span.end_s for span in spans)
     ranks = tuple(_rank_figures(pipeline, rank, step_s, spans) for rank in range(pipeline.pp_size))
-    fill = pipeline.pp_size - 1
+    idle = pipeline.pp_size - 1
     return PipelineFigures(
         step_s=step_s,
         bubble=1 - sum(rank.busy_s for rank in ranks) / (step_s * pipeline.pp_size),
-        ideal_bubble=fill / (pipeline.num_micro * pipeline.virtual_pp + fill),
+        ideal_bubble=idle / (pipeline.num_micro * pipeline.virtual_pp + idle),
         ranks=ranks,
     )
 
@@ -166,40 +171,43 @@ def draw(pipeline: Pipeline, width: int = 120) -> str:
         line[1] = line[1].ljust(start, ".") + label[: end - start].ljust(end - start, "-")
     head, all_columns = len(lines[0][0]), round(step_s * columns_per_s)
     columns = min(all_columns, max(1, width - head))
-    text = ["".join([name, line.ljust(all_columns, ".")[:columns]]) for name, line in lines]
-    text += [" " * head + line for line in _legend(pipeline)]
+    text = [name + line.ljust(all_columns, ".")[:columns] for name, line in lines]
+    notes = [_legend(pipeline), _summary(figures(pipeline))]
     if columns < all_columns:
         shown = _time(step_s * columns / all_columns)
-        text.append(f"{' ' * head}the first {shown} of {_time(step_s)}; {head + all_columns} columns would show it all")
-    return "\n".join([*text, *(" " * head + line for line in _summary(figures(pipeline)))])
+        notes.insert(0, f"the first {shown} of {_time(step_s)}; {head + all_columns} columns would show it all")
+    indent = " " * head
+    return "\n".join([*text, *(fill(note, width, initial_indent=indent, subsequent_indent=indent) for note in notes)])
 
 
 def _label(action: Action, virtual_pp: int) -> str:
     """As an action is written; a second chunk of two in small letters, which take no room."""
-    if virtual_pp == 2 and action.chunk == 1:
+    if virtual_pp == _CASES and action.chunk == 1:
         return f"{'f' if action.kind == 'forward' else 'b'}{action.micro}"
     return str(action)
 
 
-def _legend(pipeline: Pipeline) -> list[str]:
+def _legend(pipeline: Pipeline) -> str:
     last = pipeline.num_micro - 1
-    text = f"F{last} forward and B{last} backward of micro-batch {last}, dots where nothing is computed"
-    if pipeline.virtual_pp == 2:
-        return [f"{text}; small letters: the rank's second chunk"]
-    return [f"{text}; F{last}.1: the rank's chunk 1 of 0 to {pipeline.virtual_pp - 1}"] if pipeline.virtual_pp > 1 else [text]
+    text = f"F{last} is the forward, B{last} the backward of micro-batch {last}, a dot a time without either"
+    if pipeline.virtual_pp == _CASES:
+        return f"{text}; small letters: the second chunk of the rank"
+    return (
+        f"{text}; F{last}.1: chunk 1 of the rank, of 0 to {pipeline.virtual_pp - 1}"
+        if pipeline.virtual_pp > 1
+        else text
+    )
 
 
-def _summary(figures: PipelineFigures) -> list[str]:
-    def each(values: Sequence[object]) -> str:
-        return " ".join(map(str, values))
-
-    mib = [f"{rank.activation_bytes / (1 << 20):.4g}" for rank in figures.ranks]
-    sent = [f"{rank.sent_bytes / (1 << 20):.4g}" for rank in figures.ranks]
-    return [
-        f"step {_time(figures.step_s)}, bubble {figures.bubble:.1%} of it, ideal {figures.ideal_bubble:.1%}",
-        f"by rank: {each([rank.forwards_in_flight for rank in figures.ranks])} forwards in flight, "
-        f"{each(mib)} MiB of activations, {each(sent)} MiB sent",
-    ]
+def _summary(figures: PipelineFigures) -> str:
+    mib = 1 << 20
+    in_flight = " ".join(str(rank.forwards_in_flight) for rank in figures.ranks)
+    activations = " ".join(f"{rank.activation_bytes / mib:.4g}" for rank in figures.ranks)
+    sent = " ".join(f"{rank.sent_bytes / mib:.4g}" for rank in figures.ranks)
+    return (
+        f"step {_time(figures.step_s)}, bubble {figures.bubble:.1%} of it (ideal {figures.ideal_bubble:.1%}); by rank "
+        f"{in_flight} forwards in flight, {activations} MiB of activations, {sent} MiB sent"
+    )
 
 
 def _time(seconds: float) -> str:

@@ -116,7 +116,17 @@ def test_every_folder_of_modules_is_a_package() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["cli", "compile.commands", "config.load", "config.check", "family", "launch.local", "mesh", "sharding"],
+    [
+        "cli",
+        "compile.commands",
+        "config.load",
+        "config.check",
+        "family",
+        "launch.local",
+        "mesh",
+        "plan.pipeline",
+        "sharding",
+    ],
 )
 def test_what_needs_no_torch_starts_without_it(module: str) -> None:
     code = f"import sys, nxtrain.{module}; sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
