@@ -40,7 +40,7 @@ _SHORT: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One thing that a rank does, written `F3`: the forward of micro-batch 3, or `F3.1` if it is that of chunk 1.
 
@@ -104,7 +104,7 @@ def evaluation_schedule(pp_size: int, virtual_pp: int, num_micro: int) -> Schedu
 
 
 def num_warmup(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> int:
-    """Forwards of a rank before it begins to alternate; with one more are the most that it has in flight."""
+    """Forwards of a rank before it begins to alternate; one more are the most that it has in flight."""
     distance = pp_size - 1 - rank  # from the last rank, whose backwards are the first
     if virtual_pp == 1:
         return min(distance, num_micro)

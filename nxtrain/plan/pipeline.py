@@ -172,7 +172,7 @@ def draw(pipeline: Pipeline, width: int = 120) -> str:
     head, all_columns = len(lines[0][0]), round(step_s * columns_per_s)
     columns = min(all_columns, max(1, width - head))
     text = [name + line.ljust(all_columns, ".")[:columns] for name, line in lines]
-    notes = [_legend(pipeline), _summary(figures(pipeline))]
+    notes = [_legend(pipeline), *_summary(figures(pipeline))]
     if columns < all_columns:
         shown = _time(step_s * columns / all_columns)
         notes.insert(0, f"the first {shown} of {_time(step_s)}; {head + all_columns} columns would show it all")
@@ -189,7 +189,7 @@ def _label(action: Action, virtual_pp: int) -> str:
 
 def _legend(pipeline: Pipeline) -> str:
     last = pipeline.num_micro - 1
-    text = f"F{last} is the forward, B{last} the backward of micro-batch {last}, a dot a time without either"
+    text = f"F{last} is the forward and B{last} the backward of micro-batch {last}, dots are time without either"
     if pipeline.virtual_pp == _CASES:
         return f"{text}; small letters: the second chunk of the rank"
     return (
@@ -199,15 +199,15 @@ def _legend(pipeline: Pipeline) -> str:
     )
 
 
-def _summary(figures: PipelineFigures) -> str:
+def _summary(figures: PipelineFigures) -> list[str]:
     mib = 1 << 20
     in_flight = " ".join(str(rank.forwards_in_flight) for rank in figures.ranks)
     activations = " ".join(f"{rank.activation_bytes / mib:.4g}" for rank in figures.ranks)
     sent = " ".join(f"{rank.sent_bytes / mib:.4g}" for rank in figures.ranks)
-    return (
-        f"step {_time(figures.step_s)}, bubble {figures.bubble:.1%} of it (ideal {figures.ideal_bubble:.1%}); by rank "
-        f"{in_flight} forwards in flight, {activations} MiB of activations, {sent} MiB sent"
-    )
+    return [
+        f"step {_time(figures.step_s)}, bubble {figures.bubble:.1%} of it (ideal {figures.ideal_bubble:.1%})",
+        f"by rank {in_flight} forwards in flight, {activations} MiB of activations, {sent} MiB sent",
+    ]
 
 
 def _time(seconds: float) -> str:
