@@ -23,11 +23,13 @@ class Axis:
         rank: This rank's position inside its own replica group.
         groups: Every replica group of the axis over the whole world, each a tuple of global ranks; together they
             hold each rank once.
+        spans_stages: A group has ranks of several pipeline stages, which run different programs.
     """
 
     name: str
     rank: int
     groups: tuple[tuple[int, ...], ...] = field(repr=False)
+    spans_stages: bool = False
 
     @property
     def size(self) -> int:
@@ -39,6 +41,22 @@ class Axis:
         assert self.size % size == 0, (self, size)
         groups = tuple(g[i : i + size] for g in self.groups for i in range(0, len(g), size))
         return Axis(f"{self.name}/{size}", self.rank % size, groups)
+
+    def pairs(self, peer: int) -> Axis:
+        """The axis of two on which this rank meets the neighbour at position `peer`.
+
+        Positions form a ring of even size. Its edges fall into two sets that have each position once: those that begin
+        at even positions, and those that begin at odd ones, the one from the last back to the first among them. In a
+        pair the lower position comes first, so that all ranks of a position stand at the same place.
+        """
+        size = self.size
+        assert size % 2 == 0, f"{self.name} has {size} positions, and an odd ring has no perfect matching"
+        assert (self.rank - peer) % size in (1, size - 1), f"{self.rank} and {peer} of {size} are no neighbours"
+        low, high = sorted((self.rank, peer))
+        begins = low if high - low == 1 else high
+        edges = [sorted((i, (i + 1) % size)) for i in range(begins % 2, size, 2)]
+        groups = tuple((group[low], group[high]) for group in self.groups for low, high in edges)
+        return Axis(f"{self.name}:{edges[0][0]}-{edges[0][1]}", int(self.rank > peer), groups, self.spans_stages)
 
 
 @dataclass(frozen=True)
@@ -138,6 +156,11 @@ class Mesh:
         return self.over("pp", "shard", "tp")
 
     @cached_property
+    def stage(self) -> Axis:
+        """The ranks of one pipeline stage, which run the same program."""
+        return self.over("dp", "tp")
+
+    @cached_property
     def all(self) -> Axis:
         """Every rank."""
         return self.over("pp", "dp", "tp")
@@ -163,7 +186,7 @@ class Mesh:
         groups = tuple(tuple(start + member for member in members) for start in starts)
         if self.order:
             groups = tuple(tuple(self.order[place] for place in group) for group in groups)
-        return Axis("x".join(names), members.index(own), groups)
+        return Axis("x".join(names), members.index(own), groups, "pp" in names and self.pp_size > 1)
 
 
 def _divisors(n: int) -> list[int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
+from nxtrain.backends.collectives import Collectives, Done, Op, Pending
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.mesh import Axis, Mesh
 
@@ -25,6 +26,22 @@ if TYPE_CHECKING:
     from nxtrain.family import ModelConfig, ModelFamily
     from nxtrain.sharding import Init, Segment
 
+__all__ = [
+    "AdamStep",
+    "AttentionShape",
+    "Backend",
+    "Binding",
+    "Collectives",
+    "Done",
+    "Head",
+    "Kernels",
+    "LayerSet",
+    "Op",
+    "Pending",
+    "Rows",
+    "Support",
+]
+
 
 @dataclass(frozen=True)
 class Support:
@@ -32,81 +49,6 @@ class Support:
 
     ok: bool
     reason: str
-
-
-Result_co = TypeVar("Result_co", covariant=True)
-
-
-class Pending(Protocol[Result_co]):
-    """A collective under way."""
-
-    def wait(self) -> Result_co:
-        """Block until the result may be used, and return it; called once."""
-        ...
-
-
-@dataclass(frozen=True)
-class Done(Generic[Result_co]):
-    """A collective that needs no waiting."""
-
-    result: Result_co
-
-    def wait(self) -> Result_co:
-        """Return the result."""
-        return self.result
-
-
-Op = Literal["sum", "max"]
-
-
-class Collectives(ABC):
-    """Communication between the ranks of an axis. An axis of size 1 is the identity and costs nothing.
-
-    Inputs are contiguous, equal in shape and type on all ranks of a group, and belong to the collective: their values
-    are undefined afterwards, which lets it work in place. Every rank calls the same collectives in the same order.
-
-    Attributes:
-        lazy: What is started is recorded, and runs at the next step boundary.
-    """
-
-    lazy: bool = False
-
-    def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
-        """Reduce over the axis."""
-        return self.start_all_reduce(x, axis, op).wait()
-
-    def all_gather(self, x: Tensor, axis: Axis) -> Tensor:
-        """Concatenate every rank's `x` along dimension 0, in rank order: (n, ...) to (n * size, ...)."""
-        return self.start_all_gather(x, axis).wait()
-
-    def reduce_scatter(self, x: Tensor, axis: Axis) -> Tensor:
-        """Sum over the axis and keep this rank's slice of dimension 0: (n * size, ...) to (n, ...)."""
-        return self.start_reduce_scatter(x, axis).wait()
-
-    @abstractmethod
-    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
-        """`all_reduce` that other work may overlap."""
-
-    @abstractmethod
-    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        """`all_gather` that other work may overlap."""
-
-    @abstractmethod
-    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
-        """`reduce_scatter` that other work may overlap, times `scale`."""
-
-    @abstractmethod
-    def start_all_reduce_bucket(
-        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
-    ) -> Pending[list[Tensor]]:
-        """Sum tensors over the axis in a type, times `scale`, in one collective that other work may overlap.
-
-        The tensors keep their values, and may be freed at once.
-        """
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Wait until every rank of the world is here."""
 
 
 class Head(Protocol):
@@ -377,6 +319,13 @@ class Backend(ABC):
     @abstractmethod
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         """Upload numbers that change from step to step, as () float32 tensors that never become constants."""
+
+    def lay_out(self, mesh: Mesh) -> None:
+        """Learn which ranks work together; all ranks call it once, before they talk.
+
+        Ranks of several pipeline stages use their axes in different orders, and must not meet for the first time when
+        they do.
+        """
 
     def device_mesh(self, mesh: Mesh) -> DeviceMesh:
         """The data parallel ranks as torch's own sharding takes them: (shard,) or (replica, shard).

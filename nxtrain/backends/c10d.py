@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.backends.base import Backend, Collectives, Done, Op, Pending
+from nxtrain.backends.base import Backend
+from nxtrain.backends.collectives import Collectives, Done, Op, Pending, Result_co
+from nxtrain.errors import BackendError, HangError
 from nxtrain.mesh import Axis, Mesh
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -77,17 +81,82 @@ class _AsyncBucket:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Transfer(Generic[Result_co]):
+    """What goes between two ranks; keeps its tensors alive.
+
+    Args:
+        works: Under way.
+        result: Of waiting.
+        held: Is being sent.
+        peer: The other, in words.
+        hang_timeout_s: Seconds that the group waits for it.
+    """
+
+    works: Sequence[dist.Work]
+    result: Result_co
+    held: Tensor | None
+    peer: str
+    hang_timeout_s: float
+
+    def wait(self) -> Result_co:
+        with _blaming(self.peer, self.hang_timeout_s):
+            for work in self.works:
+                work.wait()
+        return self.result
+
+
+@contextmanager
+def _blaming(peer: str, hang_timeout_s: float) -> Iterator[None]:
+    """Turn what gloo says of a connection into what became of the rank at its other end.
+
+    NCCL says nothing here, since waiting is left to the stream: torch's watchdog ends the process after the same time.
+
+    Source: torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; gloo/transport/tcp in
+    https://github.com/pytorch/gloo.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        if re.search(r"tim(ed|e) ?out", reason, re.IGNORECASE):
+            raise HangError(
+                f"{peer} did not come within recovery.hang_timeout_s={hang_timeout_s:g} seconds: {reason}. It hangs, "
+                "or does other work than was agreed; its own last lines say more"
+            ) from error
+        raise BackendError(f"{peer} is gone: {reason}. It died, or left early; its own last lines say why") from error
+
+
 class C10dCollectives(Collectives):
     """Collectives of one rank of the default process group.
 
     A subgroup is made the first time an axis is used. All ranks reach that point in the same order, as they do every
-    collective.
+    collective; where they do not, since pipeline stages differ, `lay_out` makes all of them before.
+
+    Transfers between neighbours of the pipeline have a group for each pair. In the axis's group, NCCL would do all of a
+    rank's transfers one after the other on one stream, so that a receive that was started early would block a send to
+    another rank, and by that perhaps itself.
+
+    Args:
+        world: Number of ranks.
+
+    Attributes:
+        hang_timeout_s: Seconds that the process groups wait for a rank.
+
+    Source: torch 2.9, `ProcessGroupNCCL::pointToPoint` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
     """
 
     def __init__(self, world: int) -> None:
+        self.hang_timeout_s = 1800.0
         self._world = world
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
         self._disordered: set[tuple[tuple[int, ...], ...]] = set()
+
+    @property
+    def _timeout(self) -> timedelta:
+        # A group made later has torch's own limit unless it is told, not that of the first.
+        return timedelta(seconds=self.hang_timeout_s)
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         """The process group of this rank on an axis."""
@@ -95,7 +164,8 @@ class C10dCollectives(Collectives):
             if axis.size == self._world:
                 group = dist.group.WORLD
             else:
-                group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in axis.groups])
+                ranks = [list(group) for group in axis.groups]
+                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)
             assert group is not None, axis
             self._groups[axis.groups] = group
             if any(list(ranks) != sorted(ranks) for ranks in axis.groups):
@@ -145,6 +215,50 @@ class C10dCollectives(Collectives):
         work = _started(dist.all_reduce(flat, group=self.group(axis), async_op=True))
         return _AsyncBucket(_Async(work, flat, scale), [tensor.shape for tensor in tensors])
 
+    def lay_out(self, mesh: Mesh) -> None:
+        """Make all groups that ranks of several stages would otherwise make in different orders."""
+        if mesh.pp_size == 1:
+            return
+        axes = [mesh.tp, mesh.dp, mesh.shard, mesh.replica, mesh.stage, mesh.pp, mesh.model, mesh.state, mesh.all]
+        for axis in axes:
+            if axis.size > 1:
+                self.group(axis)
+        size = mesh.pp_size
+        neighbours = {(group[i - 1], group[i]) for group in mesh.pp.groups for i in range(size)}
+        for low, high in sorted({(min(ends), max(ends)) for ends in neighbours}):
+            link = dist.new_group([low, high], timeout=self._timeout)
+            if mesh.rank in (low, high):
+                self._links[low, high] = link
+
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
+        peer, group, words = self._reach(axis, to)
+        with _blaming(words, self.hang_timeout_s):
+            return _Transfer([_started(dist.isend(x, peer, group))], None, x, words, self.hang_timeout_s)
+
+    def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
+        peer, group, words = self._reach(axis, source)
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        with _blaming(words, self.hang_timeout_s):
+            return _Transfer([_started(dist.irecv(out, peer, group))], out, None, words, self.hang_timeout_s)
+
+    def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
+        other, group, words = self._reach(axis, peer)
+        out = torch.empty_like(x)
+        # Together: on NCCL both ends would else wait to send before either receives.
+        both = [dist.P2POp(dist.isend, x, other, group), dist.P2POp(dist.irecv, out, other, group)]
+        with _blaming(words, self.hang_timeout_s):
+            works = dist.batch_isend_irecv(both)
+        return _Transfer(works, out, x, words, self.hang_timeout_s).wait()
+
+    def _reach(self, axis: Axis, position: int) -> tuple[int, dist.ProcessGroup, str]:
+        """A rank by its position: its number in the world, the group to reach it in, and its name in words."""
+        me = dist.get_rank()
+        (ranks,) = (group for group in axis.groups if me in group)
+        peer = ranks[position]
+        assert peer != me, (axis, position)
+        group = self._links.get((min(me, peer), max(me, peer))) or self.group(axis)
+        return peer, group, f"rank {peer} (position {position} of {axis.size} on {axis.name})"
+
     def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
         """The data parallel ranks as torch's own sharding takes them: (shard,) or (replica, shard)."""
         if mesh.replica.size == 1:
@@ -177,6 +291,10 @@ class C10dBackend(Backend):
         if self.world > 1:
             timeout = timedelta(seconds=hang_timeout_s)
             dist.init_process_group(process_group, timeout=timeout, device_id=device_id)
+        self.collectives.hang_timeout_s = hang_timeout_s
+
+    def lay_out(self, mesh: Mesh) -> None:
+        self.collectives.lay_out(mesh)
 
     def device_mesh(self, mesh: Mesh) -> DeviceMesh:
         return self.collectives.device_mesh(self.device.type, mesh)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.base import Backend, Collectives, Done, Op, Pending, Support
+from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.c10d import Placement
+from nxtrain.backends.collectives import Collectives, Done, Op, Pending
 from nxtrain.backends.host_group import HostGroup
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import RoundingKey, round_one_by_one
@@ -30,41 +32,79 @@ class XlaCollectives(Collectives):
     Every call names its groups, since an empty list means the whole world, and never pins layouts, since a pinned
     all-gather lowers to a padded all-reduce.
 
+    A collective joins ranks that run the same program, and pipeline stages run different ones. What goes over an axis
+    that spans stages is therefore a graph of its own, which is the same on all ranks: on Neuron all of a replica group
+    must load the program of a collective, and who has loaded it already would else wait for one who still runs another.
+    There is no sending either; both ends of a transfer gather what both bring, and one of them needs it.
+
     Args:
+        boundary: Of the backend: hands over what was recorded.
         hosts: The ranks, where each is a process; None: one process has all.
+
+    Source: src/neuronx_distributed/pipeline/comm.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.
     """
 
     lazy = True
 
-    def __init__(self, hosts: HostGroup | None = None) -> None:
+    def __init__(self, boundary: Callable[[], None], hosts: HostGroup | None = None) -> None:
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
         self._xm: Any = xm
         self._xr: Any = xr
-        self._hosts = hosts
+        self._boundary, self._hosts = boundary, hosts
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
-        return Done(x.copy_(self._reduced(op, [x], axis, 1.0)[0]))
+        with self._apart(axis):
+            x.copy_(self._reduced(op, [x], axis, 1.0)[0])
+        return Done(x)
 
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
-        return Done(self._xm.all_gather(x, dim=0, groups=_groups(axis), pin_layout=False))
+        with self._apart(axis):
+            out = self._xm.all_gather(x, dim=0, groups=_groups(axis), pin_layout=False)
+        return Done(out)
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
-        out = self._xm.reduce_scatter("sum", x, scale, 0, axis.size, groups=_groups(axis), pin_layout=False)
+        with self._apart(axis):
+            out = self._xm.reduce_scatter("sum", x, scale, 0, axis.size, groups=_groups(axis), pin_layout=False)
         return Done(out)
 
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
     ) -> Pending[list[Tensor]]:
         cast = [tensor.to(dtype) for tensor in tensors]
-        return Done(cast if axis.size == 1 else self._reduced("sum", cast, axis, scale))
+        if axis.size == 1:
+            return Done(cast)
+        with self._apart(axis):
+            summed = self._reduced("sum", cast, axis, scale)
+        return Done(summed)
+
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
+        self.exchange(x, axis, to)
+        return Done(None)
+
+    def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
+        return Done(self.exchange(like, axis, source))
+
+    def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
+        pair = axis.pairs(peer)
+        # A copy, since a view would keep what both brought for as long as it lives.
+        return self.all_gather(x, pair).chunk(2)[1 - pair.rank].clone()
+
+    @contextmanager
+    def _apart(self, axis: Axis) -> Iterator[None]:
+        """Give what is recorded in this context a graph of its own, if ranks of several stages take part."""
+        if axis.spans_stages:
+            self._boundary()
+        yield
+        if axis.spans_stages:
+            self._boundary()
 
     def _reduced(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> list[Tensor]:
         # torch-xla's in-place form gives one collective for all, but loses the result of a tensor that is a view or was
@@ -142,7 +182,7 @@ class XlaBackend(Backend):
             self.host_group = self._hosts.group
             self.local_rank, self.local_world = place.local_rank, place.local_world
             freeze_older_objects()
-        self.collectives = XlaCollectives(self._hosts)
+        self.collectives = XlaCollectives(self.step_boundary, self._hosts)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
     @staticmethod

@@ -107,6 +107,7 @@ def _play(plan: Resolved, world: int, tape: _Tape, steps: int) -> tuple[Mesh, Pa
     config = plan.config
     backend = TracingBackend(world, tape.rank, tape)
     mesh = build_mesh(plan, world, tape.rank, backend.local_world)
+    backend.lay_out(mesh)
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
     train = config.train.model_copy(
         update={"steps": steps, "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES)}

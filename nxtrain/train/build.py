@@ -37,7 +37,9 @@ def mesh_of(plan: Resolved, backend: Backend) -> Mesh:
         BackendError: The library cannot lay them out.
     """
     order = backend.binding.rank_order(tp=plan.config.parallel.tp, pp=plan.config.parallel.pp)
-    return build_mesh(plan, backend.world, backend.rank, backend.local_world, order)
+    mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world, order)
+    backend.lay_out(mesh)
+    return mesh
 
 
 def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order: tuple[int, ...] = ()) -> Mesh:

@@ -35,8 +35,8 @@ class RankPool:
     def run(self, world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `body(backend, *args)` on each rank of a world and return what each returned, by rank.
 
-        `body` and its arguments must be importable from a fresh process. A rank that fails or hangs fails the call, and
-        the processes are replaced.
+        `body` and its arguments must be importable from a fresh process. A rank that fails, dies or hangs fails the
+        call, and the processes are replaced.
         """
         while len(self._workers) < world:
             self._workers.append(_start(*self._job))
@@ -46,7 +46,7 @@ class RankPool:
         workers = self._workers[:world]
         for rank, (_, pipe) in enumerate(workers):
             pipe.send((rank, world, port, body, args))
-        outcomes = [pipe.recv() if pipe.poll(TIMEOUT_S) else (False, "hung") for _, pipe in workers]
+        outcomes = [_outcome(pipe) for _, pipe in workers]
         failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
         if failures:
             self.close()
@@ -68,6 +68,13 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def _outcome(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pipe.recv() if pipe.poll(TIMEOUT_S) else (False, "hung")
+    except EOFError:
+        return False, "died"
 
 
 def _start(*job: Any) -> tuple[Any, Connection]:

@@ -172,7 +172,7 @@ def mutated_courses(
     """Train with each defect: `world` averages gradients over all ranks, `norm` keeps the norms' partial sums."""
     found = {}
     for mutant in mutants:
-        comm: Any = XlaCollectives()
+        comm: Any = XlaCollectives(backend.step_boundary)
         comm.start_all_reduce_bucket = _mutated(comm.start_all_reduce_bucket, mutant, backend.world)
         if mutant == "world":
             scatter = comm.start_reduce_scatter

@@ -1,0 +1,119 @@
+"""Tensors that go from one rank to another, over gloo, and what becomes of a rank whose peer dies or does not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.errors import NxtrainError
+from nxtrain.mesh import Mesh
+from tests.dist.test_collectives import DTYPES, held_by
+from tests.support.ranks import RankPool
+
+PATIENCE_S = 1.5
+ORDER = (0, 2, 1)
+
+LAYOUTS = {
+    "pp2": Mesh(2, 0, pp_size=2),
+    "pp2, permuted": Mesh(2, 0, pp_size=2, order=(1, 0)),
+    "pp3": Mesh(3, 0, pp_size=3),
+    "pp4": Mesh(4, 0, pp_size=4),
+    "pp4, permuted": Mesh(4, 0, pp_size=4, order=(2, 0, 3, 1)),
+    "pp2 x tp2": Mesh(4, 0, pp_size=2, tp_size=2),
+    "pp2 x dp2, permuted": Mesh(4, 0, pp_size=2, dp_size=2, order=(0, 2, 3, 1)),
+}
+
+
+def seen_by(mesh: Mesh, rank: int) -> Mesh:
+    """The layout as another rank has it."""
+    sizes = {"pp_size": mesh.pp_size, "dp_size": mesh.dp_size, "tp_size": mesh.tp_size}
+    return Mesh(mesh.world, rank, **sizes, order=mesh.order)
+
+
+def moved(backend: Backend, layout: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Send round the ring of stages, two tensors each way under way at once, and swap with a neighbour."""
+    comm, mesh = backend.collectives, seen_by(layout, backend.rank)
+    backend.lay_out(mesh)
+    pp, number = mesh.pp, held_by(backend.rank, 1, dtype=torch.float32)
+    # As stages do: each begins with another axis.
+    for axis in (mesh.stage, pp) if pp.rank == 0 else (pp, mesh.stage):
+        comm.all_reduce(number.clone(), axis)
+    x, y = (held_by(backend.rank, *shape, dtype=dtype) for shape in ((3, 2), (5,)))
+    on, back = (pp.rank + 1) % pp.size, (pp.rank - 1) % pp.size
+    sends = [comm.start_send(tensor, pp, on) for tensor in (x, y)]
+    comes = [comm.start_receive(torch.empty_like(tensor), pp, back) for tensor in (x, y)]
+    found = {"x": comes[0].wait(), "y": comes[1].wait()}
+    for send in sends:
+        assert send.wait() is None
+    lower = pp.rank - pp.rank % 2
+    if lower + 1 < pp.size:
+        found["swapped"] = comm.exchange(x, pp, 2 * lower + 1 - pp.rank)
+    comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_one_stage_sends_its_neighbour_receives(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+    layout = LAYOUTS[name]
+    for rank, found in enumerate(ranks.run(layout.world, moved, layout, dtype)):
+        pp = seen_by(layout, rank).pp
+        (group,) = (group for group in pp.groups if rank in group)
+        before, across = group[pp.rank - 1], group[min(pp.rank ^ 1, pp.size - 1)]
+        expected = {"x": held_by(before, 3, 2, dtype=dtype), "y": held_by(before, 5, dtype=dtype)}
+        if across != rank:
+            expected["swapped"] = held_by(across, 3, 2, dtype=dtype)
+        assert found.keys() == expected.keys()
+        for what, tensor in expected.items():
+            assert torch.equal(found[what], tensor) and found[what].dtype == dtype, (rank, what)
+
+
+def waited(backend: Backend, dies: bool) -> tuple[str, str, float]:
+    """Transfer with the stage in the middle, which dies or sleeps instead; what that ends in, and after what time."""
+    comm = C10dCollectives(backend.world)
+    comm.hang_timeout_s = PATIENCE_S
+    mesh = Mesh(3, backend.rank, pp_size=3, order=ORDER)
+    comm.lay_out(mesh)
+    x, pp = torch.zeros(1 << 20), mesh.pp  # more than a socket holds
+    under_way = [comm.start_send(x, pp, (pp.rank + 1) % 3), comm.start_receive(x, pp, (pp.rank - 1) % 3)]
+    for transfer in under_way:  # the connections are there, and good
+        transfer.wait()
+    backend.collectives.barrier()
+    if pp.rank == 1:
+        time.sleep(0.3)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2 * PATIENCE_S)
+        return "", "", 0.0
+    began = time.monotonic()
+    try:
+        (comm.start_receive(x, pp, 1) if pp.rank == 0 else comm.start_send(x, pp, 1)).wait()
+    except NxtrainError as error:
+        if dies:
+            raise  # the rank that died ends the call, and what others return is lost
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def test_a_peer_that_does_not_come_is_named_in_time(ranks: RankPool) -> None:
+    receiver, sender, middle = ranks.run(3, waited, False)
+    assert middle == ("", "", 0.0)
+    for kind, message, seconds in (receiver, sender):
+        assert kind == "HangError"
+        assert message.startswith("rank 2 (position 1 of 3 on pp) did not come within recovery.hang_timeout_s=1.5 s")
+        assert PATIENCE_S * 0.9 < seconds < PATIENCE_S * 1.9
+
+
+def test_a_peer_that_dies_is_named(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError) as ended:
+        ranks.run(3, waited, True)
+    receiver, sender, middle = str(ended.value).split("\nrank ")
+    assert middle == "2:\ndied"
+    for text in (receiver, sender):
+        assert "nxtrain.errors.BackendError: rank 2 (position 1 of 3 on pp) is gone: " in text
