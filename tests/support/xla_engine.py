@@ -1,8 +1,9 @@
 """Several XLA:CPU devices in one process, one thread each, with real collectives between them.
 
-XLA:CPU matches the participants of a collective by the compiled module, so all threads must run the very same one: rank
-0 compiles and runs first, and the others then find its module in the cache of the process. A rank that builds another
-graph never meets the others, and XLA ends the process after ten seconds: hence each run has a process of its own.
+XLA:CPU matches the participants of a collective by the compiled module, so those that meet must run the very same one:
+one thread at a time compiles, and who comes later with the same graph finds its module in the cache of the process. A
+rank that builds another graph never meets the others, and XLA ends the process after ten seconds: hence each run has a
+process of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,20 +51,18 @@ def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) 
 class Devices:
     """The threads of one process."""
 
-    def __init__(self, world: int) -> None:
-        self._barrier = threading.Barrier(world, timeout=100)
+    def __init__(self) -> None:
+        self._compiling = threading.Lock()
 
     def sync(self) -> None:
-        """Step boundary: rank 0 compiles and starts, then the others find the same module."""
+        """Step boundary: run what this thread recorded, by a module that no other thread compiles as well."""
         import torch_xla
-        import torch_xla.runtime as xr
+        import torch_xla.core.xla_model as xm
 
-        leads = xr.global_ordinal() == 0
-        self._barrier.wait()
-        if leads:
-            torch_xla.sync()
-        self._barrier.wait()
-        if not leads:
+        # A new graph starts when the last one of its device has ended, for which others may have to come here first. So
+        # that is waited for outside the lock, and within it nobody waits for anybody.
+        xm.wait_device_ops(xm.xla_real_devices([torch_xla.device()]))
+        with self._compiling:
             torch_xla.sync()
 
     def run(self, body: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
@@ -82,8 +82,9 @@ class Devices:
             try:
                 return body(XlaBackend(sync=self.sync), *args)
             except BaseException:
-                self._barrier.abort()  # else the others wait for this rank
-                raise
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)  # else the others wait for this rank
 
         results = pjrt._run_thread_per_device(0, 1, play, join)
         return [results[rank] for rank in sorted(results)]
@@ -92,7 +93,7 @@ class Devices:
 def main(job: Path, result: Path) -> None:
     """Run a job file."""
     world, body, args = pickle.loads(job.read_bytes())
-    result.write_bytes(pickle.dumps(Devices(world).run(body, args)))
+    result.write_bytes(pickle.dumps(Devices().run(body, args)))
     sys.stdout.flush()
     os._exit(0)  # the runtime's threads do not join
 

@@ -1,0 +1,160 @@
+"""What the devices of a pipeline do; imported by name in their process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
+from nxtrain.mesh import Mesh
+from nxtrain.parallel.regions import TensorParallel
+from tests.support.layers import random
+from tests.support.xla_bodies import Counts
+
+TOKENS, WIDTH, INNER, MICRO_BATCHES, LR = 8, 6, 4, 3, 0.1
+
+
+def seen_by(mesh: Mesh, rank: int) -> Mesh:
+    """A layout as a rank has it."""
+    return replace(mesh, rank=rank)
+
+
+def weights(stage: int) -> tuple[Tensor, Tensor]:
+    """Of a stage, whole."""
+    return random(WIDTH, INNER, seed=stage, scale=0.5), random(INNER, WIDTH, seed=100 + stage, scale=0.5)
+
+
+def inputs(micro_batch: int) -> Tensor:
+    """Of the first stage, whole."""
+    return random(TOKENS, WIDTH, seed=1000 + micro_batch)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a rank handed over.
+
+    Args:
+        hash: Of the graph.
+        text: Its HLO, where it has a graph of its own because ranks of several stages take part; else empty.
+    """
+
+    hash: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Played:
+    """What some steps of a pipeline gave one rank.
+
+    Args:
+        losses, norms: Of each step.
+        compiled: Graphs that were new, on all devices together, by the end of each step.
+        graphs: What this rank handed over in each step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    compiled: list[int]
+    graphs: list[list[Graph]]
+
+
+class _Log:
+    """Boundaries of a backend, which it watches from now on."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend, self._sync, self._apart = backend, backend._sync, False
+        self.graphs: list[Graph] = []
+        backend._sync, backend.collectives._boundary = self._watched, self._boundary
+
+    def _boundary(self) -> None:
+        self._backend.step_boundary()
+        self._apart = not self._apart  # collectives call it before and after
+
+    def _watched(self) -> None:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        # To hash waits for the graph before, and holds Python's lock meanwhile, which the other devices need.
+        xm.wait_device_ops(xm.xla_real_devices([self._backend.device]))
+        if computed := pending(self._backend.device):
+            text = str(torch_xla._XLAC._get_xla_tensors_hlo(computed)) if self._apart else ""
+            self.graphs.append(Graph(hash_of(computed), text))
+        self._sync()
+
+
+def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
+    """Train a chain of blocks, each stage with one more than the one before it, so that no two run the same program."""
+    freeze_older_objects()
+    log = _Log(backend)
+    comm, mesh = backend.collectives, seen_by(layout, backend.rank)
+    backend.lay_out(mesh)
+    pp, tp = mesh.pp, mesh.tp
+    regions = TensorParallel(tp, comm, torch.float32, sequence_parallel=True)
+    whole_up, whole_down = weights(pp.rank)
+    up = backend.put(whole_up.chunk(tp.size, 1)[tp.rank].clone()).requires_grad_()
+    down = backend.put(whole_down.chunk(tp.size, 0)[tp.rank].clone()).requires_grad_()
+    zeros = backend.put(torch.zeros(TOKENS // tp.size, WIDTH))
+    given = [backend.put(inputs(i).chunk(tp.size)[tp.rank].clone()) for i in range(MICRO_BATCHES)]
+    losses, norms, compiled, graphs = [], [], [], []
+    for _ in range(steps):
+        up.grad = down.grad = None
+        loss = backend.put(torch.zeros(1))
+        under_way = []
+        for micro_batch in range(MICRO_BATCHES):
+            x = given[micro_batch] if pp.rank == 0 else comm.start_receive(zeros, pp, pp.rank - 1).wait()
+            x = x.detach().requires_grad_()
+            y = x
+            for _ in range(pp.rank + 1):
+                y = y + regions.leave(torch.tanh(regions.enter(y) @ up) @ down)
+            under_way.append((x, y))
+            if pp.rank < pp.size - 1:
+                comm.start_send(y.detach(), pp, pp.rank + 1).wait()
+        for x, y in under_way:
+            if pp.rank == pp.size - 1:
+                part = y.square().mean() / (MICRO_BATCHES * tp.size)
+                part.backward()
+                loss = loss + part.detach()
+            else:
+                y.backward(comm.start_receive(zeros, pp, pp.rank + 1).wait())
+            if pp.rank:
+                comm.start_send(x.grad, pp, pp.rank - 1).wait()
+        squares = (up.grad.square().sum() + down.grad.square().sum()).reshape(1)
+        total, square = comm.start_all_reduce_bucket([loss, squares], mesh.model, torch.float32).wait()
+        steps_of = comm.all_reduce(backend.put(torch.ones(2)), pp)
+        with torch.no_grad():
+            norm = square.sqrt()
+            for param in (up, down):
+                param -= LR * param.grad / (1.0 + norm) * (steps_of[:1] / pp.size)
+        found = backend.fetch({"loss": total[0], "norm": norm[0]})
+        losses.append(found["loss"])
+        norms.append(found["norm"])
+        compiled.append(Counts.now().compiled)
+        graphs.append(log.graphs)
+        log.graphs = []
+    return Played(losses, norms, compiled, graphs)
+
+
+def expected(num_stages: int, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and norms of the same steps, on whole tensors in one process."""
+    params = [x.clone().requires_grad_() for stage in range(num_stages) for x in weights(stage)]
+    losses, norms = [], []
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for micro_batch in range(MICRO_BATCHES):
+            y = inputs(micro_batch)
+            for stage in range(num_stages):
+                for _ in range(stage + 1):
+                    y = y + torch.tanh(y @ params[2 * stage]) @ params[2 * stage + 1]
+            loss = loss + y.square().mean() / MICRO_BATCHES
+        grads = torch.autograd.grad(loss, params)
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        with torch.no_grad():
+            for param, grad in zip(params, grads, strict=True):
+                param -= LR * grad / (1.0 + norm)
+        losses.append(float(loss))
+        norms.append(float(norm))
+    return losses, norms
