@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.errors import ConfigError, Problem
+from nxtrain.stages import LayerCosts, Part
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,7 @@ class BuildContext:
         fused_qkv, fused_gate_up: One matrix for the projections that share an input.
         scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
         decay_norms: Weight decay applies to the norms too.
+        parts: Those of the model that are built, ascending; empty: all of it.
     """
 
     layers: LayerSet
@@ -72,6 +74,7 @@ class BuildContext:
     fused_gate_up: bool = True
     scaled_init: bool = True
     decay_norms: bool = False
+    parts: tuple[Part, ...] = ()
 
 
 class CausalLM(Protocol):
@@ -82,12 +85,25 @@ class CausalLM(Protocol):
         """The submodules that repeat, in order of use: what is gathered as one when parameters are sharded."""
         ...
 
+    def run(self, part: Part, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Compute one of the parts that were built.
+
+        Args:
+            part: Which.
+            x: (B, S) tokens for the first part, (S/tp, B, D) for others.
+            targets: (B, S) for the last part.
+
+        Returns:
+            () float32, the sum of the tokens' cross entropies, of the last part; (S/tp, B, D) of others.
+        """
+        ...
+
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the tokens' cross entropies: (B, S), (B, S) to () float32."""
+        """Sum of the tokens' cross entropies, of a model that was built whole: (B, S), (B, S) to () float32."""
         ...
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """(B, S) to (B, S, vocab_size) float32, whole on every rank; not differentiable."""
+        """(B, S) to (B, S, vocab_size) float32, of a model built whole, on every rank; not differentiable."""
         ...
 
 
@@ -99,7 +115,7 @@ class ModelFamily(ABC):
     presets: Mapping[str, Preset]
 
     @abstractmethod
-    def check(self, config: ModelConfig, *, tp: int, pp: int, seq_len: int) -> list[Problem]:
+    def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
         """Every reason why this shape cannot run at these degrees; keys are `model.config.*` or `parallel.*`."""
 
     @abstractmethod
@@ -124,6 +140,14 @@ class ModelFamily(ABC):
 
         Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
         """
+
+    @abstractmethod
+    def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
+        """What the forward pass of each layer costs per token; pipeline stages are balanced by it."""
+
+    @abstractmethod
+    def num_params(self, config: ModelConfig) -> int:
+        """Parameters of the model, a tied embedding counted once."""
 
     @abstractmethod
     def heads(self, config: ModelConfig) -> tuple[int, int]:

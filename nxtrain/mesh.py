@@ -151,6 +151,11 @@ class Mesh:
         return self.over("pp", "tp")
 
     @cached_property
+    def batch(self) -> Axis:
+        """Pipeline and data parallel together: the ranks that share the work on a global batch."""
+        return self.over("pp", "dp")
+
+    @cached_property
     def state(self) -> Axis:
         """The ranks that together hold one copy of the training state."""
         return self.over("pp", "shard", "tp")

@@ -120,7 +120,8 @@ class ShardSpec:
         dim: Dimension that is cut; None when every rank holds all of it.
         segments: The global tensors stacked along `dim`; one unnamed segment unless the matrix is fused.
         sequence_parallel: Each rank's gradient is a partial sum, because it saw only its slice of the sequence.
-        tied_to: Name of the parameter that this one must stay equal to, on another pipeline stage.
+        tied_to: Name of the parameter on the first pipeline stage that this one, on the last, is a copy of.
+        has_copy: There is such a copy of this one; both get the sum of their gradients.
         decay: Weight decay applies.
         init: How the parameter starts.
     """
@@ -130,6 +131,7 @@ class ShardSpec:
     segments: tuple[Segment, ...] = ()
     sequence_parallel: bool = False
     tied_to: str | None = None
+    has_copy: bool = False
     decay: bool = True
     init: Init = field(default_factory=Init)
 
@@ -162,6 +164,10 @@ class ShardSpec:
         """Shape of one segment as a tensor of its own."""
         dim = self.dim or 0
         return (*self.shape[:dim], segment.size, *self.shape[dim + 1 :])
+
+    def global_name(self, parameter: str, segment: Segment) -> str:
+        """Name of a segment in checkpoints, the same for all copies, given the parameter's own name."""
+        return global_name(self.tied_to or parameter, segment)
 
     def blocks(self, tp: Axis, shard: Axis) -> Iterator[Block]:
         """What this rank holds once its tensor parallel shard is cut by rows over `shard`; padding left out."""
@@ -218,13 +224,13 @@ class ParamTable(Mapping[str, ShardSpec]):
         return len(self._specs)
 
     def num_params(self) -> int:
-        """Parameters of the whole model, each counted once whatever the layout."""
+        """Parameters that the table has, each counted once whatever the layout, and none that are copies."""
         return sum(_numel(spec.shape) for spec in self.values() if spec.tied_to is None)
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model as a checkpoint knows it: global name to whole shape."""
         return {
-            global_name(name, segment): spec.global_shape(segment)
+            spec.global_name(name, segment): spec.global_shape(segment)
             for name, spec in self.items()
             for segment in spec.segments
         }

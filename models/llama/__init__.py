@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nxtrain.errors import Problem
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily
+from nxtrain.stages import LayerCosts
 from nxtrain_models.llama import config as shape
 from nxtrain_models.llama import hf
 from nxtrain_models.llama.config import LlamaConfig
@@ -23,9 +24,9 @@ class Llama(ModelFamily):
     config_type = LlamaConfig
     presets = PRESETS
 
-    def check(self, config: ModelConfig, *, tp: int, pp: int, seq_len: int) -> list[Problem]:
+    def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
         """Every reason why this shape cannot run at these degrees."""
-        return shape.check(cast(LlamaConfig, config), tp=tp, pp=pp, seq_len=seq_len)
+        return shape.check(cast(LlamaConfig, config), tp=tp, seq_len=seq_len)
 
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
         """Make the module on the meta device."""
@@ -56,6 +57,16 @@ class Llama(ModelFamily):
         llama = cast(LlamaConfig, config)
         attention = llama.num_hidden_layers * llama.num_attention_heads * llama.head_size * seq_len
         return 6 * (llama.num_matmul_params + attention)
+
+    def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
+        """What the forward pass of each layer costs per token; looking up an embedding multiplies nothing."""
+        llama = cast(LlamaConfig, config)
+        attention = llama.num_attention_heads * llama.head_size * seq_len
+        return LayerCosts(0, 2 * (llama.block_matmul_params + attention), 2 * llama.vocab_size * llama.hidden_size)
+
+    def num_params(self, config: ModelConfig) -> int:
+        """Parameters of the model, a tied embedding counted once."""
+        return cast(LlamaConfig, config).num_params
 
 
 FAMILY = Llama()

@@ -81,11 +81,15 @@ class LlamaConfig(ModelConfig):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def block_matmul_params(self) -> int:
+        """Entries of the matrices of one block."""
+        attention = 2 * self.hidden_size * self.head_size * (self.num_attention_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
     def num_matmul_params(self) -> int:
         """Entries of the matrices that multiply activations: all but the norms and the input embedding."""
-        attention = 2 * self.hidden_size * self.head_size * (self.num_attention_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_hidden_layers * (attention + mlp) + self.vocab_size * self.hidden_size
+        return self.num_hidden_layers * self.block_matmul_params + self.vocab_size * self.hidden_size
 
     @property
     def num_params(self) -> int:
@@ -111,9 +115,9 @@ class LlamaConfig(ModelConfig):
         return self
 
 
-def check(config: LlamaConfig, *, tp: int, pp: int, seq_len: int) -> list[Problem]:
+def check(config: LlamaConfig, *, tp: int, seq_len: int) -> list[Problem]:
     """Every reason why this shape cannot run at these degrees."""
-    heads, kv_heads, layers = config.num_attention_heads, config.num_kv_heads, config.num_hidden_layers
+    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
     fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and _divides(n, kv_heads))
     problems = []
     if heads % tp:
@@ -127,9 +131,6 @@ def check(config: LlamaConfig, *, tp: int, pp: int, seq_len: int) -> list[Proble
     elif not _divides(tp, kv_heads):
         reason = f"neither of tp={tp} and model.config.num_key_value_heads={kv_heads} divides the other"
         problems.append(Problem("parallel.tp", reason, hint=f"use {fitting}"))
-    if pp > layers:
-        reason = f"pp={pp} stages cannot share model.config.num_hidden_layers={layers}"
-        problems.append(Problem("parallel.pp", reason, hint=f"use at most {layers}"))
     if seq_len > config.max_position_embeddings:
         problems.append(
             Problem(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -20,7 +21,8 @@ from nxtrain.nn.attention import Attention
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, RopeScaling
-from nxtrain.sharding import Init
+from nxtrain.sharding import Init, ShardSpec
+from nxtrain.stages import Part
 from nxtrain_models.llama.config import LlamaConfig
 
 
@@ -52,20 +54,24 @@ class LlamaBlock(nn.Module):
 class LlamaBody(nn.Module):
     """Everything but the output projection; its name in checkpoints is `model`."""
 
-    def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
+    def __init__(self, config: LlamaConfig, context: BuildContext, parts: Sequence[Part]) -> None:
         super().__init__()
         init, _ = _inits(config, context)
-        self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
-        self.layers = nn.ModuleList(LlamaBlock(config, context) for _ in range(config.num_hidden_layers))
-        self.norm = _norm(config, context)
+        if any(part.first for part in parts):
+            self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
+        # Blocks are named by their place in the whole model, whatever the parts.
+        self.layers = nn.ModuleDict({str(i): LlamaBlock(config, context) for part in parts for i in part.blocks})
+        if any(part.last for part in parts):
+            self.norm = _norm(config, context)
         self.rope = Rope(context.seq_len, config.head_size, config.rope_theta, _scaling(config))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(S, B) tokens to (S/tp, B, D)."""
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rope)
-        return self.norm(x)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, part: Part) -> Tensor:
+        """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D)."""
+        if part.first:
+            x = self.embed_tokens(x)
+        for index in part.blocks:
+            x = self.layers[str(index)](x, self.rope)
+        return self.norm(x) if part.last else x
 
 
 class LlamaForCausalLM(nn.Module):
@@ -74,23 +80,51 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
         init, _ = _inits(config, context)
-        self.model = LlamaBody(config, context)
-        self.lm_head = context.layers.head(config.vocab_size, config.hidden_size, init)
+        self._whole = Part(range(config.num_hidden_layers), first=True, last=True)
+        parts = context.parts or (self._whole,)
+        self.model = LlamaBody(config, context, parts)
+        if any(part.last for part in parts):
+            self.lm_head = context.layers.head(config.vocab_size, config.hidden_size, init)
         if config.tie_word_embeddings:
-            self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+            self._tie()
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
         """The transformer blocks, in order of use."""
-        return tuple(self.model.layers)
+        return tuple(self.model.layers.values())
+
+    def run(self, part: Part, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Compute one of the parts that were built.
+
+        Args:
+            part: Which.
+            x: (B, S) tokens for the first part, (S/tp, B, D) for others.
+            targets: (B, S) for the last part.
+
+        Returns:
+            () float32, the sum of the tokens' cross entropies, of the last part; (S/tp, B, D) of others.
+        """
+        hidden: Tensor = self.model(x.t() if part.first else x, part)
+        return hidden if targets is None else self.lm_head.loss(hidden, targets.t())
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Weighted sum of the tokens' cross entropies: (B, S), (B, S), () to () float32."""
-        return self.lm_head.loss(self.model(inputs.t()), targets.t())
+        """Sum of the tokens' cross entropies, of a model that was built whole: (B, S), (B, S) to () float32."""
+        return self.lm_head.loss(self.model(inputs.t(), self._whole), targets.t())
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """(B, S) to (B, S, V) float32, whole on every rank; not differentiable."""
-        return self.lm_head.logits(self.model(inputs.t())).transpose(0, 1)
+        """(B, S) to (B, S, V) float32, of a model built whole, on every rank; not differentiable."""
+        return self.lm_head.logits(self.model(inputs.t(), self._whole)).transpose(0, 1)
+
+    def _tie(self) -> None:
+        """Let the output projection be the embedding, or, on another pipeline stage, a copy that stays equal to it."""
+        has_embedding, has_head = hasattr(self.model, "embed_tokens"), hasattr(self, "lm_head")
+        if has_embedding and has_head:
+            self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+        elif has_embedding:
+            specs = cast(dict[str, ShardSpec], self.model.embed_tokens.specs)
+            specs["weight"] = replace(specs["weight"], has_copy=True)
+        elif has_head:
+            self.lm_head.specs["weight"] = replace(self.lm_head.specs["weight"], tied_to="model.embed_tokens.weight")
 
 
 def build(config: LlamaConfig, context: BuildContext) -> LlamaForCausalLM:

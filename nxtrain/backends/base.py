@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nxtrain.backends.rounding import RoundingKey
     from nxtrain.config.schema import RunConfig
     from nxtrain.family import ModelConfig, ModelFamily
-    from nxtrain.sharding import Init, Segment
+    from nxtrain.sharding import Init, Segment, ShardSpec
 
 __all__ = [
     "AdamStep",
@@ -55,6 +55,7 @@ class Head(Protocol):
     """The output projection, with the loss that never builds its full output."""
 
     weight: nn.Parameter
+    specs: dict[str, ShardSpec]
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Sum of the tokens' cross entropies: (S/tp, B, D), (S, B) to ()."""

@@ -56,7 +56,9 @@ def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
             if name.startswith("_saved_") or name == "saved_tensors":
                 with suppress(RuntimeError):  # freed, since this part of the pass is over
                     kept = getattr(node, name)
-                    yield from (x for x in (kept if isinstance(kept, tuple | list) else (kept,)) if isinstance(x, Tensor))
+                    yield from (
+                        x for x in (kept if isinstance(kept, tuple | list) else (kept,)) if isinstance(x, Tensor)
+                    )
         for following, _ in node.next_functions:
             if following is not None and following not in met:
                 met.add(following)

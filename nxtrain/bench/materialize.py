@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from nxtrain.config.check import stages
+from nxtrain.config.schema import ParallelConfig
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.family import find_family
 
@@ -87,7 +89,11 @@ def judge(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(target: Target) -> None:
     family = find_family(FAMILY)
-    problems = family.check(family.preset(target.preset), tp=target.tp, pp=target.pp, seq_len=SEQ_LEN)
+    model = family.preset(target.preset)
+    problems = [
+        *family.check(model, tp=target.tp, seq_len=SEQ_LEN),
+        *stages(ParallelConfig(pp=target.pp), model.num_hidden_layers),
+    ]
     if problems:
         raise ConfigError(problems)
     if target.stage >= target.pp:

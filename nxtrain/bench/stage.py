@@ -1,4 +1,4 @@
-"""The process of `nxtrain bench materialize`: build a model without storage, keep one stage, fill this rank's shard.
+"""The process of `nxtrain bench materialize`: build a stage without storage, fill this rank's shard.
 
 python -m nxtrain.bench.stage TARGET
 """
@@ -8,19 +8,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any, cast
-
-from torch import nn
+from typing import Any
 
 from nxtrain.backends import open_backend
 from nxtrain.bench.materialize import FAMILY, SEQ_LEN, Target
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.family import CausalLM, find_family
+from nxtrain.family import find_family
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw
 from nxtrain.sharding import ParamTable
-from nxtrain.train.build import build_meta, fill_model
+from nxtrain.train.build import build_meta, fill_model, parts_of
 
 
 def measure(target: Target) -> dict[str, Any]:
@@ -37,14 +35,13 @@ def measure(target: Target) -> dict[str, Any]:
     before_bytes = backend.peak_memory_bytes()
     start = time.perf_counter()
     model = build_meta(plan, backend, mesh)
-    num_params = ParamTable.of(model).num_params()
-    blocks = keep_stage(model, target.pp, target.stage)
+    (part,) = parts_of(plan, mesh)
     built = time.perf_counter()
     fill_model(plan, model, backend, mesh, draw(ParamTable.of(model), mesh.tp, plan.config.run.seed))
     filled = time.perf_counter()
     return {
-        "blocks": [blocks[0], blocks[-1]],
-        "num_params": num_params,
+        "blocks": [part.blocks[0], part.blocks[-1]],
+        "num_params": family.num_params(plan.model),
         "shard_params": sum(parameter.numel() for parameter in model.parameters()),
         "shard_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "before_bytes": before_bytes,
@@ -52,43 +49,6 @@ def measure(target: Target) -> dict[str, Any]:
         "meta_s": built - start,
         "fill_s": filled - built,
     }
-
-
-def keep_stage(model: nn.Module, pp: int, stage: int) -> range:
-    """Put the identity in place of what other pipeline stages hold; what stays keeps its name.
-
-    Parameters before the blocks are the first stage's, those after them the last's.
-
-    Args:
-        model: A `CausalLM`.
-        pp: Stages.
-        stage: The one to keep.
-
-    Returns:
-        Its blocks.
-    """
-    blocks = cast(CausalLM, model).blocks
-    kept = stage_blocks(len(blocks), pp, stage)
-    within = {id(module) for block in blocks for module in block.modules()}
-    num_passed = 0
-    for name, module in list(model.named_modules()):
-        if any(module is block for block in blocks[num_passed : num_passed + 1]):
-            stays = num_passed in kept
-            num_passed += 1
-        elif id(module) not in within and next(module.parameters(recurse=False), None) is not None:
-            stays = stage == (pp - 1 if num_passed else 0)
-        else:
-            continue
-        if not stays:
-            model.set_submodule(name, nn.Identity())
-    return kept
-
-
-def stage_blocks(num_blocks: int, pp: int, stage: int) -> range:
-    """The blocks of a stage, cut as evenly as can be: where pp does not divide them, the first stages have one more."""
-    width, extra = divmod(num_blocks, pp)
-    start = stage * width + min(stage, extra)
-    return range(start, start + width + (stage < extra))
 
 
 if __name__ == "__main__":

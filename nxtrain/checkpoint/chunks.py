@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from nxtrain.sharding import Block, Layout, Segment, ShardSpec, global_name
+from nxtrain.sharding import Block, Layout
 
 Shards = Mapping[str, Mapping[str, Tensor]]
 """Local tensors of a rank: kind, then the parameter's name in the model."""
@@ -86,7 +86,7 @@ def chunks(shards: Shards, cut: Layout) -> Iterator[Chunk]:
                 yield Chunk(
                     kind,
                     parameter,
-                    checkpoint_name(parameter, spec, block.segment),
+                    spec.global_name(parameter, block.segment),
                     spec.global_shape(block.segment),
                     local.dtype,
                     block,
@@ -94,11 +94,6 @@ def chunks(shards: Shards, cut: Layout) -> Iterator[Chunk]:
                     copies=block.copies * replica.size,
                     tied=spec.tied_to is not None,
                 )
-
-
-def checkpoint_name(parameter: str, spec: ShardSpec, segment: Segment) -> str:
-    """Global name of a segment; a parameter tied to another goes by the other's name."""
-    return global_name(spec.tied_to or parameter, segment)
 
 
 def owned(held: Sequence[Chunk]) -> list[Chunk]:

@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nxtrain.checkpoint.chunks import checkpoint_name
 from nxtrain.checkpoint.match import mismatches
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.mesh import Mesh
@@ -95,11 +94,7 @@ def hf_weights(src: Path, table: ParamTable, mesh: Mesh) -> Callable[[str, Tenso
         ConfigError: The folder is unreadable or does not fit the model.
     """
     folder = HfFolder(src)
-    wanted = {
-        checkpoint_name(name, spec, segment): spec.global_shape(segment)
-        for name, spec in table.items()
-        for segment in spec.segments
-    }
+    wanted = table.global_shapes()
     if mesh.pp_size > 1:  # a stage knows only its own tensors
         wanted = {**folder.shapes, **wanted}
     folder.check(wanted)
@@ -108,7 +103,7 @@ def hf_weights(src: Path, table: ParamTable, mesh: Mesh) -> Callable[[str, Tenso
         spec = table[name]
         for piece, view in spec.views(local, mesh.tp):
             if piece.length:
-                source = checkpoint_name(name, spec, piece.segment)
+                source = spec.global_name(name, piece.segment)
                 view.copy_(folder.read(source, spec.dim or 0, piece.start, piece.length))
 
     return fill

@@ -10,7 +10,7 @@ from typing import Any
 
 from nxtrain.config.decode import decode
 from nxtrain.config.load import Loaded, origin_of, values
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import ParallelConfig, RunConfig
 from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import ModelConfig, ModelFamily, find_family
@@ -18,8 +18,6 @@ from nxtrain.mesh import Mesh
 
 # Key, the values that this release runs, and what the others would need. A feature that arrives deletes its line.
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("parallel.pp", (1,), "pipeline parallelism; use parallel.tp"),
-    ("parallel.virtual_pp", (1,), "pipeline parallelism; use parallel.tp"),
     ("data.source", ("stdlib", "text", "tokens"), "Arrow tables; use text or tokens"),
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
     ("data.doc_mask", (False,), "masks between documents; use false"),
@@ -75,7 +73,8 @@ def resolve(loaded: Loaded, world: int | None) -> Resolved:
         model = resolve_model(config)
         parallel = config.parallel
         family = find_family(config.model.family)
-        problems += family.check(model, tp=parallel.tp, pp=parallel.pp, seq_len=config.train.seq_len)
+        problems += family.check(model, tp=parallel.tp, seq_len=config.train.seq_len)
+        problems += stages(parallel, model.num_hidden_layers)
     except ConfigError as error:
         problems += error.problems
     if world is not None:
@@ -224,6 +223,27 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
     if parallel.shard in FULLY_SHARDED and config.backend.name in ON_XLA:
         reason = f"{parallel.shard} runs on the backends cpu, cuda and neuron-native, not on {config.backend.name}"
         yield Problem("parallel.shard", reason, hint="use parallel.shard=zero1, which every backend has")
+
+
+def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
+    """What keeps a number of blocks from being cut into pipeline stages."""
+    pp, virtual_pp, cuts = parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
+    num_chunks = pp * virtual_pp
+    if pp == 1 and virtual_pp > 1:
+        reason = f"{virtual_pp} chunks take turns with those of other pipeline stages, but pp=1 has no other"
+        yield Problem("parallel.virtual_pp", reason, hint="use parallel.virtual_pp=1, or parallel.pp=2 or more")
+    elif num_chunks > num_layers:
+        chunks = f" x virtual_pp={virtual_pp} = {num_chunks} chunks" if virtual_pp > 1 else " stages"
+        reason = f"pp={pp}{chunks} cannot share model.config.num_hidden_layers={num_layers}: each has one block or more"
+        key = "parallel.virtual_pp" if pp <= num_layers else "parallel.pp"
+        most = f"parallel.virtual_pp={num_layers // pp}" if pp <= num_layers else f"parallel.pp={num_layers}"
+        yield Problem(key, reason, hint=f"use at most {most}")
+    if cuts and (len(cuts) != num_chunks - 1 or list(cuts) != sorted(set(cuts)) or cuts[-1] >= num_layers):
+        reason = (
+            f"{list(cuts)} are no {num_chunks - 1} ascending blocks below model.config.num_hidden_layers={num_layers}, "
+            f"where pp={pp} x virtual_pp={virtual_pp} chunks but the first begin"
+        )
+        yield Problem("parallel.pipeline_cuts", reason, hint="leave it out to cut by cost")
 
 
 def _compile(config: RunConfig) -> Iterator[Problem]:

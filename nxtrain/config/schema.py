@@ -77,6 +77,10 @@ class ParallelConfig(Section):
     """Tensor parallel degree: ranks that share each layer."""
     pp: PositiveInt = 1
     """Pipeline parallel degree: stages that share the layers."""
+    virtual_pp: PositiveInt = 1
+    """Model chunks per pipeline stage; more make the pipeline's bubble smaller, and its transfers more."""
+    pipeline_cuts: tuple[PositiveInt, ...] = Field(default=(), strict=False)
+    """First block of each chunk but the first, pp x virtual_pp - 1 of them; empty: cut so that all cost alike."""
     dp: NonNegativeInt = 0
     """Data parallel degree: copies of the model; 0: the ranks that tp and pp leave over."""
     sequence_parallel: bool = False
@@ -91,8 +95,6 @@ class ParallelConfig(Section):
     """With shard=grad_op, full or hybrid, blocks that are gathered ahead of their use; 0: torch's own choice."""
     offload: bool = False
     """With shard=grad_op, full or hybrid, keep parameters and optimizer state in host memory."""
-    virtual_pp: PositiveInt = 1
-    """Model chunks per pipeline stage."""
 
 
 class TrainConfig(Section):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.mesh import Axis
-from nxtrain.sharding import Init, ParamTable, ShardSpec, global_name
+from nxtrain.sharding import Init, ParamTable, ShardSpec
 
 TILE = 256
 """Edge of a tile in entries; part of what defines the weights of a seed."""
@@ -73,7 +73,9 @@ def draw_shard(local: Tensor, name: str, spec: ShardSpec, axis: Axis, seed: int)
             continue
         offsets = [0] * view.dim()
         offsets[spec.dim or 0] = piece.start
-        _draw_normal(view, global_name(name, piece.segment), spec.global_shape(piece.segment), offsets, spec.init, seed)
+        _draw_normal(
+            view, spec.global_name(name, piece.segment), spec.global_shape(piece.segment), offsets, spec.init, seed
+        )
 
 
 def _draw_normal(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[int], init: Init, seed: int) -> None:

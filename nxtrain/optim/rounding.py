@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.rounding import RoundingKey, mix_
-from nxtrain.sharding import Layout, global_name
+from nxtrain.sharding import Layout
 
 
 def rounding_keys(
@@ -29,11 +29,11 @@ def rounding_keys(
 
 def _key(layout: Layout, name: str, shape: torch.Size, stream: str, put: Callable[[Tensor], Tensor]) -> RoundingKey:
     rows = torch.zeros(shape[0], dtype=torch.int32)
-    first = 0
+    spec, first = layout.table[name], 0
     for block in layout[name]:
         start, number = block.local_offsets[0], block.sizes[0]
         numbers = torch.arange(block.offsets[0], block.offsets[0] + number, dtype=torch.int32)
-        rows[start : start + number] = mix_(mix_(numbers) ^ _hash(f"{stream}/{global_name(name, block.segment)}"))
+        rows[start : start + number] = mix_(mix_(numbers) ^ _hash(f"{stream}/{spec.global_name(name, block.segment)}"))
         if len(shape) > 1:
             first = block.offsets[1] * shape[2:].numel()
     numbers = torch.arange(first, first + shape[1:].numel(), dtype=torch.int32)

@@ -33,7 +33,7 @@ class DataParallel(ABC):
 
     @abstractmethod
     def begin(self, *, last: bool) -> None:
-        """Prepare for a micro-batch, the last one of its step or not."""
+        """Prepare for a backward pass, which is or is not the last one of its step through the parameters it meets."""
 
     @abstractmethod
     def reduce(self) -> dict[str, Tensor]:
@@ -94,15 +94,13 @@ class Bucketed(DataParallel):
         sizes = {name: p.numel() * how.precision.reduce.itemsize for name, p in reversed(list(parameters.items()))}
         self.buckets = fill_buckets(sizes, how.bucket_bytes)
         self._bucket_of = {name: index for index, names in enumerate(self.buckets) for name in names}
-        self._missing: Counter[int] = Counter()
+        self._missing = Counter(self._bucket_of.values())
         self._started: dict[int, Pending[list[Tensor]]] = {}
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name))
 
     def begin(self, *, last: bool) -> None:
         self._is_last = last
-        if last and self._dp.size > 1 and not self._comm.lazy:
-            self._missing = Counter(self._bucket_of.values())
 
     def reduce(self) -> dict[str, Tensor]:
         if self._dp.size == 1:
@@ -111,6 +109,7 @@ class Bucketed(DataParallel):
         for index, names in enumerate(self.buckets):
             pending = self._started.pop(index) if index in self._started else self._start_bucket(index)
             reduced.update(zip(names, pending.wait(), strict=True))
+        self._missing = Counter(self._bucket_of.values())
         return {name: reduced[name] for name in self._parameters}
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
@@ -120,8 +119,8 @@ class Bucketed(DataParallel):
             elif not self._is_last and parameter.dtype != self._precision.accumulate:
                 # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept beside it.
                 self.sums[name] = _take_grad(parameter).to(self._precision.accumulate)
-            bucket = self._bucket_of[name]
-            if self._missing[bucket]:
+            if self._is_last and self._dp.size > 1 and not self._comm.lazy:
+                bucket = self._bucket_of[name]
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
                     self._started[bucket] = self._start_bucket(bucket)

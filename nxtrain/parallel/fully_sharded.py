@@ -60,7 +60,7 @@ class Sharding:
         for block in blocks:
             self._shard(block, fill, self.keep_gathered)
         self._shard(model, fill, keep_gathered=True)  # the backward pass begins with what the forward pass ended with
-        for method in ("loss", "logits"):
+        for method in ("run", "loss", "logits"):
             register_fsdp_forward_method(model, method)
         units = [cast(FSDPModule, block) for block in blocks]
         for index, unit in enumerate(units):

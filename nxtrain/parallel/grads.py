@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import Collectives
 from nxtrain.parallel.data_parallel import DataParallel
-from nxtrain.sharding import Layout
+from nxtrain.sharding import Layout, ShardSpec
 
 
 class Gradients:
@@ -25,12 +25,14 @@ class Gradients:
         self._data_parallel, self._comm, self._layout = data_parallel, comm, data_parallel.layout
         self.square_sum = SquareSum(self._layout, data_parallel.shards, put)
         self._tp_sums = _TensorParallelSums(self._layout, data_parallel.shards, comm, put)
+        self._tied_sums = _TiedSums(self._layout, comm)
 
     @torch.no_grad()
     def reduce(self) -> dict[str, Tensor]:
-        """Average over the data parallel ranks, sum over the tensor parallel ones what is partial there."""
+        """Average over the data parallel ranks; sum what is partial on tensor parallel ones, and over tied copies."""
         grads = self._data_parallel.reduce()
         self._tp_sums(grads)
+        self._tied_sums(grads)
         return grads
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -53,8 +55,8 @@ class SquareSum:
 
     def __init__(self, layout: Layout, shards: Mapping[str, Tensor], put: Callable[[Tensor], Tensor]) -> None:
         uniform = [name for name in layout if not layout.mixes_copies(name)]
-        copies = [layout.table[name].pieces(layout.mesh.tp)[0].copies for name in uniform]
-        self._weights = put(1.0 / torch.tensor(copies, dtype=torch.float32))
+        weights = [_weight(layout.table[name], layout.table[name].pieces(layout.mesh.tp)[0].copies) for name in uniform]
+        self._weights = put(torch.tensor(weights, dtype=torch.float32))
         self._row_weights = {
             name: put(1.0 / torch.tensor(layout.row_copies(name, shards[name].shape[0]), dtype=torch.float32))
             for name in layout
@@ -74,6 +76,25 @@ class SquareSum:
         if norms:
             sums.append((torch.stack(norms).square() * self._weights).sum())
         return torch.stack(sums).sum()
+
+
+def _weight(spec: ShardSpec, copies: int) -> float:
+    return 0.0 if spec.tied_to else 1.0 / copies
+
+
+class _TiedSums:
+    """Sums the gradients of an embedding and of its copy on the last pipeline stage, so that both stay equal."""
+
+    def __init__(self, layout: Layout, comm: Collectives) -> None:
+        self._pp, self._comm = layout.mesh.pp, comm
+        self._names = [name for name in layout if layout.table[name].has_copy or layout.table[name].tied_to]
+
+    def __call__(self, grads: dict[str, Tensor]) -> None:
+        """Sum in place."""
+        peer = 0 if self._pp.rank else self._pp.size - 1
+        for name in self._names:
+            own = grads[name].float()
+            grads[name] = own + self._comm.exchange(own, self._pp, peer)
 
 
 class _TensorParallelSums:

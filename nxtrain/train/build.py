@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from nxtrain.backends.base import Backend, Kernels
 from nxtrain.checkpoint.hf import hf_weights
 from nxtrain.config.check import FULLY_SHARDED, Resolved
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.family import BuildContext
+from nxtrain.family import BuildContext, CausalLM
 from nxtrain.mesh import Mesh
 from nxtrain.nn.compiled import compile_blocks
 from nxtrain.nn.init import Fill, draw, materialize
@@ -23,9 +23,11 @@ from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, 
 from nxtrain.parallel.fully_sharded import FullySharded, Sharding
 from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.native import NativeLayers
+from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
+from nxtrain.stages import Part, cut, cut_at
 from nxtrain.train.step import TrainState
 
 
@@ -122,12 +124,24 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         fused_gate_up=run.model.fused_gate_up,
         scaled_init=run.model.init == "scaled",
         decay_norms=run.optim.decay_norms,
+        parts=parts_of(plan, mesh),
     )
     model = plan.family.build(plan.model, context)
     recompute_parts(model, run.train.remat, run.train.seq_len, backend.kernels)
     if run.compile.torch_compile:
         compile_blocks(model, backend)
     return model
+
+
+def parts_of(plan: Resolved, mesh: Mesh) -> tuple[Part, ...]:
+    """What a rank computes of the model, chunk by chunk."""
+    parallel, num_blocks = plan.config.parallel, plan.model.num_hidden_layers
+    if parallel.pipeline_cuts:
+        parts = cut_at(num_blocks, parallel.pipeline_cuts)
+    else:
+        costs = plan.family.layer_costs(plan.model, plan.config.train.seq_len)
+        parts = cut(num_blocks, mesh.pp_size * parallel.virtual_pp, costs)
+    return parts[mesh.pp.rank :: mesh.pp_size]
 
 
 def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) -> TrainState:
@@ -156,6 +170,8 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         data_parallel=data_parallel,
         gradients=Gradients(data_parallel, backend.collectives, put),
         optimizer=optimizer,
+        pipeline=_pipeline(plan, model, backend, mesh, precision),
+        num_params=plan.family.num_params(plan.model),
         backend=backend,
         precision=precision,
         clip=run.optim.clip,
@@ -178,6 +194,22 @@ def _data_parallel(
     if run.parallel.shard == "zero1":
         return Zero1(parameters, layout, backend.collectives, how, backend.put)
     return Replicated(parameters, layout, backend.collectives, how, backend.put, backend.binding)
+
+
+def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, precision: Precision) -> Pipeline | None:
+    if mesh.pp_size == 1:
+        return None
+    run = plan.config
+    num_rows = run.train.seq_len // (mesh.tp_size if run.parallel.sequence_parallel else 1)
+    blank = torch.zeros(num_rows, run.train.micro_batch, plan.model.hidden_size, dtype=precision.params)
+    return Pipeline(
+        cast(CausalLM, model),
+        parts_of(plan, mesh),
+        mesh.pp,
+        backend.collectives,
+        backend.step_boundary,
+        backend.put(blank),
+    )
 
 
 def _stay(host: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     mesh = mesh_of(plan, backend)
     leader = mesh.rank == 0
     say = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not leader).print
-    degrees = f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
+    degrees = _stages(config, mesh) + f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
     say(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
     backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.family, plan.model))
     for note in backend.notes():
@@ -89,7 +89,7 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
         say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
     state, meta = start(plan, backend, mesh, data.fingerprint)
     say(
-        f"model {plan.family.name}, {state.table.num_params():,} parameters; data {data.train.num_rows:,} rows of "
+        f"model {plan.family.name}, {state.num_params:,} parameters; data {data.train.num_rows:,} rows of "
         f"{batches.seq_len} tokens; " + (f"continues after step {meta.step}" if meta.step else "starts from scratch")
     )
 
@@ -129,6 +129,13 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     if leader and val_loss is not None and data.validation is not None:
         evaluated = batches.eval_batches * batches.global_batch
         _summarize(config.run.dir, val_loss, unigram_entropy(data.validation, evaluated), say)
+
+
+def _stages(config: RunConfig, mesh: Mesh) -> str:
+    if mesh.pp_size == 1:
+        return ""
+    chunks = config.parallel.virtual_pp
+    return f"pp {mesh.pp_size}{f' of {chunks} chunks each' if chunks > 1 else ''}, "
 
 
 def _cut(config: RunConfig, mesh: Mesh) -> str:

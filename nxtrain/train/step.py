@@ -14,6 +14,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.parallel.grads import Gradients, clip_factor
+from nxtrain.parallel.pipeline import MicroBatches, Pipeline
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
 
@@ -27,6 +28,8 @@ class TrainState:
         data_parallel: What is shared with the other data parallel ranks, and what this one updates.
         gradients: Reduction and norm.
         optimizer: Update rule with its state.
+        pipeline: The stages' work on a batch; None: one stage is the whole model.
+        num_params: Of the whole model.
         backend: Device and collectives.
         precision: Types of everything.
         clip: Largest global gradient norm; 0: never clip.
@@ -37,6 +40,8 @@ class TrainState:
     data_parallel: DataParallel
     gradients: Gradients
     optimizer: AdamW
+    pipeline: Pipeline | None
+    num_params: int
     backend: Backend
     precision: Precision
     clip: float
@@ -49,7 +54,7 @@ class TrainState:
 
     @property
     def table(self) -> ParamTable:
-        """How the parameters are cut over tp."""
+        """How the parameters of this rank's stage are cut over tp."""
         return self.layout.table
 
     @property
@@ -73,6 +78,11 @@ class DeviceBatch:
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """Inputs and targets of each micro-batch."""
+        return list(zip(self.inputs, self.targets, strict=True))
 
     @staticmethod
     def of(inputs: Tensor, targets: Tensor, put: Callable[[Tensor], Tensor]) -> DeviceBatch:
@@ -106,18 +116,10 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
         batch: This rank's sequences.
         lr: Learning rate.
     """
-    dp = state.mesh.dp
-    num_micro = len(batch.inputs)
-    for index, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
-        state.data_parallel.begin(last=index == num_micro - 1)
-        loss = state.lm.loss(inputs, targets)
-        loss.backward()
-        state.sums.add_(_sums(loss, targets))
-        if num_micro > 1:
-            state.backend.step_boundary()
-    loss, num_tokens = state.backend.collectives.all_reduce(state.sums.clone(), dp).unbind()
+    _accumulate(state, batch.micro_batches)
+    loss, num_tokens = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch).unbind()
     state.sums.zero_()
-    per_token = dp.size / num_tokens
+    per_token = state.mesh.dp.size / num_tokens
     grads = state.gradients.reduce()
     norm = state.gradients.norm(grads) * per_token
     (rate,) = state.backend.scalars(lr)  # not before: what is uploaded joins the graph that is recorded next
@@ -126,22 +128,44 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     return StepResult(loss / num_tokens, norm, num_tokens)
 
 
+def _accumulate(state: TrainState, batch: MicroBatches) -> None:
+    """Add up the gradients and the losses of all micro-batches."""
+
+    def found(loss: Tensor, targets: Tensor) -> None:
+        state.sums.add_(_sums(loss, targets))
+
+    if state.pipeline is not None:
+        state.pipeline.train(batch, lambda last: state.data_parallel.begin(last=last), found)
+        return
+    for index, (inputs, targets) in enumerate(batch):
+        state.data_parallel.begin(last=index == len(batch) - 1)
+        loss = state.lm.loss(inputs, targets)
+        loss.backward()
+        found(loss, targets)
+        if len(batch) > 1:
+            state.backend.step_boundary()
+
+
 @torch.no_grad()
 def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tensor]]:
     """Sum of the losses and number of tokens of each micro-batch: () and () float32, equal on all ranks.
 
     Each micro-batch is the same graph, which no accumulation makes larger.
     """
+    if state.pipeline is not None:
+        here: list[Tensor] = []
+        state.pipeline.evaluate(batch.micro_batches, lambda loss, targets: here.append(_sums(loss, targets)))
+        elsewhere = [torch.zeros_like(state.sums) for _ in batch.inputs]
+        return [_over_batch(state, sums) for sums in here or elsewhere]
     found = []
-    for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
-        found.append(_eval_sums(state, inputs, targets))
+    for inputs, targets in batch.micro_batches:
+        found.append(_over_batch(state, _sums(state.lm.loss(inputs, targets), targets)))
         state.backend.step_boundary()
     return found
 
 
-def _eval_sums(state: TrainState, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    sums = state.backend.collectives.all_reduce(_sums(state.lm.loss(inputs, targets), targets), state.mesh.dp)
-    loss, num_tokens = sums.unbind()
+def _over_batch(state: TrainState, sums: Tensor) -> tuple[Tensor, Tensor]:
+    loss, num_tokens = state.backend.collectives.all_reduce(sums, state.mesh.batch).unbind()
     return loss.clone(), num_tokens.clone()  # views would leave the graph in an order that changes
 
 

@@ -110,7 +110,7 @@ class Trainer:
         lost = state.gradients.count(state.optimizer.lost_updates(*state.backend.scalars(lr)))
         return {
             "param_norm": state.gradients.norm(state.data_parallel.shards),
-            "lost_update_frac": lost / state.table.num_params(),
+            "lost_update_frac": lost / state.num_params,
         }
 
     def _put(self, batch: Batch) -> DeviceBatch:

@@ -14,7 +14,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.family import find_family
 from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable, global_name
+from nxtrain.sharding import ParamTable
 from nxtrain.train.build import build_meta, fill_model
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ def our_model(resolved: Resolved, backend: Backend, mesh: Mesh, weights: Mapping
     table = ParamTable.of(model)
 
     def fill(name: str, local: Tensor) -> None:
-        whole = {segment.name: weights[global_name(name, segment)] for segment in table[name].segments}
-        local.copy_(table[name].shard(whole, mesh.tp))
+        spec = table[name]
+        whole = {segment.name: weights[spec.global_name(name, segment)] for segment in spec.segments}
+        local.copy_(spec.shard(whole, mesh.tp))
 
     fill_model(resolved, model, backend, mesh, fill)
     return model

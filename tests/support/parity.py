@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
-from nxtrain.sharding import Layout, ParamTable, global_name
+from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.models import hf_model, our_model, plan, tokens
@@ -96,9 +97,10 @@ def run_ours(backend: Backend, resolved: Resolved, steps: int, weights: Mapping[
 def max_weight_error(course: Course, expected: Course, resolved: Resolved, mesh: Mesh) -> float:
     """Largest difference between a rank's shards and the same part of the expected whole weights."""
     worst = 0.0
-    for name, blocks in Layout(table_of(resolved, mesh), mesh).items():
+    layout = Layout(table_of(resolved, mesh), mesh)
+    for name, blocks in layout.items():
         for block in blocks:
-            part = expected.weights[global_name(name, block.segment)].float()
+            part = expected.weights[layout.table[name].global_name(name, block.segment)].float()
             for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
                 part = part.narrow(dim, offset, size)
             worst = max(worst, (block.of(course.weights[name].float()) - part).abs().max().item())
@@ -107,7 +109,7 @@ def max_weight_error(course: Course, expected: Course, resolved: Resolved, mesh:
 
 def check_course(courses: Sequence[Course], want: Course, resolved: Resolved) -> None:
     """Hold what every rank went through against the reference, whose gradients must have been clipped."""
-    assert min(want.norms) > OPTIM["clip"], "clipping must be active"
+    assert median(want.norms) > OPTIM["clip"], "clipping must be active"
     for rank, course in enumerate(courses):
         assert course.losses == pytest.approx(want.losses, rel=0, abs=2e-6)
         assert course.norms == pytest.approx(want.norms, rel=1e-5)
@@ -164,13 +166,12 @@ def rank_gradient(backend: Backend, resolved: Resolved, weights: Mapping[str, Te
 
 def whole(shards: Sequence[Mapping[str, Tensor]], resolved: Resolved) -> dict[str, Tensor]:
     """Put together what the ranks hold, by global name; copies come from the first rank that has them."""
-    parallel = resolved.config.parallel
     tensors: dict[str, Tensor] = {}
-    for rank in reversed(range(parallel.tp)):
-        mesh = Mesh.build(len(shards), rank, tp=parallel.tp, dp=parallel.dp)
+    for rank in reversed(range(len(shards))):
+        mesh = build_mesh(resolved, len(shards), rank, len(shards))
         for name, spec in table_of(resolved, mesh).items():
             for piece, view in spec.views(shards[rank][name], mesh.tp):
-                key = global_name(name, piece.segment)
+                key = spec.global_name(name, piece.segment)
                 into = tensors.setdefault(key, view.new_zeros(spec.global_shape(piece.segment)))
                 into.narrow(spec.dim or 0, piece.start, piece.length).copy_(view)
     return tensors
@@ -199,7 +200,11 @@ def layout(
     *,
     tp: int,
     dp: int = 1,
+    pp: int = 1,
+    virtual_pp: int = 1,
+    cuts: Sequence[int] = (),
     sp: bool = False,
+    batch: int = GLOBAL_BATCH,
     micro: int = 4,
     params: str = "fp32",
     update: str = "",
@@ -210,10 +215,11 @@ def layout(
 ) -> Resolved:
     """A resolved configuration of the parity runs."""
     update = update or ("fp32" if params == "fp32" else "fp32_master")
+    stages = {"pp": pp, "virtual_pp": virtual_pp, "pipeline_cuts": tuple(cuts)}
     return plan(
         shape,
-        parallel={"tp": tp, "dp": dp, "sequence_parallel": sp, "shard": shard, "shard_size": shard_size},
-        train={"global_batch": GLOBAL_BATCH, "micro_batch": micro, "loss_chunk_mib": 1, "remat": remat},
+        parallel={"tp": tp, "dp": dp, **stages, "sequence_parallel": sp, "shard": shard, "shard_size": shard_size},
+        train={"global_batch": batch, "micro_batch": micro, "loss_chunk_mib": 1, "remat": remat},
         precision={"params": params, "update": update},
         optim=OPTIM,
         model=model,

@@ -5,14 +5,11 @@ The reference is the same chain of blocks on whole tensors in one process.
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
-
 import pytest
 
 from nxtrain.mesh import Mesh
 from tests.support.xla_engine import run_devices
-from tests.support.xla_stages import Played, expected, stages
+from tests.support.xla_stages import expected, stages
 
 STEPS = 4
 LAYOUTS = {

@@ -1,62 +1,14 @@
-"""One pipeline stage cut out by hand, and the bound on the memory that its shard may take."""
+"""Whose shard is made, and the bound on the memory that it may take."""
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
-import torch
-from torch import Tensor, nn
 
-from nxtrain.backends.cpu import CpuBackend
 from nxtrain.bench.materialize import Target, bench_materialize, judge
-from nxtrain.bench.stage import keep_stage, stage_blocks
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.mesh import Mesh
-from nxtrain.nn.init import draw
-from nxtrain.sharding import ParamTable
-from nxtrain.train.build import build_meta, fill_model
-from tests.support.models import plan
 
 GIB = 1 << 30
-PLAN = plan("gqa", parallel={"tp": 2, "pp": 3}, model={"config": {"num_hidden_layers": 5}})
-MESH = Mesh.build(6, 3, tp=2, pp=3)
-
-
-def drawn(model: nn.Module, backend: CpuBackend) -> dict[str, Tensor]:
-    fill_model(PLAN, model, backend, MESH, draw(ParamTable.of(model), MESH.tp, 0))
-    return dict(model.named_parameters())
-
-
-def test_layers_that_do_not_divide_are_cut_as_evenly_as_can_be() -> None:
-    stages = [stage_blocks(126, 8, stage) for stage in range(8)]
-    assert [len(stage) for stage in stages] == [16, 16, 16, 16, 16, 16, 15, 15]
-    assert list(chain(*stages)) == list(range(126))
-
-
-def test_the_stages_hold_each_parameter_once_under_its_name() -> None:
-    backend = CpuBackend()
-    names = [name for name, _ in build_meta(PLAN, backend, MESH).named_parameters()]
-    stages = []
-    for stage in range(3):
-        model = build_meta(PLAN, backend, MESH)
-        keep_stage(model, 3, stage)
-        stages.append([name for name, _ in model.named_parameters()])
-    assert list(chain(*stages)) == names
-    assert stages[0][0] == "model.embed_tokens.weight"
-    assert stages[1][0].startswith("model.layers.2.")
-    assert stages[1][-1].startswith("model.layers.3.")
-    assert stages[2][-2:] == ["model.norm.weight", "lm_head.weight"]
-
-
-def test_a_stage_alone_has_the_weights_that_it_has_in_the_model() -> None:
-    backend = CpuBackend()
-    whole = drawn(build_meta(PLAN, backend, MESH), backend)
-    model = build_meta(PLAN, backend, MESH)
-    keep_stage(model, 3, 1)
-    part = drawn(model, backend)
-    assert len(part) == 2 * len(whole.keys() - {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}) / 5
-    assert all(torch.equal(whole[name], tensor) for name, tensor in part.items())
 
 
 @pytest.mark.parametrize(("shard", "peak", "within"), [(10, 14, True), (10, 14.1, False), (1000, 1300, True)])

@@ -242,8 +242,6 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("parallel.pp", ["parallel.pp=2"]),
-        ("parallel.virtual_pp", ["parallel.virtual_pp=2"]),
         ("data.source", ["data.source=arrow", "data.path=x"]),
         ("data.packing", ["data.packing=best_fit"]),
         ("data.doc_mask", ["data.doc_mask=true"]),

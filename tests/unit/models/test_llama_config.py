@@ -68,7 +68,7 @@ def test_presets_have_the_published_positions(
 def test_every_preset_says_where_it_was_published_and_runs_alone() -> None:
     for name, preset in FAMILY.presets.items():
         assert preset.source, name
-        assert FAMILY.check(preset.config, tp=1, pp=1, seq_len=128) == [], name
+        assert FAMILY.check(preset.config, tp=1, seq_len=128) == [], name
 
 
 def test_an_unknown_preset_is_answered_with_the_known_ones() -> None:
@@ -109,9 +109,9 @@ def test_an_impossible_shape_is_refused_with_its_reason(change: dict[str, object
         LlamaConfig.model_validate({**SIZES, **change})
 
 
-def problems(tp: int, pp: int = 1, seq_len: int = 128, **changes: object) -> list[tuple[str, str, str]]:
+def problems(tp: int, seq_len: int = 128, **changes: object) -> list[tuple[str, str, str]]:
     config = LlamaConfig.model_validate({**SIZES, "num_attention_heads": 24, "hidden_size": 192, **changes})
-    return [(p.key, p.reason, p.hint) for p in FAMILY.check(config, tp=tp, pp=pp, seq_len=seq_len)]
+    return [(p.key, p.reason, p.hint) for p in FAMILY.check(config, tp=tp, seq_len=seq_len)]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8, 24])
@@ -135,8 +135,8 @@ def test_vocabulary_and_mlp_need_not_divide() -> None:
 
 
 def test_every_problem_is_reported_at_once() -> None:
-    found = problems(7, pp=3, seq_len=4096)
-    assert [key for key, _, _ in found] == ["parallel.tp", "parallel.pp", "train.seq_len"]
+    found = problems(7, seq_len=4096)
+    assert [key for key, _, _ in found] == ["parallel.tp", "train.seq_len"]
 
 
 def test_flops_per_token_are_those_counted_by_hand() -> None:

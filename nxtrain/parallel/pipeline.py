@@ -1,0 +1,207 @@
+"""One rank's share of a pipeline: carries out a schedule, forward and backward, between its neighbours.
+
+Autograd knows nothing of other stages. What a part receives is a leaf, whose gradient is sent back; what it sends ends
+its graph, which begins backward with the gradient that comes back.
+
+Why not `torch.distributed.pipelining`: its stages talk through process groups, which PyTorch/XLA has none of, and order
+their transfers for buffered sends, which an all-gather between two ranks is not; its interleaved schedule asks for
+micro-batches that divide into rounds; it scales gradients by the number of micro-batches, where ours are sums over
+tokens; a tied embedding is left to its caller.
+
+Shapes: S sequence, B batch, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Collectives, Pending
+from nxtrain.errors import NxtrainError
+from nxtrain.family import CausalLM
+from nxtrain.mesh import Axis
+from nxtrain.parallel.schedule import Action, Schedule, evaluation_schedule, schedule
+from nxtrain.stages import Part
+
+MicroBatches = Sequence[tuple[Tensor, Tensor]]
+"""Tokens and targets, (B, S) each; only a pipeline's first stage reads the ones, and its last the others."""
+
+Found = Callable[[Tensor, Tensor], None]
+"""Takes the loss and the targets of a micro-batch, in order, on the last stage."""
+
+
+class StageError(RuntimeError):
+    """A pipeline stage failed; the cause is the error itself."""
+
+
+@dataclass
+class _Exit:
+    """Where a part's graph ends: holds the gradient that came back for what was sent."""
+
+    grad: Tensor | None = None
+
+
+class _Leave(torch.autograd.Function):
+    """A number in place of a hidden state, so that the graph does not keep what was sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exit_: _Exit) -> Tensor:
+        ctx.exit_ = exit_
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.exit_.grad, None
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """A micro-batch in a part, from its forward pass to its backward pass.
+
+    Args:
+        entered: The leaf that was received; None in the first part.
+        end: What backward begins with.
+        exit_: Where the gradient of what was sent goes.
+    """
+
+    entered: Tensor | None
+    end: Tensor
+    exit_: _Exit
+
+
+Item = tuple[str, int, int]
+"""A hidden state, or the gradient of one: `forward` or `backward`, chunk and micro-batch of the part at this end."""
+
+
+@dataclass(frozen=True)
+class _Underway:
+    """What a pass over a batch has in hand.
+
+    Attributes:
+        received: What was asked for and is not yet used.
+        passages: Parts whose backward pass is to come, by chunk and micro-batch.
+        to_send: What was computed and is not yet on its way.
+        sent: The last of each direction, kept until it has arrived.
+    """
+
+    received: dict[Item, Pending[Tensor]] = field(default_factory=dict)
+    passages: dict[tuple[int, int], _Passage] = field(default_factory=dict)
+    to_send: dict[Item, Tensor] = field(default_factory=dict)
+    sent: dict[str, Pending[None]] = field(default_factory=dict)
+
+
+class Pipeline:
+    """Runs micro-batches through the parts of one rank.
+
+    Args:
+        model: Built of this rank's parts.
+        parts: Those, by chunk.
+        pp: Pipeline axis.
+        comm: Collectives.
+        boundary: Hands what was recorded to the device.
+        blank: A tensor of the shape and type of what stages send, (S/tp, B, D); its values mean nothing.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        parts: Sequence[Part],
+        pp: Axis,
+        comm: Collectives,
+        boundary: Callable[[], None],
+        blank: Tensor,
+    ) -> None:
+        self._model, self._parts, self._pp, self._comm = model, parts, pp, comm
+        self._boundary, self._blank = boundary, blank
+
+    def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found) -> None:
+        """Forward and backward of this rank's part of a global batch.
+
+        Args:
+            batch: Its micro-batches.
+            begin_backward: Called before each backward pass; told whether it is its chunk's last.
+            found: Is given the losses.
+        """
+        actions = schedule(self._pp.size, len(self._parts), len(batch))
+        self._carry_out(actions, batch, begin_backward, found)
+
+    @torch.no_grad()
+    def evaluate(self, batch: MicroBatches, found: Found) -> None:
+        """Forward of this rank's part of a global batch; arguments as in `train`."""
+        actions = evaluation_schedule(self._pp.size, len(self._parts), len(batch))
+        self._carry_out(actions, batch, lambda last: None, found)
+
+    def _carry_out(
+        self, actions: Schedule, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found
+    ) -> None:
+        underway = _Underway()
+        for action in actions[self._pp.rank]:
+            with self._told(action):
+                if action.kind == "forward":
+                    self._forward(action, underway, batch, found)
+                elif action.kind == "backward":
+                    begin_backward(action.micro == len(batch) - 1)
+                    self._backward(action, underway)
+                else:
+                    self._transfer(action, underway)
+        for pending in underway.sent.values():
+            pending.wait()
+
+    def _forward(self, action: Action, underway: _Underway, batch: MicroBatches, found: Found) -> None:
+        chunk, micro = action.chunk, action.micro
+        part = self._parts[chunk]
+        tokens, targets = batch[micro]
+        entered = None if part.first else underway.received.pop(("forward", chunk, micro)).wait()
+        if entered is not None:
+            entered.requires_grad_(torch.is_grad_enabled())
+        x = tokens if entered is None else entered
+        exit_ = _Exit()
+        if part.last:
+            end = self._model.run(part, x, targets)
+            found(end, targets)
+        else:
+            out = self._model.run(part, x)
+            underway.to_send["forward", chunk, micro] = out.detach()
+            end = _Leave.apply(out, exit_)
+        if torch.is_grad_enabled():
+            underway.passages[chunk, micro] = _Passage(entered, end, exit_)
+        self._boundary()
+
+    def _backward(self, action: Action, underway: _Underway) -> None:
+        chunk, micro = action.chunk, action.micro
+        passage = underway.passages.pop((chunk, micro))
+        if not self._parts[chunk].last:
+            passage.exit_.grad = underway.received.pop(("backward", chunk, micro)).wait()
+        passage.end.backward()
+        if passage.entered is not None:
+            assert passage.entered.grad is not None, "every part depends on what enters it"
+            underway.to_send["backward", chunk, micro] = passage.entered.grad
+        self._boundary()
+
+    def _transfer(self, action: Action, underway: _Underway) -> None:
+        verb, _, direction = action.kind.partition("_")
+        item = (direction, action.chunk, action.micro)
+        step = 1 if (verb == "send") == (direction == "forward") else -1
+        peer = (self._pp.rank + step) % self._pp.size
+        if verb == "receive":
+            underway.received[item] = self._comm.start_receive(self._blank, self._pp, peer)
+            return
+        if direction in underway.sent:  # no more than one of each direction is kept for a slow receiver
+            underway.sent.pop(direction).wait()
+        underway.sent[direction] = self._comm.start_send(underway.to_send.pop(item), self._pp, peer)
+
+    @contextmanager
+    def _told(self, action: Action) -> Iterator[None]:
+        """Say which stage failed, and at what."""
+        try:
+            yield
+        except NxtrainError:
+            raise
+        except Exception as error:
+            place = f"pipeline stage {self._pp.rank} of {self._pp.size}"
+            raise StageError(f"{place} failed in {action}") from error
