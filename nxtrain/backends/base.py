@@ -347,7 +347,7 @@ class Backend(ABC):
         return 0
 
     def compare_graphs(self, work: str) -> None:
-        """Let ranks compare the graphs that follow before they run them; a comparison takes tens of milliseconds.
+        """Let ranks of a stage compare the graphs that follow before they run them; each takes tens of milliseconds.
 
         Where each operation is its own, as on eager devices, there is nothing to compare.
 

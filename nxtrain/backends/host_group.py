@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
 
 import torch.distributed as dist
 
 from nxtrain.errors import BackendError, HangError
+from nxtrain.mesh import Axis
 
 SHOWN_DIGITS = 12
 """Of a graph's hash, as `nxtrain graphs` shows them."""
@@ -32,6 +34,12 @@ class HostGroup:
         group = dist.new_group(backend="gloo", timeout=self._timeout)
         assert group is not None, "every rank is a member"
         self.group: dist.ProcessGroup = group
+        self._alike: dist.ProcessGroup = group
+
+    def compare_among(self, axis: Axis) -> None:
+        """Compare graphs from now on among the ranks of a group of an axis, since others run different ones."""
+        ranks = [list(group) for group in axis.groups]
+        self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
 
     def barrier(self, work: str = "a barrier") -> None:
         """Wait until every rank is here.
@@ -39,10 +47,13 @@ class HostGroup:
         Raises:
             HangError: Some rank did not come in time.
         """
+        self._meet(self.group, work)
+
+    def _meet(self, group: dist.ProcessGroup, work: str) -> None:
         try:
-            dist.monitored_barrier(self.group, self._timeout, wait_all_ranks=True)
+            dist.monitored_barrier(group, self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
+            reason = in_world(str(error).strip().splitlines()[0].rstrip("."), dist.get_process_group_ranks(group))
             raise HangError(
                 f"some ranks are missing at {work}, where the others wait for "
                 f"recovery.hang_timeout_s={self._timeout.total_seconds():g} seconds: {reason}. A missing rank died, "
@@ -50,55 +61,72 @@ class HostGroup:
             ) from error
 
     def compare(self, work: str, graph: str) -> None:
-        """Make sure that all ranks are about to run the same graph.
+        """Make sure that all ranks that run the same programs are about to run the same graph.
 
         Args:
             work: What this rank is doing, in words.
             graph: Its hash.
 
         Raises:
-            BackendError: They are not; rank 0 says how they differ.
+            BackendError: They are not; the first of them says how they differ.
             HangError: Some rank did not come in time.
         """
-        self.barrier(f"the comparison of graphs in {work}")
-        rank, world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        found: list[tuple[str, str]] = [("", "")] * world
-        dist.all_gather_object(found, (work, graph), group=self.group)
-        if problem := disagreement(found):
-            raise BackendError(
-                problem if rank == 0 else f"ranks are about to run different graphs in {work}; see rank 0"
-            )
+        self._meet(self._alike, f"the comparison of graphs in {work}")
+        members = dist.get_process_group_ranks(self._alike)
+        found: list[tuple[str, str]] = [("", "")] * len(members)
+        dist.all_gather_object(found, (work, graph), group=self._alike)
+        if problem := disagreement(dict(zip(members, found, strict=True)), dist.get_world_size(self.group)):
+            first = members[0]
+            see = f"ranks are about to run different graphs in {work}; see rank {first}"
+            raise BackendError(problem if dist.get_rank() == first else see)
 
 
-def disagreement(found: Sequence[tuple[str, str]]) -> str:
+def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
     """Say how ranks differ; empty if they agree.
 
     Args:
-        found: Work and hash of each rank.
+        found: Work and hash of each rank that should run the same, ascending.
+        world: Number of all ranks.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, seen in enumerate(found):
+    for rank, seen in found.items():
         ranks_of.setdefault(seen, []).append(rank)
     if len(ranks_of) == 1:
         return ""
-    other = next(rank for rank, seen in enumerate(found) if seen != found[0])
     lines = [
         f"    rank{'s' * (len(ranks) > 1)} {spans(ranks)}: {work}, {graph[:SHOWN_DIGITS] or 'no graph'}"
         for (work, graph), ranks in ranks_of.items()
     ]
     if len(lines) > SHOWN_GRAPHS:
         lines = [*lines[:SHOWN_GRAPHS], f"    and {len(lines) - SHOWN_GRAPHS} more"]
-    differing = [rank for rank, seen in enumerate(found) if seen != found[0]]
+    first, *_ = found
+    differing = [rank for rank, seen in found.items() if seen != found[first]]
+    whole = str(world) if len(found) == world else f"the stage of ranks {spans(list(found))}"
     return "\n".join(
         [
-            f"rank{'s' * (len(differing) > 1)} {spans(differing)} of {len(found)} would run another graph than rank 0, "
-            "and wait in its first collective for ever; stopped before that:",
+            f"rank{'s' * (len(differing) > 1)} {spans(differing)} of {whole} would run another graph than "
+            f"rank {first}, and wait in its first collective for ever; stopped before that:",
             *lines,
             "Usual causes: a Python number that depends on the rank (make it a tensor on the device), a batch or shard "
             "of another shape, work that only some ranks do.",
-            f"nxtrain graphs CONFIG --world {len(found)} --rank 0 --rank {other} --hlo DIR saves the texts of both",
+            f"nxtrain graphs CONFIG --world {world} --rank {first} --rank {differing[0]} --hlo DIR saves the texts of "
+            "both",
         ]
     )
+
+
+def in_world(text: str, members: Sequence[int]) -> str:
+    """What torch says of a group's ranks, in their numbers in the world.
+
+    Args:
+        text: With ranks as `rank 1` or `Ranks 1, 2`.
+        members: The number in the world of each rank of the group.
+    """
+
+    def renumber(found: re.Match[str]) -> str:
+        return found[1] + ", ".join(str(members[int(number)]) for number in found[2].split(", "))
+
+    return re.sub(r"(\b[Rr]anks? )(\d+(?:, \d+)*)", renumber, text)
 
 
 def spans(ranks: Sequence[int]) -> str:

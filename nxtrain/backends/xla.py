@@ -23,7 +23,7 @@ from nxtrain.backends.shell import refuse_dead_variables
 from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla_world import join
 from nxtrain.errors import BackendError
-from nxtrain.mesh import Axis
+from nxtrain.mesh import Axis, Mesh
 
 
 class XlaCollectives(Collectives):
@@ -57,9 +57,7 @@ class XlaCollectives(Collectives):
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
-        with self._apart(axis):
-            x.copy_(self._reduced(op, [x], axis, 1.0)[0])
-        return Done(x)
+        return Done(x.copy_(self._reduced(op, [x], axis, 1.0)[0]))
 
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
@@ -79,11 +77,7 @@ class XlaCollectives(Collectives):
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
     ) -> Pending[list[Tensor]]:
         cast = [tensor.to(dtype) for tensor in tensors]
-        if axis.size == 1:
-            return Done(cast)
-        with self._apart(axis):
-            summed = self._reduced("sum", cast, axis, scale)
-        return Done(summed)
+        return Done(cast if axis.size == 1 else self._reduced("sum", cast, axis, scale))
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
         self.exchange(x, axis, to)
@@ -108,9 +102,11 @@ class XlaCollectives(Collectives):
 
     def _reduced(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> list[Tensor]:
         # torch-xla's in-place form gives one collective for all, but loses the result of a tensor that is a view or was
-        # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
+        # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies. Where
+        # the collective is a graph of its own, they are made before, since what a view was cut from is no part of it.
         fresh = [tensor.clone() for tensor in tensors]
-        self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)
+        with self._apart(axis):
+            self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)
         return fresh
 
     def barrier(self) -> None:
@@ -204,6 +200,10 @@ class XlaBackend(Backend):
         # coincidence is a new graph. Elements of a longer vector are opaque.
         uploaded = torch.tensor([*values, -1.0], dtype=torch.float32).to(self.device)
         return tuple(uploaded[i] for i in range(len(values)))
+
+    def lay_out(self, mesh: Mesh) -> None:
+        if mesh.pp_size > 1 and self._hosts is not None:
+            self._hosts.compare_among(mesh.stage)
 
     def step_boundary(self) -> None:
         self._compare()

@@ -68,7 +68,8 @@ def resolve(loaded: Loaded, world: int | None) -> Resolved:
     """
     config = loaded.config
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
-    problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config), *_data(loaded)]
+    problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config)]
+    problems += [*_pipeline(config), *_data(loaded)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -264,6 +265,13 @@ def _layers(config: RunConfig) -> Iterator[Problem]:
     elif config.parallel.shard in FULLY_SHARDED:
         reason = f"nxd has layers of whole parameters, but parallel.shard={config.parallel.shard} cuts them further"
         yield Problem("backend.layers", reason, hint="use backend.layers=native, or parallel.shard=zero1")
+
+
+def _pipeline(config: RunConfig) -> Iterator[Problem]:
+    pp = config.parallel.pp
+    if pp > 1 and pp % 2 and config.backend.name in ON_XLA:
+        reason = f"{pp} is odd, and on backend.name={config.backend.name} stages talk in pairs that leave none over"
+        yield Problem("parallel.pp", reason, hint=f"use parallel.pp={pp - 1} or {pp + 1}")
 
 
 def _data(loaded: Loaded) -> Iterator[Problem]:

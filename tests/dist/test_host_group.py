@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.host_group import HostGroup
 from nxtrain.errors import NxtrainError
+from nxtrain.mesh import Mesh
 from tests.support.ranks import RankPool
 
 PATIENCE_S = 1.5
 
 
-def compared(backend: Backend, seen: Sequence[tuple[str, str]], absent: int | None) -> tuple[str, str, float]:
+def compared(
+    backend: Backend, seen: Sequence[tuple[str, str]], absent: int | None, layout: Mesh | None = None
+) -> tuple[str, str, float]:
     """Compare what each rank sees; class, message and seconds of what came of it. An absent rank sleeps instead."""
     hosts = HostGroup(PATIENCE_S)
+    if layout is not None:
+        hosts.compare_among(replace(layout, rank=backend.rank).stage)
     hosts.barrier()
     began = time.monotonic()
     if backend.rank == absent:
@@ -49,3 +55,25 @@ def test_a_rank_that_does_not_come_ends_the_others_in_time(ranks: RankPool) -> N
     assert found[0][1].startswith("some ranks are missing at the comparison of graphs in step 7, where the others wait")
     assert "Ranks 1 failed to pass" in found[0][1]
     assert all(PATIENCE_S * 0.9 < found[rank][2] < PATIENCE_S * 1.9 for rank in (0, 2))
+
+
+STAGES = Mesh(4, 0, pp_size=2, tp_size=2, order=(1, 2, 0, 3))
+
+
+def test_stages_run_graphs_of_their_own(ranks: RankPool) -> None:
+    seen = [("step 1", "bb"), ("step 1", "aa"), ("step 1", "aa"), ("step 1", "bb")]
+    assert [kind for kind, _, _ in ranks.run(4, compared, seen, None, STAGES)] == [""] * 4
+
+
+def test_a_rank_that_differs_ends_its_stage_alone(ranks: RankPool) -> None:
+    seen = [("step 1", "bb"), ("step 1", "aa"), ("step 1", "aa"), ("step 1", "cc")]
+    found = ranks.run(4, compared, seen, None, STAGES)
+    assert [kind for kind, _, _ in found] == ["BackendError", "", "", "BackendError"]
+    assert found[0][1].startswith("rank 3 of the stage of ranks 0, 3 would run another graph than rank 0, ")
+    assert found[3][1].endswith("; see rank 0")
+
+
+def test_a_rank_that_does_not_come_is_named_to_its_stage_by_its_number_in_the_world(ranks: RankPool) -> None:
+    found = ranks.run(4, compared, [("step 7", "aa")] * 4, 2, STAGES)
+    assert [kind for kind, _, _ in found] == ["", "HangError", "", ""]
+    assert "Ranks 2 failed to pass" in found[1][1]

@@ -31,7 +31,7 @@ def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) 
         folder: For the files that carry arguments and results.
     """
     job, result = folder / f"job-{world}.pickle", folder / f"result-{world}.pickle"
-    job.write_bytes(pickle.dumps((world, body, args)))
+    job.write_bytes(pickle.dumps((body, args)))
     pool = str(16 * world)  # a collective that waits keeps its thread
     env = {
         **os.environ,
@@ -92,7 +92,7 @@ class Devices:
 
 def main(job: Path, result: Path) -> None:
     """Run a job file."""
-    world, body, args = pickle.loads(job.read_bytes())
+    body, args = pickle.loads(job.read_bytes())
     result.write_bytes(pickle.dumps(Devices().run(body, args)))
     sys.stdout.flush()
     os._exit(0)  # the runtime's threads do not join

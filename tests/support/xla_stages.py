@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.tracing import Tape, TracingBackend
 from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.regions import TensorParallel
@@ -66,7 +69,7 @@ class _Log:
     """Boundaries of a backend, which it watches from now on."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend, self._sync, self._apart = backend, backend._sync, False
+        self._backend, self.sync, self._apart = backend, backend._sync, False
         self.graphs: list[Graph] = []
         backend._sync, backend.collectives._boundary = self._watched, self._boundary
 
@@ -83,7 +86,7 @@ class _Log:
         if computed := pending(self._backend.device):
             text = str(torch_xla._XLAC._get_xla_tensors_hlo(computed)) if self._apart else ""
             self.graphs.append(Graph(hash_of(computed), text))
-        self._sync()
+        self.sync()
 
 
 def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
@@ -99,7 +102,7 @@ def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
     down = backend.put(whole_down.chunk(tp.size, 0)[tp.rank].clone()).requires_grad_()
     zeros = backend.put(torch.zeros(TOKENS // tp.size, WIDTH))
     given = [backend.put(inputs(i).chunk(tp.size)[tp.rank].clone()) for i in range(MICRO_BATCHES)]
-    losses, norms, compiled, graphs = [], [], [], []
+    played = Played([], [], [], [])
     for _ in range(steps):
         up.grad = down.grad = None
         loss = backend.put(torch.zeros(1))
@@ -121,21 +124,98 @@ def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
             else:
                 y.backward(comm.start_receive(zeros, pp, pp.rank + 1).wait())
             if pp.rank:
+                assert x.grad is not None
                 comm.start_send(x.grad, pp, pp.rank - 1).wait()
-        squares = (up.grad.square().sum() + down.grad.square().sum()).reshape(1)
+        grads = [param.grad for param in (up, down) if param.grad is not None]
+        squares = torch.stack([grad.square().sum() for grad in grads]).sum().reshape(1)
         total, square = comm.start_all_reduce_bucket([loss, squares], mesh.model, torch.float32).wait()
-        steps_of = comm.all_reduce(backend.put(torch.ones(2)), pp)
+        ones = comm.all_reduce(backend.put(torch.ones(2)), pp)
         with torch.no_grad():
             norm = square.sqrt()
-            for param in (up, down):
-                param -= LR * param.grad / (1.0 + norm) * (steps_of[:1] / pp.size)
+            for param, grad in zip((up, down), grads, strict=True):
+                param.sub_(LR * grad / (1.0 + norm) * (ones[:1] / pp.size))
         found = backend.fetch({"loss": total[0], "norm": norm[0]})
-        losses.append(found["loss"])
-        norms.append(found["norm"])
-        compiled.append(Counts.now().compiled)
-        graphs.append(log.graphs)
+        played.losses.append(found["loss"])
+        played.norms.append(found["norm"])
+        played.compiled.append(Counts.now().compiled)
+        played.graphs.append(log.graphs)
         log.graphs = []
-    return Played(losses, norms, compiled, graphs)
+    return played
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What one of two stages saw of transfers.
+
+    Args:
+        received: What came; empty on the stage that sends.
+        sums: Of a number of each stage, in two ways.
+        graphs: Hashes of the graphs of transfers, and then of sums.
+    """
+
+    received: list[Tensor]
+    sums: list[float]
+    graphs: list[str]
+
+
+def handed(backend: Backend, layout: Mesh, dtype: torch.dtype) -> Handed:
+    """Send what is a buffer of its own, what was just computed, and views, and swap; add numbers of all origins."""
+    freeze_older_objects()
+    comm, mesh = backend.collectives, seen_by(layout, backend.rank)
+    pp, first = mesh.pp, mesh.pp.rank == 0
+    whole, changed = (backend.put(random(6, 3, seed=seed).to(dtype)) for seed in (0, 1))
+    old = changed[1:5]
+    zeros = backend.put(torch.zeros(4, 3, dtype=dtype))
+    (number,) = backend.scalars(3.0)
+    backend.step_boundary()
+    changed.mul_(2.0)
+    backend.step_boundary()
+    log = _Log(backend)
+    sent = [backend.put(random(4, 3, seed=2).to(dtype)), whole[:4] + 1.0, whole[1:5], old, old]
+    received = []
+    for x in sent:
+        if first:
+            comm.start_send(x, pp, 1).wait()
+        else:
+            received.append(comm.start_receive(zeros, pp, 0).wait())
+    swapped = comm.exchange(sent[2] if first else zeros + 1.0, pp, 1 - pp.rank)
+    sums = [comm.all_reduce(number if first else number * 2.0, pp)]
+    sums += comm.start_all_reduce_bucket([number if first else zeros.sum()], pp, torch.float32).wait()
+    read = backend.fetch({"a": sums[0], "b": sums[1]})
+    return Handed(
+        [x.cpu() for x in (*received, swapped)],
+        [read["a"], read["b"]],
+        [graph.hash for graph in log.graphs if graph.text],
+    )
+
+
+def traced(_: Backend, layout: Mesh, ranks: Sequence[int]) -> list[list[str]]:
+    """Hashes of what each of some ranks of a pretended world records: its own work, a transfer, its own work, a sum."""
+    return [_traced_rank(layout, rank) for rank in ranks]
+
+
+def _traced_rank(layout: Mesh, rank: int) -> list[str]:
+    hashes: list[str] = []
+    tape = SimpleNamespace(graph=lambda hash_, text: hashes.append(hash_))
+    backend = TracingBackend(layout.world, rank, cast(Tape, tape))
+    comm, pp = backend.collectives, seen_by(layout, rank).pp
+    x, zeros = (backend.put(torch.full((4, 3), value)) for value in (2.0, 0.0))
+    with backend.recording():
+        if pp.rank % 2 == 0:
+            comm.start_send(x * float(pp.rank + 2), pp, pp.rank + 1).wait()
+            x = x + 3.0
+        else:
+            x = comm.start_receive(zeros, pp, pp.rank - 1).wait() * 5.0
+        total = comm.all_reduce(x[0], pp)
+        del total
+    return hashes
+
+
+def sent_by_the_first(dtype: torch.dtype) -> list[Tensor]:
+    """What `handed` sends."""
+    whole, changed = (random(6, 3, seed=seed).to(dtype) for seed in (0, 1))
+    old = changed[1:5] * 2.0
+    return [random(4, 3, seed=2).to(dtype), whole[:4] + 1.0, whole[1:5], old, old]
 
 
 def expected(num_stages: int, steps: int) -> tuple[list[float], list[float]]:
@@ -154,7 +234,7 @@ def expected(num_stages: int, steps: int) -> tuple[list[float], list[float]]:
         norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
         with torch.no_grad():
             for param, grad in zip(params, grads, strict=True):
-                param -= LR * grad / (1.0 + norm)
-        losses.append(float(loss))
-        norms.append(float(norm))
+                param.sub_(LR * grad / (1.0 + norm))
+        losses.append(loss.item())
+        norms.append(norm.item())
     return losses, norms

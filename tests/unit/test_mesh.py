@@ -37,3 +37,41 @@ def test_the_ascending_order_changes_nothing(rank: int) -> None:
 def test_an_order_has_every_rank_once(order: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError, match="every rank once"):
         Mesh.build(4, 0, tp=2, order=order)
+
+
+EVEN = range(2, 17, 2)
+
+
+@pytest.mark.parametrize("size", EVEN)
+@pytest.mark.parametrize("permuted", [False, True])
+def test_neighbours_on_a_ring_meet_in_one_of_two_perfect_matchings(size: int, permuted: bool) -> None:
+    world = 2 * size  # with two ranks to each position
+    order = tuple(11 * i % world for i in range(world)) if permuted else ()
+    axes = [Mesh(world, rank, pp_size=size, tp_size=2, order=order).pp for rank in range(world)]
+    matchings = set()
+    for rank, pp in enumerate(axes):
+        (ring,) = (group for group in pp.groups if rank in group)
+        for peer in {(pp.rank + 1) % size, (pp.rank - 1) % size}:
+            pairs, back = pp.pairs(peer), axes[ring[peer]].pairs(pp.rank)
+            assert (pairs.name, pairs.groups) == (back.name, back.groups), "one program for both ends"
+            assert sorted(rank for pair in pairs.groups for rank in pair) == list(range(world))
+            (pair,) = (pair for pair in pairs.groups if rank in pair)
+            assert pair[pairs.rank] == rank and pair[1 - pairs.rank] == ring[peer]
+            assert pairs.rank == (pp.rank > peer), "all ranks of a stage at one place"
+            assert pairs.spans_stages
+            matchings.add(pairs.groups)
+    assert len(matchings) == (1 if size == 2 else 2)
+
+
+@pytest.mark.parametrize(("size", "peer", "reason"), [(3, 1, "odd ring"), (4, 2, "no neighbours"), (4, 0, "no neigh")])
+def test_who_is_no_neighbour_on_an_even_ring_is_in_no_pair(size: int, peer: int, reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        Mesh(size, 0, pp_size=size).pp.pairs(peer)
+
+
+def test_axes_know_whether_their_ranks_run_different_programs() -> None:
+    mesh = Mesh(8, 0, pp_size=2, dp_size=2, tp_size=2, shard_size=2)
+    assert all(axis.spans_stages for axis in (mesh.pp, mesh.model, mesh.state, mesh.all))
+    assert not any(axis.spans_stages for axis in (mesh.tp, mesh.dp, mesh.shard, mesh.stage, mesh.tp.neighbours(2)))
+    alone = Mesh(8, 0, dp_size=4, tp_size=2)
+    assert not any(axis.spans_stages for axis in (alone.pp, alone.model, alone.state, alone.all))

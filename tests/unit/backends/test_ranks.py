@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxtrain.backends.c10d import Placement
-from nxtrain.backends.host_group import disagreement, spans
+from nxtrain.backends.host_group import disagreement, in_world, spans
 from nxtrain.backends.tracing import trace_environment
 from nxtrain.backends.xla_world import misfit
 
@@ -20,12 +20,12 @@ def test_numbers_in_a_row_are_a_span(ranks: list[int], text: str) -> None:
 
 
 def test_ranks_that_agree_are_silent() -> None:
-    assert disagreement([("step 1", "aa")] * 3) == ""
+    assert disagreement(dict.fromkeys(range(3), ("step 1", "aa")), 3) == ""
 
 
 def test_ranks_that_differ_are_named_with_the_first_digits() -> None:
     found = [("step 1", "a" * 32), ("step 1", "b" * 32), ("step 1", "a" * 32), ("step 2", "a" * 32), ("step 1", "")]
-    first, *graphs, causes, way_out = disagreement(found).splitlines()
+    first, *graphs, causes, way_out = disagreement(dict(enumerate(found)), 5).splitlines()
     assert first.startswith("ranks 1, 3-4 of 5 would run another graph than rank 0, ")
     assert graphs == [
         "    ranks 0, 2: step 1, aaaaaaaaaaaa",
@@ -37,8 +37,24 @@ def test_ranks_that_differ_are_named_with_the_first_digits() -> None:
     assert way_out.startswith("nxtrain graphs CONFIG --world 5 --rank 0 --rank 1 --hlo DIR ")
 
 
+def test_ranks_of_a_stage_are_compared_with_its_first() -> None:
+    found = {rank: ("step 1", "b" * 32 if rank == 6 else "a" * 32) for rank in range(4, 8)}
+    first, same, other, _, way_out = disagreement(found, 8).splitlines()
+    assert first.startswith("rank 6 of the stage of ranks 4-7 would run another graph than rank 4, ")
+    assert (same, other) == ("    ranks 4-5, 7: step 1, aaaaaaaaaaaa", "    rank 6: step 1, bbbbbbbbbbbb")
+    assert way_out.startswith("nxtrain graphs CONFIG --world 8 --rank 4 --rank 6 --hlo DIR ")
+
+
+def test_torchs_numbers_of_a_groups_ranks_become_those_of_the_world() -> None:
+    said = "[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 1500 ms"
+    assert in_world(said, [4, 6, 9]) == "[Rank 4]: Ranks 6, 9 failed to pass monitoredBarrier in 1500 ms"
+    said = "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0"
+    assert in_world(said, [4, 6]) == said.replace("k 1", "k 6").replace("k 0", "k 4")
+    assert in_world(said, [0, 1]) == said
+
+
 def test_of_many_graphs_a_few_are_listed() -> None:
-    lines = disagreement([("step 1", f"{rank:032x}") for rank in range(64)]).splitlines()
+    lines = disagreement({rank: ("step 1", f"{rank:032x}") for rank in range(64)}, 64).splitlines()
     assert lines[0].startswith("ranks 1-63 of 64 ")
     assert lines[4:6] == ["    rank 3: step 1, " + "0" * 12, "    and 60 more"]
 
