@@ -102,8 +102,8 @@ class XlaCollectives(Collectives):
 
     def _reduced(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> list[Tensor]:
         # torch-xla's in-place form gives one collective for all, but loses the result of a tensor that is a view or was
-        # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies. Where
-        # the collective is a graph of its own, they are made before, since what a view was cut from is no part of it.
+        # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
+        # Those for a graph of its own are made before it, since what a view was cut from is no part of it.
         fresh = [tensor.clone() for tensor in tensors]
         with self._apart(axis):
             self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)

@@ -342,3 +342,13 @@ def test_a_broken_hugging_face_folder_is_named(tmp_path: Path, content: str | No
 
 def test_resolve_model_works_on_a_plain_config() -> None:
     assert resolve_model(RunConfig()).vocab_size > 0
+
+
+@pytest.mark.parametrize("name", ["xla", "neuron"])
+def test_an_odd_number_of_stages_does_not_pair_up(tmp_path: Path, name: str) -> None:
+    def said(pp: int) -> list[str]:
+        found = problems(tmp_path, f"parallel.pp={pp}", f"backend.name={name}", "optim.warmup_steps=9999999")
+        return [problem.hint for problem in found if "is odd" in problem.reason]
+
+    assert said(3) == ["use parallel.pp=2 or 4"]
+    assert said(2) == []
