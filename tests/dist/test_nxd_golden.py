@@ -21,7 +21,8 @@ DEFECTS = [name for name, case in CASES.items() if case.defect]
 def ours(ranks: RankPool, case: Case, folder: Path, tp: int = 0) -> Course:
     """Train as in a case, on its layout or at another tp."""
     plan = our_plan(case, folder / "run", token_file(folder), tp)
-    ranks.run(plan.config.parallel.tp * plan.config.parallel.dp, train_rank, plan)
+    parallel = plan.config.parallel
+    ranks.run(parallel.tp * parallel.pp * parallel.dp, train_rank, plan)
     return our_course(folder / "run")
 
 

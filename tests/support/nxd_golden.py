@@ -82,7 +82,10 @@ class Case:
     """How NeuronX Distributed ran.
 
     Args:
-        tp, dp: Degrees.
+        tp, pp, dp: Degrees.
+        virtual_pp: Stages per rank; the interleaved schedule where there are several.
+        stages: What cuts the model at `pp` > 1: its trace of the forward pass, or its list of layers.
+        tied: The embedding is the head's matrix too.
         sequence_parallel: Between the matrix products the sequence is cut over tp.
         accumulation: Micro-batches per step.
         zero1: Through its ZeRO-1 optimizer, which updates float32 copies of the weights.
@@ -95,7 +98,11 @@ class Case:
     """
 
     tp: int = 1
+    pp: int = 1
     dp: int = 1
+    virtual_pp: int = 1
+    stages: Literal["traced", "manual"] = "traced"
+    tied: bool = False
     sequence_parallel: bool = False
     accumulation: int = 1
     zero1: bool = False
@@ -109,12 +116,12 @@ class Case:
     @property
     def world(self) -> int:
         """Ranks."""
-        return self.tp * self.dp
+        return self.tp * self.pp * self.dp
 
     @property
     def alone(self) -> Case:
         """The same mathematics on one rank."""
-        return Case(params=self.params, clip=self.clip)
+        return Case(params=self.params, clip=self.clip, tied=self.tied)
 
     @property
     def micro_batch(self) -> int:
@@ -161,6 +168,31 @@ CASES: dict[str, Case] = {
         clip=0.25,
         defect="4.13: ZeRO-1 is not told max_grad_norm and clips at 1.0",
         right="dp2_clip",
+    ),
+    "pp2": Case(pp=2),
+    "pp2_micro2": Case(pp=2, accumulation=2),
+    "pp2_micro4": Case(pp=2, accumulation=4),
+    "pp2_manual_micro4": Case(pp=2, stages="manual", accumulation=4),
+    "pp2_interleaved_micro2": Case(pp=2, virtual_pp=2, accumulation=2),
+    "pp2_interleaved_micro4": Case(pp=2, virtual_pp=2, accumulation=4),
+    "pp2_tied_micro2": Case(pp=2, tied=True, accumulation=2, clip=1.3),
+    "pp2_tied_interleaved_micro4": Case(pp=2, virtual_pp=2, tied=True, accumulation=4),
+    "pp2_dp2_micro2": Case(pp=2, dp=2, accumulation=2),
+    "pp2_dp2_tied_zero1_micro2": Case(pp=2, dp=2, tied=True, zero1=True, accumulation=2),
+    "tp2_pp2_micro2": Case(tp=2, pp=2, accumulation=2),
+    "tp2_pp2_sp_manual_micro4": Case(tp=2, pp=2, stages="manual", sequence_parallel=True, accumulation=4),
+    "tp2_pp2_sp_tied": Case(tp=2, pp=2, tied=True, sequence_parallel=True),
+    "tp2_pp2_sp_interleaved_micro2": Case(tp=2, pp=2, virtual_pp=2, sequence_parallel=True, accumulation=2),
+    "pp4_micro2": Case(pp=4, accumulation=2),
+    "pp4_micro4": Case(pp=4, accumulation=4),
+    "pp2_tied_manual_micro2": Case(
+        pp=2,
+        stages="manual",
+        tied=True,
+        accumulation=2,
+        clip=1.3,
+        defect="4.14: the manual partition's norm counts a tied matrix once per stage that has it",
+        right="pp2_tied_micro2",
     ),
 }
 """By name; bf16 through ZeRO-1 because only that keeps float32 copies of the weights."""
@@ -225,15 +257,22 @@ def _distance(a: Iterable[float], b: Iterable[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
+PIPELINED = False
+"""Whether `our_plan` has the stages of a case; else all of them on one rank, where the mathematics are the same."""
+
+
 def our_plan(case: Case, folder: Path, tokens_file: Path, tp: int = 0) -> Resolved:
     """What nxtrain is configured to do where NeuronX Distributed runs a case, at its tp unless another is given."""
     family = find_family("llama")
-    model = family.config_type.model_validate(MODEL)
+    sizes = {**MODEL, "tie_word_embeddings": case.tied}
+    model = family.config_type.model_validate(sizes)
     tables = {
         "run": {"dir": folder, "seed": WEIGHTS_SEED},
-        "model": {"init": "normal", "config": MODEL},
+        "model": {"init": "normal", "config": sizes},
         "parallel": {
             "tp": tp or case.tp,
+            "pp": case.pp if PIPELINED else 1,
+            "virtual_pp": case.virtual_pp if PIPELINED else 1,
             "dp": case.dp,
             "sequence_parallel": case.sequence_parallel,
             "shard": "zero1" if case.zero1 else "none",

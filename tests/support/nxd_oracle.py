@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from nxtrain.backends.base import Backend
 from tests.support import nxd_cpu
 from tests.support.nxd_golden import GLOBAL_BATCH, MODEL, OPTIM, VERSION, Case, Course, token_rows, weights
-
-IGNORED = -100
-"""Label that the example's loss leaves out."""
+from tests.support.nxd_stages import layer_list, micro_rows, pipeline_batch, pipeline_config
 
 
 def train(backend: Backend, case: Case, example: Path) -> Course:
@@ -47,6 +45,8 @@ def train(backend: Backend, case: Case, example: Path) -> Course:
     assert version == VERSION, f"the golden courses are of NeuronX Distributed {VERSION}; this is {version}"
     config = nxd.neuronx_distributed_config(
         tensor_parallel_size=case.tp,
+        pipeline_parallel_size=case.pp,
+        pipeline_config=pipeline_config(case, _load_example(example)) if case.pp > 1 else None,
         optimizer_config={"zero_one_enabled": case.zero1, "grad_clipping": True, "max_grad_norm": case.clip},
         sequence_parallel=case.sequence_parallel,
     )
@@ -67,30 +67,32 @@ def train(backend: Backend, case: Case, example: Path) -> Course:
             dist.destroy_process_group()
 
 
-def _steps(model: nn.Module, optimizer: Any, case: Case) -> Course:
+def _steps(model: Any, optimizer: Any, case: Case) -> Course:
     import torch_xla.core.xla_model as xm
     from neuronx_distributed.parallel_layers import parallel_state
 
     dp_rank = parallel_state.get_data_parallel_rank()
     losses, norms = [], []
     for batch in torch.from_numpy(token_rows().astype("int64")).split(GLOBAL_BATCH):
-        running = torch.zeros(1, dtype=torch.double)
-        for rows in batch.chunk(case.dp)[dp_rank].split(case.micro_batch):
-            # The example shifts labels against inputs itself; one more token, ignored, makes the length divide by tp.
-            more = rows.new_zeros(len(rows), 1)
-            inputs, labels = torch.cat([rows, more], 1), torch.cat([rows, more + IGNORED], 1)
-            loss = model(input_ids=inputs, attention_mask=None, labels=labels).loss / case.accumulation
-            loss.backward()
-            running += loss.detach()
-        groups = parallel_state.get_data_parallel_replica_groups()
-        losses.append(xm.all_reduce(xm.REDUCE_SUM, running / case.dp, groups=groups).item())
+        mine = batch.chunk(case.dp)[dp_rank]
+        if case.pp > 1:
+            losses.append(model.run_train(**pipeline_batch(case, mine)).item())
+        else:
+            running = torch.zeros(1, dtype=torch.double)
+            for rows in mine.split(case.micro_batch):
+                inputs, labels = micro_rows(rows)
+                loss = model(input_ids=inputs, attention_mask=None, labels=labels).loss / case.accumulation
+                loss.backward()
+                running += loss.detach()
+            groups = parallel_state.get_data_parallel_replica_groups()
+            losses.append(xm.all_reduce(xm.REDUCE_SUM, running / case.dp, groups=groups).item())
         optimizer.step()
         norms.append(optimizer.grad_norm.item())
         optimizer.zero_grad()
     return Course(losses, norms)
 
 
-def _model(case: Case, example: Path) -> nn.Module:
+def _model(case: Case, example: Path) -> nn.Module | list[nn.Module]:
     """The example's Llama with this rank's part of the golden weights."""
     import transformers
     from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_rank
@@ -98,6 +100,7 @@ def _model(case: Case, example: Path) -> nn.Module:
     config = transformers.LlamaConfig(
         **MODEL,
         use_cache=False,
+        tie_word_embeddings=case.tied,
         sequence_parallel_enabled=case.sequence_parallel,
         selective_checkpoint_enabled=False,
         qkv_linear=case.qkv != "separate",
@@ -114,7 +117,7 @@ def _model(case: Case, example: Path) -> nn.Module:
     for module in model.modules():
         if hasattr(module, "sequence_parallel_enabled"):
             module.register_full_backward_pre_hook(_contiguous)
-    return model
+    return layer_list(model, case) if case.stages == "manual" else model
 
 
 def _shard(name: str, parameter: nn.Parameter, case: Case, rank: int) -> Tensor:

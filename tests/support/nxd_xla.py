@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
@@ -57,3 +58,36 @@ def courses(backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tenso
         resolved, _ = cases[0]
         build_meta(resolved, backend, mesh_of(resolved, backend))
     return [run_ours(backend, resolved, steps, weights) for resolved, weights in cases]
+
+
+def received(backend: Backend, pair: Sequence[int]) -> tuple[list[float], list[float]]:
+    """What a pair of devices gathers, and what NxD takes of it on rank 0 for what rank 1, its previous, has sent.
+
+    Args:
+        backend: Of rank 0, which offers zeros, or of rank 1, which offers ones.
+        pair: Both ranks, in the order in which NxD names them.
+    """
+    import torch
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    groups = [list(pair)]
+    offered = torch.tensor([float(backend.rank)]).to(backend.device)
+    gathered = xm.all_gather(offered, groups=groups, pin_layout=False)
+    backend.step_boundary()
+    everything = gathered.cpu()
+    with _LOCK:
+        nxd_cpu.prepare(cpu_mode=False)
+        from neuronx_distributed.parallel_layers import parallel_state
+        from neuronx_distributed.pipeline import comm
+        from neuronx_distributed.utils.serialization import TensorMeta
+
+        meta = TensorMeta(0, torch.float32, torch.Size([1]), False, torch.device("cpu"))
+        with (
+            patch.object(parallel_state, "get_prev_rank_replica_groups", lambda: groups),
+            patch.object(comm, "get_device", lambda: torch.device("cpu")),
+            patch.object(comm, "rmsg", str),
+            patch.object(xr, "global_ordinal", lambda: 0),
+            patch.object(xm, "all_gather", lambda *_, **__: everything),
+        ):
+            return everything.tolist(), comm.recv_from(meta).tolist()

@@ -68,3 +68,17 @@ def test_all_ranks_record_the_same_graphs_with_the_collectives_of_the_native_lay
 def test_a_rank_that_is_a_number_would_be_noticed(tmp_path: Path) -> None:
     first, second, _ = record(tmp_path, "nxd", sp=True, mutant="nxd number")
     assert first[0].hash != second[0].hash
+
+
+@pytest.mark.parametrize(("pair", "taken"), [([0, 1], 1.0), ([1, 0], 0.0)])
+def test_nxd_4_17_a_pair_that_is_named_downwards_receives_its_own_zeros(
+    pair: list[int], taken: float, tmp_path: Path
+) -> None:
+    """XLA gathers in the order in which a group is named; NxD's pipeline looks in the order of the ranks.
+
+    It names pairs downwards where the last rank sends to the first, as the interleaved schedule does, and on a trn2
+    whose tensor parallelism takes half a node. Whether Neuron's own collectives keep XLA's order is not known here.
+    """
+    for gathered, found in run_devices(2, nxd_xla.received, pair, folder=tmp_path):
+        assert gathered == [float(rank) for rank in pair]
+        assert found == [taken]

@@ -1,0 +1,245 @@
+"""What the pipeline of NeuronX Distributed does, shown in its own code: its schedules, and where it is wrong or refuses.
+
+Its whole courses are compared in `test_nxd_golden.py`. Here its manual partition runs lists of small layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Backend
+from tests.support.nxd_schedule import Action, Kind, actions, is_compute, stuck, transfer
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.nxd
+
+ROWS, IN, HIDDEN = 4, 6, 5
+SIZES = [(ranks, chunks) for ranks in (2, 4, 8) for chunks in (1, 2)]
+
+
+def schedules(ranks: int, micro: int, chunks: int) -> list[list[Action]]:
+    return [actions(ranks, micro, rank, chunks) for rank in range(ranks)]
+
+
+def depths(ranks: int, chunks: int) -> range:
+    """Numbers of micro-batches; interleaving takes multiples of the ranks."""
+    return range(ranks, 4 * ranks + 1, ranks if chunks > 1 else 1)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), SIZES)
+def test_both_ends_of_every_pair_move_the_same_things_in_the_same_order(ranks: int, chunks: int) -> None:
+    for micro in depths(ranks, chunks):
+        found = schedules(ranks, micro, chunks)
+        moved = [[transfer(a, rank, ranks) for a in found[rank] if not is_compute(a)] for rank in range(ranks)]
+        pairs = {frozenset((rank, (rank + 1) % ranks)) for rank in range(ranks)}
+        total = 0
+        for pair in pairs:
+            one, other = ([t for t in moved[rank] if {t.sender, t.receiver} == pair] for rank in pair)
+            assert one == other
+            total += len(one)
+        assert total == 2 * micro * (ranks * chunks - 1)
+        assert not stuck(found)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), SIZES)
+def test_every_micro_batch_goes_once_through_every_chunk_and_back_and_never_more_are_open_than_warm_up(
+    ranks: int, chunks: int
+) -> None:
+    for micro in depths(ranks, chunks):
+        for rank, found in enumerate(schedules(ranks, micro, chunks)):
+            assert set(Counter(found).values()) == {1}
+            computed = [action for action in found if is_compute(action)]
+            assert len(computed) == 2 * micro * chunks
+            warm_up = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+            if chunks > 1 and micro == ranks:
+                warm_up = micro * chunks  # all forward, then all backward
+            level, highest = 0, 0
+            for action in computed:
+                level += 1 if action.kind == "forward" else -1
+                highest = max(highest, level)
+            assert highest == min(warm_up + 1, micro * chunks)
+
+
+def test_a_schedule_that_does_not_meet_is_stuck() -> None:
+    found = schedules(2, 4, 1)
+    late: list[Kind] = ["receive_backward", "send_forward"]
+    kinds = [action.kind for action in found[0]]
+    here = next(i for i in range(len(kinds)) if kinds[i : i + 2] == late)
+    found[0][here], found[0][here + 1] = found[0][here + 1], found[0][here]
+    assert stuck(found) == {0: Action("send_forward", 0, 1), 1: Action("send_backward", 0, 0)}
+
+
+@pytest.mark.parametrize("micro", [1, 3, 5])
+def test_interleaving_refuses_micro_batches_that_the_ranks_do_not_divide(micro: int) -> None:
+    with pytest.raises(ValueError, match=f"num_microbatches {micro} and pipeline_parallel_size 2"):
+        actions(2, micro, 0, 2)
+
+
+def neighbours(_: Backend, ranks: int) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """The groups over which a device sends to its next rank, and receives from its previous one, by rank."""
+    from neuronx_distributed.parallel_layers import parallel_state as state
+
+    found = []
+    for rank in range(ranks):
+        fakes: dict[str, Any] = {
+            "cpu_mode": lambda: False,
+            "get_pipeline_model_parallel_size": lambda: ranks,
+            "get_pipeline_model_parallel_rank": lambda here=rank: here,
+            "get_pipeline_model_parallel_replica_groups": lambda: [list(range(ranks))],
+            "_NEXT_RANK_GROUP": None,
+            "_PREV_RANK_GROUP": None,
+        }
+        with (
+            patch.multiple(state, **fakes),
+            patch.object(torch.distributed, "get_rank", lambda here=rank: here),
+            patch.object(torch.distributed, "new_group", lambda *_, **__: "made"),
+        ):
+            state._create_pipeline_parallel_sr_groups(rank)
+            found.append((state.get_next_rank_replica_groups(), state.get_prev_rank_replica_groups()))
+    return found
+
+
+def test_a_device_sends_and_receives_over_pairs_that_even_and_odd_ranks_see_from_both_sides(
+    nxd_ranks: RankPool,
+) -> None:
+    even, odd = [[0, 1], [2, 3]], [[1, 2], [3, 0]]
+    assert nxd_ranks.run(1, neighbours, 4) == [[(even, odd), (odd, even)] * 2]
+    assert nxd_ranks.run(1, neighbours, 2) == [[([[0, 1]], [[1, 0]]), ([[1, 0]], [[0, 1]])]]
+
+
+def test_a_device_has_no_pipeline_of_an_odd_number_of_ranks(nxd_ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match="expected _PREV_RANK_GROUP to be initialized but was not"):
+        nxd_ranks.run(1, neighbours, 3)
+
+
+class First(nn.Module):
+    """What the pipeline hands its first layer is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, IN * HIDDEN).reshape(HIDDEN, IN))
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        return (inputs[0] @ self.weight.T).tanh()
+
+
+class Last(nn.Module):
+    """Uses its matrix the other way round, as a head does."""
+
+    def __init__(self, wrapped: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, IN * HIDDEN).reshape(HIDDEN, IN))
+        self.wrapped = wrapped
+
+    def forward(self, x: Tensor) -> Any:
+        return (x @ self.weight,) if self.wrapped else x @ self.weight
+
+
+def per_row(found: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the rows that are not ignored."""
+    valid = (labels[:, 0] >= 0).float()
+    return ((found - labels).square().mean(1) * valid).sum() / valid.sum()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(ROWS, IN, generator=draw), torch.rand(ROWS, IN, generator=draw)
+
+
+def piped(
+    backend: Backend, labels: Tensor, tied: bool = False, wrapped: bool = True, virtual_pp: int = 1
+) -> tuple[float, dict[str, Tensor], float]:
+    """Loss, gradients of this rank and their norm, of two layers on two ranks."""
+    from neuronx_distributed.parallel_layers import parallel_state
+    from neuronx_distributed.parallel_layers.grads import get_grad_norm
+    from neuronx_distributed.pipeline import NxDPPModel
+    from neuronx_distributed.pipeline.manual_pipe_stage import PipelineStageModule
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=backend.world)
+    try:
+        layers = [First(), Last(wrapped)]
+        if tied:
+            PipelineStageModule.mark_weight_sharing([(layer, "weight") for layer in layers], "matrix")
+        model = NxDPPModel(
+            layers,
+            manual_pp_partition=True,
+            manual_pp_loss_fn=per_row,
+            num_microbatches=2,
+            virtual_pipeline_size=virtual_pp,
+            broadcast_and_average_loss=True,
+        )
+        loss = model.run_train(inputs=batch()[0], labels=labels)
+        grads = {name.rpartition(".")[2]: p.grad.clone() for name, p in model.local_named_parameters()}
+        return loss.item(), grads, get_grad_norm(list(model.local_parameters())).item()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def alone(labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor], tied: bool = False) -> tuple[float, list[Tensor]]:
+    """Loss and gradients of both layers on the whole batch, without a pipeline."""
+    first, last = First(), Last()
+    if tied:
+        last.weight = first.weight
+    found = loss(last(first([batch()[0]]))[0], labels)
+    found.backward()
+    return found.item(), [p.grad for p in dict.fromkeys([first.weight, last.weight]) if p.grad is not None]
+
+
+def test_an_untied_pipeline_has_the_loss_the_gradients_and_the_norm_of_the_whole(nxd_ranks: RankPool) -> None:
+    labels = batch()[1]
+    loss, grads = alone(labels, per_row)
+    norm = torch.stack([grad.norm() for grad in grads]).norm().item()
+    for (found, mine, found_norm), grad in zip(nxd_ranks.run(2, piped, labels), grads, strict=True):
+        assert found == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(mine["weight"], grad)
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_nxd_4_14_the_manual_partition_sums_a_tied_gradient_but_counts_it_twice_in_the_norm(
+    nxd_ranks: RankPool,
+) -> None:
+    labels = batch()[1]
+    loss, (grad,) = alone(labels, per_row, tied=True)
+    for found, mine, norm in nxd_ranks.run(2, piped, labels, True):
+        assert found == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(mine["weight"], grad)
+        assert norm == pytest.approx(grad.norm().item() * 2**0.5, rel=1e-6)  # right: without the root of two
+
+
+def test_nxd_4_15_micro_batches_with_fewer_tokens_count_as_much_as_full_ones(nxd_ranks: RankPool) -> None:
+    labels = batch()[1]
+    labels[0] = -1  # of two rows in the first of two micro-batches, one is left
+    loss, grads = alone(labels, per_row)
+    wrong, wrong_grads = alone(labels, lambda a, b: (per_row(a[:2], b[:2]) + per_row(a[2:], b[2:])) / 2)
+    assert wrong != pytest.approx(loss, rel=1e-2)
+    for (found, mine, _), grad, wrong_grad in zip(nxd_ranks.run(2, piped, labels), grads, wrong_grads, strict=True):
+        assert found == pytest.approx(wrong, rel=1e-6)
+        torch.testing.assert_close(mine["weight"], wrong_grad)
+        assert (mine["weight"] - grad).norm() > 0.01 * grad.norm()
+
+
+def test_nxd_4_16_a_last_layer_that_returns_a_tensor_is_trained_on_its_first_row_alone(nxd_ranks: RankPool) -> None:
+    labels = batch()[1]
+    _, grads = alone(labels, per_row)
+
+    def first_rows(found: Tensor, labels: Tensor) -> Tensor:
+        return (per_row(found[:1], labels[:2]) + per_row(found[2:3], labels[2:])) / 2
+
+    wrong, wrong_grads = alone(labels, first_rows)
+    both = nxd_ranks.run(2, piped, labels, False, False)
+    for (found, mine, _), grad, wrong_grad in zip(both, grads, wrong_grads, strict=True):
+        assert found == pytest.approx(wrong, rel=1e-6)
+        torch.testing.assert_close(mine["weight"], wrong_grad)
+        assert (mine["weight"] - grad).norm() > 0.1 * grad.norm()
+
+
+def test_the_manual_partition_has_no_virtual_stages(nxd_ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match="KeyError: 2"):
+        nxd_ranks.run(2, piped, batch()[1], False, True, 2)
