@@ -165,7 +165,7 @@ def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
         return lower % 2 == 1, lower
 
     while any(todo) or outputs or until:
-        for rank in [rank for rank, end_s in until.items() if end_s == now]:
+        for rank in [rank for rank, end in until.items() if end == now]:
             del until[rank]
             done = lists[rank][-1]
             stage = done.chunk * pp_size + rank
@@ -225,7 +225,7 @@ def play(
         position[rank] += 1
         free_s[rank] = end_s
 
-    def can_do(rank: int, action: Action) -> bool:
+    def go_on(rank: int, action: Action) -> bool:
         start_s = free_s[rank]
         if not action.is_transfer:
             cost_s = forward_s if action.kind == "forward" else backward_s
@@ -252,7 +252,7 @@ def play(
     while moves:
         moves = False
         for rank in range(pp_size):
-            while (action := head(rank)) and can_do(rank, action):
+            while (action := head(rank)) and go_on(rank, action):
                 moves = True
     waiting = {rank: action for rank in range(pp_size) if (action := head(rank))}
     assert not waiting, "the ranks wait for each other: " + ", ".join(
