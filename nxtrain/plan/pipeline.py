@@ -59,7 +59,7 @@ class RankFigures:
         forwards_in_flight_formula: The same in closed form: one more than the forwards of its warm-up.
         activation_bytes: Most that it holds: what those forwards keep, what was received before its turn, what is
             computed and not sent.
-        sent_bytes, received_bytes: Activations and gradients.
+        sent_bytes, received_bytes: Activations and gradients; equal, since what goes one way comes back as gradients.
     """
 
     busy_s: float
