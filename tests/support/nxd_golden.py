@@ -257,10 +257,6 @@ def _distance(a: Iterable[float], b: Iterable[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-PIPELINED = False
-"""Whether `our_plan` has the stages of a case; else all of them on one rank, where the mathematics are the same."""
-
-
 def our_plan(case: Case, folder: Path, tokens_file: Path, tp: int = 0) -> Resolved:
     """What nxtrain is configured to do where NeuronX Distributed runs a case, at its tp unless another is given."""
     family = find_family("llama")
@@ -271,8 +267,8 @@ def our_plan(case: Case, folder: Path, tokens_file: Path, tp: int = 0) -> Resolv
         "model": {"init": "normal", "config": sizes},
         "parallel": {
             "tp": tp or case.tp,
-            "pp": case.pp if PIPELINED else 1,
-            "virtual_pp": case.virtual_pp if PIPELINED else 1,
+            "pp": case.pp,
+            "virtual_pp": case.virtual_pp,
             "dp": case.dp,
             "sequence_parallel": case.sequence_parallel,
             "shard": "zero1" if case.zero1 else "none",
