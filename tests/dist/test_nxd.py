@@ -88,6 +88,28 @@ def test_twenty_float32_steps_equal_those_of_the_native_layers(
     assert sp or equal(nxd, native)
 
 
+@pytest.mark.parametrize(
+    ("shape", "tp", "dp", "sp", "shard", "virtual_pp"),
+    [
+        ("gqa2", 1, 1, False, "none", 1),
+        ("tied", 1, 2, False, "zero1", 2),
+        ("mqa", 2, 1, True, "none", 2),
+        ("odd", 2, 2, True, "zero1", 1),
+    ],
+)
+def test_stages_of_its_layers_train_as_stages_of_the_native_ones(
+    ranks: RankPool, nxd_ranks: RankPool, shape: str, tp: int, dp: int, sp: bool, shard: str, virtual_pp: int
+) -> None:
+    depth = {"num_hidden_layers": 5}
+    resolved = layout(shape, tp=tp, pp=2, virtual_pp=virtual_pp, dp=dp, sp=sp, shard=shard, micro=1, config=depth)
+    job = (2 * tp * dp, run_ours, resolved, STEPS, weights_of(resolved))
+    native, nxd = ranks.run(*job), nxd_ranks.run(*job)
+    losses, norms = distance(nxd, native)
+    assert losses < 1e-6
+    assert norms < 1e-6
+    assert sp or equal(nxd, native)
+
+
 @pytest.mark.parametrize(("tp", "dp", "shard"), [(1, 1, "none"), (2, 1, "none"), (2, 2, "none"), (1, 2, "zero1")])
 def test_twenty_bfloat16_steps_are_equal_bit_for_bit(
     ranks: RankPool, nxd_ranks: RankPool, tp: int, dp: int, shard: str
