@@ -219,8 +219,8 @@ class C10dCollectives(Collectives):
         """Make all groups that ranks of several stages would otherwise make in different orders."""
         if mesh.pp_size == 1:
             return
-        axes = [mesh.tp, mesh.dp, mesh.shard, mesh.replica, mesh.stage, mesh.pp, mesh.model, mesh.state, mesh.all]
-        for axis in axes:
+        stage = [mesh.tp, mesh.dp, mesh.shard, mesh.replica, mesh.stage]
+        for axis in (*stage, mesh.pp, mesh.batch, mesh.model, mesh.state, mesh.all):
             if axis.size > 1:
                 self.group(axis)
         size = mesh.pp_size

@@ -6,7 +6,13 @@ its graph, which begins backward with the gradient that comes back.
 Why not `torch.distributed.pipelining`: its stages talk through process groups, which PyTorch/XLA has none of, and order
 their transfers for buffered sends, which an all-gather between two ranks is not; its interleaved schedule asks for
 micro-batches that divide into rounds; it scales gradients by the number of micro-batches, where ours are sums over
-tokens; a tied embedding is left to its caller.
+tokens; a tied embedding is left to its caller. Why not `NxDPPModel`, whose manual partition traces nothing either: it
+has no virtual stages, renames parameters, counts a tied matrix once per stage in the gradient norm, and weighs each
+micro-batch alike, however few of its tokens count. Of NeuronX Distributed we take the layers, the transfer over pairs
+of ranks, and the order of computation.
+
+Source: Narayanan et al. 2021 (arXiv:2104.04473); src/neuronx_distributed/pipeline/{model,manual_pipe_stage,comm}.py in
+https://github.com/aws-neuron/neuronx-distributed at v0.18.
 
 Shapes: S sequence, B batch, D hidden.
 """
@@ -21,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Collectives, Pending
+from nxtrain.backends.base import Collectives, Done, Pending
 from nxtrain.errors import NxtrainError
 from nxtrain.family import CausalLM
 from nxtrain.mesh import Axis
-from nxtrain.parallel.schedule import Action, Schedule, evaluation_schedule, schedule
+from nxtrain.parallel.schedule import Action, Schedule, evaluation_schedule, schedule, with_exchanges
 from nxtrain.stages import Part
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -140,15 +146,18 @@ class Pipeline:
         self, actions: Schedule, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found
     ) -> None:
         underway = _Underway()
-        for action in actions[self._pp.rank]:
+        for action, *more in with_exchanges(actions)[self._pp.rank]:
             with self._told(action):
                 if action.kind == "forward":
                     self._forward(action, underway, batch, found)
                 elif action.kind == "backward":
                     begin_backward(action.micro == len(batch) - 1)
                     self._backward(action, underway)
+                elif more and self._comm.lazy:  # else both are under way at once anyhow
+                    self._exchange(action, more[0], underway)
                 else:
-                    self._transfer(action, underway)
+                    for transfer in (action, *more):
+                        self._transfer(transfer, underway)
         for pending in underway.sent.values():
             pending.wait()
 
@@ -184,16 +193,23 @@ class Pipeline:
         self._boundary()
 
     def _transfer(self, action: Action, underway: _Underway) -> None:
-        verb, _, direction = action.kind.partition("_")
-        item = (direction, action.chunk, action.micro)
-        step = 1 if (verb == "send") == (direction == "forward") else -1
-        peer = (self._pp.rank + step) % self._pp.size
-        if verb == "receive":
+        item, peer = _item(action), self._peer(action)
+        if not action.is_send:
             underway.received[item] = self._comm.start_receive(self._blank, self._pp, peer)
             return
+        direction = item[0]
         if direction in underway.sent:  # no more than one of each direction is kept for a slow receiver
             underway.sent.pop(direction).wait()
-        underway.sent[direction] = self._comm.start_send(underway.to_send.pop(item), self._pp, peer)
+        underway.sent[direction] = self._comm.start_send(underway.to_send.pop(item).contiguous(), self._pp, peer)
+
+    def _exchange(self, one: Action, other: Action, underway: _Underway) -> None:
+        send, receive = (one, other) if one.is_send else (other, one)
+        out = underway.to_send.pop(_item(send)).contiguous()
+        underway.received[_item(receive)] = Done(self._comm.exchange(out, self._pp, self._peer(send)))
+
+    def _peer(self, action: Action) -> int:
+        """Position of the other rank of a transfer."""
+        return action.other_end(self._pp.rank, self._pp.size)[0]
 
     @contextmanager
     def _told(self, action: Action) -> Iterator[None]:
@@ -205,3 +221,7 @@ class Pipeline:
         except Exception as error:
             place = f"pipeline stage {self._pp.rank} of {self._pp.size}"
             raise StageError(f"{place} failed in {action}") from error
+
+
+def _item(action: Action) -> Item:
+    return action.kind.rpartition("_")[2], action.chunk, action.micro

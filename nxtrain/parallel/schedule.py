@@ -65,6 +65,11 @@ class Action:
         """Whether another rank takes part."""
         return self.kind in _OTHER_END
 
+    @property
+    def is_send(self) -> bool:
+        """Whether the other rank receives."""
+        return self.kind in ("send_forward", "send_backward")
+
     def other_end(self, rank: int, pp_size: int) -> tuple[int, Action]:
         """The other rank of a transfer that `rank` takes part in, and what that does."""
         step = 1 if self.kind in ("send_forward", "receive_backward") else -1
@@ -101,6 +106,37 @@ def schedule(pp_size: int, virtual_pp: int, num_micro: int) -> Schedule:
 def evaluation_schedule(pp_size: int, virtual_pp: int, num_micro: int) -> Schedule:
     """What they do to evaluate: forwards only; arguments as those of `schedule`."""
     return _with_transfers([_in_groups("forward", pp_size, virtual_pp, num_micro)] * pp_size)
+
+
+@lru_cache(maxsize=64)
+def with_exchanges(actions: Schedule) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+    """Join a send and a receive of two ranks that both do one right after the other: one collective carries both ways.
+
+    Args:
+        actions: What each rank does, in order.
+
+    Returns:
+        The same, each action alone or together with the next; joined at one end is joined at the other.
+    """
+    places = [{action: place for place, action in enumerate(of_rank)} for of_rank in actions]
+
+    def is_exchange(rank: int, first: Action, second: Action) -> bool:
+        if not (first.is_transfer and second.is_transfer) or first.is_send == second.is_send:
+            return False
+        other, theirs = first.other_end(rank, len(actions))
+        same, next_theirs = second.other_end(rank, len(actions))
+        return other == same and places[other][next_theirs] == places[other][theirs] + 1
+
+    joined = []
+    for rank, of_rank in enumerate(actions):
+        steps: list[tuple[Action, ...]] = []
+        for action in of_rank:
+            if steps and len(steps[-1]) == 1 and is_exchange(rank, steps[-1][0], action):
+                steps[-1] = (steps[-1][0], action)
+            else:
+                steps.append((action,))
+        joined.append(tuple(steps))
+    return tuple(joined)
 
 
 def num_warmup(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> int:

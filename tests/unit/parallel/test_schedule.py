@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
-from nxtrain.parallel.schedule import Action, Schedule, Span, evaluation_schedule, play, schedule
+from nxtrain.parallel.schedule import Action, Schedule, Span, evaluation_schedule, play, schedule, with_exchanges
 
 Shape = tuple[int, int, int]  # ranks, chunks of each, micro-batches
 Tensor = tuple[str, int, int]  # "forward" or "backward", the virtual stage that made it, micro-batch
@@ -112,6 +112,31 @@ def test_both_ranks_of_a_pair_see_the_same_transfers(shape: Shape, kind: Callabl
             if "_" in action.kind:
                 seen.setdefault((rank, neighbour(action, rank, p)), []).append(moved(action, rank, p))
     assert all(seen[other, rank] == tensors for (rank, other), tensors in seen.items())
+
+
+@given(shapes, kinds)
+@settings(deadline=None)
+def test_what_is_joined_at_one_end_is_joined_at_the_other(shape: Shape, kind: Callable[..., Schedule]) -> None:
+    """And nothing is lost, moved or joined that is no send beside a receive of the same two ranks."""
+    p, _, _ = shape
+    actions = kind(*shape)
+    joined = with_exchanges(actions)
+    ends = Counter[frozenset[tuple[Tensor, ...]]]()
+    for rank, steps in enumerate(joined):
+        assert tuple(action for step in steps for action in step) == actions[rank]
+        for one, *more in steps:
+            if more:
+                (other,) = more
+                assert one.is_send != other.is_send
+                assert one.other_end(rank, p)[0] == other.other_end(rank, p)[0]
+                ends[frozenset({(moved(one, rank, p),), (moved(other, rank, p),)})] += 1
+    assert set(ends.values()) <= {2}
+
+
+def test_a_steady_pipeline_of_two_moves_both_ways_at_once() -> None:
+    first, last = (" ".join("+".join(map(str, step)) for step in steps) for steps in with_exchanges(schedule(2, 1, 4)))
+    assert first == "F0 F0> F1 F1> >B0 B0 F2 >B1+F2> B1 F3 >B2+F3> B2 >B3 B3"
+    assert last == ">F0 F0 >F1 B0 B0> F1 B1 B1>+>F2 F2 B2 B2>+>F3 F3 B3 B3>"
 
 
 @given(shapes, kinds, st.booleans(), st.data())
