@@ -35,9 +35,14 @@ def check(ranks: RankPool, resolved: Resolved, shape: str) -> None:
     check_course(courses, expected(shape, layers, batch), resolved)
 
 
-@pytest.mark.parametrize("num_micro", [1, 2, 4, 7])
-@pytest.mark.parametrize("virtual_pp", [1, 2])
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)])
+# tp, pp, dp, virtual_pp, micro-batches: of eight ranks, which take turns on the cores of a small machine, only some.
+LAYOUTS = [
+    *((*degrees, *rest) for degrees in [(1, 2, 1), (2, 2, 1), (1, 2, 2)] for rest in product([1, 2], [1, 2, 4, 7])),
+    *((2, 2, 2, *rest) for rest in [(1, 1), (1, 4), (2, 2), (2, 7)]),
+]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "virtual_pp", "num_micro"), LAYOUTS)
 def test_twenty_steps_equal_transformers(
     ranks: RankPool, tp: int, pp: int, dp: int, virtual_pp: int, num_micro: int
 ) -> None:
