@@ -50,9 +50,9 @@ def same(a: Shards, b: Shards) -> bool:
     )
 
 
-def table(shape: str, mesh: Mesh, **model: Any) -> ParamTable:
-    """How a mesh cuts one of the small models; `fused_qkv` and `fused_gate_up` as in the configuration."""
-    return table_of(layout(shape, tp=mesh.tp_size, dp=mesh.dp_size, **model), mesh)
+def table(shape: str, mesh: Mesh, **changes: Any) -> ParamTable:
+    """How a mesh cuts one of the small models; changes as `layout` takes them, such as `fused_qkv` and `virtual_pp`."""
+    return table_of(layout(shape, tp=mesh.tp_size, pp=mesh.pp_size, dp=mesh.dp_size, **changes), mesh)
 
 
 def meta(step: int = 10, **changes: Any) -> Meta:
