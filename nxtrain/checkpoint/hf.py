@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nxtrain.checkpoint.match import mismatches
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.mesh import Mesh
+from nxtrain.mesh import Axis
 from nxtrain.sharding import ParamTable
 
 CONFIG = "config.json"
@@ -80,28 +80,28 @@ class HfFolder:
         return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
-def hf_weights(src: Path, table: ParamTable, mesh: Mesh) -> Callable[[str, Tensor], None]:
+def hf_weights(
+    src: Path, table: ParamTable, axis: Axis, wanted: Mapping[str, tuple[int, ...]]
+) -> Callable[[str, Tensor], None]:
     """Check a Hugging Face folder, and return what writes a parameter's shard from it, given its name and host tensor.
 
     Only what this rank holds is read; weights are cast to the tensor's type, and padding is left as it is.
 
     Args:
         src: The folder.
-        table: How the parameters are cut.
-        mesh: The axes of this rank.
+        table: How the parameters of this rank's stage are cut.
+        axis: Over what.
+        wanted: Whole shape of every tensor of the whole model, by name, so that all stages refuse the same folders.
 
     Raises:
         ConfigError: The folder is unreadable or does not fit the model.
     """
     folder = HfFolder(src)
-    wanted = table.global_shapes()
-    if mesh.pp_size > 1:  # a stage knows only its own tensors
-        wanted = {**folder.shapes, **wanted}
     folder.check(wanted)
 
     def fill(name: str, local: Tensor) -> None:
         spec = table[name]
-        for piece, view in spec.views(local, mesh.tp):
+        for piece, view in spec.views(local, axis):
             if piece.length:
                 source = spec.global_name(name, piece.segment)
                 view.copy_(folder.read(source, spec.dim or 0, piece.start, piece.length))

@@ -78,7 +78,7 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
     if init == "draw":
         fill = draw(table, mesh.tp, plan.config.run.seed)
     elif init == "hf":
-        fill = hf_weights(Path(plan.config.model.hf), table, mesh)
+        fill = hf_weights(Path(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
     fill_model(plan, model, backend, mesh, fill)
     return model
 
@@ -131,6 +131,14 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     if run.compile.torch_compile:
         compile_blocks(model, backend)
     return model
+
+
+def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the whole model as a checkpoint knows it, whatever this rank has of it: name to shape."""
+    dtype = Precision.of(plan.config.precision).params
+    layers = NativeLayers(TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype))
+    context = BuildContext(layers, backend.kernels, dtype, plan.config.train.seq_len)
+    return ParamTable.of(plan.family.build(plan.model, context)).global_shapes()
 
 
 def parts_of(plan: Resolved, mesh: Mesh) -> tuple[Part, ...]:

@@ -1,20 +1,23 @@
-"""What several ranks save, any other layout loads, bit for bit: other tp and dp, fused or not, padded or not."""
+"""What several ranks save, any other layout loads, bit for bit: other tp, pp and dp, fused or not, padded or not."""
 
 from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.planner import stored_tensors
 from nxtrain.checkpoint.save import save
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
-from tests.support.checkpoints import blank, cut, meta, same, table
+from tests.support.checkpoints import KINDS, blank, cut, meta, same, table
 from tests.support.ranks import RankPool
 
 Degrees = tuple[int, int]  # tp, dp
@@ -58,6 +61,69 @@ def test_data_parallel_copies_share_the_writing(ranks: RankPool, tmp_path: Path)
     ranks.run(2, save_rank, path, "gqa2", (1, 2), True)
     sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
     assert min(sizes) > 0.4 * sum(sizes)
+
+
+DEPTH = {"config": {"num_hidden_layers": 5}}
+"""More blocks than chunks."""
+
+Stages = tuple[int, int, int, dict[str, Any]]  # tp, pp, dp, and how the blocks are cut
+
+
+def staged(backend: Backend, shape: str, stages: Stages) -> Layout:
+    tp, pp, _, how = stages
+    mesh = Mesh.build(backend.world, backend.rank, tp=tp, pp=pp)
+    return Layout(table(shape, mesh, **DEPTH, **how), mesh)
+
+
+def save_stage(backend: Backend, path: Path, shape: str, stages: Stages) -> None:
+    held = staged(backend, shape, stages)
+    save(path, cut(held.table, held.mesh), held, meta(), keep=1)
+
+
+def load_stage(backend: Backend, path: Path, shape: str, stages: Stages) -> bool:
+    held = staged(backend, shape, stages)
+    wanted = cut(held.table, held.mesh)
+    shards = blank(wanted)
+    load(path, shards, held)
+    return same(shards, wanted)
+
+
+ALONE: Stages = (1, 1, 1, {})
+
+
+@pytest.mark.parametrize("shape", ["odd", "tied"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((1, 2, 1, {}), ALONE),
+        (ALONE, (1, 2, 1, {"virtual_pp": 2})),
+        ((1, 2, 1, {"virtual_pp": 2}), (1, 4, 1, {})),
+        ((2, 2, 1, {"fused_qkv": True}), (1, 3, 1, {"cuts": (3, 4)})),
+        ((1, 2, 2, {"cuts": (1,)}), (4, 1, 1, {})),
+    ],
+)
+def test_stages_are_no_part_of_a_checkpoint(
+    ranks: RankPool, tmp_path: Path, shape: str, saved: Stages, loaded: Stages
+) -> None:
+    path = layout.step_path(tmp_path, 10)
+    ranks.run(saved[0] * saved[1] * saved[2], save_stage, path, shape, saved)
+    whole = table(shape, Mesh(1, 0), **DEPTH).global_shapes()
+    assert {key: tuple(tensor.size) for key, tensor in stored_tensors(path).items()} == {
+        f"{kind}/{name}": size for kind in KINDS for name, size in whole.items()
+    }
+    # What was written twice would be in the files, but only once in their index.
+    index = FileSystemReader(path).read_metadata().storage_data
+    assert sum(file.stat().st_size for file in path.glob("*.distcp")) == sum(place.length for place in index.values())
+    assert all(ranks.run(loaded[0] * loaded[1] * loaded[2], load_stage, path, shape, loaded))
+
+
+def test_copies_of_a_stage_share_its_writing(ranks: RankPool, tmp_path: Path) -> None:
+    """Under a tied embedding too, whose copy the last stage leaves to the first."""
+    path = layout.step_path(tmp_path, 10)
+    ranks.run(4, save_stage, path, "tied", (1, 2, 2, {}))
+    first, second = ([(path / f"__{rank}_0.distcp").stat().st_size for rank in stage] for stage in ((0, 1), (2, 3)))
+    assert min(first) > 0.4 * sum(first)
+    assert min(second) > 0.4 * sum(second)
 
 
 def save_without_space(backend: Backend, path: Path) -> str:

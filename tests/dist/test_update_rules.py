@@ -29,9 +29,9 @@ Weights = dict[str, Tensor]
 RULES = ["fp32_master", "bf16_stochastic", "bf16_kahan"]
 
 
-def bf16(update: str, state: str = "fp32", **cuts: Any) -> Resolved:
+def bf16(update: str, state: str = "fp32", shape: str = "odd", **cuts: Any) -> Resolved:
     """A bf16 run whose gradients are never clipped: the norm is summed in an order that the layout decides."""
-    resolved = layout("odd", params="bf16", update=update, **cuts)
+    resolved = layout(shape, params="bf16", update=update, **cuts)
     return changed(resolved, optim={"clip": 0.0}, precision={"state": state})
 
 
@@ -57,21 +57,25 @@ def updated_by_given_gradients(backend: Backend, resolved: Resolved, weights: Ma
         {"tp": 1, "dp": 2, "micro": 2, "shard": "zero1"},
         {"tp": 2, "dp": 2, "micro": 2, "shard": "zero1"},
         {"tp": 1, "dp": 3, "micro": 1, "shard": "full"},
+        {"tp": 1, "pp": 2},
+        {"tp": 1, "pp": 2, "shape": "tied"},
+        {"tp": 2, "pp": 2, "sp": True, "shape": "tied"},
     ],
-    ids=["dp2", "tp2", "zero1", "tp2-zero1", "full3"],
+    ids=["dp2", "tp2", "zero1", "tp2-zero1", "full3", "pp2", "pp2-tied", "tp2-pp2-tied"],
 )
 def test_equal_gradients_give_equal_bits_in_every_layout(ranks: RankPool, update: str, cuts: dict[str, Any]) -> None:
-    alone, resolved = bf16(update, tp=1), bf16(update, **cuts)
+    alone, resolved = bf16(update, tp=1, shape=cuts.get("shape", "odd")), bf16(update, **cuts)
     (expected,) = ranks.run(1, updated_by_given_gradients, alone, weights_of(alone))
-    world = cuts["tp"] * cuts.get("dp", 1)
+    world = cuts["tp"] * cuts.get("pp", 1) * cuts.get("dp", 1)
     for rank, found in enumerate(ranks.run(world, updated_by_given_gradients, resolved, weights_of(alone))):
         mesh = build_mesh(resolved, world, rank, world)
         if cuts.get("shard") == "zero1":
             mesh = Mesh.build(world, rank, tp=cuts["tp"])
         whole = whole_of(expected, alone)
-        for name, blocks in Layout(table_of(resolved, mesh), mesh).items():
+        held = Layout(table_of(resolved, mesh), mesh)
+        for name, blocks in held.items():
             for block in blocks:
-                wanted = part(whole[global_name(name, block.segment)], block)
+                wanted = part(whole[held.table[name].global_name(name, block.segment)], block)
                 assert torch.equal(block.of(found[name]), wanted), (rank, name)
 
 
@@ -135,3 +139,39 @@ def test_replicas_stay_bitwise_equal_for_200_steps(ranks: RankPool) -> None:
     assert len(set(first)) == 200
     first, second = ranks.run(2, hashes, resolved, weights_of(resolved), 4, True)
     assert first[0] != second[0], "a key that knows the rank must be seen"
+
+
+def ends_of_a_pipeline(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Weights:
+    """What this rank has of the embedding after ten steps: the table, or the copy that projects to scores."""
+    state = start(backend, resolved, weights)
+    for batch in batches(resolved, 10):
+        train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-3)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    kinds = {"model": dict(state.model.named_parameters()), **state.optimizer.state}
+    return {
+        kind: tensors[name].detach().clone() for kind, tensors in kinds.items() for name in names if name in tensors
+    }
+
+
+@pytest.mark.parametrize("update", ["fp32", *RULES])
+@pytest.mark.parametrize("cuts", [{"tp": 1, "virtual_pp": 2}, {"tp": 2, "sp": True}, {"tp": 1, "dp": 2, "shard": "zero1"}])
+def test_a_tied_embedding_and_its_copy_keep_the_same_bits(ranks: RankPool, update: str, cuts: dict[str, Any]) -> None:
+    """Weights and what the optimizer keeps of them, which a checkpoint has once."""
+    resolved = layout(
+        "tied",
+        pp=2,
+        params="fp32" if update == "fp32" else "bf16",
+        update=update,
+        micro=1,
+        config={"num_hidden_layers": 4},
+        **cuts,
+    )
+    world = 2 * cuts["tp"] * cuts.get("dp", 1)
+    weights = weights_of(resolved)
+    found = ranks.run(world, ends_of_a_pipeline, resolved, weights)
+    for first, last in zip(found[: world // 2], found[world // 2 :], strict=True):
+        assert first.keys() == last.keys()
+        assert len(first) >= 3  # the weights and two running means
+        for kind, tensor in first.items():
+            assert torch.equal(tensor, last[kind]), kind
+            assert torch.count_nonzero(tensor), kind

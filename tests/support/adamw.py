@@ -95,7 +95,7 @@ def cut(layout: Layout, whole: Mapping[str, Tensor], shards: Mapping[str, Tensor
     local = {name: torch.zeros(shards[name].shape, dtype=some.dtype) for name in layout}
     for name, blocks in layout.items():
         for block in blocks:
-            block.of(local[name]).copy_(part(whole[global_name(name, block.segment)], block))
+            block.of(local[name]).copy_(part(whole[layout.table[name].global_name(name, block.segment)], block))
     return local
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable, global_name, row_cut
+from nxtrain.sharding import ParamTable, row_cut
 from tests.support.parity import layout, table_of
 
 Shards = dict[str, dict[str, Tensor]]
@@ -31,7 +31,7 @@ def cut(table: ParamTable, mesh: Mesh, kinds: Mapping[str, torch.dtype] = KINDS)
 
     def shard(kind: str, name: str, dtype: torch.dtype) -> Tensor:
         spec = table[name]
-        tensors = {s.name: whole(f"{kind}/{global_name(name, s)}", spec.global_shape(s), dtype) for s in spec.segments}
+        tensors = {s.name: whole(f"{kind}/{spec.global_name(name, s)}", spec.global_shape(s), dtype) for s in spec.segments}
         local = spec.shard(tensors, mesh.tp)
         return local.narrow(0, *row_cut(local.shape[0], mesh.shard))
 

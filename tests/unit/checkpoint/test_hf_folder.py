@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint.hf import HfFolder, hf_weights
 from nxtrain.errors import ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import ParamTable
+from nxtrain.train.build import whole_shapes
 from tests.support.checkpoints import blank, cut, same, table, whole
+from tests.support.parity import layout, table_of
 
 ALONE = Mesh(1, 0)
 WEIGHTS = {"model": torch.float32}
@@ -42,7 +45,7 @@ def export(path: Path, tensors: Mapping[str, Tensor], files: int = 1, **config: 
 
 def load_hf_weights(src: Path, tensors: Mapping[str, torch.Tensor], specs: ParamTable, mesh: Mesh) -> None:
     """Fill tensors that are zero, as a model's are before they are filled."""
-    fill = hf_weights(src, specs, mesh)
+    fill = hf_weights(src, specs, mesh.tp, specs.global_shapes())
     for name, local in tensors.items():
         fill(name, local.zero_())
 
@@ -59,6 +62,38 @@ def test_each_rank_gets_its_slices(tmp_path: Path, shape: str, tp: int, files: i
         shards = blank(wanted)
         load_hf_weights(src, shards["model"], specs, mesh)
         assert same(shards, wanted), f"rank {rank}"
+
+
+@pytest.mark.parametrize("virtual_pp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("shape", ["gqa2", "tied"])
+def test_each_stage_gets_its_layers_and_knows_the_whole_model(
+    tmp_path: Path, shape: str, tp: int, virtual_pp: int
+) -> None:
+    depth = {"num_hidden_layers": 5}
+    resolved = layout(shape, tp=tp, pp=2, virtual_pp=virtual_pp, config=depth)
+    shapes = whole_shapes(resolved, CpuBackend())
+    tensors = tensors_of(table(shape, ALONE, config=depth))
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    src = export(tmp_path / "whole", tensors)
+    lacking = export(tmp_path / "lacking", {n: t for n, t in tensors.items() if n != "model.layers.2.mlp.up_proj.weight"})
+    strange = export(tmp_path / "strange", {**tensors, "model.layers.5.mlp.up_proj.weight": torch.zeros(96, 64)})
+    filled = set()
+    for rank in range(2 * tp):
+        mesh = Mesh.build(2 * tp, rank, tp=tp, pp=2)
+        specs = table_of(resolved, mesh)
+        wanted = cut(specs, mesh, WEIGHTS)
+        shards = blank(wanted)
+        fill = hf_weights(src, specs, mesh.tp, shapes)
+        for name, local in shards["model"].items():
+            fill(name, local.zero_())
+        assert same(shards, wanted), f"rank {rank}"
+        filled |= specs.global_shapes().keys()
+        with pytest.raises(ConfigError, match=r"1 missing: model\.layers\.2\.mlp\.up_proj\.weight$"):
+            hf_weights(lacking, specs, mesh.tp, shapes)
+        with pytest.raises(ConfigError, match=r"1 unknown to the model: model\.layers\.5\.mlp\.up_proj\.weight$"):
+            hf_weights(strange, specs, mesh.tp, shapes)
+    assert filled == tensors.keys()
 
 
 def test_weights_are_cast_to_the_type_of_the_model(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 
 def drawn(resolved: Resolved, seed: int = 0) -> dict[str, Tensor]:
     """The whole tensors that the ranks of a layout draw together, by global name."""
-    tp = resolved.config.parallel.tp
+    tp, pp = resolved.config.parallel.tp, resolved.config.parallel.pp
     by_rank = []
-    for rank in range(tp):
-        mesh = Mesh.build(tp, rank, tp=tp)
+    for rank in range(tp * pp):
+        mesh = Mesh.build(tp * pp, rank, tp=tp, pp=pp)
         shards = {}
         for name, spec in table_of(resolved, mesh).items():
             shards[name] = torch.zeros(spec.local_shape(mesh.tp))
@@ -54,6 +54,29 @@ def test_tp_and_fusing_do_not_change_a_bit(shape: str) -> None:
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), (tp, name)
+
+
+@pytest.mark.parametrize("shape", ["gqa2", "tied"])
+def test_stages_do_not_change_a_bit(shape: str) -> None:
+    depth = {"config": {"num_hidden_layers": 5}}
+    expected = drawn(layout(shape, tp=1, **depth))
+    for stages in ({"tp": 1, "pp": 2}, {"tp": 2, "pp": 2, "virtual_pp": 2}, {"tp": 1, "pp": 3, "cuts": (3, 4)}):
+        found = drawn(layout(shape, **stages, **depth))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), (stages, name)
+
+
+def test_the_copy_of_a_tied_embedding_begins_as_its_equal() -> None:
+    resolved = layout("tied", tp=2, pp=2)
+    drafts = []
+    for rank, name in [(1, "model.embed_tokens.weight"), (3, "lm_head.weight")]:  # the second of tp, on either stage
+        mesh = Mesh.build(4, rank, tp=2, pp=2)
+        spec = table_of(resolved, mesh)[name]
+        drafts.append(torch.zeros(spec.local_shape(mesh.tp)))
+        draw_shard(drafts[-1], name, spec, mesh.tp, seed=0)
+    assert torch.equal(*drafts)
+    assert torch.count_nonzero(drafts[0])
 
 
 @pytest.mark.parametrize(("dim", "tp"), [(0, 2), (0, 7), (1, 4), (1, 8)])
