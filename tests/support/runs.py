@@ -68,7 +68,8 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
     """Every tensor of a checkpoint, whole: one rank loads what any number of ranks saved."""
     path = layout.step_path(run_dir / layout.FOLDER, step)
     config = resolved.config
-    parallel = config.parallel.model_copy(update={"tp": 1, "dp": 1, "sequence_parallel": False})
+    alone_degrees = {"tp": 1, "pp": 1, "virtual_pp": 1, "pipeline_cuts": (), "dp": 1, "sequence_parallel": False}
+    parallel = config.parallel.model_copy(update=alone_degrees)
     checkpoint = config.checkpoint.model_copy(update={"resume": str(path)})
     alone = config.model_copy(update={"parallel": parallel, "checkpoint": checkpoint})
     state, _ = start(

@@ -15,7 +15,6 @@ RECIPES = {"llama2_7b_trn1", "llama2_70b_trn1"}
 
 # Which files wait for a feature that this release lacks; a feature that arrives deletes its line, here and there.
 WAITING: dict[str, set[str]] = {
-    "parallel.pp": {"llama2_70b_trn1"},
     "data.source": RECIPES,
     "checkpoint.async": {"llama2_70b_trn1"},
 }

@@ -40,6 +40,7 @@ def test_a_dump_reads_back_equal_with_and_without_origins(tmp_path: Path) -> Non
             "optim.betas=[0.1, 0.123456789012345]",
             "optim.eps=1e-30",
             "checkpoint.async=true",
+            "parallel.pipeline_cuts=[3, 7]",
             "model.config.tie_word_embeddings=true",
             "model.config.rope_scaling={factor = 8.0}",
             'model.config.list=[1, [2.5, "x"]]',
