@@ -275,6 +275,11 @@ class C10dCollectives(Collectives):
         if self._world > 1:
             dist.barrier()
 
+    def forget(self) -> None:
+        """Let go of all groups, so that they end with the process group, and their threads before the interpreter."""
+        self._links.clear()
+        self._groups.clear()
+
 
 class C10dBackend(Backend):
     """A backend whose ranks are processes of `torch.distributed`."""
@@ -302,6 +307,7 @@ class C10dBackend(Backend):
     def close(self) -> None:
         super().close()
         if self.world > 1:
+            self.collectives.forget()
             dist.destroy_process_group()
 
 

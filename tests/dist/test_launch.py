@@ -51,6 +51,36 @@ def test_a_mistake_that_one_rank_finds_reaches_the_shell(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
+LEAVING = """
+import pathlib
+import torch
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.mesh import Mesh
+
+def num_threads():
+    return len(list(pathlib.Path("/proc/self/task").iterdir()))
+
+before, backend = num_threads(), CpuBackend()
+mesh = Mesh.build(2, backend.rank, pp=2)
+backend.lay_out(mesh)
+backend.collectives.exchange(torch.ones(1), mesh.pp, 1 - mesh.pp.rank)
+assert num_threads() > before
+backend.close()
+assert num_threads() == before
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
+def test_no_thread_of_a_group_is_left_when_a_rank_ends(tmp_path: Path) -> None:
+    """One that is would be torn down with the interpreter, and now and then abort the process of a finished run."""
+    script = tmp_path / "rank.py"
+    script.write_text(LEAVING, encoding="utf-8")
+    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("exit_codes", "code"),
     [
