@@ -239,10 +239,13 @@ def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
         key = "parallel.virtual_pp" if pp <= num_layers else "parallel.pp"
         most = f"parallel.virtual_pp={num_layers // pp}" if pp <= num_layers else f"parallel.pp={num_layers}"
         yield Problem(key, reason, hint=f"use at most {most}")
-    if cuts and (len(cuts) != num_chunks - 1 or list(cuts) != sorted(set(cuts)) or cuts[-1] >= num_layers):
+    if cuts and num_chunks == 1:
+        reason = f"{list(cuts)} is where pipeline stages begin, but pp=1 has no second"
+        yield Problem("parallel.pipeline_cuts", reason, hint="leave it out, or use parallel.pp=2 or more")
+    elif cuts and (len(cuts) != num_chunks - 1 or list(cuts) != sorted(set(cuts)) or cuts[-1] >= num_layers):
         reason = (
-            f"{list(cuts)} are no {num_chunks - 1} ascending blocks below model.config.num_hidden_layers={num_layers}, "
-            f"where pp={pp} x virtual_pp={virtual_pp} chunks but the first begin"
+            f"{list(cuts)} is where the chunks but the first begin: with pp={pp} x virtual_pp={virtual_pp} it must have "
+            f"{num_chunks - 1}, ascending and below model.config.num_hidden_layers={num_layers}"
         )
         yield Problem("parallel.pipeline_cuts", reason, hint="leave it out to cut by cost")
 
