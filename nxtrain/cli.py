@@ -352,6 +352,33 @@ def bench_optim(
     bench_optim(layers=layers, rounds=rounds, threads=threads, as_json=as_json)
 
 
+@bench.command("pipeline", epilog="Example: nxtrain bench pipeline --pp 2 --virtual-pp 2 --micro 4")
+def bench_pipeline(
+    pp: Annotated[int, typer.Option(min=1, help="Ranks, a process each.")] = 4,
+    virtual_pp: Annotated[int, typer.Option(min=1, help="Model chunks of each rank.")] = 1,
+    micro: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 8,
+    work: Annotated[
+        Literal["sleep", "blocks"],
+        typer.Option(help="What a chunk does: sleep, or compute blocks of a Llama, which wants a core per rank."),
+    ] = "sleep",
+    forward_ms: Annotated[
+        float, typer.Option(min=0.1, help="Forward of a chunk that sleeps; its backward takes twice as long.")
+    ] = 30.0,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of a chunk that computes them.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, which is one sequence.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps; the shortest counts.")] = 5,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is expected, start nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a pipeline of equal stages and compare its bubble with (p-1)/(m*v+p-1), for p ranks, m micro-batches and
+    v chunks; draw both.
+    """
+    from nxtrain.bench.pipeline import StageWork, bench_pipeline
+
+    stages = StageWork(pp, virtual_pp, micro, work, forward_ms / 1e3, layers, seq_len)
+    bench_pipeline(work=stages, rounds=rounds, dry_run=dry_run, as_json=as_json)
+
+
 @bench.command("materialize", epilog="Example: nxtrain bench materialize --preset llama3.1-405b")
 def bench_materialize(
     preset: Annotated[str, typer.Option(help="Model, as in model.preset.")] = "llama2-70b",

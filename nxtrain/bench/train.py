@@ -149,17 +149,29 @@ class Worker:
         Raises:
             BackendError: The process ended; what it printed says why.
         """
+        self.begin()
+        return float(self.end())
+
+    def begin(self) -> None:
+        """Let one turn begin."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
             self._process.stdin.write("\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the read below tells
+            pass  # `end` tells
+
+    def end(self) -> str:
+        """Wait for the turn and return the line that it printed.
+
+        Raises:
+            BackendError: The process ended; what it printed says why.
+        """
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             raise BackendError(f"a benchmark process ended with exit code {self._process.wait()}; see its lines above")
-        return float(answer)
+        return answer
 
 
 def _table(result: Mapping[str, Any]) -> Table:

@@ -20,7 +20,7 @@ Shapes: S sequence, B batch, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,7 @@ class Pipeline:
         comm: Collectives.
         boundary: Hands what was recorded to the device.
         blank: A tensor of the shape and type of what stages send, (S/tp, B, D); its values mean nothing.
+        watch: Entered for each action, when what it waited for is there; for those who measure.
     """
 
     def __init__(
@@ -121,9 +122,10 @@ class Pipeline:
         comm: Collectives,
         boundary: Callable[[], None],
         blank: Tensor,
+        watch: Callable[[Action], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._model, self._parts, self._pp, self._comm = model, parts, pp, comm
-        self._boundary, self._blank = boundary, blank
+        self._boundary, self._blank, self._watch = boundary, blank, watch
 
     def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found) -> None:
         """Forward and backward of this rank's part of a global batch.
@@ -148,24 +150,34 @@ class Pipeline:
         underway = _Underway()
         for action, *more in with_exchanges(actions)[self._pp.rank]:
             with self._told(action):
-                if action.kind == "forward":
-                    self._forward(action, underway, batch, found)
-                elif action.kind == "backward":
-                    begin_backward(action.micro == len(batch) - 1)
-                    self._backward(action, underway)
-                elif more and self._comm.lazy:  # else both are under way at once anyhow
-                    self._exchange(action, more[0], underway)
-                else:
-                    for transfer in (action, *more):
-                        self._transfer(transfer, underway)
+                came = self._await(action, underway)
+                with self._watch(action):
+                    if action.kind == "forward":
+                        self._forward(action, came, underway, batch, found)
+                    elif action.kind == "backward":
+                        begin_backward(action.micro == len(batch) - 1)
+                        self._backward(action, came, underway)
+                    elif more and self._comm.lazy:  # else both are under way at once anyhow
+                        self._exchange(action, more[0], underway)
+                    else:
+                        for transfer in (action, *more):
+                            self._transfer(transfer, underway)
         for pending in underway.sent.values():
             pending.wait()
 
-    def _forward(self, action: Action, underway: _Underway, batch: MicroBatches, found: Found) -> None:
+    def _await(self, action: Action, underway: _Underway) -> Tensor | None:
+        """What another stage made for a computation; None if it needs nothing."""
+        part = self._parts[action.chunk]
+        if action.is_transfer or (part.first if action.kind == "forward" else part.last):
+            return None
+        return underway.received.pop((action.kind, action.chunk, action.micro)).wait()
+
+    def _forward(
+        self, action: Action, entered: Tensor | None, underway: _Underway, batch: MicroBatches, found: Found
+    ) -> None:
         chunk, micro = action.chunk, action.micro
         part = self._parts[chunk]
         tokens, targets = batch[micro]
-        entered = None if part.first else underway.received.pop(("forward", chunk, micro)).wait()
         if entered is not None:
             entered.requires_grad_(torch.is_grad_enabled())
         x = tokens if entered is None else entered
@@ -181,11 +193,10 @@ class Pipeline:
             underway.passages[chunk, micro] = _Passage(entered, end, exit_)
         self._boundary()
 
-    def _backward(self, action: Action, underway: _Underway) -> None:
+    def _backward(self, action: Action, came: Tensor | None, underway: _Underway) -> None:
         chunk, micro = action.chunk, action.micro
         passage = underway.passages.pop((chunk, micro))
-        if not self._parts[chunk].last:
-            passage.exit_.grad = underway.received.pop(("backward", chunk, micro)).wait()
+        passage.exit_.grad = came
         passage.end.backward()
         if passage.entered is not None:
             assert passage.entered.grad is not None, "every part depends on what enters it"

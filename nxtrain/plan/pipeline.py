@@ -89,10 +89,15 @@ class PipelineFigures:
     ranks: tuple[RankFigures, ...]
 
 
-def figures(pipeline: Pipeline) -> PipelineFigures:
-    """What a step costs, by playing it."""
-    spans = pipeline.play()
-    step_s = max(span.end_s for span in spans)
+def figures(pipeline: Pipeline, spans: Sequence[Span] = ()) -> PipelineFigures:
+    """What a step costs.
+
+    Args:
+        pipeline: What is computed.
+        spans: When each rank did what, each rank's in order, as it was measured; empty: as `pipeline` plays.
+    """
+    spans = spans or pipeline.play()
+    step_s = _step_s(_computations(spans))
     ranks = tuple(_rank_figures(pipeline, rank, step_s, spans) for rank in range(pipeline.pp_size))
     idle = pipeline.pp_size - 1
     return PipelineFigures(
@@ -101,6 +106,14 @@ def figures(pipeline: Pipeline) -> PipelineFigures:
         ideal_bubble=idle / (pipeline.num_micro * pipeline.virtual_pp + idle),
         ranks=ranks,
     )
+
+
+def _computations(spans: Sequence[Span]) -> list[Span]:
+    return [span for span in spans if not span.action.is_transfer]
+
+
+def _step_s(computations: Sequence[Span]) -> float:
+    return max(span.end_s for span in computations) - min(span.start_s for span in computations)
 
 
 def _rank_figures(pipeline: Pipeline, rank: int, step_s: float, spans: Sequence[Span]) -> RankFigures:
@@ -153,31 +166,53 @@ def _most_bytes(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> int
 def draw(pipeline: Pipeline, width: int = 120) -> str:
     """A step as text, time to the right and a line for each rank, with a legend and the figures.
 
+    Args:
+        pipeline: What is drawn.
+        width: Columns that there are.
+    """
+    return "\n".join(
+        [timeline(pipeline, width=width), *(_note(pipeline, note, width) for note in _summary(figures(pipeline)))]
+    )
+
+
+def timeline(pipeline: Pipeline, spans: Sequence[Span] = (), width: int = 120) -> str:
+    """The lines of the ranks and the legend.
+
     Columns are as narrow as labels allow. What does not fit is cut off, and the legend says so, since a timeline that
     cannot be read shows nothing.
 
     Args:
         pipeline: What is drawn.
+        spans: As in `figures`.
         width: Columns that there are.
     """
-    spans = [span for span in pipeline.play() if not span.action.is_transfer]
-    step_s = max(span.end_s for span in spans)
+    spans = _computations(spans or pipeline.play())
+    begin_s, step_s = min(span.start_s for span in spans), _step_s(spans)
     labels = [_label(span.action, pipeline.virtual_pp) for span in spans]
     columns_per_s = max(map(len, labels)) / min(span.end_s - span.start_s for span in spans)
-    lines = [[f"rank {rank:<{len(str(pipeline.pp_size - 1))}}  ", ""] for rank in range(pipeline.pp_size)]
+    lines = [[_head(pipeline, rank), ""] for rank in range(pipeline.pp_size)]
     for span, label in zip(spans, labels, strict=True):
-        start, end = round(span.start_s * columns_per_s), round(span.end_s * columns_per_s)
+        start, end = (round((at_s - begin_s) * columns_per_s) for at_s in (span.start_s, span.end_s))
         line = lines[span.rank]
         line[1] = line[1].ljust(start, ".") + label[: end - start].ljust(end - start, "-")
     head, all_columns = len(lines[0][0]), round(step_s * columns_per_s)
     columns = min(all_columns, max(1, width - head))
     text = [name + line.ljust(all_columns, ".")[:columns] for name, line in lines]
-    notes = [_legend(pipeline), *_summary(figures(pipeline))]
+    notes = [_legend(pipeline)]
     if columns < all_columns:
         shown = _time(step_s * columns / all_columns)
         notes.insert(0, f"the first {shown} of {_time(step_s)}; {head + all_columns} columns would show it all")
-    indent = " " * head
-    return "\n".join([*text, *(fill(note, width, initial_indent=indent, subsequent_indent=indent) for note in notes)])
+    return "\n".join([*text, *(_note(pipeline, note, width) for note in notes)])
+
+
+def _head(pipeline: Pipeline, rank: int) -> str:
+    return f"rank {rank:<{len(str(pipeline.pp_size - 1))}}  "
+
+
+def _note(pipeline: Pipeline, text: str, width: int) -> str:
+    """A line below those of the ranks, where they begin."""
+    indent = " " * len(_head(pipeline, 0))
+    return fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _label(action: Action, virtual_pp: int) -> str:

@@ -1,0 +1,248 @@
+"""The bubble of a pipeline of equal stages, measured on local processes, beside what its schedule predicts.
+
+The bubble is the share of all ranks' time in which they compute neither forward nor backward. Waiting and transfers are
+no computation, and a step lasts from the first forward of any rank to the last backward, on the clock that the
+processes of a machine share. What is quoted is the shortest of all rounds, since whatever else the machine does can
+only make a step longer.
+
+What stages do is to sleep, unless they are told to compute blocks of a Llama: a machine with fewer cores than stages
+can sleep in all of them at once, but not compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any, Literal, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+from nxtrain.bench.train import SHAPE, Worker
+from nxtrain.errors import ConfigError
+from nxtrain.parallel.schedule import Action, Span
+from nxtrain.plan.pipeline import Pipeline, PipelineFigures, figures, timeline
+
+Work: TypeAlias = Literal["sleep", "blocks"]
+
+BACKWARD = 2
+"""How many times as long as a forward a backward sleeps: as matrix products do."""
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What the ranks of a pipeline do.
+
+    Args:
+        pp: Ranks.
+        virtual_pp: Chunks of each.
+        micro: Micro-batches of a step.
+        work: What a chunk does: sleep, or compute blocks.
+        forward_s: Of a chunk that sleeps; its backward takes `BACKWARD` times as long.
+        layers: Blocks of a chunk that computes them.
+        seq_len: Tokens of a micro-batch; by their hidden states, what is sent.
+    """
+
+    pp: int
+    virtual_pp: int
+    micro: int
+    work: Work
+    forward_s: float
+    layers: int
+    seq_len: int
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Of the float32 hidden states that one stage sends to the next."""
+        return 4 * self.seq_len * int(SHAPE["hidden_size"])
+
+    def expected(self, forward_s: float = 0.0, backward_s: float = 0.0) -> Pipeline:
+        """The pipeline as planned; times other than those of sleep must be given."""
+        stages = range(self.pp * self.virtual_pp)
+        return Pipeline(
+            pp_size=self.pp,
+            virtual_pp=self.virtual_pp,
+            num_micro=self.micro,
+            forward_s=[forward_s or self.forward_s for _ in stages],
+            backward_s=[backward_s or BACKWARD * self.forward_s for _ in stages],
+            kept_bytes=[self.boundary_bytes * (stage > 0) for stage in stages],
+            boundary_bytes=self.boundary_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What all ranks did in one step.
+
+    Args:
+        spans: Each rank's in order; transfers are as long as it takes to start them.
+        sent_bytes: What each rank gave away.
+    """
+
+    spans: tuple[Span, ...]
+    sent_bytes: tuple[int, ...]
+
+    @staticmethod
+    def read(lines: Sequence[str]) -> Turn:
+        """From what the processes print, by rank."""
+        found = [json.loads(line) for line in lines]
+        spans = tuple(
+            Span(rank, Action(kind, chunk, micro), start_s, end_s)
+            for rank, one in enumerate(found)
+            for kind, chunk, micro, start_s, end_s in one["actions"]
+        )
+        return Turn(spans, tuple(one["sent_bytes"] for one in found))
+
+    def mean_s(self, kind: str) -> float:
+        """Of the forwards, or of the backwards."""
+        return mean(span.end_s - span.start_s for span in self.spans if span.action.kind == kind)
+
+
+def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool) -> None:
+    """Measure and print.
+
+    Args:
+        work: What is computed.
+        rounds: Steps, after one that warms up.
+        dry_run: Only print what is expected.
+        as_json: Print JSON instead of text.
+
+    Raises:
+        ConfigError: There is no such pipeline.
+    """
+    if work.pp == 1 and (not dry_run or work.virtual_pp > 1):
+        raise ConfigError("--pp 1 is no pipeline: a single stage sends nothing and waits for nobody; use 2 or more")
+    turns = [] if dry_run else measure(work, rounds)
+    result = summarize(work, turns)
+    if as_json:
+        print(json.dumps({**asdict(work), "rounds": rounds, **result}, indent=2))
+    else:
+        _show(work, turns, result)
+
+
+def measure(work: StageWork, rounds: int) -> list[Turn]:
+    """Run the steps, each rank in a process of its own.
+
+    Raises:
+        BackendError: A process ended; what it printed says why.
+    """
+    job = json.dumps(asdict(work))
+    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
+        workers = [
+            stack.enter_context(Worker("nxtrain.bench.pipeline_rank", str(rank), job, env))
+            for rank, env in enumerate(_environments(work.pp))
+        ]
+        turns = []
+        for number in range(rounds + 1):
+            status.update(f"round {number} of {rounds}")
+            for worker in workers:
+                worker.begin()
+            turns.append(Turn.read([worker.end() for worker in workers]))
+    return turns[1:]
+
+
+def fastest(work: StageWork, turns: Iterable[Turn]) -> Turn:
+    """The turn with the shortest step."""
+    return min(turns, key=lambda turn: figures(work.expected(), turn.spans).step_s)
+
+
+def summarize(work: StageWork, turns: Sequence[Turn]) -> dict[str, Any]:
+    """What is expected and, if there are turns, what was measured in the fastest.
+
+    Args:
+        work: What is computed; for blocks, the times expected are the means of those measured.
+        turns: Of the rounds.
+    """
+    best = fastest(work, turns) if turns else None
+    plan = _plan(work, best)
+    expected = figures(plan)
+    result: dict[str, Any] = {"ideal_bubble": expected.ideal_bubble, "expected": _of(expected)}
+    if best is not None:
+        result["measured"] = _of(figures(plan, best.spans)) | {"sent_bytes": list(best.sent_bytes)}
+        result["bubbles"] = [figures(plan, turn.spans).bubble for turn in turns]
+        result["cores"] = _num_cores()
+    return result
+
+
+def _of(found: PipelineFigures) -> dict[str, Any]:
+    return {
+        "step_s": found.step_s,
+        "bubble": found.bubble,
+        "busy_s": [rank.busy_s for rank in found.ranks],
+        "forwards_in_flight": [rank.forwards_in_flight for rank in found.ranks],
+        "forwards_in_flight_formula": [rank.forwards_in_flight_formula for rank in found.ranks],
+        "sent_bytes": [rank.sent_bytes for rank in found.ranks],
+    }
+
+
+def _plan(work: StageWork, best: Turn | None) -> Pipeline:
+    if best is None or work.work == "sleep":
+        return work.expected()
+    return work.expected(best.mean_s("forward"), best.mean_s("backward"))
+
+
+def _environments(pp: int) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": str(pp), "LOCAL_WORLD_SIZE": str(pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    one_thread = {"OMP_NUM_THREADS": "1"}  # more would make a rank faster when others wait, and stages unequal
+    return [
+        {**os.environ, **common, **one_thread, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(pp)
+    ]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any]) -> None:
+    best = fastest(work, turns) if turns else None
+    plan = _plan(work, best)
+    console = Console(highlight=False, soft_wrap=True)
+    width = console.width if console.is_terminal else 120
+    for name, spans in (("expected", ()), *((("measured", best.spans),) if best else ())):
+        console.print(f"{name}:", style="bold")
+        print(timeline(plan, spans, width))
+        print()
+    console.print(_table(work, result))
+    if best and work.work == "blocks" and result["cores"] < work.pp:
+        console.print(
+            f"{work.pp} ranks share {result['cores']} cores, so they wait for these and not for each other: this "
+            "bubble says nothing of the schedule; use --work sleep, or as many cores as ranks",
+            style="yellow",
+        )
+
+
+def _table(work: StageWork, result: dict[str, Any]) -> Table:
+    shown = [name for name in ("expected", "measured") if name in result]
+    title = f"pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: "
+    title += ", ".join(f"bubble {result[name]['bubble']:.1%} {name}" for name in shown)
+    table = Table(title=f"{title}, {result['ideal_bubble']:.1%} ideal", title_style="bold")
+    table.add_column("rank", justify="right")
+    for name in shown:
+        table.add_column(f"busy ms, {name}", justify="right")
+        table.add_column("idle ms", justify="right")
+    for name in shown:
+        table.add_column(f"forwards in flight, {name}", justify="right")
+    table.add_column("formula", justify="right")
+    for name in shown:
+        table.add_column(f"MiB sent, {name}", justify="right")
+    for rank in range(work.pp):
+        row = [str(rank)]
+        for name in shown:
+            busy_s = result[name]["busy_s"][rank]
+            row += [f"{1e3 * busy_s:.1f}", f"{1e3 * (result[name]['step_s'] - busy_s):.1f}"]
+        row += [str(result[name]["forwards_in_flight"][rank]) for name in shown]
+        row.append(str(result["expected"]["forwards_in_flight_formula"][rank]))
+        row += [f"{result[name]['sent_bytes'][rank] / (1 << 20):.1f}" for name in shown]
+        table.add_row(*row)
+    if "bubbles" in result:
+        bubbles = " ".join(f"{bubble:.1%}" for bubble in result["bubbles"])
+        table.caption = f"the shortest step of {len(result['bubbles'])} rounds, whose bubbles are {bubbles}"
+    return table

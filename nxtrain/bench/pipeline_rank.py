@@ -1,0 +1,155 @@
+"""A process of `nxtrain bench pipeline`: one rank, a step for each line on standard input.
+
+python -m nxtrain.bench.pipeline_rank RANK WORK
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.bench.pipeline import BACKWARD, StageWork
+from nxtrain.bench.train import SHAPE
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.family import CausalLM, find_family
+from nxtrain.mesh import Mesh
+from nxtrain.parallel.pipeline import Pipeline
+from nxtrain.parallel.schedule import Action
+from nxtrain.stages import Part
+from nxtrain.train.build import build_model, parts_of
+
+PATIENCE_S = 60.0
+
+
+def main(work: StageWork) -> None:
+    """Serve turns until standard input ends; each prints what was done when."""
+    answers = _own_output()
+    torch.set_num_threads(1)
+    backend = open_backend("cpu", PATIENCE_S)
+    mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
+    backend.lay_out(mesh)
+    turn = step(work, backend, mesh)
+    for _ in sys.stdin:
+        backend.collectives.barrier()
+        print(json.dumps(turn()), file=answers, flush=True)
+    backend.close()
+
+
+def _own_output() -> TextIO:
+    """Standard output for this program alone: gloo prints there whom it connects."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
+    return answers
+
+
+def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str, Any]]:
+    """A step of the executor that training uses, with a watch on it."""
+    blank = torch.zeros(work.seq_len, 1, SHAPE["hidden_size"])
+    last = work.pp * work.virtual_pp - 1
+    stages = range(mesh.pp.rank, last + 1, work.pp)
+    parts = [Part(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
+    chunks: dict[int, Callable[[Tensor], Tensor]] = {
+        stage: _Sleeper(work.forward_s) if work.work == "sleep" else _blocks(work, backend, stage) for stage in stages
+    }
+    actions: list[tuple[str, int, int, float, float]] = []
+    sent_bytes = 0
+
+    @contextmanager
+    def watch(action: Action) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        actions.append((action.kind, action.chunk, action.micro, begin, time.monotonic()))
+
+    class Counted:
+        """The collectives, with an eye on what is sent."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(backend.collectives, name)
+
+        def start_send(self, x: Tensor, *where: Any) -> Any:
+            nonlocal sent_bytes
+            sent_bytes += x.nbytes
+            return backend.collectives.start_send(x, *where)
+
+    model = _Chunks(chunks, blank)
+    comm: Any = Counted()
+    pipeline = Pipeline(cast(CausalLM, model), parts, mesh.pp, comm, backend.step_boundary, blank, watch)
+    tokens = torch.zeros(1, work.seq_len, dtype=torch.int64)
+    batch = [(tokens, tokens)] * work.micro
+
+    def turn() -> dict[str, Any]:
+        nonlocal sent_bytes
+        actions.clear()
+        sent_bytes = 0
+        pipeline.train(batch, lambda last: None, lambda loss, targets: None)
+        return {"actions": actions, "sent_bytes": sent_bytes}
+
+    return turn
+
+
+class _Chunks(nn.Module):
+    """The work of one rank where a model would be: equal chunks, the first without embedding, the last without head."""
+
+    def __init__(self, chunks: dict[int, Callable[[Tensor], Tensor]], blank: Tensor) -> None:
+        super().__init__()
+        self._chunks = chunks
+        self.entry = nn.Parameter(blank.clone())
+
+    def run(self, part: Part, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        out = self._chunks[part.blocks[0]](self.entry if part.first else x)
+        return out if targets is None else out.sum()
+
+
+class _Sleeper:
+    """A chunk that takes its time and no core."""
+
+    def __init__(self, forward_s: float) -> None:
+        self._forward_s = forward_s
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x, self._forward_s)
+        return out
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(BACKWARD * ctx.seconds)
+        return grad.clone(), None
+
+
+def _blocks(work: StageWork, backend: Backend, stage: int) -> Callable[[Tensor], Tensor]:
+    """Blocks of our Llama: a stage in the middle of a pipeline with one more at each end."""
+    num_stages = work.pp * work.virtual_pp + 2
+    cuts = [work.layers * cut for cut in range(1, num_stages)]
+    tables = {"parallel": {"pp": num_stages, "pipeline_cuts": cuts}, "train": {"seq_len": work.seq_len}}
+    family = find_family("llama")
+    shape = {**SHAPE, "num_hidden_layers": work.layers * num_stages, "max_position_embeddings": work.seq_len}
+    plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
+    mesh = Mesh.build(num_stages, stage + 1, pp=num_stages)
+    model = cast(CausalLM, build_model(plan, backend, mesh, init="draw"))
+    (part,) = parts_of(plan, mesh)
+    return lambda x: model.run(part, x)
+
+
+if __name__ == "__main__":
+    main(StageWork(**json.loads(sys.argv[2])))
