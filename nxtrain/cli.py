@@ -363,15 +363,16 @@ def bench_pipeline(
     ] = "sleep",
     forward_ms: Annotated[
         float, typer.Option(min=0.1, help="Forward of a chunk that sleeps; its backward takes twice as long.")
-    ] = 30.0,
+    ] = 50.0,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of a chunk that computes them.")] = 1,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, which is one sequence.")] = 256,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, which is one sequence.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Steps; the shortest counts.")] = 5,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is expected, start nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a pipeline of equal stages and compare its bubble with (p-1)/(m*v+p-1), for p ranks, m micro-batches and
-    v chunks; draw both.
+    """Run a pipeline of equal stages, draw it, and hold its bubble to (p-1)/(m*v+p-1).
+
+    That is the share of the step in which p ranks of v chunks each idle, with m micro-batches and free transfers.
     """
     from nxtrain.bench.pipeline import StageWork, bench_pipeline
 

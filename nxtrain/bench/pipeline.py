@@ -192,9 +192,7 @@ def _environments(pp: int) -> list[dict[str, str]]:
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": str(pp), "LOCAL_WORLD_SIZE": str(pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     one_thread = {"OMP_NUM_THREADS": "1"}  # more would make a rank faster when others wait, and stages unequal
-    return [
-        {**os.environ, **common, **one_thread, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(pp)
-    ]
+    return [{**os.environ, **common, **one_thread, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(pp)]
 
 
 def _num_cores() -> int:
@@ -206,10 +204,12 @@ def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any]) -> Non
     plan = _plan(work, best)
     console = Console(highlight=False, soft_wrap=True)
     width = console.width if console.is_terminal else 120
-    for name, spans in (("expected", ()), *((("measured", best.spans),) if best else ())):
+    pictures = {"expected": timeline(plan, width=width)}
+    if best:
+        pictures["measured"] = timeline(plan, best.spans, width)
+    for name, picture in pictures.items():
         console.print(f"{name}:", style="bold")
-        print(timeline(plan, spans, width))
-        print()
+        console.print(f"{picture}\n", markup=False)
     console.print(_table(work, result))
     if best and work.work == "blocks" and result["cores"] < work.pp:
         console.print(
@@ -220,29 +220,28 @@ def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any]) -> Non
 
 
 def _table(work: StageWork, result: dict[str, Any]) -> Table:
-    shown = [name for name in ("expected", "measured") if name in result]
-    title = f"pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: "
-    title += ", ".join(f"bubble {result[name]['bubble']:.1%} {name}" for name in shown)
-    table = Table(title=f"{title}, {result['ideal_bubble']:.1%} ideal", title_style="bold")
-    table.add_column("rank", justify="right")
-    for name in shown:
-        table.add_column(f"busy ms, {name}", justify="right")
-        table.add_column("idle ms", justify="right")
-    for name in shown:
-        table.add_column(f"forwards in flight, {name}", justify="right")
-    table.add_column("formula", justify="right")
-    for name in shown:
-        table.add_column(f"MiB sent, {name}", justify="right")
+    shown = [result[name] for name in ("expected", "measured") if name in result]
+
+    def cell(numbers: Sequence[float], form: str) -> str:
+        return " / ".join(f"{number:{form}}" for number in numbers)
+
+    title = f"pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: bubble "
+    title += f"{cell([found['bubble'] for found in shown], '.1%')}, ideal {result['ideal_bubble']:.1%}"
+    table = Table(title=title, title_style="bold")
+    for head in ("rank", "busy ms", "idle ms", "forwards in flight", "formula", "MiB sent"):
+        table.add_column(head, justify="right")
     for rank in range(work.pp):
-        row = [str(rank)]
-        for name in shown:
-            busy_s = result[name]["busy_s"][rank]
-            row += [f"{1e3 * busy_s:.1f}", f"{1e3 * (result[name]['step_s'] - busy_s):.1f}"]
-        row += [str(result[name]["forwards_in_flight"][rank]) for name in shown]
-        row.append(str(result["expected"]["forwards_in_flight_formula"][rank]))
-        row += [f"{result[name]['sent_bytes'][rank] / (1 << 20):.1f}" for name in shown]
-        table.add_row(*row)
+        busy_ms = [1e3 * found["busy_s"][rank] for found in shown]
+        idle_ms = [1e3 * found["step_s"] - busy for found, busy in zip(shown, busy_ms, strict=True)]
+        table.add_row(
+            str(rank),
+            cell(busy_ms, ".1f"),
+            cell(idle_ms, ".1f"),
+            cell([found["forwards_in_flight"][rank] for found in shown], "d"),
+            str(result["expected"]["forwards_in_flight_formula"][rank]),
+            cell([found["sent_bytes"][rank] / (1 << 20) for found in shown], ".3g"),
+        )
     if "bubbles" in result:
         bubbles = " ".join(f"{bubble:.1%}" for bubble in result["bubbles"])
-        table.caption = f"the shortest step of {len(result['bubbles'])} rounds, whose bubbles are {bubbles}"
+        table.caption = f"expected / measured, in the shortest step of {len(result['bubbles'])} with bubbles {bubbles}"
     return table

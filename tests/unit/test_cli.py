@@ -70,6 +70,7 @@ def test_help_comes_without_torch_and_names_every_command() -> None:
         ["config", "show"],
         ["config", "keys"],
         ["bench", "train"],
+        ["bench", "pipeline"],
         ["cache", "ls"],
         ["cache", "verify"],
         ["cache", "sync"],

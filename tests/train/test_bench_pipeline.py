@@ -1,0 +1,68 @@
+"""The executor on real processes leaves the bubble of the field's formula, and does what its schedule says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+HIDDEN_BYTES = 16 * 512 * 4
+"""Of what stages send: tokens, width, float32."""
+
+
+def bench(*options: str) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "nxtrain", "bench", "pipeline", "--seq-len", "16", "--json", *options]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual_pp", "micro", "forward_ms", "in_flight"),
+    [(4, 1, 8, 40, [4, 3, 2, 1]), (2, 2, 4, 80, [5, 3])],  # the smaller the bubble, the more a transfer adds to it
+)
+def test_equal_stages_leave_the_bubble_of_the_formula(
+    pp: int, virtual_pp: int, micro: int, forward_ms: int, in_flight: list[int]
+) -> None:
+    degrees = ("--pp", str(pp), "--virtual-pp", str(virtual_pp), "--micro", str(micro))
+    found = bench(*degrees, "--forward-ms", str(forward_ms), "--rounds", "4")
+    measured = found["measured"]
+    ideal = (pp - 1) / (micro * virtual_pp + pp - 1)
+    assert found["ideal_bubble"] == ideal
+    assert measured["bubble"] == pytest.approx(ideal, rel=0.1)
+    # Beside the bubble: each rank was busy as long as its chunks sleep, and no longer than a busy machine oversleeps.
+    slept_s = 3e-3 * forward_ms * micro * virtual_pp
+    assert all(slept_s <= busy_s < 1.1 * slept_s for busy_s in measured["busy_s"])
+    assert measured["forwards_in_flight"] == measured["forwards_in_flight_formula"] == in_flight
+    ends = [2 * virtual_pp - (rank == 0) - (rank == pp - 1) for rank in range(pp)]
+    assert measured["sent_bytes"] == [micro * number * HIDDEN_BYTES for number in ends]
+
+
+def test_stages_compute_blocks_too() -> None:
+    """How long they take says nothing here, where ranks may share cores."""
+    found = bench("--pp", "2", "--micro", "2", "--work", "blocks", "--rounds", "1")
+    measured = found["measured"]
+    assert measured["forwards_in_flight"] == [2, 1]
+    assert measured["sent_bytes"] == [2 * HIDDEN_BYTES] * 2
+    assert 0 < measured["bubble"] < 1
+    assert all(0 < busy_s < measured["step_s"] for busy_s in measured["busy_s"])
+    assert sum(found["expected"]["busy_s"]) == pytest.approx(sum(measured["busy_s"]))
+
+
+def test_a_picture_costs_no_run() -> None:
+    argv = [sys.executable, "-m", "nxtrain", "bench", "pipeline", "--pp", "2", "--micro", "2", "--dry-run"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("expected:\nrank 0  F0F1....B0--..B1--\nrank 1  ..F0B0--F1B1--....\n")
+    assert "measured:" not in done.stdout
+
+
+def test_one_stage_is_no_pipeline() -> None:
+    argv = [sys.executable, "-m", "nxtrain", "bench", "pipeline", "--pp", "1"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--pp 1 is no pipeline" in done.stderr
