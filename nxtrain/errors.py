@@ -72,10 +72,32 @@ class DivergedError(NxtrainError):
     exit_code = 6
 
 
+class LostPeerError(NxtrainError):
+    """A rank that this one needs ended early, and so does this one; why is told there, and a new start may mend it.
+
+    Args:
+        message: What is told here.
+        peer: Who ended, if that is known.
+    """
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(message)
+
+
 class HangError(NxtrainError):
-    """A rank that stopped making progress."""
+    """A rank that stopped making progress.
+
+    Args:
+        message: What is told.
+        peer: The one that did not come, if that is known.
+    """
 
     exit_code = 7
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(message)
 
 
 class StoppedBySignal(NxtrainError):

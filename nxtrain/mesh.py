@@ -170,6 +170,13 @@ class Mesh:
         """Every rank."""
         return self.over("pp", "dp", "tp")
 
+    def words(self, rank: int) -> str:
+        """A rank as messages name it, with its pipeline stage if there are several."""
+        if self.pp_size == 1:
+            return f"rank {rank}"
+        (stage,) = (group.index(rank) for group in self.pp.groups if rank in group)
+        return f"pipeline stage {stage} of {self.pp_size} (rank {rank})"
+
     @cached_property
     def _place(self) -> int:
         """Where this rank stands in [pp, dp, tp]."""

@@ -381,6 +381,19 @@ class Backend(ABC):
         """Most device memory that this rank has held at once; 0 if the device does not tell."""
         return 0
 
+    def failed(self, error: Exception) -> Exception:
+        """Let the other ranks know why this one ends early, or learn from them if it only lost one of them.
+
+        Takes a few seconds at most, and so does `close` from now on.
+
+        Args:
+            error: What ended the run here.
+
+        Returns:
+            What to tell: the error, or what a rank that failed before says of itself.
+        """
+        return error
+
     def close(self) -> None:
         """Leave the process group and free the device."""
         self.binding.close()

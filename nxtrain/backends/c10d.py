@@ -14,14 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending, Result_co
-from nxtrain.errors import BackendError, HangError
+from nxtrain.backends.last_words import LastWords, first_line, loss, within
+from nxtrain.errors import HangError, LostPeerError
 from nxtrain.mesh import Axis, Mesh
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _FUNCTIONAL: Any = torch.ops._c10d_functional
+
+LEAVE_S = 5.0
+"""What a rank that ends early spends on closing its connections before the system closes them."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,21 @@ class _AsyncBucket:
 
 
 @dataclass(frozen=True)
+class _Peer:
+    """The other rank of a transfer.
+
+    Args:
+        rank: Its number.
+        words: Its name.
+        hang_timeout_s: Seconds that the group waits for it.
+    """
+
+    rank: int
+    words: str
+    hang_timeout_s: float
+
+
+@dataclass(frozen=True)
 class _Transfer(Generic[Result_co]):
     """What goes between two ranks; keeps its tensors alive.
 
@@ -89,25 +109,23 @@ class _Transfer(Generic[Result_co]):
         works: Under way.
         result: Of waiting.
         held: Is being sent.
-        peer: The other, in words.
-        hang_timeout_s: Seconds that the group waits for it.
+        peer: The other.
     """
 
     works: Sequence[dist.Work]
     result: Result_co
     held: Tensor | None
-    peer: str
-    hang_timeout_s: float
+    peer: _Peer
 
     def wait(self) -> Result_co:
-        with _blaming(self.peer, self.hang_timeout_s):
+        with _blaming(self.peer):
             for work in self.works:
                 work.wait()
         return self.result
 
 
 @contextmanager
-def _blaming(peer: str, hang_timeout_s: float) -> Iterator[None]:
+def _blaming(peer: _Peer) -> Iterator[None]:
     """Turn what gloo says of a connection into what became of the rank at its other end.
 
     NCCL says nothing here, since waiting is left to the stream: torch's watchdog ends the process after the same time.
@@ -118,13 +136,16 @@ def _blaming(peer: str, hang_timeout_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         if re.search(r"tim(ed|e) ?out", reason, re.IGNORECASE):
             raise HangError(
-                f"{peer} did not come within recovery.hang_timeout_s={hang_timeout_s:g} seconds: {reason}. It hangs, "
-                "or does other work than was agreed; its own last lines say more"
+                f"{peer.words} did not come within recovery.hang_timeout_s={peer.hang_timeout_s:g} seconds: {reason}. "
+                "It hangs, or does other work than was agreed; its own last lines say more",
+                peer.rank,
             ) from error
-        raise BackendError(f"{peer} is gone: {reason}. It died, or left early; its own last lines say why") from error
+        raise LostPeerError(
+            f"{peer.words} is gone: {reason}. It died, or left early; its own last lines say why", peer.rank
+        ) from error
 
 
 class C10dCollectives(Collectives):
@@ -152,6 +173,11 @@ class C10dCollectives(Collectives):
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
         self._disordered: set[tuple[tuple[int, ...], ...]] = set()
+        self._mesh: Mesh | None = None
+
+    def words(self, rank: int) -> str:
+        """A rank as messages name it."""
+        return self._mesh.words(rank) if self._mesh else f"rank {rank}"
 
     @property
     def _timeout(self) -> timedelta:
@@ -217,6 +243,7 @@ class C10dCollectives(Collectives):
 
     def lay_out(self, mesh: Mesh) -> None:
         """Make all groups that ranks of several stages would otherwise make in different orders."""
+        self._mesh = mesh
         if mesh.pp_size == 1:
             return
         stage = [mesh.tp, mesh.dp, mesh.shard, mesh.replica, mesh.stage]
@@ -231,33 +258,33 @@ class C10dCollectives(Collectives):
                 self._links[low, high] = link
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
-        peer, group, words = self._reach(axis, to)
-        with _blaming(words, self.hang_timeout_s):
-            return _Transfer([_started(dist.isend(x, peer, group))], None, x, words, self.hang_timeout_s)
+        peer, group = self._reach(axis, to)
+        with _blaming(peer):
+            return _Transfer([_started(dist.isend(x, peer.rank, group))], None, x, peer)
 
     def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
-        peer, group, words = self._reach(axis, source)
+        peer, group = self._reach(axis, source)
         out = torch.empty_like(like, memory_format=torch.contiguous_format)
-        with _blaming(words, self.hang_timeout_s):
-            return _Transfer([_started(dist.irecv(out, peer, group))], out, None, words, self.hang_timeout_s)
+        with _blaming(peer):
+            return _Transfer([_started(dist.irecv(out, peer.rank, group))], out, None, peer)
 
     def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
-        other, group, words = self._reach(axis, peer)
+        other, group = self._reach(axis, peer)
         out = torch.empty_like(x)
         # Together: on NCCL both ends would else wait to send before either receives.
-        both = [dist.P2POp(dist.isend, x, other, group), dist.P2POp(dist.irecv, out, other, group)]
-        with _blaming(words, self.hang_timeout_s):
+        both = [dist.P2POp(dist.isend, x, other.rank, group), dist.P2POp(dist.irecv, out, other.rank, group)]
+        with _blaming(other):
             works = dist.batch_isend_irecv(both)
-        return _Transfer(works, out, x, words, self.hang_timeout_s).wait()
+        return _Transfer(works, out, x, other).wait()
 
-    def _reach(self, axis: Axis, position: int) -> tuple[int, dist.ProcessGroup, str]:
-        """A rank by its position: its number in the world, the group to reach it in, and its name in words."""
+    def _reach(self, axis: Axis, position: int) -> tuple[_Peer, dist.ProcessGroup]:
+        """A rank by its position, and the group to reach it in."""
         me = dist.get_rank()
         (ranks,) = (group for group in axis.groups if me in group)
         peer = ranks[position]
         assert peer != me, (axis, position)
         group = self._links.get((min(me, peer), max(me, peer))) or self.group(axis)
-        return peer, group, f"rank {peer} (position {position} of {axis.size} on {axis.name})"
+        return _Peer(peer, self.words(peer), self.hang_timeout_s), group
 
     def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
         """The data parallel ranks as torch's own sharding takes them: (shard,) or (replica, shard)."""
@@ -285,6 +312,8 @@ class C10dBackend(Backend):
     """A backend whose ranks are processes of `torch.distributed`."""
 
     collectives: C10dCollectives
+    _last_words: LastWords | None = None
+    _ends_early = False
 
     def _take_place(self) -> None:
         place = Placement.read()
@@ -295,7 +324,13 @@ class C10dBackend(Backend):
     def _join(self, process_group: str, hang_timeout_s: float, device_id: torch.device | None = None) -> None:
         if self.world > 1:
             timeout = timedelta(seconds=hang_timeout_s)
-            dist.init_process_group(process_group, timeout=timeout, device_id=device_id)
+            # As without a store, but that this one can be talked to.
+            store, rank, world = next(rendezvous("env://", self.rank, self.world, timeout=timeout))
+            store.set_timeout(timeout)
+            self._last_words = LastWords(store)
+            dist.init_process_group(
+                process_group, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id
+            )
         self.collectives.hang_timeout_s = hang_timeout_s
 
     def lay_out(self, mesh: Mesh) -> None:
@@ -304,9 +339,45 @@ class C10dBackend(Backend):
     def device_mesh(self, mesh: Mesh) -> DeviceMesh:
         return self.collectives.device_mesh(self.device.type, mesh)
 
+    def failed(self, error: Exception) -> Exception:
+        if self._last_words is None:
+            return error
+        self._ends_early = True
+        words, me = self._last_words, self.collectives.words(self.rank)
+        lost = loss(error)
+        if lost is None:
+            text = first_line(error)
+            words.leave(text if text.startswith(me) else f"{me} failed: {type(error).__name__}: {text}")
+            return error
+        if isinstance(lost, HangError):
+            return self._hung(lost, words)
+        if lost.peer is None:
+            first = words.await_first() or words.leave(f"a rank that {me} works with is gone")
+        else:
+            first = words.leave(f"{self.collectives.words(lost.peer)} is gone")
+        if first in str(lost):
+            return lost
+        return LostPeerError(f"{first}\n{me} needs it, and ends too", lost.peer)
+
+    def _hung(self, error: HangError, words: LastWords) -> Exception:
+        """Name the rank that hangs, where this one waited for another that waits for it in turn."""
+        if error.peer is None:
+            words.leave(first_line(error))
+            return error
+        hangs = words.who_hangs(self.rank, error.peer)
+        name, peer = self.collectives.words(hangs), self.collectives.words(error.peer)
+        words.leave(f"{name} did not come within recovery.hang_timeout_s={self.collectives.hang_timeout_s:g} seconds")
+        if hangs == error.peer:
+            return error
+        me = self.collectives.words(self.rank)
+        return HangError(f"{name} hangs; {me} waited for {peer}, which waits for it in turn: {error}", hangs)
+
     def close(self) -> None:
         super().close()
-        if self.world > 1:
+        if self._ends_early:
+            # It waits for collectives under way, whose other ranks may wait for this one to end.
+            within(LEAVE_S, dist.destroy_process_group)
+        elif self.world > 1:
             self.collectives.forget()
             dist.destroy_process_group()
 

@@ -95,7 +95,7 @@ class Collectives(ABC):
             to: Position of the other on this rank's group of the axis.
 
         Raises:
-            BackendError: The other died; here, or when waited for.
+            LostPeerError: The other died; here, or when waited for.
             HangError: It did not come in time; likewise.
         """
 

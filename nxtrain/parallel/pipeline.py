@@ -111,6 +111,7 @@ class Pipeline:
         comm: Collectives.
         boundary: Hands what was recorded to the device.
         blank: A tensor of the shape and type of what stages send, (S/tp, B, D); its values mean nothing.
+        place: This rank in words.
         watch: Entered for each action, when what it waited for is there; for those who measure.
     """
 
@@ -122,10 +123,11 @@ class Pipeline:
         comm: Collectives,
         boundary: Callable[[], None],
         blank: Tensor,
+        place: str,
         watch: Callable[[Action], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._model, self._parts, self._pp, self._comm = model, parts, pp, comm
-        self._boundary, self._blank, self._watch = boundary, blank, watch
+        self._boundary, self._blank, self._place, self._watch = boundary, blank, place, watch
 
     def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found) -> None:
         """Forward and backward of this rank's part of a global batch.
@@ -230,8 +232,7 @@ class Pipeline:
         except NxtrainError:
             raise
         except Exception as error:
-            place = f"pipeline stage {self._pp.rank} of {self._pp.size}"
-            raise StageError(f"{place} failed in {action}") from error
+            raise StageError(f"{self._place} failed in {action}: {type(error).__name__}: {error}") from error
 
 
 def _item(action: Action) -> Item:

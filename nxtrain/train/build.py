@@ -217,6 +217,7 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
         backend.collectives,
         backend.step_boundary,
         backend.put(blank),
+        mesh.words(mesh.rank),
     )
 
 

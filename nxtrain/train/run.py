@@ -48,6 +48,11 @@ def train(loaded: Loaded) -> None:
     try:
         reason += f"; layers {layers}: {why}" if why else ""
         train_on(backend, resolve(loaded, backend.world), reason)
+    except Exception as error:
+        told = backend.failed(error)
+        if told is error:
+            raise
+        raise told from error
     finally:
         backend.close()
 

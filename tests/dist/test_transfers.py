@@ -106,7 +106,7 @@ def test_a_peer_that_does_not_come_is_named_in_time(ranks: RankPool) -> None:
     assert middle == ("", "", 0.0)
     for kind, message, seconds in (receiver, sender):
         assert kind == "HangError"
-        assert message.startswith("rank 2 (position 1 of 3 on pp) did not come within recovery.hang_timeout_s=1.5 s")
+        assert message.startswith("pipeline stage 1 of 3 (rank 2) did not come within recovery.hang_timeout_s=1.5 s")
         assert PATIENCE_S * 0.9 < seconds < PATIENCE_S * 1.9
 
 
@@ -116,4 +116,4 @@ def test_a_peer_that_dies_is_named(ranks: RankPool) -> None:
     receiver, sender, middle = str(ended.value).split("\nrank ")
     assert middle == "2:\ndied"
     for text in (receiver, sender):
-        assert "nxtrain.errors.BackendError: rank 2 (position 1 of 3 on pp) is gone: " in text
+        assert "nxtrain.errors.LostPeerError: pipeline stage 1 of 3 (rank 2) is gone: " in text
