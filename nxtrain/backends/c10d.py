@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending, Result_co
-from nxtrain.backends.last_words import LastWords, first_line, loss, within
+from nxtrain.backends.last_words import GRACE_S, LastWords, first_line, is_late, loss, within
 from nxtrain.errors import HangError, LostPeerError
 from nxtrain.mesh import Axis, Mesh
 
@@ -137,7 +136,7 @@ def _blaming(peer: _Peer) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = first_line(error)
-        if re.search(r"tim(ed|e) ?out", reason, re.IGNORECASE):
+        if is_late(error):
             raise HangError(
                 f"{peer.words} did not come within recovery.hang_timeout_s={peer.hang_timeout_s:g} seconds: {reason}. "
                 "It hangs, or does other work than was agreed; its own last lines say more",
@@ -361,16 +360,15 @@ class C10dBackend(Backend):
 
     def _hung(self, error: HangError, words: LastWords) -> Exception:
         """Name the rank that hangs, where this one waited for another that waits for it in turn."""
-        if error.peer is None:
-            words.leave(first_line(error))
-            return error
         hangs = words.who_hangs(self.rank, error.peer)
-        name, peer = self.collectives.words(hangs), self.collectives.words(error.peer)
-        words.leave(f"{name} did not come within recovery.hang_timeout_s={self.collectives.hang_timeout_s:g} seconds")
-        if hangs == error.peer:
+        if hangs is not None:
+            limit = f"recovery.hang_timeout_s={self.collectives.hang_timeout_s:g}"
+            words.leave(f"{self.collectives.words(hangs)} did not come within {limit} seconds")
+        if hangs is not None and hangs == error.peer:
             return error
-        me = self.collectives.words(self.rank)
-        return HangError(f"{name} hangs; {me} waited for {peer}, which waits for it in turn: {error}", hangs)
+        # Others may find it a little later, or wait for it themselves.
+        first = words.await_first(2 * GRACE_S)
+        return HangError(f"{first}\n{self.collectives.words(self.rank)} waited too: {error}") if first else error
 
     def close(self) -> None:
         super().close()

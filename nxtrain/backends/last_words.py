@@ -31,6 +31,9 @@ _GONE = re.compile(
 )
 """What gloo, torch's store and NCCL say of a connection whose other end is gone."""
 
+_LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
+"""What gloo and torch's store say when the other end does not come."""
+
 
 class LastWords:
     """The first failure of a run, and who waits for whom when ranks hang.
@@ -47,29 +50,36 @@ class LastWords:
         first = within(ANSWER_S, lambda: self._store.compare_set("first", "", words).decode())
         return first or words
 
-    def await_first(self) -> str:
-        """What another rank leaves now or within `GRACE_S`; empty if none does."""
-        return within(GRACE_S, lambda: self._store.get("first").decode()) or ""
+    def await_first(self, seconds: float = GRACE_S) -> str:
+        """What another rank leaves now or within some time; empty if none does."""
+        return within(seconds, lambda: self._store.get("first").decode()) or ""
 
-    def who_hangs(self, rank: int, peer: int) -> int:
-        """The rank that others wait for, and that waits for nobody.
+    def who_hangs(self, rank: int, peer: int | None) -> int | None:
+        """The rank that others wait for, and that waits for nobody; None if nobody can tell.
 
         Args:
             rank: This one, which has waited for another as long as it may.
-            peer: That one. It may have waited itself, and then says so soon.
+            peer: That one. It may have waited itself, and then says so soon. None: any of several.
         """
 
-        def follow() -> int:
-            self._store.set(f"waits/{rank}", str(peer))
+        def follow() -> int | None:
+            self._store.set(f"waits/{rank}", "" if peer is None else str(peer))
             time.sleep(GRACE_S)
             seen, at = {rank}, peer
-            while at not in seen and self._store.check([f"waits/{at}"]):
+            while at is not None and self._store.check([f"waits/{at}"]):
+                if at in seen:
+                    return None
                 seen.add(at)
-                at = int(self._store.get(f"waits/{at}"))
+                words = self._store.get(f"waits/{at}").decode()
+                at = int(words) if words else None
             return at
 
-        found = within(GRACE_S + ANSWER_S, follow)
-        return peer if found is None or found == rank else found
+        return within(GRACE_S + ANSWER_S, follow)
+
+
+def is_late(error: BaseException) -> bool:
+    """Whether an error of a transfer says that the other did not come in time."""
+    return bool(_LATE.search(first_line(error)))
 
 
 def within(seconds: float, work: Callable[[], Result]) -> Result | None:
@@ -96,6 +106,11 @@ def loss(error: BaseException) -> LostPeerError | HangError | None:
             return at
         if isinstance(at, RuntimeError) and _GONE.search(str(at)):
             return LostPeerError(f"a rank that this one works with is gone: {first_line(at)}")
+        if isinstance(at, RuntimeError) and is_late(at):
+            return HangError(
+                "a rank that this one works with did not come within recovery.hang_timeout_s: "
+                f"{first_line(at)}. It hangs, or does other work than was agreed; its own last lines say more"
+            )
         at = at.__cause__
     return None
 
