@@ -71,7 +71,9 @@ class Rope(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Turn each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same."""
         length = x.shape[0]
-        rotated: Tensor = _Rotate.apply(x, self.cos[:length], self.sin[:length])
+        # Whole, they are no views: where graphs end between forward and backward, those would be copied.
+        tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
+        rotated: Tensor = _Rotate.apply(x, *tables)
         return rotated
 
 

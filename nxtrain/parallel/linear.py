@@ -47,6 +47,28 @@ class _ColumnProduct(torch.autograd.Function):
         return reducing.wait(), weight_grad, None
 
 
+class _Product(torch.autograd.Function):
+    """x @ weight.T that keeps the weight as it is: the linear layer of torch keeps it transposed.
+
+    That is a view on eager devices, but where a graph ends between forward and backward a copy for each micro-batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
+    out: Tensor = _Product.apply(x, weight) if tp.comm.lazy else F.linear(x, weight)
+    return out
+
+
 class ColumnLinear(nn.Module):
     """Linear layer whose outputs are cut over tp; fused when it has several segments.
 
@@ -68,7 +90,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
         if self._tp.axis.size == 1:
-            return F.linear(x, self.weight)
+            return _product(x, self.weight, self._tp)
         out: Tensor = _ColumnProduct.apply(x, self.weight, self._tp)
         return out
 
@@ -92,5 +114,5 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(S, B, I/tp) to (S/tp, B, O)."""
-        partial = F.linear(x, self.weight)
+        partial = _product(x, self.weight, self._tp)
         return self._tp.leave(partial)

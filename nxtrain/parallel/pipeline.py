@@ -31,6 +31,7 @@ from nxtrain.backends.base import Collectives, Done, Pending
 from nxtrain.errors import NxtrainError
 from nxtrain.family import CausalLM
 from nxtrain.mesh import Axis
+from nxtrain.parallel.kept import no_views
 from nxtrain.parallel.schedule import Action, Schedule, evaluation_schedule, schedule, with_exchanges
 from nxtrain.stages import Part
 
@@ -185,15 +186,22 @@ class Pipeline:
         x = tokens if entered is None else entered
         exit_ = _Exit()
         if part.last:
-            end = self._model.run(part, x, targets)
+            with self._keeping():
+                end = self._model.run(part, x, targets)
             found(end, targets)
         else:
-            out = self._model.run(part, x)
-            underway.to_send["forward", chunk, micro] = out.detach()
+            with self._keeping():
+                out = self._model.run(part, x)
+            underway.to_send["forward", chunk, micro] = out.data
             end = _Leave.apply(out, exit_)
+            del out
         if torch.is_grad_enabled():
             underway.passages[chunk, micro] = _Passage(entered, end, exit_)
         self._boundary()
+
+    def _keeping(self) -> AbstractContextManager[None]:
+        """How autograd keeps what backward needs: eager devices give views no memory of their own."""
+        return no_views() if self._comm.lazy else nullcontext()
 
     def _backward(self, action: Action, came: Tensor | None, underway: _Underway) -> None:
         chunk, micro = action.chunk, action.micro
