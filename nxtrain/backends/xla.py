@@ -53,6 +53,7 @@ class XlaCollectives(Collectives):
         self._xm: Any = xm
         self._xr: Any = xr
         self._boundary, self._hosts = boundary, hosts
+        self._is_first: dict[int, Tensor] = {}  # by position in a pair
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         if axis.size == 1:
@@ -88,8 +89,17 @@ class XlaCollectives(Collectives):
 
     def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
         pair = axis.pairs(peer)
-        # A copy, since a view would keep what both brought for as long as it lives.
-        return self.all_gather(x, pair).chunk(2)[1 - pair.rank].clone()
+        if pair.rank not in self._is_first:
+            self._is_first[pair.rank] = torch.tensor([pair.rank == 0]).to(x.device)
+        is_first = self._is_first[pair.rank]
+        with self._apart(pair):
+            both = self._xm.all_gather(x, dim=0, groups=_groups(pair), pin_layout=False)
+            # Chosen within the graph, by a value on the device, since the graph is the same at both ends. Outside it
+            # the choice would go with whatever comes next, and that would be another graph than without it.
+            of_first, of_second = both.chunk(2)
+            out = torch.where(is_first, of_second, of_first)
+            del both, of_first, of_second  # else they would be results too
+        return out
 
     @contextmanager
     def _apart(self, axis: Axis) -> Iterator[None]:

@@ -152,12 +152,14 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
 
     Each micro-batch is the same graph, which no accumulation makes larger.
     """
+    found = []
     if state.pipeline is not None:
         here: list[Tensor] = []
         state.pipeline.evaluate(batch.micro_batches, lambda loss, targets: here.append(_sums(loss, targets)))
-        elsewhere = [torch.zeros_like(state.sums) for _ in batch.inputs]
-        return [_over_batch(state, sums) for sums in here or elsewhere]
-    found = []
+        for index in range(len(batch.inputs)):
+            found.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
+            state.backend.step_boundary()
+        return found
     for inputs, targets in batch.micro_batches:
         found.append(_over_batch(state, _sums(state.lm.loss(inputs, targets), targets)))
         state.backend.step_boundary()
