@@ -87,7 +87,8 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
     model = _Chunks(chunks, blank)
     comm: Any = Counted()
     place = mesh.words(mesh.rank)
-    pipeline = Pipeline(cast(CausalLM, model), parts, mesh.pp, comm, backend.step_boundary, blank, place, watch)
+    pipeline = Pipeline(cast(CausalLM, model), parts, mesh.pp, comm, backend.step_boundary, blank, place)
+    pipeline.watch = watch
     tokens = torch.zeros(1, work.seq_len, dtype=torch.int64)
     batch = [(tokens, tokens)] * work.micro
 

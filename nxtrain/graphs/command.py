@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nxtrain.backends.host_group import spans
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import load, values
 from nxtrain.errors import BackendError, ConfigError
@@ -70,9 +71,14 @@ def graphs(
 
 
 def some_ranks(plan: Resolved, world: int) -> list[int]:
-    """Ranks whose numbers differ in every way: the first and last of an axis, neighbours, one in the middle."""
-    tp = plan.config.parallel.tp
-    return sorted({rank for rank in (0, 1, tp - 1, tp, world // 2 + 1, world - 1) if rank < world})
+    """Ranks whose numbers differ in every way: the first and last of an axis, neighbours, one in the middle.
+
+    Of several pipeline stages the first and the last rank of each, since only ranks of one stage can be compared.
+    """
+    tp, pp = plan.config.parallel.tp, plan.config.parallel.pp
+    stage = world // pp
+    ends = [rank for first in range(0, world, stage) for rank in (first, first + stage - 1)]
+    return sorted({rank for rank in (0, 1, tp - 1, tp, world // 2 + 1, world - 1, *ends) if rank < world})
 
 
 def present(report: Mapping[str, Any], *, as_json: bool) -> None:
@@ -110,7 +116,7 @@ def _traced(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(report: Mapping[str, Any]) -> Table:
-    ranks = ", ".join(map(str, report["ranks"]))
+    ranks = spans(report["ranks"])
     table = Table(
         title=f"{report['distinct_graphs']} graphs in {report['steps']} steps; world {report['world']}, ranks {ranks}",
         title_style="bold",
@@ -124,7 +130,7 @@ def _table(report: Mapping[str, Any]) -> Table:
     for graph in report["graphs"]:
         steps = graph["steps"]
         span = f"{steps[0]}-{steps[-1]}" if len(steps) == steps[-1] - steps[0] + 1 > 1 else ", ".join(map(str, steps))
-        first = [f"{graph['name']}\n[dim]{graph['hash'][:12]}[/dim]", span]
+        first = [f"{graph['name'].replace(', ', chr(10))}\n[dim]{graph['hash'][:12]}[/dim]", span]
         rows = [
             [
                 row["op"],

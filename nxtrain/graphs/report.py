@@ -4,97 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
+from nxtrain.backends.host_group import spans
 from nxtrain.graphs.hlo import Graph, Groups
-from nxtrain.mesh import Axis
-
-TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
-"""What a graph belongs to."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A graph that a rank handed over.
-
-    Args:
-        rank: Who.
-        step: When, from 1.
-        phase: What the loop was at, `TRAINING` and so on.
-        hash: torch-xla's, which decides whether it is compiled again.
-    """
-
-    rank: int
-    step: int
-    phase: str
-    hash: str
-
-
-@dataclass(frozen=True)
-class Read:
-    """A value of the device that the host asked for inside a step.
-
-    Args:
-        rank, step: Who and when.
-        file, line, function: The innermost line outside torch and torch-xla.
-    """
-
-    rank: int
-    step: int
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True)
-class Recording:
-    """All that was recorded.
-
-    Args:
-        world: Ranks of the world.
-        ranks: Those that were traced, in order.
-        steps: Steps of each.
-        dp_size: Data parallel ranks.
-        axes: Axes whose ranks may communicate; of two with equal groups the first gives its name.
-        cuts: In the order of recording.
-        graphs: What is in them, by hash.
-        reads: In the order of recording.
-    """
-
-    world: int
-    ranks: Sequence[int]
-    steps: int
-    dp_size: int
-    axes: Sequence[Axis]
-    cuts: Sequence[Cut]
-    graphs: Mapping[str, Graph]
-    reads: Sequence[Read]
-
-    def parts(self) -> list[tuple[Cut, str]]:
-        """What each cut does: a step is one graph, or micro-batches and then an update."""
-        per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == TRAINING)
-        seen: Counter[tuple[int, int]] = Counter()
-        named = []
-        for cut in self.cuts:
-            key, part = (cut.rank, cut.step), cut.phase
-            if cut.phase == TRAINING:
-                seen[key] += 1
-                last = seen[key] == per_step[key]
-                part = "steady" if per_step[key] == 1 else "steady update" if last else "steady micro-batch"
-            named.append((cut, part))
-        return named
-
-    def axis_of(self, op: str, groups: Groups) -> str:
-        """Name of the axis that a collective spans; empty if there is none."""
-        for axis in self.axes:
-            if op == "collective-permute":
-                group_of = {rank: index for index, group in enumerate(axis.groups) for rank in group}
-                if all(group_of[source] == group_of[target] for source, target in groups):
-                    return axis.name
-            elif sorted(groups or (tuple(range(self.world)),)) == sorted(axis.groups):
-                return axis.name
-        return ""
+from nxtrain.graphs.recording import Cut, Recording
 
 
 def report(recording: Recording) -> dict[str, Any]:
@@ -105,6 +21,7 @@ def report(recording: Recording) -> dict[str, Any]:
         "world": recording.world,
         "rank": recording.ranks[0],
         "ranks": list(recording.ranks),
+        "stages": len(recording.by_stage()),
         "steps": recording.steps,
         "distinct_graphs": len(graphs),
         "graphs": graphs,
@@ -127,7 +44,23 @@ def _names(recording: Recording) -> dict[str, str]:
         else:
             rest = [word for word in part.split() if word != "steady"]
             names[cut.hash] = " ".join(["first", *rest]) if steps == {1} else f"other {part}"
+    if recording.stages:
+        return {hash_: _staged(recording, parts, hash_, name) for hash_, name in names.items()}
     return names
+
+
+def _staged(recording: Recording, parts: Sequence[tuple[Cut, str]], hash_: str, name: str) -> str:
+    """A name that tells which stages run the graph, and as what, unless it joins them all."""
+    if recording.shared(hash_):
+        return name
+    uses: dict[str, tuple[str, set[int]]] = {}  # by what it is without its number: a name, and stages
+    for cut, part in parts:
+        if cut.hash == hash_:
+            label = part if uses else name
+            uses.setdefault(part.rstrip(" 0123456789") if not cut.action else part, (label, set()))[1].add(
+                recording.stage_of(cut.rank)
+            )
+    return ", ".join(f"stage{'s' * (len(stages) > 1)} {spans(sorted(stages))} {of}" for of, stages in uses.values())
 
 
 def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
@@ -155,6 +88,7 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
         "hash": hash_,
         "steps": sorted({cut.step for cut in cuts}),
         "ranks": sorted({cut.rank for cut in cuts}),
+        "stages": sorted({recording.stage_of(cut.rank) for cut in cuts}),
         "collectives": collectives,
         "dp_scale": _dp_scale(recording, graph),
         "f64": graph.has_f64,
@@ -174,7 +108,9 @@ def _dp_scale(recording: Recording, graph: Graph) -> float | None:
 
 
 def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield from _disagreements(recording)
+    for ranks in recording.by_stage():
+        yield from _disagreements(recording, ranks)
+    yield from _strangers(recording, names)
     yield from _recompilations(recording)
     for graph in graphs:
         yield from _wrong_groups(recording, graph)
@@ -193,11 +129,12 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
         )
 
 
-def _disagreements(recording: Recording) -> Iterator[str]:
-    """Ranks whose graphs are not those of the first: each would be compiled again, and their collectives not meet."""
+def _disagreements(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
+    """Ranks of a stage whose graphs are not those of its first: each would be compiled again, and their collectives
+    not meet."""
     parts = recording.parts()
-    course = {rank: [(c.step, part, c.hash) for c, part in parts if c.rank == rank] for rank in recording.ranks}
-    first, *others = recording.ranks
+    course = {rank: [(c.step, part, c.hash) for c, part in parts if c.rank == rank] for rank in ranks}
+    first, *others = ranks
     different = [rank for rank in others if course[rank] != course[first]]
     if not different:
         return
@@ -208,6 +145,46 @@ def _disagreements(recording: Recording) -> Iterator[str]:
         f"ranks {', '.join(map(str, different))} record other graphs than rank {first}; {where}. A number that depends "
         "on the rank stands in the graph: make it a tensor on the device"
     )
+
+
+def _strangers(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
+    """What stages do together and do not record alike, or not apart from their own work: it would never meet."""
+    if not recording.stages:
+        return
+    alike: dict[tuple[str, tuple[tuple[str, Groups, int], ...]], str] = {}
+    for hash_, name in names.items():
+        joined = recording.joined(hash_)
+        if not joined:
+            continue
+        if not recording.shared(hash_):
+            yield f"{name}: a collective over {joined[0].name} stands in a graph that not all stages run"
+            continue
+        collectives = recording.graphs[hash_].collectives
+        what = name, tuple((each.op, each.groups, each.num_bytes) for each in collectives)
+        if alike.setdefault(what, hash_) != hash_:
+            yield f"{name}: is another graph on stages {_stages(recording, hash_)} than {_stages(recording, alike[what])}"
+    courses = {
+        rank: [
+            (step, phase, [cut.hash for cut in cuts])
+            for (step, phase), cuts in groupby(_sums(recording, rank), key=lambda cut: (cut.step, cut.phase))
+        ]
+        for rank, *_ in recording.by_stage()
+    }
+    first, *others = courses
+    different = [rank for rank in others if courses[rank] != courses[first]]
+    if different:
+        yield f"ranks {spans(different)} sum over other ranks, or in another order, than rank {first} of another stage"
+
+
+def _sums(recording: Recording, rank: int) -> Iterator[Cut]:
+    for cut in recording.cuts:
+        ops = {each.op for each in recording.graphs[cut.hash].collectives}
+        if cut.rank == rank and not cut.action and "all-reduce" in ops and recording.joined(cut.hash):
+            yield cut
+
+
+def _stages(recording: Recording, hash_: str) -> str:
+    return spans(sorted({recording.stage_of(cut.rank) for cut in recording.cuts if cut.hash == hash_}))
 
 
 def _recompilations(recording: Recording) -> Iterator[str]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from nxtrain.backends.tracing import TracingBackend
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import load
 from nxtrain.graphs.hlo import Graph, Groups, parse
-from nxtrain.graphs.report import Cut, Read, Recording, report
+from nxtrain.graphs.recording import Cut, Read, Recording
+from nxtrain.graphs.report import report
 from nxtrain.mesh import Axis, Mesh
+from nxtrain.parallel.schedule import Action
 from nxtrain.sharding import ParamTable
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.rehearsal import EVALUATED_BATCHES, trainer
@@ -59,17 +63,32 @@ def trace(plan: Resolved, world: int, ranks: Sequence[int], steps: int, hlo: Pat
         hlo: Folder for the texts.
     """
     tape, seconds = _Tape(), []
+    axes: dict[Groups, Axis] = {}
+    stages: dict[int, int] = {}
     for rank in ranks:
         began = time.perf_counter()
         tape.rank = rank
         mesh, table = _play(plan, world, tape, steps)
+        stages[rank] = mesh.pp.rank
+        for axis in _axes(mesh, table):
+            axes.setdefault(axis.groups, axis)
         seconds.append(round(time.perf_counter() - began, 2))
-    recording = Recording(world, ranks, steps, mesh.dp_size, _axes(mesh, table), tape.cuts, tape.graphs, tape.reads)
+    recording = Recording(
+        world,
+        ranks,
+        steps,
+        mesh.dp_size,
+        list(axes.values()),
+        tape.cuts,
+        tape.graphs,
+        tape.reads,
+        stages if mesh.pp_size > 1 else {},
+    )
     found = report(recording)
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
         for graph in found["graphs"]:
-            path = hlo / f"{graph['name'].replace(' ', '-')}-{graph['hash'][:12]}.hlo.txt"
+            path = hlo / f"{re.sub('[^a-z0-9-]+', '-', graph['name'])}-{graph['hash'][:12]}.hlo.txt"
             path.write_text(tape.texts[graph["hash"]], encoding="utf-8")
             graph["hlo"] = str(path)
     return {**found, "seconds": seconds}
@@ -82,6 +101,8 @@ class _Tape:
     rank: int = 0
     step: int = 0
     work: Work = "training"
+    action: str = ""
+    num_chunks: int = 1
     cuts: list[Cut] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     graphs: dict[str, Graph] = field(default_factory=dict)
@@ -90,8 +111,15 @@ class _Tape:
     def begin(self, step: int, work: Work) -> None:
         self.step, self.work = step, work
 
+    @contextmanager
+    def act(self, action: Action) -> Iterator[None]:
+        kind = "transfer" if action.is_transfer else action.kind
+        self.action = kind if action.is_transfer or self.num_chunks == 1 else f"{kind} chunk {action.chunk}"
+        yield
+        self.action = ""
+
     def graph(self, hash_: str, text: Callable[[], str]) -> None:
-        self.cuts.append(Cut(self.rank, self.step, self.work, hash_))
+        self.cuts.append(Cut(self.rank, self.step, self.work, hash_, self.action))
         if hash_ not in self.graphs:  # the text of a big model takes longer than the rest of its step
             self.texts[hash_] = text()
             self.graphs[hash_] = parse(self.texts[hash_])
@@ -109,6 +137,8 @@ def _play(plan: Resolved, world: int, tape: _Tape, steps: int) -> tuple[Mesh, Pa
     mesh = build_mesh(plan, world, tape.rank, backend.local_world)
     backend.lay_out(mesh)
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
+    if state.pipeline is not None:
+        tape.num_chunks, state.pipeline.watch = config.parallel.virtual_pp, tape.act
     train = config.train.model_copy(
         update={"steps": steps, "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES)}
     )
@@ -119,15 +149,13 @@ def _play(plan: Resolved, world: int, tape: _Tape, steps: int) -> tuple[Mesh, Pa
 
 
 def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
-    """The axes that a run communicates over."""
+    """The axes that a rank communicates over."""
     copies = {piece.copies for spec in table.values() for piece in spec.pieces(mesh.tp)}
     shared = [mesh.tp.neighbours(number) for number in sorted(copies)]
-    axes = [mesh.tp, mesh.dp, mesh.pp, mesh.shard, mesh.replica, mesh.model, mesh.state, *shared]
-    different: dict[Groups, Axis] = {}
-    for axis in axes:
-        if axis.size > 1:
-            different.setdefault(axis.groups, axis)
-    return list(different.values())
+    pp = mesh.pp
+    pairs = [pp.pairs((pp.rank + step) % pp.size) for step in (1, -1)] if pp.size > 1 else []
+    axes = [mesh.tp, mesh.dp, pp, mesh.shard, mesh.replica, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
+    return [axis for axis in axes if axis.size > 1]
 
 
 def main(job: Job) -> None:

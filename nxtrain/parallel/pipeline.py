@@ -113,7 +113,9 @@ class Pipeline:
         boundary: Hands what was recorded to the device.
         blank: A tensor of the shape and type of what stages send, (S/tp, B, D); its values mean nothing.
         place: This rank in words.
-        watch: Entered for each action, when what it waited for is there; for those who measure.
+
+    Attributes:
+        watch: Entered for each action, when what it waited for is there; for those who measure or trace.
     """
 
     def __init__(
@@ -125,10 +127,10 @@ class Pipeline:
         boundary: Callable[[], None],
         blank: Tensor,
         place: str,
-        watch: Callable[[Action], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._model, self._parts, self._pp, self._comm = model, parts, pp, comm
-        self._boundary, self._blank, self._place, self._watch = boundary, blank, place, watch
+        self._boundary, self._blank, self._place = boundary, blank, place
+        self.watch: Callable[[Action], AbstractContextManager[object]] = nullcontext
 
     def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found) -> None:
         """Forward and backward of this rank's part of a global batch.
@@ -154,7 +156,7 @@ class Pipeline:
         for action, *more in with_exchanges(actions)[self._pp.rank]:
             with self._told(action):
                 came = self._await(action, underway)
-                with self._watch(action):
+                with self.watch(action):
                     if action.kind == "forward":
                         self._forward(action, came, underway, batch, found)
                     elif action.kind == "backward":

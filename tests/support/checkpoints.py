@@ -31,7 +31,9 @@ def cut(table: ParamTable, mesh: Mesh, kinds: Mapping[str, torch.dtype] = KINDS)
 
     def shard(kind: str, name: str, dtype: torch.dtype) -> Tensor:
         spec = table[name]
-        tensors = {s.name: whole(f"{kind}/{spec.global_name(name, s)}", spec.global_shape(s), dtype) for s in spec.segments}
+        tensors = {
+            s.name: whole(f"{kind}/{spec.global_name(name, s)}", spec.global_shape(s), dtype) for s in spec.segments
+        }
         local = spec.shard(tensors, mesh.tp)
         return local.narrow(0, *row_cut(local.shape[0], mesh.shard))
 

@@ -163,6 +163,8 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
     assert_same(course(folder), expected[:4])
 
     options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    said = command("torch.distributed.run", *options, "-m", "nxtrain", "train", str(own), "train.steps=6", "parallel.pp=2")
+    said = command(
+        "torch.distributed.run", *options, "-m", "nxtrain", "train", str(own), "train.steps=6", "parallel.pp=2"
+    )
     assert "continues after step 4" in said
     assert_same(course(folder), expected)

@@ -76,7 +76,9 @@ def test_each_stage_gets_its_layers_and_knows_the_whole_model(
     tensors = tensors_of(table(shape, ALONE, config=depth))
     assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     src = export(tmp_path / "whole", tensors)
-    lacking = export(tmp_path / "lacking", {n: t for n, t in tensors.items() if n != "model.layers.2.mlp.up_proj.weight"})
+    lacking = export(
+        tmp_path / "lacking", {n: t for n, t in tensors.items() if n != "model.layers.2.mlp.up_proj.weight"}
+    )
     strange = export(tmp_path / "strange", {**tensors, "model.layers.5.mlp.up_proj.weight": torch.zeros(96, 64)})
     filled = set()
     for rank in range(2 * tp):

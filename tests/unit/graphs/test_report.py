@@ -12,7 +12,8 @@ import pytest
 from nxtrain.errors import BackendError
 from nxtrain.graphs.command import present, some_ranks
 from nxtrain.graphs.hlo import Collective, Graph
-from nxtrain.graphs.report import EVALUATION, LOG, TRAINING, Cut, Read, Recording, report
+from nxtrain.graphs.recording import EVALUATION, LOG, TRAINING, Cut, Read, Recording
+from nxtrain.graphs.report import report
 from nxtrain.mesh import Mesh
 from tests.support.models import plan
 

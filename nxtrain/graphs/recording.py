@@ -1,0 +1,149 @@
+"""What was recorded on some ranks, and what each graph is for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nxtrain.graphs.hlo import Graph, Groups
+from nxtrain.mesh import Axis
+
+TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
+"""What a graph belongs to."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A graph that a rank handed over.
+
+    Args:
+        rank: Who.
+        step: When, from 1.
+        phase: What the loop was at, `TRAINING` and so on.
+        hash: torch-xla's, which decides whether it is compiled again.
+        action: What the rank's pipeline was at, such as `forward chunk 1` or `transfer`; empty outside of it.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    hash: str
+    action: str = ""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A value of the device that the host asked for inside a step.
+
+    Args:
+        rank, step: Who and when.
+        file, line, function: The innermost line outside torch and torch-xla.
+    """
+
+    rank: int
+    step: int
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All that was recorded.
+
+    Args:
+        world: Ranks of the world.
+        ranks: Those that were traced, in order.
+        steps: Steps of each.
+        dp_size: Data parallel ranks.
+        axes: Axes whose ranks may communicate; of two with equal groups the first gives its name.
+        cuts: In the order of recording.
+        graphs: What is in them, by hash.
+        reads: In the order of recording.
+        stages: Pipeline stage of each rank that was traced; empty: there is one, which is the whole model.
+    """
+
+    world: int
+    ranks: Sequence[int]
+    steps: int
+    dp_size: int
+    axes: Sequence[Axis]
+    cuts: Sequence[Cut]
+    graphs: Mapping[str, Graph]
+    reads: Sequence[Read]
+    stages: Mapping[int, int] = field(default_factory=dict)
+
+    def parts(self) -> list[tuple[Cut, str]]:
+        """What each cut does: a step is one graph, or micro-batches and then an update; or the actions of a pipeline,
+        what ranks of all stages do together, and what each stage does in between."""
+        per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == TRAINING)
+        seen: Counter[tuple[int, int]] = Counter()
+        alone: Counter[tuple[int, int, str, str]] = Counter()
+        named = []
+        for cut in self.cuts:
+            key, part = (cut.rank, cut.step), cut.phase
+            if cut.phase == TRAINING:
+                seen[key] += 1
+            last = seen[key] == per_step[key]
+            if self.stages:
+                part = self._pipeline_part(cut, last=last)
+                if not cut.action:
+                    alone[*key, cut.phase, part] += 1
+                    number = alone[*key, cut.phase, part]
+                    part += f" {number}" if number > 1 else ""
+            elif cut.phase == TRAINING:
+                part = "steady" if per_step[key] == 1 else "steady update" if last else "steady micro-batch"
+            named.append((cut, part))
+        return named
+
+    def _pipeline_part(self, cut: Cut, *, last: bool) -> str:
+        prefix = "" if cut.phase == TRAINING else f"{cut.phase} "
+        if shared := self.shared(cut.hash):
+            (over,) = {axis.name for axis in shared}
+            if cut.action:
+                return f"transfer over {over}"
+            ops = {collective.op for collective in self.graphs[cut.hash].collectives}
+            return f"{prefix}{'exchange' if ops == {'all-gather'} else 'sum'} over {over}"
+        if cut.action:
+            return prefix + cut.action
+        if cut.phase != TRAINING:
+            return f"{prefix}sums" if cut.phase == EVALUATION else cut.phase
+        return "update" if last else "gradients"
+
+    def shared(self, hash_: str) -> list[Axis]:
+        """The axes that a graph uses which join several stages, if they are all that it uses."""
+        axes = [self._axis(each.op, each.groups) for each in self.graphs[hash_].collectives]
+        found = [axis for axis in axes if axis is not None]
+        return found if len({axis.name for axis in found if axis.spans_stages}) == len({*axes}) == 1 else []
+
+    def joined(self, hash_: str) -> list[Axis]:
+        """The axes that a graph uses which join several stages."""
+        axes = [self._axis(each.op, each.groups) for each in self.graphs[hash_].collectives]
+        return [axis for axis in axes if axis is not None and axis.spans_stages]
+
+    def stage_of(self, rank: int) -> int:
+        """Pipeline stage of a rank that was traced."""
+        return self.stages.get(rank, 0)
+
+    def by_stage(self) -> list[list[int]]:
+        """The ranks that were traced, those of one stage together, in order."""
+        groups: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            groups.setdefault(self.stage_of(rank), []).append(rank)
+        return [groups[stage] for stage in sorted(groups)]
+
+    def axis_of(self, op: str, groups: Groups) -> str:
+        """Name of the axis that a collective spans; empty if there is none."""
+        axis = self._axis(op, groups)
+        return "" if axis is None else axis.name
+
+    def _axis(self, op: str, groups: Groups) -> Axis | None:
+        for axis in self.axes:
+            if op == "collective-permute":
+                group_of = {rank: index for index, group in enumerate(axis.groups) for rank in group}
+                if all(group_of[source] == group_of[target] for source, target in groups):
+                    return axis
+            elif groups == axis.groups or sorted(groups or (tuple(range(self.world)),)) == sorted(axis.groups):
+                return axis
+        return None
