@@ -153,7 +153,10 @@ class Pipeline:
         self, actions: Schedule, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found
     ) -> None:
         underway = _Underway()
-        for action, *more in with_exchanges(actions)[self._pp.rank]:
+        rank = self._pp.rank
+        # Where transfers are recorded they follow each other; elsewhere those both ways are under way at once anyhow.
+        steps = with_exchanges(actions)[rank] if self._comm.lazy else ((action,) for action in actions[rank])
+        for action, *more in steps:
             with self._told(action):
                 came = self._await(action, underway)
                 with self.watch(action):
@@ -162,11 +165,10 @@ class Pipeline:
                     elif action.kind == "backward":
                         begin_backward(action.micro == len(batch) - 1)
                         self._backward(action, came, underway)
-                    elif more and self._comm.lazy:  # else both are under way at once anyhow
+                    elif more:
                         self._exchange(action, more[0], underway)
                     else:
-                        for transfer in (action, *more):
-                            self._transfer(transfer, underway)
+                        self._transfer(action, underway)
         for pending in underway.sent.values():
             pending.wait()
 
