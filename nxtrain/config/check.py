@@ -244,8 +244,8 @@ def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
         yield Problem("parallel.pipeline_cuts", reason, hint="leave it out, or use parallel.pp=2 or more")
     elif cuts and (len(cuts) != num_chunks - 1 or list(cuts) != sorted(set(cuts)) or cuts[-1] >= num_layers):
         reason = (
-            f"{list(cuts)} is where the chunks but the first begin: with pp={pp} x virtual_pp={virtual_pp} it must have "
-            f"{num_chunks - 1}, ascending and below model.config.num_hidden_layers={num_layers}"
+            f"{list(cuts)} is where the chunks but the first begin: with pp={pp} x virtual_pp={virtual_pp} it must "
+            f"have {num_chunks - 1}, ascending and below model.config.num_hidden_layers={num_layers}"
         )
         yield Problem("parallel.pipeline_cuts", reason, hint="leave it out to cut by cost")
 

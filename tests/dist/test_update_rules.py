@@ -147,14 +147,16 @@ def ends_of_a_pipeline(backend: Backend, resolved: Resolved, weights: Mapping[st
     for batch in batches(resolved, 10):
         train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-3)
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    kinds = {"model": dict(state.model.named_parameters()), **state.optimizer.state}
+    kinds: dict[str, Mapping[str, Tensor]] = {"model": dict(state.model.named_parameters()), **state.optimizer.state}
     return {
         kind: tensors[name].detach().clone() for kind, tensors in kinds.items() for name in names if name in tensors
     }
 
 
 @pytest.mark.parametrize("update", ["fp32", *RULES])
-@pytest.mark.parametrize("cuts", [{"tp": 1, "virtual_pp": 2}, {"tp": 2, "sp": True}, {"tp": 1, "dp": 2, "shard": "zero1"}])
+@pytest.mark.parametrize(
+    "cuts", [{"tp": 1, "virtual_pp": 2}, {"tp": 2, "sp": True}, {"tp": 1, "dp": 2, "shard": "zero1"}]
+)
 def test_a_tied_embedding_and_its_copy_keep_the_same_bits(ranks: RankPool, update: str, cuts: dict[str, Any]) -> None:
     """Weights and what the optimizer keeps of them, which a checkpoint has once."""
     resolved = layout(

@@ -15,7 +15,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.stores import Stochastic
 from nxtrain.precision import Precision, Update
-from nxtrain.sharding import Block, Init, Layout, ParamTable, ShardSpec, global_name
+from nxtrain.sharding import Block, Init, Layout, ParamTable, ShardSpec
 from tests.support.layers import random
 
 STEPS = 50

@@ -80,7 +80,7 @@ def test_each_stage_gets_its_layers_and_knows_the_whole_model(
         tmp_path / "lacking", {n: t for n, t in tensors.items() if n != "model.layers.2.mlp.up_proj.weight"}
     )
     strange = export(tmp_path / "strange", {**tensors, "model.layers.5.mlp.up_proj.weight": torch.zeros(96, 64)})
-    filled = set()
+    filled: set[str] = set()
     for rank in range(2 * tp):
         mesh = Mesh.build(2 * tp, rank, tp=tp, pp=2)
         specs = table_of(resolved, mesh)

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,10 +59,15 @@ def test_tp_and_fusing_do_not_change_a_bit(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["gqa2", "tied"])
 def test_stages_do_not_change_a_bit(shape: str) -> None:
-    depth = {"config": {"num_hidden_layers": 5}}
-    expected = drawn(layout(shape, tp=1, **depth))
-    for stages in ({"tp": 1, "pp": 2}, {"tp": 2, "pp": 2, "virtual_pp": 2}, {"tp": 1, "pp": 3, "cuts": (3, 4)}):
-        found = drawn(layout(shape, **stages, **depth))
+    depth = {"num_hidden_layers": 5}
+    expected = drawn(layout(shape, tp=1, config=depth))
+    every: list[dict[str, Any]] = [
+        {"tp": 1, "pp": 2},
+        {"tp": 2, "pp": 2, "virtual_pp": 2},
+        {"tp": 1, "pp": 3, "cuts": (3, 4)},
+    ]
+    for stages in every:
+        found = drawn(layout(shape, **stages, config=depth))
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), (stages, name)
