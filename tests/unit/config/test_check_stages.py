@@ -1,0 +1,119 @@
+"""Pipeline stages that cannot be are refused, with the numbers that contradict each other and those that would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config.test_check import checked, only, problems
+
+
+@pytest.mark.parametrize("name", ["xla", "neuron"])
+def test_an_odd_number_of_stages_does_not_pair_up(tmp_path: Path, name: str) -> None:
+    def said(pp: int) -> list[str]:
+        found = problems(tmp_path, f"parallel.pp={pp}", f"backend.name={name}", "optim.warmup_steps=9999999")
+        return [problem.hint for problem in found if "is odd" in problem.reason]
+
+    assert said(3) == ["use parallel.pp=2 or 4"]
+    assert said(2) == []
+
+
+def shaped(tmp_path: Path, *overrides: str, layers: int = 6, world: int | None = None) -> list[tuple[str, str, str]]:
+    """What is wrong with the stages of a model of so many blocks: key, reason, way out."""
+    found = problems(tmp_path, f"model.config.num_hidden_layers={layers}", *overrides, world=world)
+    return [(problem.key, problem.reason, problem.hint) for problem in found]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["parallel.pp=7"],
+            (
+                "parallel.pp",
+                "pp=7 stages cannot share model.config.num_hidden_layers=6: each has one block or more",
+                "use at most parallel.pp=6",
+            ),
+        ),
+        (
+            ["parallel.pp=2", "parallel.virtual_pp=4"],
+            (
+                "parallel.virtual_pp",
+                "pp=2 x virtual_pp=4 = 8 chunks cannot share model.config.num_hidden_layers=6: each has one block or "
+                "more",
+                "use at most parallel.virtual_pp=3",
+            ),
+        ),
+        (
+            ["parallel.pp=8", "parallel.virtual_pp=2"],
+            (
+                "parallel.pp",
+                "pp=8 x virtual_pp=2 = 16 chunks cannot share model.config.num_hidden_layers=6: each has one block or "
+                "more",
+                "use at most parallel.pp=6",
+            ),
+        ),
+        (
+            ["parallel.virtual_pp=2"],
+            (
+                "parallel.virtual_pp",
+                "2 chunks take turns with those of other pipeline stages, but pp=1 has no other",
+                "use parallel.virtual_pp=1, or parallel.pp=2 or more",
+            ),
+        ),
+        (
+            ["parallel.pipeline_cuts=[3]"],
+            (
+                "parallel.pipeline_cuts",
+                "[3] is where pipeline stages begin, but pp=1 has no second",
+                "leave it out, or use parallel.pp=2 or more",
+            ),
+        ),
+        *(
+            (
+                ["parallel.pp=3", f"parallel.pipeline_cuts={cuts}"],
+                (
+                    "parallel.pipeline_cuts",
+                    f"{cuts} is where the chunks but the first begin: with pp=3 x virtual_pp=1 it must have 2, "
+                    "ascending and below model.config.num_hidden_layers=6",
+                    "leave it out to cut by cost",
+                ),
+            )
+            for cuts in ([3], [1, 2, 3], [4, 2], [2, 2], [2, 6])
+        ),
+    ],
+)
+def test_stages_that_the_blocks_do_not_fill_are_refused(
+    tmp_path: Path, overrides: list[str], expected: tuple[str, str, str]
+) -> None:
+    assert shaped(tmp_path, *overrides) == [expected]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.pp=6"],
+        ["parallel.pp=2", "parallel.virtual_pp=3"],
+        ["parallel.pp=3", "parallel.pipeline_cuts=[1, 5]"],
+        ["parallel.pp=3", "backend.name=cpu"],
+    ],
+)
+def test_stages_that_fit_run(tmp_path: Path, overrides: list[str]) -> None:
+    checked(tmp_path, "model.config.num_hidden_layers=6", *overrides)
+
+
+def test_no_stage_begins_before_the_model_does(tmp_path: Path) -> None:
+    found = only(tmp_path, "parallel.pp=2", "parallel.pipeline_cuts=[0]")
+    assert (found.key, found.reason) == ("parallel.pipeline_cuts", "0: must be greater than 0")
+
+
+def test_stages_leave_fewer_ranks_to_share_the_batch(tmp_path: Path) -> None:
+    overrides = ("parallel.tp=2", "parallel.pp=2", "train.global_batch=6", "train.micro_batch=3")
+    checked(tmp_path, *overrides, "model.config.num_hidden_layers=2", world=8)
+    (found,) = shaped(tmp_path, *overrides, world=16)
+    assert found == (
+        "train.global_batch",
+        "6 is not a multiple of micro_batch=3 x dp=4 = 12",
+        "use train.global_batch=12",
+    )
