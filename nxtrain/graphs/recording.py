@@ -104,7 +104,9 @@ class Recording:
             if cut.action:
                 return f"transfer over {over}"
             ops = {collective.op for collective in self.graphs[cut.hash].collectives}
-            return f"{prefix}{'exchange' if ops == {'all-gather'} else 'sum'} over {over}"
+            if ops == {"all-gather"}:
+                return f"{prefix}exchange of the first and last stage"  # of a tied embedding
+            return f"{prefix}sum over {over}"
         if cut.action:
             return prefix + cut.action
         if cut.phase != TRAINING:

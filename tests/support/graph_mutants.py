@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +28,7 @@ def traced(
     """The report of each case: a configuration and the name of a defect, or none."""
     found = []
     for plan, mutant in cases:
-        with MUTANTS[mutant]():
+        with (MUTANTS | PIPELINE_MUTANTS)[mutant]():
             found.append(trace(plan, world, ranks, STEPS, None))
     return found
 
@@ -93,6 +93,34 @@ def _own_group(axis: Axis) -> list[list[int]]:
     return [list(group) for group in axis.groups if xr.global_ordinal() in group]
 
 
+def _of_a_stage(gradients: Gradients, norm: Tensor) -> Tensor:
+    """The last rank of stage 1 has a number of its own."""
+    mesh = gradients._layout.mesh
+    return norm * (2.5 if (mesh.pp.rank, mesh.stage.rank) == (1, mesh.stage.size - 1) else 1.0)
+
+
+def _sum_of_a_stage() -> AbstractContextManager[Any]:
+    """On stage 1 a sum over stages does something beside, within its graph."""
+    sound = XlaCollectives._reduced
+
+    def reduced(self: XlaCollectives, op: Any, tensors: Sequence[Tensor], axis: Axis, scale: float) -> list[Tensor]:
+        return sound(self, op, tensors, axis, 0.5 if axis.spans_stages and _stage(axis) == 1 else scale)
+
+    return patch.object(XlaCollectives, "_reduced", reduced)
+
+
+def _stage(axis: Axis) -> int:
+    import torch_xla.runtime as xr
+
+    (group,) = (group for group in axis.groups if xr.global_ordinal() in group)
+    return group.index(xr.global_ordinal()) * 4 // len(group)
+
+
+@contextmanager
+def _nothing_apart(self: XlaCollectives, axis: Axis) -> Iterator[None]:
+    yield
+
+
 MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
     "uploaded": lambda: patch.object(tracing, "UPLOADED_ENTRIES", 1 << 40),  # no defect: real storage for all
@@ -104,4 +132,10 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "own group": lambda: patch.object(xla, "_groups", _own_group),
     "world": _bucket(_by_world),
     "f64": _norm(lambda _, norm: norm.double().float()),
+}
+
+PIPELINE_MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "stage": _norm(_of_a_stage),
+    "sum of a stage": _sum_of_a_stage,
+    "joined": lambda: patch.object(XlaCollectives, "_apart", _nothing_apart),
 }

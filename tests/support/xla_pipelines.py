@@ -40,12 +40,16 @@ def _piped(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], 
     before = Counts.now().compiled
     course = run_ours(backend, resolved, steps, weights)
     compiled = Counts.now().compiled - before
-    state = start(backend, resolved, weights)
-    (batch,) = batches(resolved, 1)
-    evaluated = []
+    evaluations = []
     for _ in range(2):
         before = Counts.now().compiled
-        found = eval_step(state, local_batch(state, batch, resolved.config.train.micro_batch))
-        values = {f"{i}{j}": value for i, pair in enumerate(found) for j, value in enumerate(pair)}
-        evaluated.append(list(backend.fetch(values).values()))
-    return Piped(course, compiled, evaluated, Counts.now().compiled - before)
+        evaluations.append(evaluated(backend, resolved, weights))
+    return Piped(course, compiled, evaluations, Counts.now().compiled - before)
+
+
+def evaluated(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> list[float]:
+    """Loss and number of tokens of each micro-batch of the first batch."""
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    found = eval_step(state, local_batch(state, batch, resolved.config.train.micro_batch))
+    return list(backend.fetch({f"{i}{j}": x for i, pair in enumerate(found) for j, x in enumerate(pair)}).values())

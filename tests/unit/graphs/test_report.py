@@ -152,7 +152,7 @@ def test_a_report_is_printed_before_it_fails(capsys: pytest.CaptureFixture[str],
         assert json.loads(printed) == sound
         assert json.loads(failed)["distinct_graphs"] == 2
     else:
-        for words in ("4 graphs in 2 steps; world 8, ranks 0, 1", "steady micro-batch", "0.25 = 1/4", "backend.layers"):
+        for words in ("4 graphs in 2 steps; world 8, ranks 0-1", "steady micro-batch", "0.25 = 1/4", "backend.layers"):
             assert words in printed
         assert "  first " in failed
 

@@ -1,0 +1,65 @@
+"""Steps through pipelines on several XLA devices are those of transformers on one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nxtrain.config.check import Resolved
+from tests.support.models import weights_of
+from tests.support.parity import Course, check_course, layout, reference
+from tests.support.xla_engine import run_devices
+from tests.support.xla_pipelines import Piped, evaluated, piped
+
+LAYERS = {"num_hidden_layers": 4}
+STEPS = 4
+
+
+@cache
+def expected(shape: str, batch: int, steps: int) -> Course:
+    """The reference course of a shape, run once."""
+    return reference(layout(shape, tp=1, batch=batch, config=LAYERS), steps)
+
+
+def play(shape: str, cases: list[tuple[Resolved, int]], folder: Path) -> list[list[Piped]]:
+    """What each rank went through in each case, which is transformers' course."""
+    first, _ = cases[0]
+    parallel = first.config.parallel
+    world = parallel.tp * parallel.pp * parallel.dp
+    by_rank = run_devices(world, piped, [(case, weights_of(case), steps) for case, steps in cases], folder=folder)
+    for (case, steps), *found in zip(cases, *by_rank, strict=True):
+        check_course([one.course for one in found], expected(shape, case.config.train.global_batch, steps), case)
+    return by_rank
+
+
+def test_all_graphs_are_there_after_two_steps_of_two_micro_batches(tmp_path: Path) -> None:
+    """And evaluation gives every rank the losses that one device finds. Less than 30 s."""
+    cases = [
+        (layout("gqa2", tp=1, pp=2, batch=batch, micro=2, config=LAYERS), steps)
+        for batch, steps in ((4, 2), (4, STEPS), (8, STEPS))
+    ]
+    by_rank = play("gqa2", cases, tmp_path)
+    alone = layout("gqa2", tp=1, batch=8, micro=2, config=LAYERS)
+    (want,) = run_devices(1, evaluated, alone, weights_of(alone), folder=tmp_path)
+    for short, longer, larger in by_rank:
+        assert short.compiled > 0
+        assert (longer.compiled, larger.compiled) == (0, 0)
+        assert (longer.evaluation_compiled, larger.evaluation_compiled) == (0, 0)
+        assert larger.evaluated[0] == larger.evaluated[1] == pytest.approx(want, rel=1e-6)
+
+
+CASES = {
+    "tp, sequence parallelism, remat": ("odd", {"tp": 2, "sp": True, "remat": "full"}),
+    "tp, chunks": ("odd", {"tp": 2, "sp": True, "virtual_pp": 2, "remat": "selective"}),
+    "zero1, tied": ("tied", {"tp": 1, "dp": 2, "shard": "zero1"}),
+    "zero1, tied, chunks": ("tied", {"tp": 1, "dp": 2, "shard": "zero1", "virtual_pp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_transformers(name: str, tmp_path: Path) -> None:
+    """20 to 35 s each on two cores."""
+    shape, options = CASES[name]
+    play(shape, [(layout(shape, pp=2, batch=8, micro=2, config=LAYERS, **options), STEPS)], tmp_path)
