@@ -107,7 +107,11 @@ def _check_backend(loaded: Loaded) -> None:
 
 
 def _check_nodes(loaded: Loaded, first_node: str, dry_run: bool) -> None:
-    nodes = loaded.config.cluster.nodes
+    nodes, pp = loaded.config.cluster.nodes, loaded.config.parallel.pp
+    if nodes > 1 and pp > 1 and not dry_run:
+        reason = f"{nodes} machines have ranks of different stages of pp={pp}, and the manifest lists those of one only"
+        hint = "start the run without nxtrain compile, with compile.on_miss=compile: each machine compiles its own"
+        raise ConfigError([Problem("parallel.pp", reason, loaded.origins["parallel.pp"], hint)])
     if nodes > 1 and not first_node and not dry_run:
         reason = f"{nodes} machines show the graphs together, and have to meet"
         hint = (

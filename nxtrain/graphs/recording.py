@@ -75,8 +75,11 @@ class Recording:
     stages: Mapping[int, int] = field(default_factory=dict)
 
     def parts(self) -> list[tuple[Cut, str]]:
-        """What each cut does: a step is one graph, or micro-batches and then an update; or the actions of a pipeline,
-        what ranks of all stages do together, and what each stage does in between."""
+        """What each cut does.
+
+        A step is one graph, or micro-batches and then an update; or the actions of a pipeline, what ranks of all stages
+        do together, and what each stage does in between.
+        """
         per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == TRAINING)
         seen: Counter[tuple[int, int]] = Counter()
         alone: Counter[tuple[int, int, str, str]] = Counter()
@@ -89,8 +92,9 @@ class Recording:
             if self.stages:
                 part = self._pipeline_part(cut, last=last)
                 if not cut.action:
-                    alone[*key, cut.phase, part] += 1
-                    number = alone[*key, cut.phase, part]
+                    place = (*key, cut.phase, part)
+                    alone[place] += 1
+                    number = alone[place]
                     part += f" {number}" if number > 1 else ""
             elif cut.phase == TRAINING:
                 part = "steady" if per_step[key] == 1 else "steady update" if last else "steady micro-batch"

@@ -130,8 +130,7 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
 
 
 def _disagreements(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
-    """Ranks of a stage whose graphs are not those of its first: each would be compiled again, and their collectives
-    not meet."""
+    """Ranks of a stage whose graphs are not those of its first: compiled again, their collectives would not meet."""
     parts = recording.parts()
     course = {rank: [(c.step, part, c.hash) for c, part in parts if c.rank == rank] for rank in ranks}
     first, *others = ranks
@@ -162,7 +161,8 @@ def _strangers(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
         collectives = recording.graphs[hash_].collectives
         what = name, tuple((each.op, each.groups, each.num_bytes) for each in collectives)
         if alike.setdefault(what, hash_) != hash_:
-            yield f"{name}: is another graph on stages {_stages(recording, hash_)} than {_stages(recording, alike[what])}"
+            here, there = _stages(recording, hash_), _stages(recording, alike[what])
+            yield f"{name}: is another graph on stages {here} than {there}"
     courses = {
         rank: [
             (step, phase, [cut.hash for cut in cuts])

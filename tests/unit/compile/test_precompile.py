@@ -69,6 +69,14 @@ def test_of_several_nodes_all_meet_at_one(monkeypatch: pytest.MonkeyPatch, capsy
     assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in capsys.readouterr().out
 
 
+def test_stages_on_several_nodes_have_no_manifest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=1", "parallel.pp=2")
+    assert main(monkeypatch, str(TINY), "backend.name=neuron", *cluster, "--first-node", "node7") == 2
+    assert "2 machines have ranks of different stages of pp=2" in capsys.readouterr().err
+
+
 def test_without_the_sdk_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
