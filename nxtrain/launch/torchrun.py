@@ -1,7 +1,8 @@
 """torchrun that ends with the exit code of the rank that failed, where torchrun itself always ends with 1.
 
 It starts ranks again as torchrun does, but not after what every start would find again, such as a mistake in the
-configuration or a graph that was not compiled: `--max-restarts` is for machines that fail.
+configuration or a graph that was not compiled: `--max-restarts` is for machines that fail. When a rank fails, the
+others may say what they know of it before they are ended.
 
 A program and no library: the one module of this package that imports torch. It takes torchrun's options, as in
 `python -m nxtrain.launch.torchrun --nproc-per-node=2 -m nxtrain train CONFIG`.
@@ -10,12 +11,13 @@ A program and no library: the one module of this package that imports torch. It 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 from torch.distributed import run
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
 
@@ -25,14 +27,30 @@ FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, Diver
 """Exit codes of ranks that would end the same way again."""
 
 
+LAST_WORDS_S = 5.0
+"""What ranks have for that: those that lose a peer name it, and end by themselves."""
+
+
 class Agent(LocalElasticAgent):
     """Starts ranks again unless one of them ended for good."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._let_speak()
         result: RunResult = super()._monitor_workers(worker_group)
         if any(failure.exitcode in FINAL for failure in result.failures.values()):
             self._remaining_restarts = 0
         return result
+
+    def _let_speak(self) -> None:
+        """Wait a little for the others if a rank failed: torch ends them as soon as it sees it."""
+        if not isinstance(self._pcontext, SubprocessContext):
+            return
+        processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+        if not any(process.poll() for process in processes):
+            return
+        limit = time.monotonic() + LAST_WORDS_S
+        while any(process.poll() is None for process in processes) and time.monotonic() < limit:
+            time.sleep(0.05)
 
 
 def main(argv: Sequence[str]) -> int:

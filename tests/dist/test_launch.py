@@ -31,6 +31,17 @@ def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path, code: in
     assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == code
 
 
+def test_ranks_may_say_whom_they_lost(tmp_path: Path) -> None:
+    """torch ends them about a tenth of a second after another failed."""
+    script = tmp_path / "rank.py"
+    text = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(1)\ntime.sleep(1.5)\nprint('lost rank 1')\n"
+    script.write_text(text, encoding="utf-8")
+    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (1, "lost rank 1\n")
+
+
 @pytest.mark.parametrize(("code", "starts"), [(DivergedError.exit_code, 1), (HangError.exit_code, 3)])
 def test_what_no_restart_mends_ends_at_once(tmp_path: Path, code: int, starts: int) -> None:
     script = tmp_path / "rank.py"
