@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 import nxtrain
-from nxtrain.errors import ConfigError, NxtrainError
+from nxtrain.errors import ConfigError, HangError, LostPeerError, NxtrainError
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
@@ -51,6 +51,11 @@ def main() -> None:
         app()
     except NxtrainError as error:
         _report(error, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
+        if isinstance(error, LostPeerError | HangError):
+            # An orderly end waits for what is under way with the rank that was lost, and holds up those that wait here.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(error.exit_code)
         sys.exit(error.exit_code)
 
 

@@ -17,15 +17,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending, Result_co
-from nxtrain.backends.last_words import GRACE_S, LastWords, first_line, is_late, loss, within
+from nxtrain.backends.last_words import GRACE_S, SOON_S, LastWords, first_line, is_late, loss, within
 from nxtrain.errors import HangError, LostPeerError
 from nxtrain.mesh import Axis, Mesh
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _FUNCTIONAL: Any = torch.ops._c10d_functional
 
-LEAVE_S = 5.0
+LEAVE_S = 1.0
 """What a rank that ends early spends on closing its connections before the system closes them."""
+
+SHOWN_RANKS = 8
+"""Of those that may have been lost, as many as a message names."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,27 @@ class Placement:
 class _Async:
     work: dist.Work
     result: Tensor
+    axis: Axis
     scale: float = 1.0
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise _lost_in(self.axis, error) or error from error
         return self.result if self.scale == 1.0 else self.result.mul_(self.scale)
+
+
+def _lost_in(axis: Axis, error: RuntimeError) -> LostPeerError | HangError | None:
+    """The loss of a rank in a collective over an axis, where gloo does not tell which."""
+    me = dist.get_rank()
+    (ranks,) = (group for group in axis.groups if me in group)
+    others = [rank for rank in ranks if rank != me]
+    shown = ", ".join(map(str, others[:SHOWN_RANKS])) + ("" if len(others) <= SHOWN_RANKS else " ...")
+    found = loss(error, f"one of ranks {shown} ({axis.name} of rank {me})" if len(others) > 1 else f"rank {shown}")
+    if found is not None and len(others) == 1:
+        found.peer = others[0]
+    return found
 
 
 @dataclass(frozen=True)
@@ -208,7 +227,7 @@ class C10dCollectives(Collectives):
             return Done(x)
         if torch.compiler.is_compiling():
             return _Traced(_FUNCTIONAL.all_reduce(x, op, self.group(axis).group_name), into=x)
-        return _Async(_started(dist.all_reduce(x, _REDUCE[op], self.group(axis), async_op=True)), x)
+        return _Async(_started(dist.all_reduce(x, _REDUCE[op], self.group(axis), async_op=True)), x, axis)
 
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
@@ -217,7 +236,7 @@ class C10dCollectives(Collectives):
         if torch.compiler.is_compiling():
             return _Traced(_FUNCTIONAL.all_gather_into_tensor(x, axis.size, group.group_name))
         out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-        return _Async(_started(dist.all_gather_into_tensor(out, x, group, async_op=True)), out)
+        return _Async(_started(dist.all_gather_into_tensor(out, x, group, async_op=True)), out, axis)
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
@@ -227,7 +246,7 @@ class C10dCollectives(Collectives):
             out = _FUNCTIONAL.reduce_scatter_tensor(x, "sum", axis.size, group.group_name)
             return _Traced(out, scale=scale)
         out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-        return _Async(_started(dist.reduce_scatter_tensor(out, x, group=group, async_op=True)), out, scale)
+        return _Async(_started(dist.reduce_scatter_tensor(out, x, group=group, async_op=True)), out, axis, scale)
 
     def start_all_reduce_bucket(
         self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
@@ -238,7 +257,7 @@ class C10dCollectives(Collectives):
         for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
             part.view(tensor.shape).copy_(tensor)
         work = _started(dist.all_reduce(flat, group=self.group(axis), async_op=True))
-        return _AsyncBucket(_Async(work, flat, scale), [tensor.shape for tensor in tensors])
+        return _AsyncBucket(_Async(work, flat, axis, scale), [tensor.shape for tensor in tensors])
 
     def lay_out(self, mesh: Mesh) -> None:
         """Make all groups that ranks of several stages would otherwise make in different orders."""
@@ -351,7 +370,7 @@ class C10dBackend(Backend):
         if isinstance(lost, HangError):
             return self._hung(lost, words)
         if lost.peer is None:
-            first = words.await_first() or words.leave(f"a rank that {me} works with is gone")
+            first = words.await_first(SOON_S) or words.leave(first_line(lost))
         else:
             first = words.leave(f"{self.collectives.words(lost.peer)} is gone")
         if first in str(lost):

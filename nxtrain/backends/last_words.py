@@ -26,6 +26,9 @@ ANSWER_S = 3.0
 GRACE_S = 2.0
 """How much later than another a rank may find that its own peer does not come: more than an action takes."""
 
+SOON_S = 0.3
+"""How much later than others the neighbours of a rank that died may find it; those that wait for this one wait on."""
+
 _GONE = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket closed|recv, got 0 bytes|ncclRemoteError", re.IGNORECASE
 )
@@ -50,7 +53,7 @@ class LastWords:
         first = within(ANSWER_S, lambda: self._store.compare_set("first", "", words).decode())
         return first or words
 
-    def await_first(self, seconds: float = GRACE_S) -> str:
+    def await_first(self, seconds: float) -> str:
         """What another rank leaves now or within some time; empty if none does."""
         return within(seconds, lambda: self._store.get("first").decode()) or ""
 
@@ -98,17 +101,17 @@ def within(seconds: float, work: Callable[[], Result]) -> Result | None:
     return done[0] if done else None
 
 
-def loss(error: BaseException) -> LostPeerError | HangError | None:
-    """The loss of a peer, if that is what a failure comes from."""
+def loss(error: BaseException, group: str = "a rank that this one works with") -> LostPeerError | HangError | None:
+    """The loss of a peer, if that is what a failure comes from; `group` names those that it may be."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, LostPeerError | HangError):
             return at
         if isinstance(at, RuntimeError) and _GONE.search(str(at)):
-            return LostPeerError(f"a rank that this one works with is gone: {first_line(at)}")
+            return LostPeerError(f"{group} is gone: {first_line(at)}")
         if isinstance(at, RuntimeError) and is_late(at):
             return HangError(
-                "a rank that this one works with did not come within recovery.hang_timeout_s: "
+                f"{group} did not come within recovery.hang_timeout_s: "
                 f"{first_line(at)}. It hangs, or does other work than was agreed; its own last lines say more"
             )
         at = at.__cause__

@@ -83,7 +83,7 @@ class Fault:
 
 def rank_process(rank: int, port: int, fault: Fault) -> None:
     """One rank of the command, with the fault in its pipeline."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": STAGES, "LOCAL_WORLD_SIZE": STAGES}
+    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": STAGES, "LOCAL_WORLD_SIZE": STAGES}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update({name: str(value) for name, value in place.items()})
     log = os.open(fault.folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
