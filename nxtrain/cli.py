@@ -6,12 +6,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
 import nxtrain
-from nxtrain.errors import ConfigError, HangError, LostPeerError, NxtrainError
+from nxtrain.errors import ConfigError, NxtrainError
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
@@ -51,12 +51,25 @@ def main() -> None:
         app()
     except NxtrainError as error:
         _report(error, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
-        if isinstance(error, LostPeerError | HangError):
-            # An orderly end waits for what is under way with the rank that was lost, and holds up those that wait here.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(error.exit_code)
-        sys.exit(error.exit_code)
+        _end(error.exit_code)
+    except Exception:
+        if _is_alone():
+            raise
+        sys.excepthook(*sys.exc_info())
+        _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process; among several ranks at once, since an orderly end waits for what is under way with others."""
+    if _is_alone():
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _is_alone() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:

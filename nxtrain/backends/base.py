@@ -384,7 +384,7 @@ class Backend(ABC):
     def failed(self, error: Exception) -> Exception:
         """Let the other ranks know why this one ends early, or learn from them if it only lost one of them.
 
-        Takes a few seconds at most, and so does `close` from now on.
+        Takes a few seconds at most. From now on `close` waits for nobody, and the process must end.
 
         Args:
             error: What ended the run here.

@@ -17,15 +17,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending, Result_co
-from nxtrain.backends.last_words import GRACE_S, SOON_S, LastWords, first_line, is_late, loss, within
+from nxtrain.backends.last_words import GRACE_S, SOON_S, LastWords, first_line, is_late, loss
 from nxtrain.errors import HangError, LostPeerError
 from nxtrain.mesh import Axis, Mesh
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _FUNCTIONAL: Any = torch.ops._c10d_functional
-
-LEAVE_S = 1.0
-"""What a rank that ends early spends on closing its connections before the system closes them."""
 
 SHOWN_RANKS = 8
 """Of those that may have been lost, as many as a message names."""
@@ -391,10 +388,8 @@ class C10dBackend(Backend):
 
     def close(self) -> None:
         super().close()
-        if self._ends_early:
-            # It waits for collectives under way, whose other ranks may wait for this one to end.
-            within(LEAVE_S, dist.destroy_process_group)
-        elif self.world > 1:
+        # Not after a failure: it waits, with Python's lock, for collectives whose other ranks wait for this one to end.
+        if self.world > 1 and not self._ends_early:
             self.collectives.forget()
             dist.destroy_process_group()
 
