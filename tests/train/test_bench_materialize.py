@@ -30,7 +30,7 @@ MIB = 1 << 20
         (
             "llama3.1-405b",
             405_853_388_800,
-            [64, 79],
+            [63, 78],  # 126 blocks: 15 to the last stage, which projects to scores, and to the first
             16 * ((2 * 16_384**2 + 4 * 2 * 1024 * 16_384 + 3 * 16_384 * 53_248) // 32 + 2 * 16_384),
         ),
     ],
