@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxtrain.backends import choose, open_backend
+from nxtrain.backends import c10d, choose, open_backend
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import CudaBackend
@@ -145,6 +145,7 @@ def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[A
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native, "DEVICE", "cpu")  # torch parses no device "neuron" without a backend for it
+    monkeypatch.setattr(c10d, "rendezvous", lambda url, rank, world, **how: iter([(dist.HashStore(), rank, world)]))
     monkeypatch.setattr(dist, "init_process_group", lambda name, **how: calls.append(("join", name, how)))
     monkeypatch.setattr(dist, "new_group", lambda **how: calls.append(("group", how)))
     monkeypatch.setattr(torch, "device", lambda *args: calls.append(("device", *args)))
