@@ -72,6 +72,7 @@ class Devices:
         from torch_xla._internal import pjrt
 
         from nxtrain.backends.xla import XlaBackend
+        from nxtrain.backends.xla_graphs import freeze_older_objects
 
         def join(local_rank: int, local_world_size: int) -> None:
             pjrt._initialize_single_process(local_rank, local_world_size)
@@ -86,6 +87,8 @@ class Devices:
                 sys.stderr.flush()
                 os._exit(1)  # else the others wait for this rank
 
+        # Here and not by a rank: what other ranks have made by then would be hidden from them.
+        freeze_older_objects()
         results = pjrt._run_thread_per_device(0, 1, play, join)
         return [results[rank] for rank in sorted(results)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.tracing import Tape, TracingBackend
-from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
+from nxtrain.backends.xla_graphs import hash_of, pending
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.regions import TensorParallel
 from tests.support.layers import random
@@ -91,7 +91,6 @@ class _Log:
 
 def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
     """Train a chain of blocks, each stage with one more than the one before it, so that no two run the same program."""
-    freeze_older_objects()
     log = _Log(backend)
     comm, mesh = backend.collectives, seen_by(layout, backend.rank)
     backend.lay_out(mesh)
@@ -160,7 +159,6 @@ class Handed:
 
 def handed(backend: Backend, layout: Mesh, dtype: torch.dtype) -> Handed:
     """Send what is a buffer of its own, what was just computed, and views, and swap; add numbers of all origins."""
-    freeze_older_objects()
     comm, mesh = backend.collectives, seen_by(layout, backend.rank)
     pp, first = mesh.pp, mesh.pp.rank == 0
     whole, changed = (backend.put(random(6, 3, seed=seed).to(dtype)) for seed in (0, 1))
