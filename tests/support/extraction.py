@@ -13,7 +13,9 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.tracing import TracingBackend
 from nxtrain.backends.xla import XlaBackend
 from nxtrain.config.check import Resolved
-from nxtrain.train.run import train_on
+from nxtrain.train.build import build_model, build_state, mesh_of
+from nxtrain.train.rehearsal import trainer
+from nxtrain.train.run import schedule_of, train_on
 from tests.support.models import changed
 
 
@@ -82,3 +84,21 @@ def compare(
     alone = [extracted(backend, run, 1, 0) for run in dry]
     wide = changed(dry[-1], parallel={"tp": 8, "sequence_parallel": True}, train={"global_batch": 1024})
     return real, alone, [extracted(backend, wide, 4096, rank) for rank in (0, 3001)]
+
+
+def stages_compare(backend: Backend, run: Resolved) -> list[tuple[set[str], list[str]]]:
+    """Of each rank of a pipeline on paper: the graphs of its whole course, and those that its extraction reaches."""
+    parallel = run.config.parallel
+    world = parallel.tp * parallel.pp
+    return [(course(run, world, rank), extracted(backend, run, world, rank)[0]) for rank in range(world)]
+
+
+def course(run: Resolved, world: int, rank: int) -> set[str]:
+    """The graphs of all steps of a run, at the times that its configuration says."""
+    tape = Hashes()
+    device = TracingBackend(world, rank, tape)
+    mesh = mesh_of(run, device)
+    state = build_state(run, build_model(run, device, mesh, init="zeros"), device, mesh)
+    with device.recording():
+        trainer(run, state, run.config, schedule_of(run), lambda step, work: None).run(0)
+    return set(tape.graphs)

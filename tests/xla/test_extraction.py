@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.extraction import compare
+from tests.support.extraction import compare, stages_compare
 from tests.support.runs import run_plan
 from tests.support.xla_engine import run_devices
 
@@ -61,3 +61,26 @@ def test_ranks_reach_the_same_graphs_in_the_same_order(
 
 def test_nothing_is_read_or_written(found: tuple[list[str], list[Extracted], list[Extracted], Path]) -> None:
     assert not found[3].exists()
+
+
+def test_every_stage_reaches_the_graphs_of_its_course(tmp_path: Path) -> None:
+    """Eight steps of a pipeline of four ranks, two chunks each stage, with all other work in between."""
+    run = run_plan(
+        tmp_path / "run",
+        {"source": "text", "path": "not there", "validation_fraction": 0.2},
+        steps=8,
+        model={"config": {"vocab_size": 300, "num_hidden_layers": 4}},
+        train={"eval_every": 3, "eval_batches": 2, "global_batch": 4, "micro_batch": 1},
+        checkpoint={"every": 4},
+        parallel={"tp": 2, "pp": 2, "virtual_pp": 2, "sequence_parallel": True, "shard": "zero1"},
+    )
+    (played,) = run_devices(1, stages_compare, run, folder=tmp_path)
+    for needed, reached in played:
+        assert needed <= set(reached)
+    (_, first), (_, second), (_, third), (_, fourth) = played
+    assert first == second
+    assert third == fourth
+    both = set(first) & set(third)
+    assert both, "transfers and sums are the same in both stages"
+    assert set(first) - both
+    assert set(third) - both
