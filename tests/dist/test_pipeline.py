@@ -10,7 +10,7 @@ import pytest
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.train.step import eval_step
-from tests.support.models import weights_of
+from tests.support.models import changed, weights_of
 from tests.support.parity import Course, batches, check_course, layout, local_batch, reference, run_ours, start
 from tests.support.ranks import RankPool
 
@@ -23,16 +23,17 @@ BATCH = {1: 8, 2: 8, 4: 8, 7: 14}
 
 
 @cache
-def expected(shape: str, layers: int, batch: int) -> Course:
+def expected(shape: str, layers: int, batch: int, lr: float) -> Course:
     """The reference course of a shape, run once."""
-    return reference(layout(shape, tp=1, batch=batch, config={"num_hidden_layers": layers}), STEPS)
+    alone = layout(shape, tp=1, batch=batch, config={"num_hidden_layers": layers})
+    return reference(changed(alone, optim={"lr": lr}), STEPS)
 
 
 def check(ranks: RankPool, resolved: Resolved, shape: str) -> None:
     parallel = resolved.config.parallel
     courses = ranks.run(parallel.tp * parallel.pp * parallel.dp, run_ours, resolved, STEPS, weights_of(resolved))
     layers, batch = resolved.model.num_hidden_layers, resolved.config.train.global_batch
-    check_course(courses, expected(shape, layers, batch), resolved)
+    check_course(courses, expected(shape, layers, batch, resolved.config.optim.lr), resolved)
 
 
 # tp, pp, dp, virtual_pp, micro-batches: of eight ranks, which take turns on the cores of a small machine, only some.
@@ -62,6 +63,7 @@ def test_twenty_steps_equal_transformers(
 @pytest.mark.parametrize("num_micro", [1, 2, 4, 7])
 @pytest.mark.parametrize("virtual_pp", [1, 2])
 def test_four_stages_too(ranks: RankPool, virtual_pp: int, num_micro: int) -> None:
+    """At a learning rate that lets rounding grow no faster in nine blocks than it does in five."""
     resolved = layout(
         "gqa2",
         tp=1,
@@ -71,7 +73,7 @@ def test_four_stages_too(ranks: RankPool, virtual_pp: int, num_micro: int) -> No
         micro=BATCH[num_micro] // num_micro,
         config={"num_hidden_layers": 9},
     )
-    check(ranks, resolved, "gqa2")
+    check(ranks, changed(resolved, optim={"lr": 3e-4}), "gqa2")
 
 
 SHARDS = ["none", "zero1", "grad_op", "full"]

@@ -55,7 +55,7 @@ def reference(resolved: Resolved, steps: int, dtype: torch.dtype = torch.float32
         {"params": decayed, "weight_decay": resolved.config.optim.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=OPTIM["betas"], eps=OPTIM["eps"])
+    optimizer = torch.optim.AdamW(groups, lr=resolved.config.optim.lr, betas=OPTIM["betas"], eps=OPTIM["eps"])
     losses, norms = [], []
     for batch in batches(resolved, steps):
         optimizer.zero_grad()
@@ -87,7 +87,9 @@ def run_ours(backend: Backend, resolved: Resolved, steps: int, weights: Mapping[
     state = start(backend, resolved, weights)
     losses, norms = [], []
     for batch in batches(resolved, steps):
-        result = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
+        result = train_step(
+            state, local_batch(state, batch, resolved.config.train.micro_batch), resolved.config.optim.lr
+        )
         read = backend.fetch({"loss": result.loss, "norm": result.grad_norm})
         losses.append(read["loss"])
         norms.append(read["norm"])
