@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nxtrain.backends.collectives import Collectives, Done, Op, Pending
+from nxtrain.backends.collectives import Collectives, Pending
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.mesh import Axis, Mesh
 
@@ -25,22 +25,6 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
     from nxtrain.family import ModelConfig, ModelFamily
     from nxtrain.sharding import Init, Segment, ShardSpec
-
-__all__ = [
-    "AdamStep",
-    "AttentionShape",
-    "Backend",
-    "Binding",
-    "Collectives",
-    "Done",
-    "Head",
-    "Kernels",
-    "LayerSet",
-    "Op",
-    "Pending",
-    "Rows",
-    "Support",
-]
 
 
 @dataclass(frozen=True)

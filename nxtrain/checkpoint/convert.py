@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.backends.kernels import FusedKernels
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import MODEL, Chunk

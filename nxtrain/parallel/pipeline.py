@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Collectives, Done, Pending
+from nxtrain.backends.collectives import Collectives, Done, Pending
 from nxtrain.errors import NxtrainError
 from nxtrain.family import CausalLM
 from nxtrain.mesh import Axis

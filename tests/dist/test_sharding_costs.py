@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxtrain.backends.base import Backend, Pending
-from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.backends.base import Backend
+from nxtrain.backends.collectives import Pending
+from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Axis
 from nxtrain.train.step import TrainState, train_step

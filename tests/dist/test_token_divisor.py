@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from nxtrain.backends.base import Backend, Pending
-from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.backends.base import Backend
+from nxtrain.backends.collectives import Pending
+from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.config.check import Resolved
 from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends import tracing, xla
-from nxtrain.backends.base import Backend, Pending
+from nxtrain.backends.base import Backend
+from nxtrain.backends.collectives import Pending
 from nxtrain.backends.xla import XlaBackend, XlaCollectives
 from nxtrain.config.check import Resolved
 from nxtrain.graphs.trace import trace

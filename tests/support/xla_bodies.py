@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend, Done, Pending
+from nxtrain.backends.base import Backend
+from nxtrain.backends.collectives import Done, Pending
 from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.xla import XlaBackend, XlaCollectives
 from nxtrain.config.check import Resolved

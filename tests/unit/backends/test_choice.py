@@ -7,7 +7,8 @@ import torch
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Support
-from nxtrain.backends.c10d import C10dCollectives, Placement
+from nxtrain.backends.c10d import Placement
+from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
 from nxtrain.backends.neuron.backend import NeuronBackend

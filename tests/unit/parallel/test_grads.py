@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.c10d import C10dCollectives
+from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.data_parallel import Reduction, Replicated, fill_buckets
 from nxtrain.parallel.grads import SquareSum, clip_factor

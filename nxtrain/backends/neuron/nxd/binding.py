@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Binding, Collectives, Done, LayerSet, Pending
+from nxtrain.backends.base import Binding, LayerSet
+from nxtrain.backends.collectives import Collectives, Done, Pending
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
