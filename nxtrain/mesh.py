@@ -42,6 +42,10 @@ class Axis:
         groups = tuple(g[i : i + size] for g in self.groups for i in range(0, len(g), size))
         return Axis(f"{self.name}/{size}", self.rank % size, groups)
 
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The replica group of a global rank."""
+        return next(group for group in self.groups if rank in group)
+
     def pairs(self, peer: int) -> Axis:
         """The axis of two on which this rank meets the neighbour at position `peer`.
 
@@ -92,7 +96,7 @@ class Mesh:
         if world % (tp * pp):
             problems.append(
                 Problem(
-                    "parallel.tp",
+                    "parallel.tp" if tp > 1 else "parallel.pp",
                     f"tp={tp} x pp={pp} = {tp * pp} does not divide the world of {world} ranks",
                     hint=f"start a multiple of {tp * pp} ranks (`nxtrain launch` starts as many as needed), "
                     f"or choose tp x pp among {_divisors(world)}",
@@ -174,8 +178,7 @@ class Mesh:
         """A rank as messages name it, with its pipeline stage if there are several."""
         if self.pp_size == 1:
             return f"rank {rank}"
-        (stage,) = (group.index(rank) for group in self.pp.groups if rank in group)
-        return f"pipeline stage {stage} of {self.pp_size} (rank {rank})"
+        return f"pipeline stage {self.pp.group_of(rank).index(rank)} of {self.pp_size} (rank {rank})"
 
     @cached_property
     def _place(self) -> int:

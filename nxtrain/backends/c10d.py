@@ -15,7 +15,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.c10d_collectives import C10dCollectives
-from nxtrain.backends.last_words import GRACE_S, SOON_S, LastWords, first_line, loss
+from nxtrain.backends.last_words import GRACE_S, SOON_S, LastWords
+from nxtrain.backends.lost_peers import first_line, loss
 from nxtrain.errors import HangError, LostPeerError
 from nxtrain.mesh import Mesh
 

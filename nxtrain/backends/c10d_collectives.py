@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic
@@ -14,8 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending, Result_co
-from nxtrain.backends.last_words import first_line, is_late, loss
-from nxtrain.errors import HangError, LostPeerError
+from nxtrain.backends.lost_peers import Peers, blaming, loss
 from nxtrain.mesh import Axis, Mesh
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -36,20 +34,21 @@ class _Async:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise _lost_in(self.axis, error) or error from error
+            found = loss(error, _others(self.axis))
+            if found is None:
+                raise
+            raise found from error
         return self.result if self.scale == 1.0 else self.result.mul_(self.scale)
 
 
-def _lost_in(axis: Axis, error: RuntimeError) -> LostPeerError | HangError | None:
-    """The loss of a rank in a collective over an axis, where gloo does not tell which."""
+def _others(axis: Axis) -> Peers:
+    """The other ranks of an axis, of which gloo does not tell who was lost."""
     me = dist.get_rank()
-    (ranks,) = (group for group in axis.groups if me in group)
-    others = [rank for rank in ranks if rank != me]
+    others = [rank for rank in axis.group_of(me) if rank != me]
+    if len(others) == 1:
+        return Peers(f"rank {others[0]}", others[0])
     shown = ", ".join(map(str, others[:SHOWN_RANKS])) + ("" if len(others) <= SHOWN_RANKS else " ...")
-    found = loss(error, f"one of ranks {shown} ({axis.name} of rank {me})" if len(others) > 1 else f"rank {shown}")
-    if found is not None and len(others) == 1:
-        found.peer = others[0]
-    return found
+    return Peers(f"one of ranks {shown} ({axis.name} of rank {me})")
 
 
 @dataclass(frozen=True)
@@ -78,21 +77,6 @@ class _AsyncBucket:
 
 
 @dataclass(frozen=True)
-class _Peer:
-    """The other rank of a transfer.
-
-    Args:
-        rank: Its number.
-        words: Its name.
-        hang_timeout_s: Seconds that the group waits for it.
-    """
-
-    rank: int
-    words: str
-    hang_timeout_s: float
-
-
-@dataclass(frozen=True)
 class _Transfer(Generic[Result_co]):
     """What goes between two ranks; keeps its tensors alive.
 
@@ -106,37 +90,13 @@ class _Transfer(Generic[Result_co]):
     works: Sequence[dist.Work]
     result: Result_co
     held: Tensor | None
-    peer: _Peer
+    peer: Peers
 
     def wait(self) -> Result_co:
-        with _blaming(self.peer):
+        with blaming(self.peer):
             for work in self.works:
                 work.wait()
         return self.result
-
-
-@contextmanager
-def _blaming(peer: _Peer) -> Iterator[None]:
-    """Turn what gloo says of a connection into what became of the rank at its other end.
-
-    NCCL says nothing here, since waiting is left to the stream: torch's watchdog ends the process after the same time.
-
-    Source: torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; gloo/transport/tcp in
-    https://github.com/pytorch/gloo.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        reason = first_line(error)
-        if is_late(error):
-            raise HangError(
-                f"{peer.words} did not come within recovery.hang_timeout_s={peer.hang_timeout_s:g} seconds: {reason}. "
-                "It hangs, or does other work than was agreed; its own last lines say more",
-                peer.rank,
-            ) from error
-        raise LostPeerError(
-            f"{peer.words} is gone: {reason}. It died, or left early; its own last lines say why", peer.rank
-        ) from error
 
 
 class C10dCollectives(Collectives):
@@ -249,43 +209,41 @@ class C10dCollectives(Collectives):
                 self._links[low, high] = link
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
-        peer, group = self._reach(axis, to)
-        with _blaming(peer):
-            return _Transfer([_started(dist.isend(x, peer.rank, group))], None, x, peer)
+        rank, peer, group = self._reach(axis, to)
+        with blaming(peer):
+            return _Transfer([_started(dist.isend(x, rank, group))], None, x, peer)
 
     def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
-        peer, group = self._reach(axis, source)
+        rank, peer, group = self._reach(axis, source)
         out = torch.empty_like(like, memory_format=torch.contiguous_format)
-        with _blaming(peer):
-            return _Transfer([_started(dist.irecv(out, peer.rank, group))], out, None, peer)
+        with blaming(peer):
+            return _Transfer([_started(dist.irecv(out, rank, group))], out, None, peer)
 
     def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
-        other, group = self._reach(axis, peer)
+        rank, other, group = self._reach(axis, peer)
         out = torch.empty_like(x)
         # Together: on NCCL both ends would else wait to send before either receives.
-        both = [dist.P2POp(dist.isend, x, other.rank, group), dist.P2POp(dist.irecv, out, other.rank, group)]
-        with _blaming(other):
+        both = [dist.P2POp(dist.isend, x, rank, group), dist.P2POp(dist.irecv, out, rank, group)]
+        with blaming(other):
             works = dist.batch_isend_irecv(both)
         return _Transfer(works, out, x, other).wait()
 
-    def _reach(self, axis: Axis, position: int) -> tuple[_Peer, dist.ProcessGroup]:
-        """A rank by its position, and the group to reach it in."""
+    def _reach(self, axis: Axis, position: int) -> tuple[int, Peers, dist.ProcessGroup]:
+        """A rank by its position, as messages name it, and the group to reach it in."""
         me = dist.get_rank()
-        (ranks,) = (group for group in axis.groups if me in group)
-        peer = ranks[position]
+        peer = axis.group_of(me)[position]
         assert peer != me, (axis, position)
         group = self._links.get((min(me, peer), max(me, peer))) or self.group(axis)
-        return _Peer(peer, self.words(peer), self.hang_timeout_s), group
+        return peer, Peers(self.words(peer), peer, self.hang_timeout_s), group
 
     def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
         """The data parallel ranks as torch's own sharding takes them: (shard,) or (replica, shard)."""
         if mesh.replica.size == 1:
             return DeviceMesh.from_group(self.group(mesh.shard), device, mesh_dim_names=("shard",))
-        (ranks,) = (group for group in mesh.dp.groups if mesh.rank in group)
         return DeviceMesh.from_group(
             [self.group(mesh.replica), self.group(mesh.shard)],
             device,
-            torch.tensor(ranks).view(-1, mesh.shard.size),
+            torch.tensor(mesh.dp.group_of(mesh.rank)).view(-1, mesh.shard.size),
             mesh_dim_names=("replica", "shard"),
         )
 

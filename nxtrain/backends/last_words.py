@@ -8,15 +8,12 @@ Nothing here may take long: who reads it has lost a peer, and others wait for it
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from threading import Thread
 from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store
-
-from nxtrain.errors import HangError, LostPeerError
 
 Result = TypeVar("Result")
 
@@ -28,14 +25,6 @@ GRACE_S = 2.0
 
 SOON_S = 0.3
 """How much later than others the neighbours of a rank that died may find it; those that wait for this one wait on."""
-
-_GONE = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|recv, got 0 bytes|ncclRemoteError", re.IGNORECASE
-)
-"""What gloo, torch's store and NCCL say of a connection whose other end is gone."""
-
-_LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
-"""What gloo and torch's store say when the other end does not come."""
 
 
 class LastWords:
@@ -80,11 +69,6 @@ class LastWords:
         return within(GRACE_S + ANSWER_S, follow)
 
 
-def is_late(error: BaseException) -> bool:
-    """Whether an error of a transfer says that the other did not come in time."""
-    return bool(_LATE.search(first_line(error)))
-
-
 def within(seconds: float, work: Callable[[], Result]) -> Result | None:
     """What work returns; None if it fails, or takes longer and is left behind."""
     done: list[Result] = []
@@ -99,26 +83,3 @@ def within(seconds: float, work: Callable[[], Result]) -> Result | None:
     thread.start()
     thread.join(seconds)
     return done[0] if done else None
-
-
-def loss(error: BaseException, group: str = "a rank that this one works with") -> LostPeerError | HangError | None:
-    """The loss of a peer, if that is what a failure comes from; `group` names those that it may be."""
-    at: BaseException | None = error
-    while at is not None:
-        if isinstance(at, LostPeerError | HangError):
-            return at
-        if isinstance(at, RuntimeError) and _GONE.search(str(at)):
-            return LostPeerError(f"{group} is gone: {first_line(at)}")
-        if isinstance(at, RuntimeError) and is_late(at):
-            return HangError(
-                f"{group} did not come within recovery.hang_timeout_s: "
-                f"{first_line(at)}. It hangs, or does other work than was agreed; its own last lines say more"
-            )
-        at = at.__cause__
-    return None
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, or what it is if it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -98,6 +98,8 @@ def test_heads_that_tp_does_not_divide_are_refused_by_the_family(tmp_path: Path)
 
 def test_the_degrees_multiply_to_the_world(tmp_path: Path) -> None:
     assert only(tmp_path, "parallel.tp=2", world=3).key == "parallel.tp"
+    found = only(tmp_path, "parallel.pp=2", world=3)
+    assert (found.key, found.origin) == ("parallel.pp", "override")
     assert only(tmp_path, "parallel.dp=2", world=4).reason == "tp=1 x pp=1 x dp=2 = 2 ranks, but the world has 4"
 
 
