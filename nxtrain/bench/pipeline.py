@@ -26,9 +26,12 @@ from rich.table import Table
 from nxtrain.bench.train import SHAPE, Worker
 from nxtrain.errors import ConfigError
 from nxtrain.parallel.schedule import Action, Span
-from nxtrain.plan.pipeline import Pipeline, PipelineFigures, figures, timeline
+from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
+from nxtrain.plan.timeline import timeline
 
 Work: TypeAlias = Literal["sleep", "blocks"]
+
+MIB = 1 << 20
 
 BACKWARD = 2
 """How many times as long as a forward a backward sleeps: as matrix products do."""
@@ -61,10 +64,10 @@ class StageWork:
         """Of the float32 hidden states that one stage sends to the next."""
         return 4 * self.seq_len * int(SHAPE["hidden_size"])
 
-    def expected(self, forward_s: float = 0.0, backward_s: float = 0.0) -> Pipeline:
+    def expected(self, forward_s: float = 0.0, backward_s: float = 0.0) -> PipelineCosts:
         """The pipeline as planned; times other than those of sleep must be given."""
         stages = range(self.pp * self.virtual_pp)
-        return Pipeline(
+        return PipelineCosts(
             pp_size=self.pp,
             virtual_pp=self.virtual_pp,
             num_micro=self.micro,
@@ -176,11 +179,12 @@ def _of(found: PipelineFigures) -> dict[str, Any]:
         "busy_s": [rank.busy_s for rank in found.ranks],
         "forwards_in_flight": [rank.forwards_in_flight for rank in found.ranks],
         "forwards_in_flight_formula": [rank.forwards_in_flight_formula for rank in found.ranks],
+        "held_bytes": [rank.activation_bytes for rank in found.ranks],
         "sent_bytes": [rank.sent_bytes for rank in found.ranks],
     }
 
 
-def _plan(work: StageWork, best: Turn | None) -> Pipeline:
+def _plan(work: StageWork, best: Turn | None) -> PipelineCosts:
     if best is None or work.work == "sleep":
         return work.expected()
     return work.expected(best.mean_s("forward"), best.mean_s("backward"))
@@ -228,7 +232,7 @@ def _table(work: StageWork, result: dict[str, Any]) -> Table:
     title = f"pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: bubble "
     title += f"{cell([found['bubble'] for found in shown], '.1%')}, ideal {result['ideal_bubble']:.1%}"
     table = Table(title=title, title_style="bold")
-    for head in ("rank", "busy ms", "idle ms", "forwards in flight", "formula", "MiB sent"):
+    for head in ("rank", "busy ms", "idle ms", "forwards in flight", "MiB held", "MiB sent"):
         table.add_column(head, justify="right")
     for rank in range(work.pp):
         busy_ms = [1e3 * found["busy_s"][rank] for found in shown]
@@ -238,10 +242,11 @@ def _table(work: StageWork, result: dict[str, Any]) -> Table:
             cell(busy_ms, ".1f"),
             cell(idle_ms, ".1f"),
             cell([found["forwards_in_flight"][rank] for found in shown], "d"),
-            str(result["expected"]["forwards_in_flight_formula"][rank]),
-            cell([found["sent_bytes"][rank] / (1 << 20) for found in shown], ".3g"),
+            *(cell([found[name][rank] / MIB for found in shown], ".3g") for name in ("held_bytes", "sent_bytes")),
         )
+    caption = "held: the most at once of what stages send each other"
     if "bubbles" in result:
         bubbles = " ".join(f"{bubble:.1%}" for bubble in result["bubbles"])
-        table.caption = f"expected / measured, in the shortest step of {len(result['bubbles'])} with bubbles {bubbles}"
+        caption += f"; expected / measured, in the shortest step of {len(result['bubbles'])} with bubbles {bubbles}"
+    table.caption = caption
     return table

@@ -10,6 +10,7 @@ A program and no library: the one module of this package that imports torch. It 
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,9 +27,8 @@ from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError
 FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
 """Exit codes of ranks that would end the same way again."""
 
-
 LAST_WORDS_S = 5.0
-"""What ranks have for that: those that lose a peer name it, and end by themselves."""
+"""What the others have, once a rank failed, to name whom they lost and to end by themselves."""
 
 
 class Agent(LocalElasticAgent):
@@ -59,6 +59,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         run.run(run.parse_args(argv))
     except ChildFailedError as error:
+        for rank, failure in sorted(error.failures.items()):
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # with which the agent ends the others
+                print(f"error: rank {rank}: ended by {failure.signal_name()}", file=sys.stderr)
         return blame([failure.exitcode for _, failure in sorted(error.failures.items())])
     except SignalException as error:
         return 128 + error.sigval

@@ -189,16 +189,15 @@ class Pipeline:
             entered.requires_grad_(torch.is_grad_enabled())
         x = tokens if entered is None else entered
         exit_ = _Exit()
+        with self._keeping():
+            out = self._model.run(part, x, targets if part.last else None)
         if part.last:
-            with self._keeping():
-                end = self._model.run(part, x, targets)
+            end = out
             found(end, targets)
         else:
-            with self._keeping():
-                out = self._model.run(part, x)
             underway.to_send["forward", chunk, micro] = out.data
             end = _Leave.apply(out, exit_)
-            del out
+        del out  # of a part that is not the last, only its graph stays
         if torch.is_grad_enabled():
             underway.passages[chunk, micro] = _Passage(entered, end, exit_)
         self._boundary()

@@ -1,19 +1,15 @@
-"""What a pipeline costs before it runs: step time, bubble, activations in flight, traffic; and a picture of it."""
+"""What a pipeline costs before it runs: step time, bubble, activations in flight, traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from textwrap import fill
 
 from nxtrain.parallel.schedule import Action, Span, num_warmup, play, schedule
 
-_CASES = 2
-"""Chunks that capital and small letters tell apart."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineCosts:
     """A pipeline and the costs of its virtual stages, each given from the first of them to the last.
 
     Args:
@@ -89,7 +85,7 @@ class PipelineFigures:
     ranks: tuple[RankFigures, ...]
 
 
-def figures(pipeline: Pipeline, spans: Sequence[Span] = ()) -> PipelineFigures:
+def figures(pipeline: PipelineCosts, spans: Sequence[Span] = ()) -> PipelineFigures:
     """What a step costs.
 
     Args:
@@ -97,7 +93,7 @@ def figures(pipeline: Pipeline, spans: Sequence[Span] = ()) -> PipelineFigures:
         spans: When each rank did what, each rank's in order, as it was measured; empty: as `pipeline` plays.
     """
     spans = spans or pipeline.play()
-    step_s = _step_s(_computations(spans))
+    step_s = elapsed_s(computations(spans))
     ranks = tuple(_rank_figures(pipeline, rank, step_s, spans) for rank in range(pipeline.pp_size))
     idle = pipeline.pp_size - 1
     return PipelineFigures(
@@ -108,15 +104,17 @@ def figures(pipeline: Pipeline, spans: Sequence[Span] = ()) -> PipelineFigures:
     )
 
 
-def _computations(spans: Sequence[Span]) -> list[Span]:
+def computations(spans: Sequence[Span]) -> list[Span]:
+    """The forwards and backwards."""
     return [span for span in spans if not span.action.is_transfer]
 
 
-def _step_s(computations: Sequence[Span]) -> float:
+def elapsed_s(computations: Sequence[Span]) -> float:
+    """From the first of them to the last."""
     return max(span.end_s for span in computations) - min(span.start_s for span in computations)
 
 
-def _rank_figures(pipeline: Pipeline, rank: int, step_s: float, spans: Sequence[Span]) -> RankFigures:
+def _rank_figures(pipeline: PipelineCosts, rank: int, step_s: float, spans: Sequence[Span]) -> RankFigures:
     own = [span for span in spans if span.rank == rank]
     actions = [span.action for span in own]
     busy_s = sum(span.end_s - span.start_s for span in own if not span.action.is_transfer)
@@ -141,7 +139,7 @@ def _most_in_flight(actions: Sequence[Action]) -> int:
     return most
 
 
-def _most_bytes(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> int:
+def _most_bytes(pipeline: PipelineCosts, rank: int, actions: Sequence[Action]) -> int:
     now = most = 0
     last = pipeline.pp_size * pipeline.virtual_pp - 1
     for action in actions:
@@ -161,90 +159,3 @@ def _most_bytes(pipeline: Pipeline, rank: int, actions: Sequence[Action]) -> int
             most = max(most, now)
     assert now == 0, f"rank {rank} ends its step with {now} bytes of activations"
     return most
-
-
-def draw(pipeline: Pipeline, width: int = 120) -> str:
-    """A step as text, time to the right and a line for each rank, with a legend and the figures.
-
-    Args:
-        pipeline: What is drawn.
-        width: Columns that there are.
-    """
-    return "\n".join(
-        [timeline(pipeline, width=width), *(_note(pipeline, note, width) for note in _summary(figures(pipeline)))]
-    )
-
-
-def timeline(pipeline: Pipeline, spans: Sequence[Span] = (), width: int = 120) -> str:
-    """The lines of the ranks and the legend.
-
-    Columns are as narrow as labels allow. What does not fit is cut off, and the legend says so, since a timeline that
-    cannot be read shows nothing.
-
-    Args:
-        pipeline: What is drawn.
-        spans: As in `figures`.
-        width: Columns that there are.
-    """
-    spans = _computations(spans or pipeline.play())
-    begin_s, step_s = min(span.start_s for span in spans), _step_s(spans)
-    labels = [_label(span.action, pipeline.virtual_pp) for span in spans]
-    columns_per_s = max(map(len, labels)) / min(span.end_s - span.start_s for span in spans)
-    lines = [[_head(pipeline, rank), ""] for rank in range(pipeline.pp_size)]
-    for span, label in zip(spans, labels, strict=True):
-        start, end = (round((at_s - begin_s) * columns_per_s) for at_s in (span.start_s, span.end_s))
-        line = lines[span.rank]
-        line[1] = line[1].ljust(start, ".") + label[: end - start].ljust(end - start, "-")
-    head, all_columns = len(lines[0][0]), round(step_s * columns_per_s)
-    columns = min(all_columns, max(1, width - head))
-    text = [name + line.ljust(all_columns, ".")[:columns] for name, line in lines]
-    notes = [_legend(pipeline)]
-    if columns < all_columns:
-        shown = _time(step_s * columns / all_columns)
-        notes.insert(0, f"the first {shown} of {_time(step_s)}; {head + all_columns} columns would show it all")
-    return "\n".join([*text, *(_note(pipeline, note, width) for note in notes)])
-
-
-def _head(pipeline: Pipeline, rank: int) -> str:
-    return f"rank {rank:<{len(str(pipeline.pp_size - 1))}}  "
-
-
-def _note(pipeline: Pipeline, text: str, width: int) -> str:
-    """A line below those of the ranks, where they begin."""
-    indent = " " * len(_head(pipeline, 0))
-    return fill(text, width, initial_indent=indent, subsequent_indent=indent)
-
-
-def _label(action: Action, virtual_pp: int) -> str:
-    """As an action is written; a second chunk of two in small letters, which take no room."""
-    if virtual_pp == _CASES and action.chunk == 1:
-        return f"{'f' if action.kind == 'forward' else 'b'}{action.micro}"
-    return str(action)
-
-
-def _legend(pipeline: Pipeline) -> str:
-    last = pipeline.num_micro - 1
-    text = f"F{last} is the forward and B{last} the backward of micro-batch {last}, dots are time without either"
-    if pipeline.virtual_pp == _CASES:
-        return f"{text}; small letters: the second chunk of the rank"
-    return (
-        f"{text}; F{last}.1: chunk 1 of the rank, of 0 to {pipeline.virtual_pp - 1}"
-        if pipeline.virtual_pp > 1
-        else text
-    )
-
-
-def _summary(figures: PipelineFigures) -> list[str]:
-    mib = 1 << 20
-    in_flight = " ".join(str(rank.forwards_in_flight) for rank in figures.ranks)
-    activations = " ".join(f"{rank.activation_bytes / mib:.4g}" for rank in figures.ranks)
-    sent = " ".join(f"{rank.sent_bytes / mib:.4g}" for rank in figures.ranks)
-    return [
-        f"step {_time(figures.step_s)}, bubble {figures.bubble:.1%} of it (ideal {figures.ideal_bubble:.1%})",
-        f"by rank {in_flight} forwards in flight, {activations} MiB of activations, {sent} MiB sent",
-    ]
-
-
-def _time(seconds: float) -> str:
-    unit, scale = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("us", 1e-6))
-    return f"{seconds / scale:.4g} {unit}"

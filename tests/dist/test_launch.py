@@ -52,6 +52,21 @@ def test_what_no_restart_mends_ends_at_once(tmp_path: Path, code: int, starts: i
     assert (done.returncode, done.stdout.count("started")) == (code, starts)
 
 
+KILLED = "import os, signal, sys; sys.exit(1) if os.environ['RANK'] == '0' else os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_rank_that_is_killed_cannot_say_so_and_the_launcher_does(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(KILLED, encoding="utf-8")
+    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        "error: rank 1: ended by SIGKILL"
+    ]
+
+
 def test_a_mistake_that_one_rank_finds_reaches_the_shell(tmp_path: Path) -> None:
     missing = tmp_path / "missing.txt"
     overrides = (f"run.dir={tmp_path / 'run'}", "data.source=text", f"data.path={missing}")

@@ -38,6 +38,7 @@ def test_equal_stages_leave_the_bubble_of_the_formula(
     slept_s = 3e-3 * forward_ms * micro * virtual_pp
     assert all(slept_s <= busy_s < 1.1 * slept_s for busy_s in measured["busy_s"])
     assert measured["forwards_in_flight"] == measured["forwards_in_flight_formula"] == in_flight
+    assert measured["held_bytes"] == found["expected"]["held_bytes"]
     ends = [2 * virtual_pp - (rank == 0) - (rank == pp - 1) for rank in range(pp)]
     assert measured["sent_bytes"] == [micro * number * HIDDEN_BYTES for number in ends]
 

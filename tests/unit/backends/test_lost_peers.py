@@ -15,7 +15,9 @@ GONE = [
     "writev [127.0.0.1]:1024: Broken pipe",
     "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
 ]
-LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation"
+LATE = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv operation"
+)
 
 
 @pytest.mark.parametrize("line", GONE)

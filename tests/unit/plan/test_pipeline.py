@@ -9,15 +9,16 @@ from dataclasses import replace
 import pytest
 
 from nxtrain.parallel.schedule import schedule
-from nxtrain.plan.pipeline import Pipeline, draw, figures
+from nxtrain.plan.pipeline import PipelineCosts, figures
+from nxtrain.plan.timeline import timeline
 
 MIB = 1 << 20
 
 
-def equal(p: int, v: int, m: int) -> Pipeline:
+def equal(p: int, v: int, m: int) -> PipelineCosts:
     """Forwards of 1 s that keep 10 MiB, backwards of 2 s, and 1 MiB between stages."""
     stages = range(p * v)
-    return Pipeline(
+    return PipelineCosts(
         pp_size=p,
         virtual_pp=v,
         num_micro=m,
@@ -74,6 +75,12 @@ def test_activations_by_hand() -> None:
     assert (first.forwards_in_flight, second.forwards_in_flight) == (2, 1)
 
 
+def test_activations_of_every_rank_by_hand() -> None:
+    # Of the four: their forwards in flight, and an output or gradients under way; inner ranks have both for a moment.
+    assert [rank.activation_bytes // MIB for rank in figures(equal(4, 1, 8)).ranks] == [42, 33, 23, 12]
+    assert [rank.activation_bytes // MIB for rank in figures(equal(2, 2, 3)).ranks] == [62, 42]
+
+
 def test_a_slow_stage_leaves_the_others_idle() -> None:
     # The last of two stages takes 2 s and 4 s, 4 times over, after the first forward and before the last backward.
     got = figures(replace(equal(2, 1, 4), forward_s=[1.0, 2.0], backward_s=[2.0, 4.0]))
@@ -103,37 +110,33 @@ def test_costs_belong_to_virtual_stages() -> None:
 
 def test_the_picture_of_four_ranks() -> None:
     assert (
-        draw(equal(4, 1, 8))
+        timeline(equal(4, 1, 8))
         == """\
 rank 0  F0F1F2F3............B0--F4B1--F5B2--F6B3--F7B4--..B5--..B6--..B7--
 rank 1  ..F0F1F2........B0--F3B1--F4B2--F5B3--F6B4--F7B5--..B6--..B7--....
 rank 2  ....F0F1....B0--F2B1--F3B2--F4B3--F5B4--F6B5--F7B6--..B7--........
 rank 3  ......F0B0--F1B1--F2B2--F3B3--F4B4--F5B5--F6B6--F7B7--............
-        F7 is the forward and B7 the backward of micro-batch 7, dots are time without either
-        step 33 s, bubble 27.3% of it (ideal 27.3%)
-        by rank 4 3 2 1 forwards in flight, 42 33 23 12 MiB of activations, 8 16 16 8 MiB sent"""
+        F7 is the forward and B7 the backward of micro-batch 7, dots are time without either"""
     )
 
 
 def test_the_picture_of_two_chunks() -> None:
     assert (
-        draw(equal(2, 2, 3), width=80)
+        timeline(equal(2, 2, 3), width=80)
         == """\
 rank 0  F0F1F2f0f1f2..b0--..b1--..b2--B0--B1--B2--
 rank 1  ..F0F1F2f0b0--f1b1--f2b2--B0--B1--B2--....
         F2 is the forward and B2 the backward of micro-batch 2, dots are time
-        without either; small letters: the second chunk of the rank
-        step 21 s, bubble 14.3% of it (ideal 14.3%)
-        by rank 6 4 forwards in flight, 62 42 MiB of activations, 9 9 MiB sent"""
+        without either; small letters: the second chunk of the rank"""
     )
 
 
 def test_a_picture_that_does_not_fit_shows_the_beginning_and_says_so() -> None:
-    lines = draw(equal(4, 3, 32), width=80).splitlines()
+    lines = timeline(equal(4, 3, 32), width=80).splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert lines[0].startswith("rank 0  F0---F1---F2---F3---F0.1-F1.1-")
     assert lines[4] == "        the first 14.4 s of 297 s; 1493 columns would show it all"
-    whole = draw(equal(4, 3, 32), width=1493).splitlines()
+    whole = timeline(equal(4, 3, 32), width=1493).splitlines()
     assert all(line.startswith(beginning) for line, beginning in zip(whole[:4], lines[:4], strict=True))
     assert not any("the first" in line for line in whole)
 
@@ -143,7 +146,7 @@ def test_a_picture_shows_every_computation_and_every_bubble(shape: tuple[int, in
     p, v, m = shape
     step_s = figures(equal(*shape)).step_s
     per_s = len(str(m - 1)) + (3 if v > 2 else 1)  # a forward takes a second, and its label is the longest
-    for line in draw(equal(*shape), width=10_000).splitlines()[:p]:
+    for line in timeline(equal(*shape), width=10_000).splitlines()[:p]:
         columns = re.sub(r"\.(\d)", r"\1", line.split("  ", 1)[1]) if v > 2 else line.split("  ", 1)[1]
         letters = Counter(letter.upper() for letter in columns if letter.isalpha())
         assert letters == {"F": m * v, "B": m * v}

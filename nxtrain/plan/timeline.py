@@ -1,0 +1,76 @@
+"""A pipeline step as text: a line for each rank, time to the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import fill
+
+from nxtrain.parallel.schedule import Action, Span
+from nxtrain.plan.pipeline import PipelineCosts, computations, elapsed_s
+
+_CASES = 2
+"""Chunks that capital and small letters tell apart."""
+
+
+def timeline(pipeline: PipelineCosts, spans: Sequence[Span] = (), width: int = 120) -> str:
+    """The lines of the ranks and the legend.
+
+    Columns are as narrow as labels allow. What does not fit is cut off, and the legend says so, since a timeline that
+    cannot be read shows nothing.
+
+    Args:
+        pipeline: What is drawn.
+        spans: As in `figures`.
+        width: Columns that there are.
+    """
+    spans = computations(spans or pipeline.play())
+    begin_s, step_s = min(span.start_s for span in spans), elapsed_s(spans)
+    labels = [_label(span.action, pipeline.virtual_pp) for span in spans]
+    columns_per_s = max(map(len, labels)) / min(span.end_s - span.start_s for span in spans)
+    lines = [[_head(pipeline, rank), ""] for rank in range(pipeline.pp_size)]
+    for span, label in zip(spans, labels, strict=True):
+        start, end = (round((at_s - begin_s) * columns_per_s) for at_s in (span.start_s, span.end_s))
+        line = lines[span.rank]
+        line[1] = line[1].ljust(start, ".") + label[: end - start].ljust(end - start, "-")
+    head, all_columns = len(lines[0][0]), round(step_s * columns_per_s)
+    columns = min(all_columns, max(1, width - head))
+    text = [name + line.ljust(all_columns, ".")[:columns] for name, line in lines]
+    notes = [_legend(pipeline)]
+    if columns < all_columns:
+        shown = _time(step_s * columns / all_columns)
+        notes.insert(0, f"the first {shown} of {_time(step_s)}; {head + all_columns} columns would show it all")
+    return "\n".join([*text, *(_note(pipeline, note, width) for note in notes)])
+
+
+def _head(pipeline: PipelineCosts, rank: int) -> str:
+    return f"rank {rank:<{len(str(pipeline.pp_size - 1))}}  "
+
+
+def _note(pipeline: PipelineCosts, text: str, width: int) -> str:
+    """A line below those of the ranks, where they begin."""
+    indent = " " * len(_head(pipeline, 0))
+    return fill(text, width, initial_indent=indent, subsequent_indent=indent)
+
+
+def _label(action: Action, virtual_pp: int) -> str:
+    """As an action is written; a second chunk of two in small letters, which take no room."""
+    if virtual_pp == _CASES and action.chunk == 1:
+        return f"{'f' if action.kind == 'forward' else 'b'}{action.micro}"
+    return str(action)
+
+
+def _legend(pipeline: PipelineCosts) -> str:
+    last = pipeline.num_micro - 1
+    text = f"F{last} is the forward and B{last} the backward of micro-batch {last}, dots are time without either"
+    if pipeline.virtual_pp == _CASES:
+        return f"{text}; small letters: the second chunk of the rank"
+    return (
+        f"{text}; F{last}.1: chunk 1 of the rank, of 0 to {pipeline.virtual_pp - 1}"
+        if pipeline.virtual_pp > 1
+        else text
+    )
+
+
+def _time(seconds: float) -> str:
+    unit, scale = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("us", 1e-6))
+    return f"{seconds / scale:.4g} {unit}"
