@@ -107,6 +107,14 @@ def test_twenty_float32_steps_on_two_gpus_equal_transformers(two_gpus: RankPool,
     check_course(two_gpus.run(2, run_ours, resolved, STEPS, weights_of(resolved)), expected("gqa2"), resolved)
 
 
+@pytest.mark.parametrize("virtual_pp", [1, 2])
+def test_twenty_float32_steps_through_two_stages_equal_transformers(two_gpus: RankPool, virtual_pp: int) -> None:
+    layers = {"num_hidden_layers": 5}
+    resolved = layout("gqa2", tp=1, pp=2, virtual_pp=virtual_pp, micro=1, config=layers)
+    want = reference(layout("gqa2", tp=1, config=layers), STEPS)
+    check_course(two_gpus.run(2, run_ours, resolved, STEPS, weights_of(resolved)), want, resolved)
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     count = torch.cuda.device_count()
     for name in ("RANK", "LOCAL_RANK"):
