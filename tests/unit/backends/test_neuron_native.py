@@ -145,7 +145,8 @@ def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[A
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native, "DEVICE", "cpu")  # torch parses no device "neuron" without a backend for it
-    monkeypatch.setattr(c10d, "rendezvous", lambda url, rank, world, **how: iter([(dist.HashStore(), rank, world)]))
+    store = dist.HashStore()
+    monkeypatch.setattr(c10d, "rendezvous", lambda *_, **__: iter([(store, 3, 64)]))  # there is none to meet
     monkeypatch.setattr(dist, "init_process_group", lambda name, **how: calls.append(("join", name, how)))
     monkeypatch.setattr(dist, "new_group", lambda **how: calls.append(("group", how)))
     monkeypatch.setattr(torch, "device", lambda *args: calls.append(("device", *args)))
@@ -157,6 +158,7 @@ def test_a_rank_joins_before_it_touches_the_device(torch_calls: list[Any]) -> No
     backend = NeuronNativeBackend(hang_timeout_s=90.0)
     (join, name, how), (group, host), device = torch_calls
     assert (join, name, how["device_id"], how["timeout"].total_seconds()) == ("join", "neuron", None, 90.0)
+    assert (how["rank"], how["world_size"], how["store"].timeout.total_seconds()) == (3, 64, 90.0)
     assert (group, host["backend"], host["timeout"].total_seconds()) == ("group", "gloo", 90.0)
     assert device == ("device", "cpu")
     assert (backend.rank, backend.world, backend.local_rank, backend.local_world) == (3, 64, 3, 64)
