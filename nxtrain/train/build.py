@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, cast
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from nxtrain.backends.base import Backend, Kernels
 from nxtrain.checkpoint.hf import hf_weights
 from nxtrain.config.check import FULLY_SHARDED, Resolved
+from nxtrain.config.schema import ParallelConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext, CausalLM
 from nxtrain.mesh import Mesh
@@ -51,13 +53,20 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
         ConfigError: The degrees do not fit the world.
     """
     parallel = plan.config.parallel
-    within_node = parallel.shard_size or max(1, ranks_per_node // (parallel.tp * parallel.pp))
-    shard = {"none": 1, "hybrid": within_node}.get(parallel.shard, 0)
-    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard, order=order)
+    shard = {"none": 1, "hybrid": parallel.shard_size or _shard_within_node(parallel, world, ranks_per_node)}
+    shard_size = shard.get(parallel.shard, 0)
+    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard_size, order=order)
     if parallel.offload and mesh.shard_size == 1:
         reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
         raise ConfigError([Problem("parallel.offload", reason, hint="use false, or start more ranks")])
     return mesh
+
+
+def _shard_within_node(parallel: ParallelConfig, world: int, ranks_per_node: int) -> int:
+    """The most data parallel ranks of a stage, whose numbers adjoin, that divide them into groups of one node each."""
+    if ranks_per_node % parallel.tp:
+        return 1
+    return math.gcd(world // (parallel.tp * parallel.pp), ranks_per_node // parallel.tp)
 
 
 def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["draw", "hf", "zeros"]) -> nn.Module:
