@@ -56,17 +56,20 @@ class Resolved:
     model: ModelConfig
 
 
-def resolve(loaded: Loaded, world: int | None) -> Resolved:
+def resolve(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
     """Hold a configuration to every rule between its keys.
 
     Args:
         loaded: The configuration and its provenance.
         world: Number of ranks; None if not known yet, then dp=0 counts as 1.
+        backend: What `backend.name=auto` has chosen; empty if not known yet.
 
     Raises:
         ConfigError: All that is wrong, together.
     """
-    config = loaded.config
+    given = loaded.config
+    chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
+    config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
     problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config)]
     problems += [*_pipeline(config), *_data(loaded)]
@@ -87,7 +90,7 @@ def resolve(loaded: Loaded, world: int | None) -> Resolved:
             problems += error.problems
     if problems:
         raise ConfigError([replace(p, origin=p.origin or origin_of(loaded.origins, p.key)) for p in problems])
-    return Resolved(config, family, model)
+    return Resolved(given, family, model)
 
 
 def resolve_model(config: RunConfig) -> ModelConfig:

@@ -47,7 +47,7 @@ def train(loaded: Loaded) -> None:
     backend = open_backend(name, loaded.config.recovery.hang_timeout_s, layers)
     try:
         reason += f"; layers {layers}: {why}" if why else ""
-        train_on(backend, resolve(loaded, backend.world), reason)
+        train_on(backend, resolve(loaded, backend.world, backend.name), reason)
     except Exception as error:
         told = backend.failed(error)
         if told is error:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nxtrain.config.load import load
+from nxtrain.errors import ConfigError
+from nxtrain.train import run
 from tests.unit.config.test_check import checked, only, problems
 
 
@@ -17,6 +21,22 @@ def test_an_odd_number_of_stages_does_not_pair_up(tmp_path: Path, name: str) -> 
 
     assert said(3) == ["use parallel.pp=2 or 4"]
     assert said(2) == []
+
+
+def test_a_run_is_held_to_the_rules_of_the_backend_that_auto_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is a stand-in: all that is asked of it is its name and its size."""
+    machine = SimpleNamespace(name="neuron", world=3, failed=lambda error: error, close=lambda: None)
+    monkeypatch.setattr(run, "choose", lambda name: ("neuron", "the first that can run here"))
+    monkeypatch.setattr(run, "choose_layers", lambda name, backend: ("native", ""))
+    monkeypatch.setattr(run, "open_backend", lambda *args: machine)
+    path = tmp_path / "run.toml"
+    path.touch()
+    with pytest.raises(ConfigError) as raised:
+        run.train(load(path, ["parallel.pp=3", "model.config.num_hidden_layers=6"]))
+    (problem,) = raised.value.problems
+    assert problem.reason.startswith("3 is odd, and on backend.name=neuron")
 
 
 def shaped(tmp_path: Path, *overrides: str, layers: int = 6, world: int | None = None) -> list[tuple[str, str, str]]:
