@@ -54,7 +54,8 @@ class RankFigures:
         forwards_in_flight: Most forwards, of any chunk, whose backward is still to come.
         forwards_in_flight_formula: The same in closed form: one more than the forwards of its warm-up.
         activation_bytes: Most that it holds: what those forwards keep, what was received before its turn, what is
-            computed and not sent.
+            computed and not sent. Up to three tensors of the boundary come on top, however many micro-batches there
+            are: the last sent each way, until the next, and the one that received tensors are shaped like.
         sent_bytes, received_bytes: Activations and gradients; equal, since what goes one way comes back as gradients.
     """
 
