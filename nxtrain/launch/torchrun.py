@@ -42,14 +42,17 @@ class Agent(LocalElasticAgent):
         return result
 
     def _let_speak(self) -> None:
-        """Wait a little for the others if a rank failed: torch ends them as soon as it sees it."""
+        """Wait a little for the others if a rank failed: torch ends them as soon as it sees it.
+
+        Not if it ended for good, for its own words say all, and the others would only tell what they met in its wake.
+        """
         if not isinstance(self._pcontext, SubprocessContext):
             return
         processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
-        if not any(process.poll() for process in processes):
-            return
         limit = time.monotonic() + LAST_WORDS_S
-        while any(process.poll() is None for process in processes) and time.monotonic() < limit:
+        while any(codes := [process.poll() for process in processes]) and time.monotonic() < limit:
+            if None not in codes or FINAL.intersection(codes):
+                return
             time.sleep(0.05)
 
 
