@@ -94,15 +94,9 @@ class LlamaForCausalLM(nn.Module):
         return tuple(self.model.layers.values())
 
     def run(self, part: Part, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Compute one of the parts that were built.
+        """Compute one of the parts that were built, as `CausalLM` says.
 
-        Args:
-            part: Which.
-            x: (B, S) tokens for the first part, (S/tp, B, D) for others.
-            targets: (B, S) for the last part.
-
-        Returns:
-            () float32, the sum of the tokens' cross entropies, of the last part; (S/tp, B, D) of others.
+        Tokens (B, S) or hidden states (S/tp, B, D), and targets (B, S) for the last, to (S/tp, B, D) or a loss ().
         """
         hidden: Tensor = self.model(x.t() if part.first else x, part)
         return hidden if targets is None else self.lm_head.loss(hidden, targets.t())

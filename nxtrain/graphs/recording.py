@@ -119,9 +119,9 @@ class Recording:
 
     def shared(self, hash_: str) -> list[Axis]:
         """The axes that a graph uses which join several stages, if they are all that it uses."""
-        axes = [self._axis(each.op, each.groups) for each in self.graphs[hash_].collectives]
-        found = [axis for axis in axes if axis is not None]
-        return found if len({axis.name for axis in found if axis.spans_stages}) == len({*axes}) == 1 else []
+        joined = self.joined(hash_)
+        is_all = len(joined) == len(self.graphs[hash_].collectives)
+        return joined if is_all and len({axis.name for axis in joined}) == 1 else []
 
     def joined(self, hash_: str) -> list[Axis]:
         """The axes that a graph uses which join several stages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,33 +23,42 @@ if sys.argv[1] != "0":
 """
 
 
+def launched(
+    folder: Path, text: str, *argv: object, nproc: int = 2, options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """What came of ranks that run a script under our agent."""
+    script = folder / "rank.py"
+    script.write_text(text, encoding="utf-8")
+    agent = ("-m", "nxtrain.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}")
+    command = (sys.executable, *agent, *options, str(script), *map(str, argv))
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
 @pytest.mark.parametrize("code", [0, DivergedError.exit_code])
 def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path, code: int) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK, encoding="utf-8")
-    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script), str(code))
-    assert subprocess.run(command, capture_output=True, timeout=100, check=False).returncode == code
+    assert launched(tmp_path, RANK, code).returncode == code
 
 
-def test_ranks_may_say_whom_they_lost(tmp_path: Path) -> None:
+LOSING = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(int(sys.argv[1]))
+time.sleep(1.5)
+print("lost rank 1")
+"""
+
+
+@pytest.mark.parametrize(("code", "said"), [(1, "lost rank 1\n"), (DataError.exit_code, "")])
+def test_ranks_may_say_whom_they_lost_unless_it_has_said_all(tmp_path: Path, code: int, said: str) -> None:
     """torch ends them about a tenth of a second after another failed."""
-    script = tmp_path / "rank.py"
-    text = "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(1)\ntime.sleep(1.5)\nprint('lost rank 1')\n"
-    script.write_text(text, encoding="utf-8")
-    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (1, "lost rank 1\n")
+    done = launched(tmp_path, LOSING, code)
+    assert (done.returncode, done.stdout) == (code, said)
 
 
 @pytest.mark.parametrize(("code", "starts"), [(DivergedError.exit_code, 1), (HangError.exit_code, 3)])
 def test_what_no_restart_mends_ends_at_once(tmp_path: Path, code: int, starts: int) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text("import sys\nprint('started', flush=True)\nsys.exit(int(sys.argv[1]))\n", encoding="utf-8")
-    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=1", "--max-restarts=2")
-    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script), str(code))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    text = "import sys\nprint('started', flush=True)\nsys.exit(int(sys.argv[1]))\n"
+    done = launched(tmp_path, text, code, nproc=1, options=["--max-restarts=2"])
     assert (done.returncode, done.stdout.count("started")) == (code, starts)
 
 
@@ -56,11 +66,7 @@ KILLED = "import os, signal, sys; sys.exit(1) if os.environ['RANK'] == '0' else 
 
 
 def test_a_rank_that_is_killed_cannot_say_so_and_the_launcher_does(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(KILLED, encoding="utf-8")
-    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = launched(tmp_path, KILLED)
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
         "error: rank 1: ended by SIGKILL"
@@ -99,11 +105,7 @@ assert num_threads() == before
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in Linux's /proc")
 def test_no_thread_of_a_group_is_left_when_a_rank_ends(tmp_path: Path) -> None:
     """One that is would be torn down with the interpreter, and now and then abort the process of a finished run."""
-    script = tmp_path / "rank.py"
-    script.write_text(LEAVING, encoding="utf-8")
-    options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, str(script))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = launched(tmp_path, LEAVING)
     assert done.returncode == 0, done.stderr
 
 
