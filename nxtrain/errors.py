@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class NxtrainError(Exception):
@@ -58,6 +59,23 @@ class CheckpointError(NxtrainError):
     """A checkpoint that cannot be written, read or matched to the model."""
 
     exit_code = 4
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint that is not what was written.
+
+    Args:
+        file: Which.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, file: Path, reason: str) -> None:
+        self.file, self.reason = file, reason
+        super().__init__(f"{file} is damaged: {reason}")
+
+    def __reduce__(self) -> tuple[type[DamagedError], tuple[Path, str]]:
+        """How it travels to other ranks."""
+        return DamagedError, (self.file, self.reason)
 
 
 class BackendError(NxtrainError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nxtrain.backends.collectives import Collectives, Pending
@@ -338,6 +339,15 @@ class Backend(ABC):
         Args:
             work: What the graphs are for, in words; the same on all ranks. Empty: no more comparisons.
         """
+
+    def background_group(self, hang_timeout_s: float) -> ProcessGroup | None:
+        """A new group of all ranks that carries host objects while training talks; None: there are no others."""
+        import torch.distributed as dist
+
+        if self.world == 1 or not dist.is_initialized():
+            return None
+        group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
+        return group
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         """Settle how attention is computed; called once, before a model is built.

@@ -21,9 +21,13 @@ from nxtrain.backends.kernels import FusedKernels
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import MODEL, Chunk
 from nxtrain.checkpoint.hf import CONFIG, INDEX, WEIGHTS, HfFolder
-from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.planner import ChunkLoadPlanner, ChunkSavePlanner, collective, stored_tensors
-from nxtrain.checkpoint.save import write
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.manifest import DTYPES, Manifest
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.planner import ChunkLoadPlanner, ChunkSavePlanner
+from nxtrain.checkpoint.ranks import collective
+from nxtrain.checkpoint.save import read_back, write
+from nxtrain.checkpoint.storage import FileReader
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
 from nxtrain.mesh import Mesh
@@ -31,7 +35,7 @@ from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import ParamTable
 
-_CHECKPOINT_FILES = (layout.META, layout.TOKENIZER, ".metadata", "*.distcp")
+_CHECKPOINT_FILES = (layout.META, layout.TOKENIZER, layout.MANIFEST, layout.VERIFIED, "rank-*.safetensors")
 _EXPORTED_FILES = (
     CONFIG,
     INDEX,
@@ -74,7 +78,9 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
         kinds=(MODEL,),
     )
     tokenizer = src / layout.TOKENIZER
-    write(dst, planner, meta, Mesh(1, 0), tokenizer if tokenizer.is_file() else None, file_per_tensor=True)
+    alone = Mesh(1, 0)
+    written = write(dst, planner, meta, alone, tokenizer if tokenizer.is_file() else None)
+    read_back(dst, written, alone, None)
 
 
 def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Path:
@@ -93,11 +99,11 @@ def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000)
         ConfigError: `dst` holds something else.
     """
     src = layout.resolve(src)
-    meta = read_meta(src)
+    meta, manifest = open_checkpoint(src)
     family, config = meta.model()
     _refuse_to_overwrite(dst, _EXPORTED_FILES)
     with _new_folder(dst) as out:
-        _write_weights(src, out, max_shard_bytes)
+        _write_weights(src, manifest, out, max_shard_bytes)
         special = _copy_tokenizer(src / layout.TOKENIZER, out)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
         _write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
@@ -112,25 +118,25 @@ def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[in
     return ParamTable.of(family.build(config, context)).global_shapes()
 
 
-def _write_weights(checkpoint: Path, out: Path, max_bytes: int) -> None:
-    files = list(_split(checkpoint, max_bytes))
+def _write_weights(checkpoint: Path, manifest: Manifest, out: Path, max_bytes: int) -> None:
+    files = list(_split(manifest, max_bytes))
     places: dict[str, str] = {}
     for number, chunks in enumerate(files, start=1):
         name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        layout.write_durably(out / name, partial(_write_file, checkpoint, chunks))
+        layout.write_durably(out / name, partial(_write_file, checkpoint, manifest, chunks))
         places.update({chunk.name: name for chunk in chunks})
     if len(files) > 1:
         total = sum(chunk.num_bytes for chunks in files for chunk in chunks)
         _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _split(checkpoint: Path, max_bytes: int) -> Iterator[list[Chunk]]:
+def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
     """Cut the weights of a checkpoint into files."""
     file: list[Chunk] = []
-    for key, stored in stored_tensors(checkpoint).items():
+    for key, stored in manifest.tensors.items():
         kind, _, name = key.partition("/")
         if kind == MODEL:
-            chunk = Chunk.whole(name, tuple(stored.size), stored.properties.dtype)
+            chunk = Chunk.whole(name, stored.shape, DTYPES[stored.dtype])
             if file and sum(c.num_bytes for c in file) + chunk.num_bytes > max_bytes:
                 yield file
                 file = []
@@ -138,10 +144,10 @@ def _split(checkpoint: Path, max_bytes: int) -> Iterator[list[Chunk]]:
     yield file
 
 
-def _write_file(checkpoint: Path, chunks: list[Chunk], file: Path) -> None:
+def _write_file(checkpoint: Path, manifest: Manifest, chunks: list[Chunk], file: Path) -> None:
     targets = {chunk: torch.empty(chunk.shape, dtype=chunk.dtype) for chunk in chunks}
     with collective(f"cannot read {checkpoint}"):
-        dcp.load({}, storage_reader=dcp.FileSystemReader(checkpoint), planner=ChunkLoadPlanner(targets), no_dist=True)
+        dcp.load({}, storage_reader=FileReader(checkpoint, manifest), planner=ChunkLoadPlanner(targets), no_dist=True)
     save_file({chunk.name: tensor for chunk, tensor in targets.items()}, file, {"format": "pt"})
 
 
@@ -163,14 +169,16 @@ def _copy_tokenizer(file: Path, out: Path) -> dict[str, tuple[str, int] | None]:
 @contextmanager
 def _new_folder(dst: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name when it is full, and vanishes if anything fails."""
+    staged: Path | None = None
     try:
-        layout.prepare(dst)
-        yield layout.staging(dst)
-        layout.publish(dst)
+        staged = layout.prepare(dst)
+        yield staged
+        layout.publish(staged, dst)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {dst}: {error}") from error
     finally:
-        layout.discard(dst)
+        if staged is not None:
+            layout.discard(staged)
 
 
 def _refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:

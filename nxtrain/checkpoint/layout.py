@@ -1,24 +1,31 @@
-"""Where checkpoints lie and what makes one: names, discovery, the commit by rename, retention."""
+"""Where checkpoints lie and what makes one: names, discovery, the commit by rename, quarantine, retention."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from nxtrain.errors import CheckpointError
 
 META = "meta.json"
+MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+VERIFIED = "verified"
+"""Empty; says that what the disk held was read back, and was what had been written."""
+LATEST = "latest"
+"""Names the newest checkpoint for people and scripts; nothing here relies on it."""
 FOLDER = "checkpoints"
 
-_COMMITTED = re.compile(r"step-\d{8,}")
-_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|old)")
+MIN_VERIFIED = 2
+"""So many of the newest verified checkpoints are never deleted."""
 
-T = TypeVar("T")
+_COMMITTED = re.compile(r"step-\d{8,}")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp-\w+|old)")
+_CORRUPT = re.compile(r"step-\d{8,}\.corrupt(-\d+)?")
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -36,7 +43,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and is_checkpoint(path)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
 
 
 def newest(directory: Path) -> Path | None:
@@ -60,43 +67,81 @@ def resolve(path: Path) -> Path:
     return found
 
 
-def staging(path: Path) -> Path:
-    """Where a folder is written before it gets its name."""
-    return path.with_name(path.name + ".tmp")
+def step_of(path: Path) -> int:
+    """The step of a checkpoint in a `checkpoints` folder."""
+    return int(path.name.removeprefix("step-"))
 
 
-def prepare(path: Path) -> None:
-    """Make an empty staging folder for `path`, and remove what broken attempts left beside it."""
+def prepare(path: Path) -> Path:
+    """Make an empty folder in which to write what `publish` gives the name `path`; removes what broken attempts left.
+
+    Its name is new each time: a writer that was thought dead disturbs nobody.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    leftovers = [p for p in path.parent.iterdir() if _LEFTOVER.fullmatch(p.name) or p == staging(path)]
-    for leftover in leftovers:
-        shutil.rmtree(leftover)
-    staging(path).mkdir()
+    for leftover in path.parent.iterdir():
+        if _LEFTOVER.fullmatch(leftover.name) or leftover.name.startswith(f"{path.name}.tmp-"):
+            shutil.rmtree(leftover)
+    staged = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    staged.mkdir()
+    return staged
 
 
-def discard(path: Path) -> None:
-    """Remove what was staged for `path`; on a disk in trouble as much of it as possible."""
-    shutil.rmtree(staging(path), ignore_errors=True)
+def discard(staged: Path) -> None:
+    """Remove what was staged; on a disk in trouble as much of it as possible."""
+    shutil.rmtree(staged, ignore_errors=True)
 
 
-def publish(path: Path) -> None:
+def publish(staged: Path, path: Path) -> None:
     """Give a staged folder its name, in one step for whoever looks; a folder that had it before is replaced."""
-    sync_folder(staging(path))
+    sync_folder(staged)
     old = _set_aside(path) if path.exists() else None
-    staging(path).rename(path)
+    staged.rename(path)
     sync_folder(path.parent)
     if old is not None:
         shutil.rmtree(old)
 
 
-def doomed(checkpoints: Sequence[T], keep: int) -> Sequence[T]:
-    """Those of some checkpoints, oldest first, that make room when only the last `keep` stay; 0 keeps all."""
-    return checkpoints[:-keep] if keep else ()
+def point_to(path: Path) -> None:
+    """Name a checkpoint as the newest of its folder, in one step."""
+    draft = path.with_name(f".{LATEST}")
+    write_durably(draft, lambda file: file.write_text(path.name + "\n"))
+    draft.replace(path.with_name(LATEST))
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Delete all but the last `keep` checkpoints of a `checkpoints` folder; 0 keeps all."""
-    for path in doomed(list_checkpoints(directory), keep):
+def quarantine(path: Path) -> Path:
+    """Put a damaged checkpoint aside, where nobody takes it for one, and tell its new name."""
+    number = 0
+    while (aside := path.with_name(f"{path.name}.corrupt{f'-{number}' if number else ''}")).exists():
+        number += 1
+    return path.rename(aside)
+
+
+def quarantined(directory: Path) -> list[Path]:
+    """The checkpoints of a `checkpoints` folder that were put aside."""
+    return sorted(path for path in directory.glob("step-*") if _CORRUPT.fullmatch(path.name))
+
+
+def mark_verified(path: Path) -> None:
+    """Note that a checkpoint was read back, and is whole."""
+    (path / VERIFIED).touch()
+
+
+def doomed(checkpoints: list[Path], keep: int, keep_every: int = 0) -> list[Path]:
+    """Those of some checkpoints, oldest first, that make room.
+
+    Args:
+        checkpoints: All there are.
+        keep: So many of the newest stay; 0: all.
+        keep_every: Those of steps that are multiples of it stay; 0: none of them for that.
+    """
+    verified = [path for path in checkpoints if (path / VERIFIED).exists()]
+    stay = {*checkpoints[-keep:], *verified[-MIN_VERIFIED:]}
+    return [path for path in checkpoints if path not in stay and not (keep_every and step_of(path) % keep_every == 0)]
+
+
+def prune(directory: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete the checkpoints of a `checkpoints` folder that make room; see `doomed`."""
+    for path in doomed(list_checkpoints(directory), keep, keep_every):
         shutil.rmtree(_set_aside(path))
 
 

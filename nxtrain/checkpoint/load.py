@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
-from nxtrain.checkpoint.chunks import Shards, chunks
+from nxtrain.checkpoint.chunks import Chunk, Shards, chunks
+from nxtrain.checkpoint.layout import MANIFEST
+from nxtrain.checkpoint.manifest import Manifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.planner import ChunkLoadPlanner, collective
-from nxtrain.checkpoint.save import is_distributed
+from nxtrain.checkpoint.planner import ChunkLoadPlanner
+from nxtrain.checkpoint.ranks import Group, by_leader, collective, is_distributed
+from nxtrain.checkpoint.storage import FileReader
+from nxtrain.errors import DamagedError
 from nxtrain.sharding import Layout
 
 
-def load(path: Path, shards: Shards, cut: Layout, *, process_group: dist.ProcessGroup | None = None) -> Meta:
-    """Fill local tensors from a checkpoint, padding with zeros; all or none of them. Every rank calls this.
+def open_checkpoint(path: Path) -> tuple[Meta, Manifest]:
+    """What a checkpoint says about itself, and its manifest.
+
+    Raises:
+        DamagedError: One of them is not what was written.
+        CheckpointError: It is incomplete, or of another format.
+    """
+    meta = read_meta(path)
+    manifest = read_manifest(path)
+    if zlib.crc32((path / MANIFEST).read_bytes()) != meta.manifest_crc32:
+        raise DamagedError(path / MANIFEST, "its content is not what was written")
+    return meta, manifest
+
+
+def load(path: Path, shards: Shards, cut: Layout, *, process_group: Group = None) -> Meta:
+    """Fill local tensors from a checkpoint, padding with zeros. Every rank calls this.
+
+    Tensors of the host are filled in place, others by way of the host. Everything that is read is verified.
 
     Args:
         path: Folder of the checkpoint.
@@ -25,24 +46,36 @@ def load(path: Path, shards: Shards, cut: Layout, *, process_group: dist.Process
         process_group: Group of all ranks that can carry host objects; None for the default group.
 
     Raises:
-        CheckpointError: It is damaged, or its tensors are not those of the model in name, shape and type.
+        DamagedError: A file is not what was written; what was filled then has no meaning.
+        CheckpointError: Its tensors are not those of the model in name, shape and type; none was touched.
     """
-    meta = read_meta(path)
-    buffers = {
-        kind: {name: torch.zeros(local.shape, dtype=local.dtype) for name, local in tensors.items()}
-        for kind, tensors in shards.items()
+    action = f"cannot load {path}"
+    meta, manifest = by_leader(lambda: open_checkpoint(path), cut.mesh, process_group, action)
+    buffers = {kind: {name: _host(local) for name, local in tensors.items()} for kind, tensors in shards.items()}
+    targets: dict[Chunk, Tensor] = {
+        chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in chunks(shards, cut)
     }
-    targets = {chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in chunks(shards, cut)}
-    with collective(f"cannot load {path}"):
+    planner = ChunkLoadPlanner(
+        targets,
+        complete=tuple(shards),
+        padded=[buffer for tensors in buffers.values() for buffer in tensors.values()],
+    )
+    with collective(action):
         dcp.load(
             {},
-            storage_reader=dcp.FileSystemReader(path),
-            planner=ChunkLoadPlanner(targets, complete=tuple(shards)),
+            storage_reader=FileReader(path, manifest),
+            planner=planner,
             process_group=process_group,
             no_dist=not is_distributed(cut.mesh),
         )
     with torch.no_grad():
         for kind, tensors in shards.items():
             for name, local in tensors.items():
-                local.copy_(buffers[kind][name])
+                if not local.is_cpu:
+                    local.copy_(buffers[kind][name])
     return meta
+
+
+def _host(local: Tensor) -> Tensor:
+    """Where a tensor is filled: in place, or in memory of its own."""
+    return local.detach() if local.is_cpu else torch.empty(local.shape, dtype=local.dtype)

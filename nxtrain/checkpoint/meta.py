@@ -1,17 +1,23 @@
-"""What a checkpoint says about itself beside its tensors: `meta.json`."""
+"""What a checkpoint says about itself beside its tensors: `meta.json`, which seals it.
+
+It holds a checksum of the manifest, which holds those of all files, and one of itself.
+"""
 
 from __future__ import annotations
 
+import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nxtrain.checkpoint.layout import META
-from nxtrain.errors import CheckpointError
+from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 
-FORMAT = 1
+FORMAT = 2
+_SEAL = "crc32"
 
 
 class Meta(BaseModel):
@@ -27,6 +33,8 @@ class Meta(BaseModel):
     """Sequences consumed by them: where the data goes on."""
     tokens: int
     """Target tokens consumed by them."""
+    global_batch: int = 0
+    """Sequences of an update; 0 if nothing was trained."""
     seed: int
     """Seed of the run."""
     family: str
@@ -39,8 +47,14 @@ class Meta(BaseModel):
     """The same of the optimizer's running means."""
     data_fingerprint: str = ""
     """Identity of the data."""
+    tokenizer_fingerprint: str = ""
+    """Identity of the tokenizer; empty if the data named none."""
     config_fingerprint: str = ""
     """Identity of the configuration."""
+    code_fingerprint: str = ""
+    """Identity of the code that trained."""
+    manifest_crc32: int = 0
+    """Of the manifest; filled in by `save`."""
     mesh: dict[str, int] = {}
     """Degrees of the run that wrote it, by axis; filled in by `save`."""
     kinds: tuple[str, ...] = ()
@@ -51,20 +65,41 @@ class Meta(BaseModel):
         family = find_family(self.family)
         return family, family.config_type.model_validate(self.config)
 
+    def sealed(self) -> str:
+        """The text of `meta.json`."""
+        return _seal(self.model_dump(mode="json"))
+
 
 def read_meta(path: Path) -> Meta:
     """Read the `meta.json` of a checkpoint.
 
     Raises:
-        CheckpointError: It is absent, damaged, or of another format.
+        DamagedError: It is no longer what was written.
+        CheckpointError: It is absent, or of another format.
     """
     file = path / META
     try:
-        meta = Meta.model_validate_json(file.read_bytes())
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {META}: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedError(file, f"it is no JSON: {error}") from error
+    if not isinstance(content, dict) or "format" not in content:
+        raise DamagedError(file, "it tells no format")
+    if content["format"] != FORMAT and _SEAL not in content:
+        raise CheckpointError(f"{file} has format {content['format']}; this nxtrain reads format {FORMAT}")
+    content.pop(_SEAL, None)
+    if text != _seal(content):
+        raise DamagedError(file, "its content is not what was written")
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{file} has format {content['format']}; this nxtrain reads format {FORMAT}")
+    try:
+        return Meta.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        raise CheckpointError(f"{file} is damaged, or written by another version of nxtrain: {error}") from error
-    if meta.format != FORMAT:
-        raise CheckpointError(f"{file} has format {meta.format}; this nxtrain reads format {FORMAT}")
-    return meta
+        raise CheckpointError(f"{file} was written by another version of nxtrain: {error}") from error
+
+
+def _seal(content: dict[str, Any]) -> str:
+    checksum = zlib.crc32(json.dumps(content).encode())
+    return json.dumps({**content, _SEAL: checksum}, indent=2) + "\n"

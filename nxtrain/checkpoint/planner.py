@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
@@ -86,12 +83,15 @@ class ChunkLoadPlanner(LoadPlanner):
     Args:
         targets: Where each chunk of this rank goes: a host tensor of the chunk's shape.
         complete: Kinds of which the checkpoint may hold nothing that no rank wants.
+        padded: Host tensors to set to zero before, once the ranks agree that the checkpoint fits.
     """
 
-    def __init__(self, targets: Mapping[Chunk, Tensor], complete: Collection[str] = ()) -> None:
+    def __init__(
+        self, targets: Mapping[Chunk, Tensor], complete: Collection[str] = (), padded: Sequence[Tensor] = ()
+    ) -> None:
         self._chunks = tuple(targets)
         self._targets = {chunk.index: target for chunk, target in targets.items()}
-        self._complete = complete
+        self._complete, self._padded = complete, padded
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -127,6 +127,8 @@ class ChunkLoadPlanner(LoadPlanner):
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """Accept the joint plan."""
+        for tensor in self._padded:
+            tensor.zero_()
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -145,36 +147,6 @@ class ChunkLoadPlanner(LoadPlanner):
 def describe(shape: Sequence[int], dtype: torch.dtype) -> str:
     """A tensor in words, such as `bfloat16 (512, 64)`."""
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
-
-
-def stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Key, shape, type and chunks of every tensor of a checkpoint.
-
-    Raises:
-        CheckpointError: The list of tensors is absent or damaged.
-    """
-    try:
-        return _tensors(FileSystemReader(path).read_metadata())
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"cannot read {path / '.metadata'}: {error!r}") from error
-
-
-@contextmanager
-def collective(action: str) -> Iterator[None]:
-    """Run `torch.distributed.checkpoint` quietly; the failure of any rank becomes one readable error on all."""
-    try:
-        with warnings.catch_warnings():
-            # A single process is no mistake, and the deprecated call is torch's own.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, CheckpointError):
-            raise CheckpointError(f"{action}: {cause}") from None
-        if isinstance(cause, Exception):
-            raise CheckpointError(f"{action}: rank {rank}: {cause!r}") from error
-        raise cause from error
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import torch.distributed as dist
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.blocks import Stored, verify
 from nxtrain.checkpoint.chunks import Chunk, Shards, chunks, owned
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.planner import ChunkSavePlanner, collective
+from nxtrain.checkpoint.planner import ChunkSavePlanner
+from nxtrain.checkpoint.ranks import Group, by_leader, collective, is_distributed, together
+from nxtrain.checkpoint.storage import FileWriter
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay.
+
+    Args:
+        keep: So many of the newest; 0: all.
+        keep_every: Those of steps that are multiples of it; 0: none for that.
+    """
+
+    keep: int = 0
+    keep_every: int = 0
+
+
+KEEP_ALL = Retention()
 
 
 def save(
@@ -27,8 +48,8 @@ def save(
     meta: Meta,
     *,
     tokenizer: Path | None = None,
-    keep: int = 0,
-    process_group: dist.ProcessGroup | None = None,
+    retention: Retention = KEEP_ALL,
+    process_group: Group = None,
 ) -> None:
     """Write a checkpoint; it is there as a whole or not at all. Every rank of the world calls this.
 
@@ -36,30 +57,67 @@ def save(
         path: Its folder, `layout.step_path(...)`; a checkpoint that is there already is replaced.
         shards: Kind to parameter name to local tensor, on any device.
         cut: Where they lie in the model.
-        meta: The rest of the state; `mesh` and `kinds` are filled in.
+        meta: The rest of the state; `mesh`, `kinds` and the checksum are filled in.
         tokenizer: A `tokenizer.json` to keep with it.
-        keep: Checkpoints that stay in the folder, this one included; 0 for all.
+        retention: Checkpoints of the folder that stay.
         process_group: Group of all ranks that can carry host objects; None for the default group.
 
     Raises:
         CheckpointError: Any rank failed to write; older checkpoints are untouched.
     """
-    mesh = cut.mesh
+    staged = Staging().fill(shards, cut)
+    write_state(path, staged, cut.mesh, meta, tuple(shards), tokenizer, retention, process_group)
+
+
+class Staging:
+    """Host memory for the chunks that a rank writes, kept from one checkpoint to the next."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def fill(self, shards: Shards, cut: Layout) -> Mapping[Chunk, Tensor]:
+        """Bring the chunks to the host, each local tensor in one transfer.
+
+        What it returns is valid until the next call.
+        """
+        staged = {}
+        mine = owned(tuple(chunks(shards, cut)))
+        for (kind, parameter), group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter)):
+            local = shards[kind][parameter].detach()
+            buffer = self._buffers.get((kind, parameter))
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                buffer = self._buffers[kind, parameter] = torch.empty(local.shape, dtype=local.dtype)
+            buffer.copy_(local)
+            staged.update({chunk: chunk.of(buffer) for chunk in group})
+        return staged
+
+
+def write_state(
+    path: Path,
+    staged: Mapping[Chunk, Tensor],
+    mesh: Mesh,
+    meta: Meta,
+    kinds: tuple[str, ...],
+    tokenizer: Path | None,
+    retention: Retention,
+    group: Group,
+) -> None:
+    """Write what every rank has staged, read it back, and only then make room.
+
+    Raises:
+        CheckpointError: Any rank failed; older checkpoints are untouched.
+    """
     degrees = {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}
-    meta = meta.model_copy(update={"mesh": degrees, "kinds": tuple(shards)})
-    staged = stage(shards, cut)
-    write(path, ChunkSavePlanner(tuple(staged), staged.__getitem__), meta, mesh, tokenizer, process_group)
-    on_leader(lambda: layout.prune(path.parent, keep), mesh, process_group, f"cannot delete in {path.parent}")
+    meta = meta.model_copy(update={"mesh": degrees, "kinds": kinds})
+    written = write(path, ChunkSavePlanner(tuple(staged), staged.__getitem__), meta, mesh, tokenizer, group)
+    read_back(path, written, mesh, group)
 
+    def make_room() -> None:
+        layout.mark_verified(path)
+        layout.point_to(path)
+        layout.prune(path.parent, retention.keep, retention.keep_every)
 
-def stage(shards: Shards, cut: Layout) -> Mapping[Chunk, Tensor]:
-    """Bring the chunks that this rank writes to the host, each device tensor in one transfer."""
-    staged = {}
-    mine = owned(tuple(chunks(shards, cut)))
-    for (kind, parameter), group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter)):
-        local = shards[kind][parameter].detach().cpu()
-        staged.update({chunk: chunk.of(local) for chunk in group})
-    return staged
+    by_leader(make_room, mesh, group, f"cannot delete in {path.parent}")
 
 
 def write(
@@ -68,58 +126,66 @@ def write(
     meta: Meta,
     mesh: Mesh,
     tokenizer: Path | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    *,
-    file_per_tensor: bool = False,
-) -> None:
+    process_group: Group = None,
+) -> Mapping[str, Stored]:
     """Write what a planner holds into a staging folder, then commit it.
 
     Args:
         path: Final folder.
-        planner: The chunks of this rank.
+        planner: The chunks of this rank; one at a time is in memory, if its tensors are not there already.
         meta: Content of `meta.json`.
         mesh: The axes of this rank.
         tokenizer: A `tokenizer.json` to keep with it.
         process_group: Group of all ranks that can carry host objects.
-        file_per_tensor: Give each tensor a file, since torch keeps all tensors of a file in memory until it is written.
+
+    Returns:
+        The files that this rank wrote.
     """
-
-    def commit() -> None:
-        folder = layout.staging(path)
-        if tokenizer is not None:
-            layout.write_durably(folder / layout.TOKENIZER, lambda file: shutil.copyfile(tokenizer, file))
-        content = meta.model_dump_json(indent=2)
-        layout.write_durably(folder / layout.META, lambda file: file.write_text(content + "\n"))
-        layout.publish(path)
-
     failure = f"cannot write {path}"
-    on_leader(lambda: layout.prepare(path), mesh, process_group, failure)
-    writer = dcp.FileSystemWriter(layout.staging(path), single_file_per_rank=not file_per_tensor)
-    no_dist = not is_distributed(mesh)
+    staged = by_leader(lambda: layout.prepare(path), mesh, process_group, failure)
+    writer = FileWriter(staged, mesh.rank)
     try:
         with collective(failure):
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist)
-        on_leader(commit, mesh, process_group, failure)
+            dcp.save(
+                {},
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+                no_dist=not is_distributed(mesh),
+            )
+        by_leader(lambda: _commit(staged, path, writer, meta, tokenizer), mesh, process_group, failure)
     except CheckpointError:
         if mesh.rank == 0:
-            layout.discard(path)
+            layout.discard(staged)
         raise
+    return writer.stored
 
 
-def on_leader(action: Callable[[], None], mesh: Mesh, group: dist.ProcessGroup | None, failure: str) -> None:
-    """Let rank 0 act on the shared folder while the others wait; if it fails, all fail."""
-    reason = [""]
-    if mesh.rank == 0:
-        try:
-            action()
-        except OSError as error:
-            reason = [str(error)]
-    if is_distributed(mesh):
-        dist.broadcast_object_list(reason, src=0, group=group)
-    if reason[0]:
-        raise CheckpointError(f"{failure}: {reason[0]}")
+def _commit(staged: Path, path: Path, writer: FileWriter, meta: Meta, tokenizer: Path | None) -> None:
+    """Seal the files that all ranks have written, and give them their name."""
+    assert writer.manifest is not None
+    if tokenizer is not None:
+        layout.write_durably(staged / layout.TOKENIZER, lambda file: shutil.copyfile(tokenizer, file))
+    manifest = writer.manifest.model_dump_json().encode()
+    layout.write_durably(staged / layout.MANIFEST, lambda file: file.write_bytes(manifest))
+    sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
+    layout.write_durably(staged / layout.META, lambda file: file.write_text(sealed))
+    layout.publish(staged, path)
 
 
-def is_distributed(mesh: Mesh) -> bool:
-    """Whether other processes take part."""
-    return mesh.world > 1 and dist.is_initialized()
+def read_back(path: Path, written: Mapping[str, Stored], mesh: Mesh, group: Group) -> None:
+    """Let every rank read from the disk what it wrote; if any of it is something else, the checkpoint is put aside.
+
+    Raises:
+        CheckpointError: It was.
+    """
+
+    def check() -> None:
+        for name, stored in written.items():
+            verify(path / name, stored)
+
+    try:
+        together(check, mesh, group, f"cannot read back {path}")
+    except CheckpointError as error:
+        by_leader(lambda: layout.quarantine(path), mesh, group, f"cannot put aside {path}")
+        raise CheckpointError(f"{error}; what was written cannot be read back, and is put aside") from error

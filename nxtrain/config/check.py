@@ -21,7 +21,6 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("data.source", ("stdlib", "text", "tokens"), "Arrow tables; use text or tokens"),
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
     ("data.doc_mask", (False,), "masks between documents; use false"),
-    ("checkpoint.async", (False,), "checkpoints in the background; use false"),
 )
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")

@@ -183,11 +183,17 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = 1000
     """Steps between checkpoints; 0: never."""
     keep: PositiveInt = 3
-    """Newest checkpoints that stay on disk."""
-    async_: bool = Field(default=False, alias="async")
-    """Write while training goes on."""
+    """Newest checkpoints that stay on disk; two that were read back and are whole stay in any case."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of steps that are multiples of this stay for good; 0: none."""
+    async_: bool = Field(default=True, alias="async")
+    """Write while training goes on, which waits only until its state is copied to host memory."""
+    strict: bool = False
+    """A checkpoint that cannot be written ends the run; otherwise it is told, and training goes on."""
     resume: str = "auto"
-    """`auto`: from the newest checkpoint of run.dir, if any; `never`; or the path of a checkpoint."""
+    """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or the path of a checkpoint."""
+    allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
+    """What may differ from the run that wrote the checkpoint: then the losses are no longer those of one run."""
 
 
 class BackendConfig(Section):

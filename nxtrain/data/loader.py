@@ -34,8 +34,9 @@ class Batch:
 class Loader:
     """Deals the endless order of rows out to steps and ranks.
 
-    Step k (from 0) covers positions [k * global_batch, (k + 1) * global_batch) of the order; data parallel rank d takes
-    the d-th contiguous block of them. Behind the last row the next epoch begins, in the middle of a batch if need be.
+    Step k (from 0) covers positions [k * global_batch, (k + 1) * global_batch) of the order, counted from `origin`;
+    data parallel rank d takes the d-th contiguous block of them. Behind the last row the next epoch begins, in the
+    middle of a batch if need be.
     Neither micro_batch nor dp_size changes which rows a step trains on, and there is no state to save.
 
     Args:
@@ -45,6 +46,7 @@ class Loader:
         global_batch: Rows in a step, over all ranks.
         micro_batch: Rows in a micro-batch of one rank; with dp_size it divides global_batch.
         dp_rank, dp_size: This rank's place in the data parallel axis.
+        origin: Position of step 0, which is not 0 after a change of the global batch in the middle of a run.
         past_end: What follows the last row: the next epoch (`wrap`), or rows without targets (`pad`), so that an
             evaluation counts each row once while every batch keeps its shape.
     """
@@ -59,6 +61,7 @@ class Loader:
         micro_batch: int,
         dp_rank: int = 0,
         dp_size: int = 1,
+        origin: int = 0,
         past_end: Literal["wrap", "pad"] = "wrap",
     ) -> None:
         assert global_batch % (micro_batch * dp_size) == 0, (global_batch, micro_batch, dp_size)
@@ -69,6 +72,7 @@ class Loader:
         self._micro_batch = micro_batch
         self._dp_rank = dp_rank
         self._rank_batch = global_batch // dp_size
+        self._origin = origin
         self._past_end = past_end
 
     @property
@@ -78,7 +82,7 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """This rank's part of a step, counted from 0."""
-        start = step * self._global_batch + self._dp_rank * self._rank_batch
+        start = self._origin + step * self._global_batch + self._dp_rank * self._rank_batch
         positions = np.arange(start, start + self._rank_batch)
         num_rows = self._samples.num_rows
         indices = shuffled(positions, num_rows, self._seed) if self._shuffle else positions % num_rows

@@ -12,23 +12,22 @@ from rich.console import Console
 
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.save import save
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
-from nxtrain.data import Data, Loader, Samples, open_data, unigram_entropy
+from nxtrain.data import Loader, Samples, open_data, unigram_entropy
+from nxtrain.errors import DivergedError
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import mesh_of
+from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.identity import Inputs
 from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.rehearsal import rehearse
-from nxtrain.train.start import shards_of, start
-from nxtrain.train.step import TrainState
+from nxtrain.train.start import start
 from nxtrain.train.trainer import Trainer
 
 CONFIG_FILE = "config.toml"
@@ -92,13 +91,14 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     )
     if data.skipped:
         say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
-    state, meta = start(plan, backend, mesh, data.fingerprint)
+    inputs = Inputs.of(data.fingerprint, data.tokenizer)
+    state, meta = start(plan, backend, mesh, inputs, say)
     say(
         f"model {plan.family.name}, {state.num_params:,} parameters; data {data.train.num_rows:,} rows of "
         f"{batches.seq_len} tokens; " + (f"continues after step {meta.step}" if meta.step else "starts from scratch")
     )
 
-    def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"]) -> Loader:
+    def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"], origin: int = 0) -> Loader:
         return Loader(
             samples,
             seed=config.run.seed,
@@ -107,6 +107,7 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
             micro_batch=batches.micro_batch,
             dp_rank=mesh.dp.rank,
             dp_size=mesh.dp.size,
+            origin=origin,
             past_end=past_end,
         )
 
@@ -114,20 +115,30 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     peak = backend.peak_flops()
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
+    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, say)
     try:
         trainer = Trainer(
             config=config,
             state=state,
-            train=loader(data.train, shuffle=config.data.shuffle, past_end="wrap"),
+            train=loader(
+                data.train,
+                shuffle=config.data.shuffle,
+                past_end="wrap",
+                origin=meta.samples - meta.step * batches.global_batch,
+            ),
             validation=loader(data.validation, shuffle=False, past_end="pad") if data.validation else None,
             schedule=schedule_of(plan),
             meter=ThroughputMeter(flops, peak * mesh.world if peak else None, tokens=meta.tokens),
             sinks=sinks,
-            save=lambda step: _save(step, plan, state, data),
+            save=lambda step: checkpoints.save(step, must=step == batches.steps),
             watch=recompiles.enter,
         )
         val_loss = trainer.run(meta.step)
         recompiles.leave()
+        checkpoints.close()
+    except DivergedError:
+        checkpoints.settle()  # all ranks end here, so that the last checkpoint before it can be waited for
+        raise
     finally:
         for sink in sinks:
             sink.close()
@@ -156,34 +167,6 @@ def schedule_of(plan: Resolved) -> Schedule:
     optim = plan.config.optim
     return Schedule(
         optim.lr, optim.min_lr, optim.warmup_steps, optim.decay_steps or plan.config.train.steps, optim.schedule
-    )
-
-
-def _save(step: int, plan: Resolved, state: TrainState, data: Data) -> None:
-    config = plan.config
-    samples = step * config.train.global_batch
-    meta = Meta(
-        step=step,
-        samples=samples,
-        tokens=samples * config.train.seq_len,
-        seed=config.run.seed,
-        family=plan.family.name,
-        config=plan.model.model_dump(mode="json"),
-        dtype=state.precision.params_name,
-        state_dtype=state.precision.state_name,
-        data_fingerprint=data.fingerprint,
-    )
-    folder = config.run.dir / layout.FOLDER
-    shards = shards_of(state)
-    state.backend.step_boundary()  # casts that lazy devices would compute one by one, as each is read
-    save(
-        layout.step_path(folder, step),
-        shards,
-        state.layout,
-        meta,
-        tokenizer=data.tokenizer,
-        keep=config.checkpoint.keep,
-        process_group=state.backend.host_group,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -12,46 +13,70 @@ from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import MODEL, Shards
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.checkpoint.ranks import by_leader
 from nxtrain.config.check import Resolved
-from nxtrain.errors import CheckpointError
+from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.mesh import Mesh
-from nxtrain.precision import Precision
 from nxtrain.train.build import build_model, build_state
+from nxtrain.train.identity import Inputs, meta_at, refuse_drift
 from nxtrain.train.step import TrainState
 
 
-def start(plan: Resolved, backend: Backend, mesh: Mesh, data_fingerprint: str) -> tuple[TrainState, Meta]:
+def start(
+    plan: Resolved, backend: Backend, mesh: Mesh, inputs: Inputs, say: Callable[[str], None] = lambda line: None
+) -> tuple[TrainState, Meta]:
     """Build this rank's state and give it its first values; says where the run stands.
+
+    With `checkpoint.resume=auto`, a checkpoint that is damaged is put aside, and the one before it is taken.
+
+    Args:
+        plan: The checked configuration.
+        backend: This rank's device.
+        mesh: The axes of this rank.
+        inputs: Identity of what the run reads.
+        say: Takes lines for people.
 
     Raises:
         CheckpointError: The checkpoint to continue is damaged or belongs to another run.
         ConfigError: The Hugging Face folder of `model.init=hf` does not fit.
     """
-    config, precision = plan.config, Precision.of(plan.config.precision)
-    checkpoint = _checkpoint(plan)
-    fresh = Meta(
-        step=0,
-        samples=0,
-        tokens=0,
-        seed=config.run.seed,
-        family=plan.family.name,
-        config=plan.model.model_dump(mode="json"),
-        dtype=precision.params_name,
-        state_dtype=precision.state_name,
-        data_fingerprint=data_fingerprint,
-    )
-    first: Literal["draw", "hf"] = "hf" if config.model.init == "hf" else "draw"
+    fresh = meta_at(0, plan, inputs)
+
+    def choose() -> Path | None:
+        return by_leader(lambda: _checkpoint(plan), mesh, backend.host_group, "cannot look for checkpoints")
+
+    checkpoint = choose()
+    first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")
     state = build_state(plan, model, backend, mesh)
-    if checkpoint is None:
-        return state, fresh
-    meta = read_meta(checkpoint)
-    _refuse_drift(checkpoint, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan)
+    while checkpoint is not None:
+        try:
+            return state, _resume(state, checkpoint, fresh, plan)
+        except DamagedError as error:
+            if plan.config.checkpoint.resume != "auto":
+                raise
+            say(f"{error}; {_put_aside(checkpoint, state)}")
+        checkpoint = choose()
+    return state, fresh
+
+
+def _resume(state: TrainState, checkpoint: Path, fresh: Meta, plan: Resolved) -> Meta:
+    backend = state.backend
+    action = f"cannot load {checkpoint}"
+    meta = by_leader(lambda: read_meta(checkpoint), state.mesh, backend.host_group, action)
+    refuse_drift(checkpoint, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan)
     restore(state, checkpoint, weights_only=meta.step == 0)  # step 0 is a conversion
     if meta.step == 0:
-        return state, fresh
+        return fresh
     state.optimizer.num_updates.copy_(backend.put(torch.full((2,), float(meta.step))))
-    return state, meta
+    return meta
+
+
+def _put_aside(checkpoint: Path, state: TrainState) -> str:
+    aside = by_leader(
+        lambda: layout.quarantine(checkpoint), state.mesh, state.backend.host_group, f"cannot put aside {checkpoint}"
+    )
+    return f"the checkpoint is put aside as {aside.name}, and the one before it is tried"
 
 
 def shards_of(state: TrainState) -> Shards:
@@ -64,7 +89,8 @@ def restore(state: TrainState, checkpoint: Path, *, weights_only: bool) -> None:
     """Fill a state from a checkpoint.
 
     Raises:
-        CheckpointError: It is damaged or does not fit.
+        DamagedError: A file of it is not what was written.
+        CheckpointError: It does not fit.
     """
     shards = shards_of(state)
     kinds = {MODEL: shards[MODEL]} if weights_only else shards
@@ -89,30 +115,13 @@ def _checkpoint(plan: Resolved) -> Path | None:
     resume = plan.config.checkpoint.resume
     if resume == "never":
         return None
-    if resume == "auto":
-        return layout.newest(plan.config.run.dir / layout.FOLDER)
-    return layout.resolve(Path(resume))
-
-
-def _refuse_drift(checkpoint: Path, meta: Meta, fresh: Meta, plan: Resolved) -> None:
-    """A run goes on only as what it was; weights alone may start any run of their shape."""
-    keys = ["family", "config"]
-    if meta.step:
-        keys += ["dtype", "state_dtype", "seed", "data_fingerprint"]
-    differences = [
-        f"{key} is {getattr(meta, key)!r} there and {getattr(fresh, key)!r} here"
-        for key in keys
-        if getattr(meta, key) != getattr(fresh, key)
-    ]
-    if meta.step and set(meta.kinds) != set(fresh.kinds):
-        there, here = (", ".join(sorted({*kinds} - {MODEL})) for kinds in (meta.kinds, fresh.kinds))
-        update = plan.config.precision.update
-        differences.append(f"its optimizer kept {there}, and precision.update={update} keeps {here} here")
-    batch = plan.config.train.global_batch
-    if meta.samples != meta.step * batch:
-        differences.append(f"train.global_batch is {meta.samples // meta.step} there and {batch} here")
-    if differences:
+    if resume != "auto":
+        return layout.resolve(Path(resume))
+    folder = plan.config.run.dir / layout.FOLDER
+    found = layout.newest(folder)
+    if found is None and (damaged := layout.quarantined(folder)):
         raise CheckpointError(
-            f"{checkpoint} belongs to another run: {'; '.join(differences)}. Use another run.dir, "
-            "checkpoint.resume=never, or the configuration that the checkpoint was made with"
+            f"every checkpoint of {folder} is damaged: {', '.join(path.name for path in damaged)}. Use "
+            "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
         )
+    return found

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.planner import stored_tensors
-from nxtrain.checkpoint.save import save
+from nxtrain.checkpoint.manifest import DTYPES, Part, header, read_manifest
+from nxtrain.checkpoint.save import Retention, save
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
@@ -30,7 +29,7 @@ def mesh_of(backend: Backend, degrees: Degrees) -> Mesh:
 def save_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused: bool) -> None:
     mesh = mesh_of(backend, degrees)
     specs = table(shape, mesh, fused_qkv=fused, fused_gate_up=fused)
-    save(path, cut(specs, mesh), Layout(specs, mesh), meta(), keep=1)
+    save(path, cut(specs, mesh), Layout(specs, mesh), meta(), retention=Retention(keep=1))
 
 
 def load_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused: bool) -> bool:
@@ -53,13 +52,13 @@ def test_a_changed_layout_is_resharded(
     path = layout.step_path(tmp_path, 10)
     ranks.run(saved[0] * saved[1], save_rank, path, shape, saved, True)
     assert all(ranks.run(loaded[0] * loaded[1], load_rank, path, shape, loaded, False))
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [layout.LATEST, path.name]
 
 
 def test_data_parallel_copies_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
     path = layout.step_path(tmp_path, 10)
     ranks.run(2, save_rank, path, "gqa2", (1, 2), True)
-    sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    sizes = [(path / f"rank-{rank:05d}.safetensors").stat().st_size for rank in range(2)]
     assert min(sizes) > 0.4 * sum(sizes)
 
 
@@ -77,7 +76,7 @@ def staged(backend: Backend, shape: str, stages: Stages) -> Layout:
 
 def save_stage(backend: Backend, path: Path, shape: str, stages: Stages) -> None:
     held = staged(backend, shape, stages)
-    save(path, cut(held.table, held.mesh), held, meta(), keep=1)
+    save(path, cut(held.table, held.mesh), held, meta(), retention=Retention(keep=1))
 
 
 def load_stage(backend: Backend, path: Path, shape: str, stages: Stages) -> bool:
@@ -108,12 +107,22 @@ def test_stages_are_no_part_of_a_checkpoint(
     path = layout.step_path(tmp_path, 10)
     ranks.run(saved[0] * saved[1] * saved[2], save_stage, path, shape, saved)
     whole = table(shape, Mesh(1, 0), **DEPTH).global_shapes()
-    assert {key: tuple(tensor.size) for key, tensor in stored_tensors(path).items()} == {
+    manifest = read_manifest(path)
+    assert {key: tensor.shape for key, tensor in manifest.tensors.items()} == {
         f"{kind}/{name}": size for kind in KINDS for name, size in whole.items()
     }
     # What was written twice would be in the files, but only once in their index.
-    index = FileSystemReader(path).read_metadata().storage_data
-    assert sum(file.stat().st_size for file in path.glob("*.distcp")) == sum(place.length for place in index.values())
+    for name, file in manifest.files.items():
+        inside = sorted(
+            (start, Part(key, DTYPES[tensor.dtype], offsets, sizes))
+            for key, tensor in manifest.tensors.items()
+            for offsets, sizes, where, start in tensor.parts
+            if where == name
+        )
+        parts = [part for _, part in inside]
+        first, starts = header(parts)
+        assert starts == [start for start, _ in inside]
+        assert file.num_bytes == (path / name).stat().st_size == len(first) + sum(part.num_bytes for part in parts)
     assert all(ranks.run(loaded[0] * loaded[1] * loaded[2], load_stage, path, shape, loaded))
 
 
@@ -121,7 +130,7 @@ def test_copies_of_a_stage_share_its_writing(ranks: RankPool, tmp_path: Path) ->
     """Under a tied embedding too, whose copy the last stage leaves to the first."""
     path = layout.step_path(tmp_path, 10)
     ranks.run(4, save_stage, path, "tied", (1, 2, 2, {}))
-    first, second = ([(path / f"__{rank}_0.distcp").stat().st_size for rank in stage] for stage in ((0, 1), (2, 3)))
+    first, second = ([(path / f"rank-{rank:05d}.safetensors").stat().st_size for rank in stage] for stage in ((0, 1), (2, 3)))
     assert min(first) > 0.4 * sum(first)
     assert min(second) > 0.4 * sum(second)
 
@@ -148,7 +157,8 @@ def test_one_rank_without_space_fails_the_save_on_all_and_older_checkpoints_stay
     first, second = ranks.run(2, save_without_space, path)
     assert first == second
     assert first.startswith(f"cannot write {path}: rank 1: ")
-    assert layout.list_checkpoints(tmp_path) == [older] == list(tmp_path.iterdir())
+    assert layout.list_checkpoints(tmp_path) == [older]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [layout.LATEST, older.name]
     assert all(ranks.run(2, load_rank, older, "gqa2", (2, 1), True))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import layout as folders
-from nxtrain.checkpoint.save import save
+from nxtrain.checkpoint.save import Retention, save
 from nxtrain.config.check import Resolved
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
@@ -37,7 +37,7 @@ def straight(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]
     """Train, save on the way, and return the losses after that."""
     state = start(backend, resolved, weights)
     train(state, resolved, 0, SAVED)
-    save(path, shards_of(state), state.layout, meta(), keep=1)
+    save(path, shards_of(state), state.layout, meta(), retention=Retention(keep=1))
     return train(state, resolved, SAVED, STEPS)
 
 

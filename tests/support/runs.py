@@ -17,6 +17,7 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.sinks import METRICS_FILE
+from nxtrain.train.identity import Inputs
 from nxtrain.train.run import train_on
 from nxtrain.train.start import shards_of, start
 from tests.support.models import BASE, plan
@@ -72,9 +73,9 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
     parallel = config.parallel.model_copy(update=alone_degrees)
     checkpoint = config.checkpoint.model_copy(update={"resume": str(path)})
     alone = config.model_copy(update={"parallel": parallel, "checkpoint": checkpoint})
-    state, _ = start(
-        Resolved(alone, resolved.family, resolved.model), backend, Mesh.build(1, 0), read_meta(path).data_fingerprint
-    )
+    saved = read_meta(path)
+    inputs = Inputs(saved.data_fingerprint, saved.tokenizer_fingerprint)
+    state, _ = start(Resolved(alone, resolved.family, resolved.model), backend, Mesh.build(1, 0), inputs)
     return shards_of(state)
 
 

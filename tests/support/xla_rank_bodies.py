@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -22,13 +21,13 @@ from nxtrain.backends.xla_world import join
 from nxtrain.checkpoint import layout
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.data import Data
 from nxtrain.errors import NxtrainError
 from nxtrain.graphs import trace
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.grads import Gradients
-from nxtrain.train import run
 from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.identity import Inputs, meta_at
 from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.rehearsal import trainer
 from nxtrain.train.start import restore
@@ -146,7 +145,8 @@ def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:
 
     saved, loaded = state("draw"), state("zeros")
     backend.step_boundary()
-    run._save(1, plan, saved, cast(Data, SimpleNamespace(fingerprint="", tokenizer=None)))
+    inputs = Inputs("")
+    Checkpoints(plan, saved, inputs, meta_at(0, plan, inputs), None, print).save(1, must=True)
     restore(loaded, layout.step_path(plan.config.run.dir / layout.FOLDER, 1), weights_only=False)
     backend.step_boundary()
     there = dict(loaded.model.named_parameters())

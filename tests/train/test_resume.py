@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 
+from nxtrain.checkpoint.meta import read_meta
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
 from tests.support.models import changed
 from tests.support.ranks import RankPool
-from tests.support.runs import assert_equal_bits, course, run_plan, state_at, token_file, train_rank
+from tests.support.runs import (
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    assert_equal_bits,
+    course,
+    run_plan,
+    state_at,
+    token_file,
+    train_rank,
+)
 
 STEPS = 6
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -25,6 +35,9 @@ PRECISIONS = {
     "tp2-sp": {"params": "bf16", "update": "fp32_master"},
     "dp2": {"params": "bf16", "update": "fp32_master", "reduce": "bf16"},
 }
+
+EACH = {"every": 1, "keep": 5, "async": False}
+"""A checkpoint of every step, each waited for."""
 
 
 class Runs:
@@ -99,7 +112,8 @@ def test_a_run_with_other_data_is_not_continued(runs: Runs) -> None:
     data = resolved.config.data.model_copy(update={"path": str(runs.folder / "other.npy")})
     moved = Resolved(resolved.config.model_copy(update={"data": data}), resolved.family, resolved.model)
     with pytest.raises(
-        AssertionError, match=rf"{CheckpointError.__name__}: .*belongs to another run: data_fingerprint"
+        AssertionError,
+        match=rf"{CheckpointError.__name__}: .*belongs to another run: the data.s fingerprint is .*allow_drift=",
     ):
         runs.run(moved)
     assert (folder / "metrics.jsonl").read_bytes() == before
@@ -123,3 +137,45 @@ def test_a_run_under_another_rule_is_not_continued(runs: Runs, other: dict[str, 
     runs.run(changed(runs.plan(name, "alone", 2), precision=rule))
     with pytest.raises(AssertionError, match=rf"{CheckpointError.__name__}: .*belongs to another run: {reason}"):
         runs.run(changed(runs.plan(name, "alone", STEPS), precision={**rule, **other}))
+
+
+def tear(folder: Path, step: int, name: str = "rank-00000.safetensors") -> None:
+    file = folder / "checkpoints" / f"step-{step:08d}" / name
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_taken(runs: Runs) -> None:
+    straight, name = runs.straight("alone"), "damaged"
+    folder = runs.run(runs.plan(name, "alone", 4, **EACH))
+    tear(folder, 4)
+    tear(folder, 3, "manifest.json")
+    tear(folder, 2, "meta.json")
+    runs.run(runs.plan(name, "alone", STEPS))
+    assert course(folder) == course(straight)
+    aside = sorted(path.name for path in (folder / "checkpoints").glob("*.corrupt"))
+    assert aside == [f"step-{step:08d}.corrupt" for step in (2, 3, 4)]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(runs: Runs) -> None:
+    folder = runs.run(runs.plan("ruined", "alone", 2, **EACH))
+    tear(folder, 1)
+    tear(folder, 2)
+    before = (folder / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        with pytest.raises(AssertionError, match=r"every checkpoint of .* is damaged: step-00000001\.corrupt, .*never"):
+            runs.run(runs.plan("ruined", "alone", STEPS))
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_batch_is_refused_unless_allowed_and_then_goes_on_where_the_data_stood(runs: Runs) -> None:
+    resolved = runs.plan("batch", "alone", 2)
+    folder = runs.run(resolved)
+    wider = changed(runs.plan("batch", "alone", STEPS), train={"global_batch": 2 * GLOBAL_BATCH})
+    with pytest.raises(AssertionError, match=r"train\.global_batch is 4 there and 8 here.*allow_drift=\[.batch.\]"):
+        runs.run(wider)
+    runs.run(changed(wider, checkpoint={"allow_drift": ("batch",)}))
+    meta = read_meta(folder / "checkpoints" / f"step-{STEPS:08d}")
+    assert meta.samples == 2 * GLOBAL_BATCH + (STEPS - 2) * 2 * GLOBAL_BATCH
+    assert meta.tokens == meta.samples * SEQ_LEN
+    straight = course(runs.straight("alone"))
+    assert course(folder)[2]["tokens"] == straight[3]["tokens"]

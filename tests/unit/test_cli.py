@@ -111,7 +111,7 @@ def test_config_show_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_config_keys_lists_every_key_without_torch() -> None:
     done = command("config", "keys")
     assert (done.returncode, done.stderr) == (0, "")
-    for words in (["optim.lr", "float", "0.0003"], ["checkpoint.async", "bool", "false"], ["model.config", "table"]):
+    for words in (["optim.lr", "float", "0.0003"], ["checkpoint.async", "bool", "true"], ["model.config", "table"]):
         assert any(line.split()[: len(words)] == words for line in done.stdout.splitlines()), words
 
 

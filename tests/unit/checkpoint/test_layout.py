@@ -22,7 +22,7 @@ def test_checkpoints_are_listed_by_step_and_only_complete_ones(tmp_path: Path) -
     for step in steps:
         make(layout.step_path(tmp_path, step))
     make(layout.step_path(tmp_path, 40), complete=False)
-    make(tmp_path / "step-00000050.tmp")
+    make(tmp_path / "step-00000050.tmp-0a1b")
     make(tmp_path / "best")
     assert layout.list_checkpoints(tmp_path) == [
         layout.step_path(tmp_path, step) for step in (3, 20_000_000, 100_000_000)
@@ -50,28 +50,61 @@ def test_no_checkpoint_is_an_error_that_says_what_was_looked_for(tmp_path: Path)
         layout.resolve(tmp_path)
 
 
-@pytest.mark.parametrize(("keep", "gone"), [(0, []), (1, [1, 2]), (2, [1]), (3, []), (5, [])])
-def test_the_oldest_make_room(keep: int, gone: list[int]) -> None:
-    assert list(layout.doomed([1, 2, 3], keep)) == gone
+@pytest.mark.parametrize(
+    ("keep", "every", "verified", "stay"),
+    [
+        (0, 0, (), (10, 20, 30, 40)),
+        (1, 0, (), (40,)),
+        (1, 0, (40,), (40,)),
+        (1, 0, (20, 30, 40), (30, 40)),
+        (1, 0, (10, 20), (10, 20, 40)),
+        (2, 0, (10, 20, 30, 40), (30, 40)),
+        (3, 0, (10,), (10, 20, 30, 40)),
+        (2, 20, (), (20, 30, 40)),
+        (1, 10, (), (10, 20, 30, 40)),
+        (5, 0, (), (10, 20, 30, 40)),
+    ],
+)
+def test_the_oldest_make_room_but_not_the_last_two_that_verified(
+    tmp_path: Path, keep: int, every: int, verified: tuple[int, ...], stay: tuple[int, ...]
+) -> None:
+    for step in (10, 20, 30, 40):
+        path = make(layout.step_path(tmp_path, step))
+        if step in verified:
+            layout.mark_verified(path)
+    layout.prune(tmp_path, keep, every)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in stay]
 
 
-def test_pruning_leaves_no_trace_of_what_it_deletes(tmp_path: Path) -> None:
-    for step in (10, 20, 30):
-        make(layout.step_path(tmp_path, step))
-    layout.prune(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
+def test_what_is_put_aside_is_no_checkpoint_and_keeps_its_name(tmp_path: Path) -> None:
+    for number in ("", "-1", "-2"):
+        aside = layout.quarantine(make(layout.step_path(tmp_path, 10)))
+        assert aside == tmp_path / f"step-00000010.corrupt{number}"
+    assert layout.list_checkpoints(tmp_path) == []
+    assert len(layout.quarantined(tmp_path)) == 3
+
+
+def test_the_newest_is_named_for_people_and_nothing_relies_on_it(tmp_path: Path) -> None:
+    for step in (10, 20):
+        layout.point_to(make(layout.step_path(tmp_path, step)))
+    assert (tmp_path / layout.LATEST).read_text() == "step-00000020\n"
+    (tmp_path / layout.LATEST).write_text("step-00000010\n")
+    assert layout.newest(tmp_path) == layout.step_path(tmp_path, 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010", "step-00000020"]
 
 
 def test_publishing_replaces_and_preparing_removes_leftovers(tmp_path: Path) -> None:
     path = make(layout.step_path(tmp_path, 10))
     (path / "stale").touch()
     make(tmp_path / "step-00000005.old")
-    make(tmp_path / "step-00000007.tmp")
+    make(tmp_path / "step-00000007.tmp-12ab")
     make(tmp_path / "mine.old")
-    make(layout.staging(path))
-    layout.prepare(path)
-    assert list(layout.staging(path).iterdir()) == []
-    (layout.staging(path) / "fresh").touch()
-    layout.publish(path)
+    abandoned = layout.prepare(path)
+    staged = layout.prepare(path)
+    assert abandoned != staged
+    assert not abandoned.exists()
+    assert list(staged.iterdir()) == []
+    (staged / "fresh").touch()
+    layout.publish(staged, path)
     assert [file.name for file in path.iterdir()] == ["fresh"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine.old", "step-00000010"]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import warnings
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.checkpoint.save import save
-from nxtrain.errors import CheckpointError
+from nxtrain.checkpoint.save import Retention, save
+from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
-from tests.support.checkpoints import KINDS, blank, cut, meta, same, table
+from tests.support.checkpoints import KINDS, blank, cut, meta, same, table, whole
 
 ALONE = Mesh(1, 0)
 
@@ -48,7 +54,8 @@ def test_the_meta_comes_back_with_what_save_knows(path: Path) -> None:
     store(path)
     specs = table("gqa2", ALONE)
     loaded = load(path, cut(specs, ALONE), Layout(specs, ALONE))
-    assert loaded == meta(mesh={"pp": 1, "dp": 1, "tp": 1}, kinds=("model", "exp_avg"))
+    crc32 = zlib.crc32((path / layout.MANIFEST).read_bytes())
+    assert loaded == meta(mesh={"pp": 1, "dp": 1, "tp": 1}, kinds=("model", "exp_avg"), manifest_crc32=crc32)
     assert read_meta(path) == loaded
 
 
@@ -83,11 +90,14 @@ def test_only_the_checkpoint_is_left_and_the_tokenizer_is_in_it(path: Path, tmp_
             Layout(specs, ALONE),
             meta(step),
             tokenizer=tokenizer,
-            keep=2,
+            retention=Retention(keep=2),
         )
-    assert sorted(p.name for p in (path.parent / "run").iterdir()) == ["step-00000002", "step-00000003"]
+    assert sorted(p.name for p in (path.parent / "run").iterdir()) == ["latest", "step-00000002", "step-00000003"]
+    assert (path.parent / "run" / layout.LATEST).read_text() == "step-00000003\n"
     newest = layout.resolve(path.parent / "run")
-    assert sorted(p.name for p in newest.iterdir()) == [".metadata", "__0_0.distcp", "meta.json", "tokenizer.json"]
+    assert sorted(p.name for p in newest.iterdir()) == [
+        *("manifest.json", "meta.json", "rank-00000.safetensors", "tokenizer.json", "verified")
+    ]
     assert (newest / layout.TOKENIZER).read_text() == tokenizer.read_text()
 
 
@@ -129,23 +139,64 @@ def test_an_incomplete_or_foreign_meta_is_an_error_that_names_the_file(path: Pat
         read_meta(path)
     path.mkdir()
     (path / layout.META).write_text("{")
-    with pytest.raises(CheckpointError, match=r"meta\.json is damaged"):
+    with pytest.raises(DamagedError, match=r"meta\.json is damaged: it is no JSON"):
         read_meta(path)
-    (path / layout.META).write_text(json.dumps({**meta().model_dump(mode="json"), "format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2; this nxtrain reads format 1"):
+    (path / layout.META).write_text(json.dumps({**meta().model_dump(mode="json"), "format": 1}))
+    with pytest.raises(CheckpointError, match="has format 1; this nxtrain reads format 2"):
+        read_meta(path)
+    (path / layout.META).write_text(meta().sealed().replace('"samples": 80', '"samples": 81'))
+    with pytest.raises(DamagedError, match="not what was written"):
         read_meta(path)
 
 
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_a_torn_file_is_a_checkpoint_error_and_nothing_is_touched(path: Path, file: str) -> None:
+def halve(content: bytearray) -> bytearray:
+    return content[: len(content) // 2]
+
+
+def last_byte_off(content: bytearray) -> bytearray:
+    return content[:-1]
+
+
+def zero_a_page(content: bytearray) -> bytearray:
+    middle = len(content) // 2
+    return content[:middle] + bytes(4096) + content[middle + 4096 :]
+
+
+def flip_a_bit(content: bytearray) -> bytearray:
+    content[len(content) * 2 // 3] ^= 4
+    return content
+
+
+@pytest.mark.parametrize("damage", [halve, last_byte_off, zero_a_page, flip_a_bit])
+@pytest.mark.parametrize("file", ["meta.json", "manifest.json", "rank-00000.safetensors"])
+def test_any_damage_is_found_and_the_file_is_named(
+    path: Path, file: str, damage: Callable[[bytearray], bytearray]
+) -> None:
     store(path)
-    whole = (path / file).read_bytes()
-    (path / file).write_bytes(whole[: len(whole) // 2])
+    (path / file).write_bytes(damage(bytearray((path / file).read_bytes())))
     specs = table("gqa2", ALONE)
-    shards = blank(cut(specs, ALONE))
-    with pytest.raises(CheckpointError, match=f"cannot load {path}"):
-        load(path, shards, Layout(specs, ALONE))
-    assert same(shards, blank(shards))
+    with pytest.raises(DamagedError) as caught:
+        load(path, blank(cut(specs, ALONE)), Layout(specs, ALONE))
+    assert caught.value.file == path / file
+
+
+def test_others_read_it_without_nxtrain(path: Path) -> None:
+    """Any reader of safetensors; and torch's own of sharded ones, which learns the offsets from the header."""
+    store(path)
+    specs = table("gqa2", ALONE)
+    wanted = {
+        f"{kind}/{name}": whole(f"{kind}/{name}", shape, dtype)
+        for kind, dtype in KINDS.items()
+        for name, shape in specs.global_shapes().items()
+    }
+    found = load_file(path / "rank-00000.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    read = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(read, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert all(torch.equal(read[key], tensor) for key, tensor in wanted.items())
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_says_why(path: Path) -> None:
@@ -155,7 +206,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_says_why(path: Path) -> Non
     with pytest.raises(CheckpointError, match=f"cannot write {path}: .*no-such-file"):
         save(path, cut(specs, ALONE), Layout(specs, ALONE), meta(), tokenizer=path.parent / "no-such-file")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-    assert list(path.parent.iterdir()) == [path]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [layout.LATEST, path.name]
 
 
 def test_ranks_that_do_not_add_up_to_whole_tensors_cannot_save(path: Path) -> None:

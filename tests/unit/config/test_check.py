@@ -247,7 +247,6 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
         ("data.source", ["data.source=arrow", "data.path=x"]),
         ("data.packing", ["data.packing=best_fit"]),
         ("data.doc_mask", ["data.doc_mask=true"]),
-        ("checkpoint.async", ["checkpoint.async=true"]),
     ],
 )
 def test_what_this_release_lacks_is_refused_in_one_sentence(tmp_path: Path, key: str, overrides: list[str]) -> None:

@@ -16,7 +16,6 @@ RECIPES = {"llama2_7b_trn1", "llama2_70b_trn1"}
 # Which files wait for a feature that this release lacks; a feature that arrives deletes its line, here and there.
 WAITING: dict[str, set[str]] = {
     "data.source": RECIPES,
-    "checkpoint.async": {"llama2_70b_trn1"},
 }
 
 

@@ -39,7 +39,7 @@ def test_a_dump_reads_back_equal_with_and_without_origins(tmp_path: Path) -> Non
             "run.dir=some where/\u00e9",
             "optim.betas=[0.1, 0.123456789012345]",
             "optim.eps=1e-30",
-            "checkpoint.async=true",
+            "checkpoint.async=false",
             "parallel.pipeline_cuts=[3, 7]",
             "model.config.tie_word_embeddings=true",
             "model.config.rope_scaling={factor = 8.0}",
@@ -65,7 +65,7 @@ def test_json_has_the_sections_and_the_origins(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("", encoding="utf-8")
     shown = to_json(load(path, ["optim.lr=1e-3"]))
-    assert (shown["optim"]["lr"], shown["checkpoint"]["async"], shown["run"]["dir"]) == (1e-3, False, "runs/nxtrain")
+    assert (shown["optim"]["lr"], shown["checkpoint"]["async"], shown["run"]["dir"]) == (1e-3, True, "runs/nxtrain")
     assert (shown["origins"]["optim.lr"], shown["origins"]["optim.eps"]) == ("override", "default")
 
 
@@ -82,7 +82,7 @@ def test_every_key_is_listed_with_a_sentence() -> None:
         ("optim.lr", "float", "0.0003"),
         ("optim.betas", "list", "[0.9, 0.95]"),
         ("optim.schedule", "cosine | constant", '"cosine"'),
-        ("checkpoint.async", "bool", "false"),
+        ("checkpoint.async", "bool", "true"),
         ("run.dir", "path", '"runs/nxtrain"'),
         ("model.config", "table", "{}"),
     ],

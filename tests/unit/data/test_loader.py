@@ -119,3 +119,14 @@ def test_closing_ends_the_thread() -> None:
     assert any(thread.name.startswith("nxtrain-data") for thread in threading.enumerate())
     batches.close()
     assert not any(thread.name.startswith("nxtrain-data") for thread in threading.enumerate())
+
+
+def test_after_a_change_of_the_batch_the_order_goes_on_where_it_stood() -> None:
+    """Ten steps of 4 rows, then steps of 6: as `origin`, the position at which steps of 6 would have begun."""
+    narrow = Loader(TableSamples(TABLE), seed=1, shuffle=True, global_batch=4, micro_batch=2)
+    wide = Loader(TableSamples(TABLE), seed=1, shuffle=True, global_batch=6, micro_batch=2, origin=10 * 4 - 10 * 6)
+
+    def first_ids(loader: Loader, steps: range) -> list[int]:
+        return [int(i) for step in steps for i in loader.batch(step).inputs[..., 0].ravel()]
+
+    assert first_ids(wide, range(10, 14)) == first_ids(narrow, range(10, 16))

@@ -1,0 +1,166 @@
+"""The checkpoints of a run: copied to the host while training waits, written while it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.chunks import Chunk, Shards
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.ranks import Group, by_leader
+from nxtrain.checkpoint.save import Retention, Staging, write_state
+from nxtrain.errors import CheckpointError
+from nxtrain.sharding import Layout
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a checkpoint.
+
+    Args:
+        step: Its step.
+        stall_s: Seconds that training waited for it.
+        write_s: Seconds until it was written, read back and committed; 0 if it was left out.
+        problem: Why it is not there; empty if it is.
+    """
+
+    step: int
+    stall_s: float
+    write_s: float = 0.0
+    problem: str = ""
+
+
+class Saver:
+    """Writes checkpoints of a run, one at a time. Every rank makes one, and calls it at the same steps.
+
+    A checkpoint that cannot be written costs nothing but itself: training goes on, and older ones are untouched.
+
+    Args:
+        folder: The `checkpoints` folder.
+        cut: Where this rank's tensors lie in the model.
+        retention: Which checkpoints stay.
+        tokenizer: A `tokenizer.json` to keep with each.
+        group: Group of all ranks that can carry host objects while training talks; None: only this rank, or none can,
+            and checkpoints are written while training waits.
+        talk: Group on which the ranks talk before they go on; None for the default group.
+        background: Write while training goes on.
+        told: Is told, between steps, what became of each checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        cut: Layout,
+        *,
+        retention: Retention,
+        tokenizer: Path | None,
+        group: Group,
+        talk: Group,
+        background: bool,
+        told: Callable[[Outcome], None],
+    ) -> None:
+        self._folder, self._cut, self._retention, self._tokenizer = folder, cut, retention, tokenizer
+        self._group, self._talk, self._told = group, talk, told
+        self._background = background
+        self._staging = Staging()
+        self._underway: _Writing | None = None
+
+    def save(self, shards: Callable[[], Shards], meta: Meta, *, must: bool = False) -> None:
+        """Save the state after a step, unless the checkpoint before is still being written.
+
+        Args:
+            shards: Gives the local tensors by kind and parameter.
+            meta: The rest of the state.
+            must: Wait for the one before instead, and until this one is written.
+        """
+        began = time.monotonic()
+        if not must and self._is_busy():
+            problem = "the one before it is still being written"
+            self._told(Outcome(meta.step, time.monotonic() - began, problem=problem))
+            return
+        self.settle()
+        state = shards()
+        staged = self._staging.fill(state, self._cut)
+        self._underway = _Writing(meta.step, began, lambda: self._write(staged, meta, tuple(state)))
+        if must or not self._background:
+            self._underway.run()
+            self.settle()
+        else:
+            self._underway.start()
+
+    def settle(self) -> Outcome | None:
+        """Wait for the checkpoint that is being written, if any, and tell what became of it."""
+        if self._underway is None:
+            return None
+        outcome = self._underway.outcome()
+        self._underway = None
+        self._told(outcome)
+        return outcome
+
+    def report(self) -> None:
+        """Tell what became of the last checkpoint, if it is written; costs nothing."""
+        if self._underway is not None and self._underway.done:
+            self.settle()
+
+    def close(self) -> None:
+        """Wait for the last checkpoint; none can be written after it."""
+        self.settle()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+    def _is_busy(self) -> bool:
+        # The leader ends last: it commits and makes room when all others have written.
+        return by_leader(
+            lambda: self._underway is not None and not self._underway.done,
+            self._cut.mesh,
+            self._talk,
+            "cannot ask for the checkpoint before",
+        )
+
+    def _write(self, staged: Mapping[Chunk, Tensor], meta: Meta, kinds: tuple[str, ...]) -> None:
+        path = layout.step_path(self._folder, meta.step)
+        write_state(path, staged, self._cut.mesh, meta, kinds, self._tokenizer, self._retention, self._group)
+
+
+class _Writing(Thread):
+    """A checkpoint that is being written.
+
+    Args:
+        step: Its step.
+        began: When training began to wait for it.
+        write: Writes it.
+    """
+
+    def __init__(self, step: int, began: float, write: Callable[[], None]) -> None:
+        # A process that ends early, because a rank failed, waits for nothing: what is not committed does not count.
+        super().__init__(name="nxtrain-checkpoint", daemon=True)
+        self._step, self._began, self._work = step, began, write
+        self._staged = time.monotonic()
+        self._error: BaseException | None = None
+        self._ended = self._staged
+        self.done = False
+
+    def run(self) -> None:
+        """Write it."""
+        try:
+            self._work()
+        except BaseException as error:  # it is raised where training waits
+            self._error = error
+        self._ended = time.monotonic()
+        self.done = True
+
+    def outcome(self) -> Outcome:
+        """Wait for it, and say what became of it."""
+        if self.is_alive():
+            self.join()
+        if self._error is not None and not isinstance(self._error, CheckpointError):
+            raise self._error
+        problem = str(self._error or "")
+        return Outcome(self._step, self._staged - self._began, self._ended - self._staged, problem)

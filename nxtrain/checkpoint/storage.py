@@ -1,0 +1,244 @@
+"""How `torch.distributed.checkpoint` writes and reads the files of a rank: plain, in order, and verified."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, Stored, verify
+from nxtrain.checkpoint.manifest import CODES, FileEntry, Manifest, Part, TensorEntry, header, read_manifest
+
+PIECE_BYTES = 1 << 26
+"""Most bytes of a tensor that wait for being copied to where they go."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part was written."""
+
+    file: str
+    start: int
+    stored: Stored
+
+
+class FileWriter(StorageWriter):
+    """Writes what this rank has to one file; the coordinator joins what all wrote to a manifest.
+
+    Args:
+        folder: Where; it exists.
+        rank: This one, which names the file.
+
+    Attributes:
+        stored: The file that this rank wrote, by name; at most one.
+        manifest: Of all ranks, on the coordinator when all is written.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._name = folder, f"rank-{rank:05d}.safetensors"
+        self.stored: dict[str, Stored] = {}
+        self.manifest: Manifest | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: each writer writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Nothing: the folder is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Put wide types first, so that every entry lies at a multiple of its size."""
+        return SavePlan(sorted(plan.items, key=lambda item: -_part(item).dtype.itemsize))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Accept the plans."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan, planner) if plan.items else [])
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        first, starts = header([_part(item) for item in plan.items])
+        with BlockWriter(self._folder / self._name) as writer:
+            writer.write(memoryview(first))
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)
+                writer.write(bytes_of(tensor.contiguous()))
+            stored = self.stored[self._name] = writer.close()
+        places = (_Place(self._name, start, stored) for start in starts)
+        return [
+            WriteResult(item.index, _part(item).num_bytes, place)
+            for item, place in zip(plan.items, places, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Join what all ranks wrote."""
+        places: dict[MetadataIndex, _Place] = {
+            result.index: result.storage_data for written in results for result in written
+        }
+        files = {place.file: FileEntry.of(place.stored) for place in places.values()}
+        tensors = {}
+        for key, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            found = [(box, places[MetadataIndex(key, box.offsets)]) for box in tensor.chunks]
+            parts = tuple((tuple(box.offsets), tuple(box.sizes), place.file, place.start) for box, place in found)
+            tensors[key] = TensorEntry(dtype=CODES[tensor.properties.dtype], shape=tuple(tensor.size), parts=parts)
+        self.manifest = Manifest(files=dict(sorted(files.items())), tensors=tensors)
+
+    def verify(self) -> None:
+        """Read back what this rank wrote.
+
+        Raises:
+            DamagedError: The disk holds something else.
+        """
+        for name, stored in self.stored.items():
+            verify(self._folder / name, stored)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any."""
+        return True
+
+
+class FileReader(StorageReader):
+    """Reads, of each file, the blocks that hold what this rank wants, each once and in order, and verifies them.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest; None: it is read.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
+        self._folder = folder
+        self._manifest = manifest or read_manifest(folder)
+        self._metadata = self._manifest.metadata()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: each reader reads one checkpoint."""
+
+    def read_metadata(self) -> Metadata:
+        """What tensors there are."""
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing: the manifest is read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Accept the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Accept the plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank wants."""
+        wanted: dict[str, list[_Piece]] = defaultdict(list)
+        for item in plan.items:
+            file, start = self._metadata.storage_data[item.storage_index]
+            wanted[file] += self._pieces(item, start, planner)
+        for file, pieces in sorted(wanted.items()):
+            with BlockReader(self._folder / file, self._manifest.files[file].stored) as reader:
+                _fill(reader, sorted(pieces, key=lambda piece: piece.start), self._manifest.files[file].block_bytes)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _pieces(self, item: ReadItem, start: int, planner: LoadPlanner) -> Iterator[_Piece]:
+        """Cut a read by rows into what is copied at once."""
+        tensor = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(tensor, TensorStorageMetadata)
+        dtype = tensor.properties.dtype
+        (sizes,) = (box.sizes for box in tensor.chunks if box.offsets == item.storage_index.offset)
+        target = planner.resolve_tensor(item).detach()
+        row_bytes = sizes[1:].numel() * dtype.itemsize
+        rows = max(1, PIECE_BYTES // row_bytes)
+        for row in range(0, item.lengths[0], rows):
+            num_rows = min(rows, item.lengths[0] - row)
+            first = start + (item.storage_offsets[0] + row) * row_bytes
+            columns = (item.storage_offsets[1:], item.lengths[1:])
+            yield _Piece(first, (num_rows, *sizes[1:]), dtype, columns, target[row : row + num_rows])
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any."""
+        return True
+
+
+@dataclass
+class _Piece:
+    """Adjacent rows of a part, all their columns, and the tensor that some of them go to.
+
+    Args:
+        start: Of the rows in the file.
+        shape: Of the rows.
+        dtype: Of the entries.
+        columns: Offsets and lengths of what is wanted in dimensions 1 and up.
+        target: Where it goes.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    columns: tuple[Sequence[int], Sequence[int]]
+    target: Tensor
+    _rows: Tensor | None = field(default=None, init=False)
+    _into: memoryview = field(init=False)
+
+    @property
+    def stop(self) -> int:
+        """The byte after the last."""
+        return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def take(self, where: int, content: memoryview) -> None:
+        """Take what a block of the file holds of the rows; all blocks come, in order."""
+        if where <= self.start:
+            fits = self.target.is_contiguous() and self.target.shape == self.shape and self.target.dtype == self.dtype
+            self._rows = self.target if fits and self.target.is_cpu else torch.empty(self.shape, dtype=self.dtype)
+            self._into = bytes_of(self._rows)
+        low, high = max(self.start, where), min(self.stop, where + len(content))
+        self._into[low - self.start : high - self.start] = content[low - where : high - where]
+        if high == self.stop:
+            assert self._rows is not None
+            if self._rows is not self.target:
+                offsets, lengths = self.columns
+                self.target.copy_(narrow_tensor_by_index(self._rows, (0, *offsets), (self.shape[0], *lengths)))
+            self._rows, self._into = None, memoryview(b"")
+
+
+def _fill(reader: BlockReader, pieces: Sequence[_Piece], block_bytes: int) -> None:
+    """Bring every block that is needed to the pieces that need it; pieces are sorted, and may share rows."""
+    needed = {index for piece in pieces for index in range(piece.start // block_bytes, -(-piece.stop // block_bytes))}
+    waiting, underway = deque(pieces), list[_Piece]()
+    for where, content in reader.blocks(sorted(needed)):
+        while waiting and waiting[0].start < where + len(content):
+            underway.append(waiting.popleft())
+        for piece in underway:
+            piece.take(where, content)
+        underway = [piece for piece in underway if piece.stop > where + len(content)]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _part(item: WriteItem) -> Part:
+    data = item.tensor_data
+    assert data is not None
+    box = data.chunk
+    return Part(item.index.fqn, data.properties.dtype, tuple(box.offsets), tuple(box.sizes))

@@ -1,0 +1,93 @@
+"""The checkpoints of a run, from its state to its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.chunks import Shards
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.save import Retention
+from nxtrain.checkpoint.saver import Outcome, Saver
+from nxtrain.config.check import Resolved
+from nxtrain.errors import CheckpointError
+from nxtrain.train.identity import Inputs, meta_at
+from nxtrain.train.start import shards_of
+from nxtrain.train.step import TrainState
+
+
+class Checkpoints:
+    """Saves a run at its steps. Every rank makes one, and calls it at the same steps.
+
+    Args:
+        plan: The checked configuration.
+        state: What is saved.
+        inputs: Identity of what the run reads.
+        begun: Where the run stood when this process began.
+        tokenizer: A `tokenizer.json` to keep with each checkpoint.
+        say: Takes lines for people.
+    """
+
+    def __init__(
+        self,
+        plan: Resolved,
+        state: TrainState,
+        inputs: Inputs,
+        begun: Meta,
+        tokenizer: Path | None,
+        say: Callable[[str], None],
+    ) -> None:
+        config, backend = plan.config, state.backend
+        self._plan, self._state, self._inputs, self._begun, self._say = plan, state, inputs, begun, say
+        self._failed = ""
+        self._saver = Saver(
+            config.run.dir / layout.FOLDER,
+            state.layout,
+            retention=Retention(config.checkpoint.keep, config.checkpoint.keep_every),
+            tokenizer=tokenizer,
+            group=backend.background_group(config.recovery.hang_timeout_s),
+            talk=backend.host_group,
+            background=config.checkpoint.async_,
+            told=self._told,
+        )
+
+    def save(self, step: int, *, must: bool = False) -> None:
+        """Save the state after a step.
+
+        Args:
+            step: Finished updates.
+            must: Nothing comes after it: wait until it is written.
+
+        Raises:
+            CheckpointError: It was not, though it must be; or with `checkpoint.strict`, an earlier one was not.
+        """
+        self._saver.save(self._shards, meta_at(step, self._plan, self._inputs, self._begun), must=must)
+        if must and self._failed:
+            raise CheckpointError(self._failed)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        self._saver.settle()
+
+    def close(self) -> None:
+        """Wait for the last checkpoint; none can be saved after it.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._saver.close()
+        if self._failed:
+            raise CheckpointError(self._failed)
+
+    def _shards(self) -> Shards:
+        shards = shards_of(self._state)
+        self._state.backend.step_boundary()  # casts that lazy devices would compute one by one, as each is read
+        return shards
+
+    def _told(self, outcome: Outcome) -> None:
+        self._failed = outcome.problem
+        if outcome.problem and self._plan.config.checkpoint.strict:
+            raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
+        if outcome.problem:
+            self._say(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}; training goes on")

@@ -1,0 +1,130 @@
+"""What makes a run that run: what a checkpoint must agree with before its state goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxtrain.checkpoint.chunks import MODEL
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.config.check import Resolved
+from nxtrain.config.show import dump
+from nxtrain.errors import CheckpointError
+from nxtrain.precision import Precision
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Identity of what a run reads.
+
+    Args:
+        data: Of the rows.
+        tokenizer: Of the tokenizer; empty for ids of unknown origin.
+    """
+
+    data: str
+    tokenizer: str = ""
+
+    @staticmethod
+    def of(data_fingerprint: str, tokenizer: Path | None) -> Inputs:
+        """From the rows' fingerprint and the tokenizer's file."""
+        return Inputs(data_fingerprint, _digest([tokenizer.read_bytes()]) if tokenizer else "")
+
+
+def meta_at(step: int, plan: Resolved, inputs: Inputs, before: Meta | None = None) -> Meta:
+    """What a checkpoint of this run says about itself.
+
+    Args:
+        step: Finished updates.
+        plan: The checked configuration.
+        inputs: What the run reads.
+        before: The same at an earlier step; None: at step 0.
+    """
+    config, precision = plan.config, Precision.of(plan.config.precision)
+    steps = step - (before.step if before else 0)
+    samples = steps * config.train.global_batch
+    return Meta(
+        step=step,
+        samples=samples + (before.samples if before else 0),
+        tokens=samples * config.train.seq_len + (before.tokens if before else 0),
+        global_batch=config.train.global_batch,
+        seed=config.run.seed,
+        family=plan.family.name,
+        config=plan.model.model_dump(mode="json"),
+        dtype=precision.params_name,
+        state_dtype=precision.state_name,
+        data_fingerprint=inputs.data,
+        tokenizer_fingerprint=inputs.tokenizer,
+        config_fingerprint=_digest([dump(config).encode()]),
+        code_fingerprint=code_fingerprint(plan),
+    )
+
+
+def code_fingerprint(plan: Resolved) -> str:
+    """Identity of the source that trains: nxtrain's, and that of the model family's package."""
+    return _digest(_sources([__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0]]))
+
+
+def refuse_drift(checkpoint: Path, meta: Meta, fresh: Meta, plan: Resolved) -> None:
+    """Hold a checkpoint against the run that is to continue it; weights alone may start any run of their shape.
+
+    Args:
+        checkpoint: Its folder.
+        meta: What it says about itself.
+        fresh: What this run would say at step 0.
+        plan: The checked configuration.
+
+    Raises:
+        CheckpointError: It belongs to another run; all differences are named.
+    """
+    firm = ("family", "config", "dtype", "state_dtype") if meta.step else ("family", "config")
+    differences = [_difference(key, key, meta, fresh) for key in firm if getattr(meta, key) != getattr(fresh, key)]
+    if meta.step and set(meta.kinds) != set(fresh.kinds):
+        there, here = (", ".join(sorted({*kinds} - {MODEL})) for kinds in (meta.kinds, fresh.kinds))
+        update = plan.config.precision.update
+        differences.append(f"its optimizer kept {there}, and precision.update={update} keeps {here} here")
+    drift = (
+        {}
+        if not meta.step
+        else {
+            "seed": _difference("run.seed", "seed", meta, fresh),
+            "batch": _difference("train.global_batch", "global_batch", meta, fresh),
+            "tokenizer": _difference("the tokenizer's fingerprint", "tokenizer_fingerprint", meta, fresh),
+            "data": _difference("the data's fingerprint", "data_fingerprint", meta, fresh),
+            "code": _difference("the code's fingerprint", "code_fingerprint", meta, fresh),
+        }
+    )
+    refused = {key: what for key, what in drift.items() if what and key not in plan.config.checkpoint.allow_drift}
+    if not differences and not refused:
+        return
+    allow = ", ".join(f'"{key}"' for key in (*plan.config.checkpoint.allow_drift, *refused))
+    way_out = f"checkpoint.allow_drift=[{allow}] to go on all the same, " if refused and not differences else ""
+    raise CheckpointError(
+        f"{checkpoint} belongs to another run: {'; '.join([*differences, *refused.values()])}. Use {way_out}another "
+        "run.dir, checkpoint.resume=never, or the configuration that the checkpoint was made with"
+    )
+
+
+def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:
+    there, here = getattr(meta, field), getattr(fresh, field)
+    return f"{name} is {there!r} there and {here!r} here" if there != here else ""
+
+
+def _sources(packages: Sequence[str]) -> Iterator[bytes]:
+    for package in packages:
+        (folder,) = sys.modules[package].__path__
+        for file in sorted(Path(folder).rglob("*.py")):
+            yield str(file.relative_to(folder)).encode()
+            yield file.read_bytes()
+
+
+def _digest(parts: Sequence[bytes] | Iterator[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()

@@ -1,0 +1,107 @@
+"""Files in blocks: what was written is read, whatever the block's length, and no damage goes unseen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nxtrain.checkpoint import blocks
+from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, Stored, verify
+from nxtrain.errors import DamagedError
+
+BLOCK = 8192
+"""A multiple of what direct access needs, and small enough that these files have many."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+
+
+@pytest.fixture(params=["direct", "cached"])
+def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if request.param == "cached":
+        monkeypatch.setattr(blocks, "_DIRECT", 0)
+    yield tmp_path / "file"
+
+
+def write(path: Path, content: bytes, piece: int = 1000) -> Stored:
+    with BlockWriter(path) as writer:
+        for start in range(0, len(content), piece):
+            writer.write(memoryview(content)[start : start + piece])
+        return writer.close()
+
+
+@pytest.mark.parametrize("size", [1, 511, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 20 * BLOCK + 77])
+@pytest.mark.parametrize("piece", [1000, BLOCK, 10**6])
+def test_what_is_written_is_read(path: Path, size: int, piece: int) -> None:
+    content = os.urandom(size)
+    stored = write(path, content, piece)
+    assert path.read_bytes() == content
+    assert stored.num_bytes == size
+    assert len(stored.checksums) == -(-size // BLOCK)
+    with BlockReader(path, stored) as reader:
+        read = b"".join(bytes(view) for _, view in reader.blocks(range(len(stored.checksums))))
+    assert read == content
+
+
+def test_only_the_blocks_that_are_asked_for_are_read_and_verified(path: Path) -> None:
+    content = os.urandom(9 * BLOCK + 5)
+    stored = write(path, content)
+    damaged = bytearray(content)
+    damaged[4 * BLOCK] ^= 1
+    path.write_bytes(damaged)
+    with BlockReader(path, stored) as reader:
+        for where, view in reader.blocks([1, 2, 7, 9]):
+            assert bytes(view) == content[where : where + BLOCK]
+        with pytest.raises(DamagedError, match="bytes 32,768 to 40,960 are not those that were written"):
+            list(reader.blocks([3, 4, 5]))
+
+
+@pytest.mark.parametrize("bit", [0, 8 * BLOCK - 1, 8 * (3 * BLOCK + 20) + 3])
+def test_a_flipped_bit_is_found_wherever_it_is(path: Path, bit: int) -> None:
+    content = bytearray(os.urandom(3 * BLOCK + 50))
+    stored = write(path, bytes(content))
+    verify(path, stored)
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match="file is damaged"):
+        verify(path, stored)
+
+
+def test_a_file_that_is_absent_shorter_or_longer_is_damaged(path: Path) -> None:
+    content = os.urandom(100)
+    stored = write(path, content)
+    path.write_bytes(content[:-1])
+    with pytest.raises(DamagedError, match="it has 99 bytes instead of 100"):
+        verify(path, stored)
+    path.write_bytes(content + b"x")
+    with pytest.raises(DamagedError, match="it has 101 bytes instead of 100"):
+        verify(path, stored)
+    path.unlink()
+    with pytest.raises(DamagedError, match="it is absent"):
+        verify(path, stored)
+
+
+def test_a_disk_that_fails_in_the_middle_fails_the_writer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = os.pwrite
+
+    def full(file: int, data: memoryview, where: int) -> int:
+        if where >= 2 * BLOCK:
+            raise OSError(28, "No space left on device")
+        return put(file, data, where)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(path, bytes(40 * BLOCK))
+
+
+def test_a_disk_that_takes_parts_of_a_block_gets_the_rest(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, where: put(file, data[:4096], where))
+    content = os.urandom(3 * BLOCK + 17)
+    verify(path, write(path, content))
+    assert path.read_bytes() == content

@@ -1,0 +1,156 @@
+"""Checkpoints in the background: one at a time, of the state as it was, and a failure costs nothing but itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxtrain.checkpoint import layout, saver
+from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.save import Retention, write_state
+from nxtrain.checkpoint.saver import Outcome, Saver
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from tests.support.checkpoints import meta
+
+CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))
+
+
+class Held:
+    """Lets writes through one by one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = threading.Semaphore(0)
+
+        def write(*args: object) -> None:
+            assert self.gate.acquire(timeout=20)
+            write_state(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(saver, "write_state", write)
+
+
+def make(folder: Path, told: Callable[[Outcome], None], *, background: bool = True) -> Saver:
+    return Saver(
+        folder,
+        CUT,
+        retention=Retention(3),
+        tokenizer=None,
+        group=None,
+        talk=None,
+        background=background,
+        told=told,
+    )
+
+
+def stored(folder: Path, step: int) -> torch.Tensor:
+    read = torch.full((4, 2), -1.0)
+    load(layout.step_path(folder, step), {"model": {"a.weight": read}}, CUT)
+    return read
+
+
+def test_what_is_written_is_the_state_as_it_was_and_not_as_it_became(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, told = Held(monkeypatch), list[Outcome]()
+    saver, weight = make(tmp_path, told.append), torch.ones(4, 2)
+    saver.save(lambda: {"model": {"a.weight": weight}}, meta(1))
+    weight.fill_(7)
+    assert layout.newest(tmp_path) is None
+    assert told == []
+    held.gate.release()
+    saver.settle()
+    assert torch.equal(stored(tmp_path, 1), torch.ones(4, 2))
+    assert [(outcome.step, outcome.problem) for outcome in told] == [(1, "")]
+
+
+def test_a_second_one_is_left_out_while_the_first_is_written_unless_it_must_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, told = Held(monkeypatch), list[Outcome]()
+    saver, weight = make(tmp_path, told.append), torch.ones(4, 2)
+
+    def state() -> dict[str, dict[str, torch.Tensor]]:
+        return {"model": {"a.weight": weight}}
+
+    saver.save(state, meta(1))
+    weight.fill_(2)
+    saver.save(state, meta(2))
+    assert [outcome.problem for outcome in told] == ["the one before it is still being written"]
+    threading.Timer(0.2, held.gate.release, (2,)).start()
+    saver.save(state, meta(3), must=True)
+    assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [1, 3]
+    assert torch.equal(stored(tmp_path, 1), torch.ones(4, 2))
+    assert [outcome.step for outcome in told] == [2, 1, 3]
+
+
+def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[Outcome]()
+    saver, weight = make(tmp_path, told.append), torch.ones(4, 2)
+    broken = True
+
+    def publish(staged: Path, path: Path, really: Callable[[Path, Path], None] = layout.publish) -> None:
+        if broken:
+            raise OSError(28, "No space left on device")
+        really(staged, path)
+
+    monkeypatch.setattr(layout, "publish", publish)
+    saver.save(lambda: {"model": {"a.weight": weight}}, meta(1))
+    saver.settle()
+    assert "No space left" in told[0].problem
+    assert list(tmp_path.iterdir()) == []
+    broken = False
+    saver.save(lambda: {"model": {"a.weight": weight}}, meta(2))
+    saver.settle()
+    assert layout.newest(tmp_path) == layout.step_path(tmp_path, 2)
+
+
+def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[Outcome]()
+    saver, weight = make(tmp_path, told.append, background=False), torch.ones(4, 2)
+    for step in (1, 2, 3):
+        saver.save(lambda: {"model": {"a.weight": weight}}, meta(step))
+
+    def publish(staged: Path, path: Path, really: Callable[[Path, Path], None] = layout.publish) -> None:
+        file = staged / "rank-00000.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        really(staged, path)
+
+    monkeypatch.setattr(layout, "publish", publish)
+    saver.save(lambda: {"model": {"a.weight": weight}}, meta(4))
+    assert "put aside" in told[-1].problem
+    assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [1, 2, 3]
+    assert [path.name for path in layout.quarantined(tmp_path)] == ["step-00000004.corrupt"]
+
+
+def test_a_mistake_of_ours_is_no_problem_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = make(tmp_path, lambda outcome: None)
+
+    def broken(*args: object) -> None:
+        raise TypeError("ours")
+
+    monkeypatch.setattr("nxtrain.checkpoint.saver.write_state", broken)
+    saver.save(lambda: {"model": {"a.weight": torch.ones(4, 2)}}, meta(1))
+    with pytest.raises(TypeError, match="ours"):
+        saver.settle()
+
+
+def test_the_copy_uses_the_same_memory_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+
+    def note(path: Path, staged: dict[object, torch.Tensor], *rest: object) -> None:
+        seen.extend(tensor.data_ptr() for tensor in staged.values())
+
+    monkeypatch.setattr("nxtrain.checkpoint.saver.write_state", note)
+    saver = make(tmp_path, lambda outcome: None)
+    for step in (1, 2, 3):
+        saver.save(lambda: {"model": {"a.weight": torch.ones(4, 2)}}, meta(step), must=True)
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
