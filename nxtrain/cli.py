@@ -398,6 +398,21 @@ def bench_pipeline(
     bench_pipeline(work=stages, rounds=rounds, dry_run=dry_run, as_json=as_json)
 
 
+@bench.command("checkpoint", epilog="Example: nxtrain bench checkpoint --mib 4096 --folder /mnt/nvme --check")
+def bench_checkpoint(
+    mib: Annotated[int, typer.Option(min=16, help="MiB of weights and optimizer state.")] = 1024,
+    folder: Annotated[Path, typer.Option(help="Where to write; on the disk that is meant.")] = Path("."),
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each side runs, in turns.")] = 5,
+    check: Annotated[bool, typer.Option("--check", help="Fail, with exit code 1, below the targets.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Save and load a state, and compare with the disk's own speed, torch.save and plain DCP."""
+    from nxtrain.bench.checkpoint import bench_checkpoint
+
+    if not bench_checkpoint(folder=folder, mib=mib, rounds=rounds, check=check, as_json=as_json):
+        raise typer.Exit(1)
+
+
 @bench.command("materialize", epilog="Example: nxtrain bench materialize --preset llama3.1-405b")
 def bench_materialize(
     preset: Annotated[str, typer.Option(help="Model, as in model.preset.")] = "llama2-70b",

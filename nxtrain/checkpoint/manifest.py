@@ -84,23 +84,23 @@ def header(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
 
 
 class FileEntry(BaseModel):
-    """A file of a checkpoint: its length, and the CRC-32 of each of its blocks."""
+    """A file of a checkpoint: its length, and the XXH3 of each of its blocks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     num_bytes: int
     block_bytes: int
-    crc32: tuple[int, ...]
+    xxh3: tuple[str, ...]
 
     @staticmethod
     def of(stored: Stored) -> FileEntry:
         """What a writer found."""
-        return FileEntry(num_bytes=stored.num_bytes, block_bytes=stored.block_bytes, crc32=stored.checksums)
+        return FileEntry(num_bytes=stored.num_bytes, block_bytes=stored.block_bytes, xxh3=stored.checksums)
 
     @property
     def stored(self) -> Stored:
         """What a reader holds a file to."""
-        return Stored(self.num_bytes, self.block_bytes, self.crc32)
+        return Stored(self.num_bytes, self.block_bytes, self.xxh3)
 
 
 class TensorEntry(BaseModel):
