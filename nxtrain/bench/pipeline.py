@@ -25,7 +25,8 @@ from rich.table import Table
 
 from nxtrain.bench.train import SHAPE, Worker
 from nxtrain.errors import ConfigError
-from nxtrain.parallel.schedule import Action, Span
+from nxtrain.parallel.play import Span
+from nxtrain.parallel.schedule import Action
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
 

@@ -79,6 +79,8 @@ class ParallelConfig(Section):
     """Pipeline parallel degree: stages that share the layers."""
     virtual_pp: PositiveInt = 1
     """Model chunks per pipeline stage; more make the pipeline's bubble smaller, and its transfers more."""
+    schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    """Order of a pipeline's work; zero_bubble postpones weight gradients: less waiting, more activations held."""
     pipeline_cuts: tuple[PositiveInt, ...] = Field(default=(), strict=False)
     """First block of each chunk but the first, pp x virtual_pp - 1 of them; empty: cut so that all cost alike."""
     dp: NonNegativeInt = 0

@@ -8,7 +8,9 @@ Shapes: S sequence, B batch, I inputs, O outputs; S/tp under sequence parallelis
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,12 @@ from torch import Tensor, nn
 
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import Init, Segment, ShardSpec
+
+Product: TypeAlias = Callable[[], Tensor]
+"""Computes the gradient of a weight."""
+
+Postpone: TypeAlias = Callable[[Product], None]
+"""Takes the product that a backward pass leaves out."""
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -64,6 +72,40 @@ class _Product(torch.autograd.Function):
         return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+class _SplitProduct(torch.autograd.Function):
+    """x @ weight.T whose backward computes the gradient of the input, and postpones that of the weight.
+
+    Given to it is the weight without its parameter, which autograd would take for done when this returns. Of an input
+    that every rank needs whole only this rank's slice is kept, until the weight has its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel | None, postpone: Postpone) -> Tensor:
+        ctx.tp, ctx.postpone = tp, postpone
+        ctx.save_for_backward(x, weight)
+        return F.linear(_whole(x, tp), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        tp = ctx.tp
+        ctx.postpone(partial(_weight_grad, grad, x, tp))
+        x_grad = grad @ weight
+        if tp is not None:
+            reduce = tp.comm.reduce_scatter if tp.sequence_parallel else tp.comm.all_reduce
+            x_grad = reduce(x_grad, tp.axis)
+        return x_grad, None, None, None
+
+
+def _weight_grad(grad: Tensor, x: Tensor, tp: TensorParallel | None) -> Tensor:
+    return grad.flatten(0, -2).t() @ _whole(x, tp).flatten(0, -2)
+
+
+def _whole(x: Tensor, tp: TensorParallel | None) -> Tensor:
+    """What all of these ranks need; None: each needs what it has."""
+    return tp.comm.all_gather(x.contiguous(), tp.axis) if tp is not None and tp.sequence_parallel else x
+
+
 def _product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
     out: Tensor = _Product.apply(x, weight) if tp.comm.lazy else F.linear(x, weight)
     return out
@@ -77,7 +119,12 @@ class ColumnLinear(nn.Module):
         segments: Output matrices stacked in one; each is cut on its own, so that a rank holds its part of every one.
         init: How the weight starts.
         tp: The ranks that share it.
+
+    Attributes:
+        postpone: Where the gradient of the weight goes instead of being computed; None: it is computed.
     """
+
+    postpone: Postpone | None = None
 
     def __init__(self, in_features: int, segments: tuple[Segment, ...], init: Init, tp: TensorParallel) -> None:
         super().__init__()
@@ -89,6 +136,8 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
+        if self.postpone is not None:
+            return _SplitProduct.apply(x, self.weight.detach(), self._tp, self.postpone)  # type: ignore[no-any-return]
         if self._tp.axis.size == 1:
             return _product(x, self.weight, self._tp)
         out: Tensor = _ColumnProduct.apply(x, self.weight, self._tp)
@@ -103,7 +152,12 @@ class RowLinear(nn.Module):
         out_features: O.
         init: How the weight starts.
         tp: The ranks that share it.
+
+    Attributes:
+        postpone: As `ColumnLinear` has it.
     """
+
+    postpone: Postpone | None = None
 
     def __init__(self, in_features: int, out_features: int, init: Init, tp: TensorParallel) -> None:
         super().__init__()
@@ -114,5 +168,6 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(S, B, I/tp) to (S/tp, B, O)."""
-        partial = _product(x, self.weight, self._tp)
-        return self._tp.leave(partial)
+        if self.postpone is not None:
+            return self._tp.leave(_SplitProduct.apply(x, self.weight.detach(), None, self.postpone))
+        return self._tp.leave(_product(x, self.weight, self._tp))

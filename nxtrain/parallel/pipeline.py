@@ -32,7 +32,8 @@ from nxtrain.errors import NxtrainError
 from nxtrain.family import CausalLM
 from nxtrain.mesh import Axis
 from nxtrain.parallel.kept import no_views
-from nxtrain.parallel.schedule import Action, Schedule, evaluation_schedule, schedule, with_exchanges
+from nxtrain.parallel.schedule import Action, Order, Schedule, evaluation_schedule, schedule, with_exchanges
+from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
 from nxtrain.stages import Part
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -92,12 +93,14 @@ class _Underway:
     Attributes:
         received: What was asked for and is not yet used.
         passages: Parts whose backward pass is to come, by chunk and micro-batch.
+        postponed: Weights that still lack the gradients of a backward pass, by chunk and micro-batch.
         to_send: What was computed and is not yet on its way.
         sent: The last of each direction, kept until it has arrived.
     """
 
     received: dict[Item, Pending[Tensor]] = field(default_factory=dict)
     passages: dict[tuple[int, int], _Passage] = field(default_factory=dict)
+    postponed: dict[tuple[int, int], Postponed] = field(default_factory=dict)
     to_send: dict[Item, Tensor] = field(default_factory=dict)
     sent: dict[str, Pending[None]] = field(default_factory=dict)
 
@@ -113,6 +116,7 @@ class Pipeline:
         boundary: Hands what was recorded to the device.
         blank: A tensor of the shape and type of what stages send, (S/tp, B, D); its values mean nothing.
         place: This rank in words.
+        weight_grads: What the model's layers postpone, which makes the schedule that of ZB-H1; None: 1F1B.
 
     Attributes:
         watch: Entered for each action, when what it waited for is there; for those who measure or trace.
@@ -127,9 +131,10 @@ class Pipeline:
         boundary: Callable[[], None],
         blank: Tensor,
         place: str,
+        weight_grads: WeightGradients | None = None,
     ) -> None:
         self._model, self._parts, self._pp, self._comm = model, parts, pp, comm
-        self._boundary, self._blank, self._place = boundary, blank, place
+        self._boundary, self._blank, self._place, self._weight_grads = boundary, blank, place, weight_grads
         self.watch: Callable[[Action], AbstractContextManager[object]] = nullcontext
 
     def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found) -> None:
@@ -137,10 +142,11 @@ class Pipeline:
 
         Args:
             batch: Its micro-batches.
-            begin_backward: Called before each backward pass; told whether it is its chunk's last.
+            begin_backward: Called before each backward pass, or part of one; told whether it is its chunk's last.
             found: Is given the losses.
         """
-        actions = schedule(self._pp.size, len(self._parts), len(batch))
+        order: Order = "zero_bubble" if self._weight_grads else "1f1b"
+        actions = schedule(self._pp.size, len(self._parts), len(batch), order)
         self._carry_out(actions, batch, begin_backward, found)
 
     @torch.no_grad()
@@ -165,6 +171,9 @@ class Pipeline:
                     elif action.kind == "backward":
                         begin_backward(action.micro == len(batch) - 1)
                         self._backward(action, came, underway)
+                    elif action.kind == "weight":
+                        begin_backward(action.micro == len(batch) - 1)
+                        compute(underway.postponed.pop((action.chunk, action.micro)))
                     elif more:
                         self._exchange(action, more[0], underway)
                     else:
@@ -175,7 +184,8 @@ class Pipeline:
     def _await(self, action: Action, underway: _Underway) -> Tensor | None:
         """What another stage made for a computation; None if it needs nothing."""
         part = self._parts[action.chunk]
-        if action.is_transfer or (part.first if action.kind == "forward" else part.last):
+        starts = {"forward": part.first, "backward": part.last}  # from nothing that another stage has
+        if starts.get(action.kind, True):
             return None
         return underway.received.pop((action.kind, action.chunk, action.micro)).wait()
 
@@ -211,6 +221,8 @@ class Pipeline:
         passage = underway.passages.pop((chunk, micro))
         passage.exit_.grad = came
         passage.end.backward()
+        if self._weight_grads:
+            underway.postponed[chunk, micro] = self._weight_grads.take()
         if passage.entered is not None:
             assert passage.entered.grad is not None, "every part depends on what enters it"
             underway.to_send["backward", chunk, micro] = passage.entered.grad

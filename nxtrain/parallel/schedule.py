@@ -12,7 +12,10 @@ does its part of that order. At any time the earliest event that has not happene
 takes part in it, so it can happen. For the same reason both ends of a pair see their transfers, of activations and of
 gradients, in the same order.
 
-Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2.
+With one chunk each, they may also compute in the order of ZB-H1, which splits a backward: the gradients of a stage's
+input go out first, those of its weights are computed when nobody waits for the rank.
+
+Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2; Qi et al. 2024 (arXiv:2401.10241) section 2.
 """
 
 from __future__ import annotations
@@ -20,9 +23,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
-Kind: TypeAlias = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward", "receive_backward"]
+Kind: TypeAlias = Literal[
+    "forward", "backward", "weight", "send_forward", "receive_forward", "send_backward", "receive_backward"
+]
+
+Order: TypeAlias = Literal["1f1b", "zero_bubble"]
+"""Of the computations of a step, as in `parallel.schedule`."""
 
 _OTHER_END: dict[Kind, Kind] = {
     "send_forward": "receive_forward",
@@ -33,6 +41,7 @@ _OTHER_END: dict[Kind, Kind] = {
 _SHORT: dict[Kind, str] = {
     "forward": "F{}",
     "backward": "B{}",
+    "weight": "W{}",
     "send_forward": "F{}>",
     "receive_forward": ">F{}",
     "send_backward": "B{}>",
@@ -43,6 +52,8 @@ _SHORT: dict[Kind, str] = {
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing that a rank does, written `F3`: the forward of micro-batch 3, or `F3.1` if it is that of chunk 1.
+
+    `B3` is its backward; where that is split, `B3` is the part that another rank waits for, and `W3` the other.
 
     `>F3` receives the input of `F3`, `F3>` sends its output; `>B3` receives the gradients of that output, and `B3>`
     sends those of the input.
@@ -81,25 +92,21 @@ Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
 """What each rank does, in order."""
 
 
-class Span(NamedTuple):
-    """When a rank does something. A transfer begins when its ends are ready, so that waiting is what lies between."""
-
-    rank: int
-    action: Action
-    start_s: float
-    end_s: float
-
-
 @lru_cache(maxsize=64)
-def schedule(pp_size: int, virtual_pp: int, num_micro: int) -> Schedule:
-    """What the ranks of a pipeline do in a training step: 1F1B, interleaved if they have several chunks.
+def schedule(pp_size: int, virtual_pp: int, num_micro: int, order: Order = "1f1b") -> Schedule:
+    """What the ranks of a pipeline do in a training step: 1F1B, interleaved if they have several chunks, or ZB-H1.
 
     Args:
         pp_size: Ranks.
         virtual_pp: Model chunks of each rank; 1 if there is one rank, where chunks could only follow each other.
         num_micro: Micro-batches of the step; any number.
+        order: `zero_bubble` only with one chunk, and where a send does not keep its rank until it is received.
     """
-    return _with_transfers([_compute_order(pp_size, virtual_pp, num_micro, rank) for rank in range(pp_size)])
+    orders = [_compute_order(pp_size, virtual_pp, num_micro, rank) for rank in range(pp_size)]
+    if order == "1f1b":
+        return _with_transfers(orders)
+    assert virtual_pp == 1, f"ZB-H1 has one chunk for each rank, not {virtual_pp}"
+    return _with_transfers([_split(actions, rank) for rank, actions in enumerate(orders)], split=True)
 
 
 @lru_cache(maxsize=64)
@@ -179,19 +186,37 @@ def _compute_order(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> 
     return forwards[:warmup] + alternating + backwards[len(forwards) - warmup :]
 
 
-def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
+def _split(actions: Sequence[Action], rank: int) -> list[Action]:
+    """Split the backwards of 1F1B: rank r keeps r weight parts back, for the time when it would wait at the end.
+
+    Source: Qi et al. 2024 (arXiv:2401.10241) section 2.1, as `torch.distributed.pipelining` counts them.
+    """
+    order: list[Action] = []
+    weights = [Action("weight", action.chunk, action.micro) for action in actions if action.kind == "backward"]
+    for action in actions:
+        order.append(action)
+        if action.kind == "backward" and action.micro >= rank:
+            order.append(weights[action.micro - rank])
+    return order + weights[max(0, len(weights) - rank) :]
+
+
+def _with_transfers(orders: Sequence[Sequence[Action]], *, split: bool = False) -> Schedule:
     """Put transfers between computations so that ranks lose least if each transfer blocks both ends.
 
     All ranks are simulated, a forward taking 1 and a backward 2. What is ready to be sent is transferred as soon as
     both ranks are between computations; nobody waits for that who could compute. It makes a difference: were outputs
     sent as soon as they are there, the ranks of an interleaved schedule would wait for each other all the time.
+
+    With split backwards, each part taking 1, transfers block nobody: outputs are sent as soon as they are there, and
+    received when the other rank is done with what it computes. Else a weight part could hold up what another waits for.
     """
+    takes = {"forward": 1, "backward": 1 if split else 2, "weight": 1}
     pp_size, num_stages = len(orders), len(orders) * len({action.chunk for action in orders[0]})
     lists: list[list[Action]] = [[] for _ in orders]
     todo = [list(reversed(order)) for order in orders]
     ready = {(0, action) for action in orders[0] if action.kind == "forward" and action.chunk == 0}
     outputs: list[tuple[int, Action]] = []  # sends that have not happened, and who is to do them
-    until: dict[int, int] = {}  # when the ranks that compute will be free
+    busy: dict[int, tuple[int, Action]] = {}  # the ranks that compute: until when, and what
     now = 0
 
     def turn(output: tuple[int, Action]) -> tuple[bool, int]:
@@ -200,98 +225,30 @@ def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
         lower = rank if send.kind == "send_forward" else (rank - 1) % pp_size
         return lower % 2 == 1, lower
 
-    while any(todo) or outputs or until:
-        for rank in [rank for rank, end in until.items() if end == now]:
-            del until[rank]
-            done = lists[rank][-1]
+    while any(todo) or outputs or busy:
+        for rank in [rank for rank, (end, _) in busy.items() if end == now]:
+            _, done = busy.pop(rank)
             stage = done.chunk * pp_size + rank
             if done.kind == "forward" and stage + 1 == num_stages:
                 ready.add((rank, Action("backward", done.chunk, done.micro)))
             elif done.kind == "forward":
                 outputs.append((rank, Action("send_forward", done.chunk, done.micro)))
-            elif stage > 0:
-                outputs.append((rank, Action("send_backward", done.chunk, done.micro)))
+            elif done.kind == "backward":
+                ready.add((rank, Action("weight", done.chunk, done.micro)))
+                if stage > 0:
+                    outputs.append((rank, Action("send_backward", done.chunk, done.micro)))
         for rank, send in sorted(outputs, key=turn):
             other, receive = send.other_end(rank, pp_size)
-            if rank not in until and other not in until:
+            if split or (rank not in busy and other not in busy):
                 outputs.remove((rank, send))
                 lists[rank].append(send)
                 lists[other].append(receive)
                 kind: Kind = "forward" if send.kind == "send_forward" else "backward"
                 ready.add((other, Action(kind, receive.chunk, receive.micro)))
         for rank in range(pp_size):
-            if rank not in until and todo[rank] and (rank, todo[rank][-1]) in ready:
+            if rank not in busy and todo[rank] and (rank, todo[rank][-1]) in ready:
                 lists[rank].append(todo[rank].pop())
-                until[rank] = now + (1 if lists[rank][-1].kind == "forward" else 2)
-        assert until or not (any(todo) or outputs), f"the orders of computation fit no schedule: {orders}"
-        now = min(until.values(), default=now)
+                busy[rank] = now + takes[lists[rank][-1].kind], lists[rank][-1]
+        assert busy or not (any(todo) or outputs), f"the orders of computation fit no schedule: {orders}"
+        now = min((end for end, _ in busy.values()), default=now)
     return tuple(map(tuple, lists))
-
-
-def play(
-    actions: Sequence[Sequence[Action]],
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    transfer_s: float = 0.0,
-    *,
-    blocking: bool = True,
-) -> tuple[Span, ...]:
-    """Time a schedule, each rank doing its actions in order.
-
-    Args:
-        actions: What each rank does, in order.
-        forward_s, backward_s: What each virtual stage takes.
-        transfer_s: What a transfer takes.
-        blocking: Whether transfers begin when both ends come to them and keep both busy, as collectives of two ranks
-            do. Else the sender goes on at once, and the receiver waits until `transfer_s` later.
-
-    Raises:
-        AssertionError: The ranks wait for each other; it says which for what.
-    """
-    pp_size = len(actions)
-    position, free_s = [0] * pp_size, [0.0] * pp_size
-    arrival_s: dict[tuple[int, Action], float] = {}  # of what was sent and not yet received
-    spans = []
-
-    def head(rank: int) -> Action | None:
-        return actions[rank][position[rank]] if position[rank] < len(actions[rank]) else None
-
-    def do(rank: int, action: Action, start_s: float, end_s: float) -> None:
-        spans.append(Span(rank, action, start_s, end_s))
-        position[rank] += 1
-        free_s[rank] = end_s
-
-    def go_on(rank: int, action: Action) -> bool:
-        start_s = free_s[rank]
-        if not action.is_transfer:
-            cost_s = forward_s if action.kind == "forward" else backward_s
-            do(rank, action, start_s, start_s + cost_s[action.chunk * pp_size + rank])
-            return True
-        other, theirs = action.other_end(rank, pp_size)
-        if blocking:
-            if head(other) != theirs:
-                return False
-            start_s = max(start_s, free_s[other])
-            do(rank, action, start_s, start_s + transfer_s)
-            do(other, theirs, start_s, start_s + transfer_s)
-        elif action.kind.startswith("send"):
-            arrival_s[other, theirs] = start_s + transfer_s
-            do(rank, action, start_s, start_s)
-        elif (rank, action) not in arrival_s:
-            return False
-        else:
-            end_s = max(start_s, arrival_s.pop((rank, action)))
-            do(rank, action, max(start_s, end_s - transfer_s), end_s)
-        return True
-
-    moves = True
-    while moves:
-        moves = False
-        for rank in range(pp_size):
-            while (action := head(rank)) and go_on(rank, action):
-                moves = True
-    waiting = {rank: action for rank in range(pp_size) if (action := head(rank))}
-    assert not waiting, "the ranks wait for each other: " + ", ".join(
-        f"rank {rank} at {action} for rank {action.other_end(rank, pp_size)[0]}" for rank, action in waiting.items()
-    )
-    return tuple(spans)

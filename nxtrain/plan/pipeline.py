@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nxtrain.parallel.schedule import Action, Span, num_warmup, play, schedule
+from nxtrain.parallel.play import Span, play
+from nxtrain.parallel.schedule import Action, Order, num_warmup, schedule
 
 
 @dataclass(frozen=True, kw_only=True)

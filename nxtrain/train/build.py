@@ -27,6 +27,7 @@ from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.regions import TensorParallel
+from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.stages import Part, cut, cut_at
@@ -227,6 +228,7 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
         backend.step_boundary,
         backend.put(blank),
         mesh.words(mesh.rank),
+        WeightGradients(model) if run.parallel.schedule == "zero_bubble" else None,
     )
 
 

@@ -204,6 +204,7 @@ def layout(
     dp: int = 1,
     pp: int = 1,
     virtual_pp: int = 1,
+    schedule: str = "1f1b",
     cuts: Sequence[int] = (),
     sp: bool = False,
     batch: int = GLOBAL_BATCH,
@@ -217,7 +218,7 @@ def layout(
 ) -> Resolved:
     """A resolved configuration of the parity runs."""
     update = update or ("fp32" if params == "fp32" else "fp32_master")
-    stages = {"pp": pp, "virtual_pp": virtual_pp, "pipeline_cuts": tuple(cuts)}
+    stages = {"pp": pp, "virtual_pp": virtual_pp, "schedule": schedule, "pipeline_cuts": tuple(cuts)}
     return plan(
         shape,
         parallel={"tp": tp, "dp": dp, **stages, "sequence_parallel": sp, "shard": shard, "shard_size": shard_size},
