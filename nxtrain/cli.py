@@ -374,6 +374,10 @@ def bench_optim(
 def bench_pipeline(
     pp: Annotated[int, typer.Option(min=1, help="Ranks, a process each.")] = 4,
     virtual_pp: Annotated[int, typer.Option(min=1, help="Model chunks of each rank.")] = 1,
+    schedule: Annotated[
+        Literal["1f1b", "zero_bubble"],
+        typer.Option(help="As parallel.schedule; zero_bubble is measured in turn with 1f1b, and compared."),
+    ] = "1f1b",
     micro: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 8,
     work: Annotated[
         Literal["sleep", "blocks"],
@@ -390,11 +394,12 @@ def bench_pipeline(
 ) -> None:
     """Run a pipeline of equal stages, draw it, and hold its bubble to (p-1)/(m*v+p-1).
 
-    That is the share of the step in which p ranks of v chunks each idle, with m micro-batches and free transfers.
+    That is the share of the step in which p ranks of v chunks each idle, with m micro-batches and free transfers. With
+    zero_bubble it is (p-1)*x/(m*(F+B+W)+(p-1)*x), where x = F+B-W, of the times of forward, backward and weight part.
     """
     from nxtrain.bench.pipeline import StageWork, bench_pipeline
 
-    stages = StageWork(pp, virtual_pp, micro, work, forward_ms / 1e3, layers, seq_len)
+    stages = StageWork(pp, virtual_pp, schedule, micro, work, forward_ms / 1e3, layers, seq_len)
     bench_pipeline(work=stages, rounds=rounds, dry_run=dry_run, as_json=as_json)
 
 

@@ -5,6 +5,8 @@ no computation, and a step lasts from the first forward of any rank to the last 
 processes of a machine share. What is quoted is the shortest of all rounds, since whatever else the machine does can
 only make a step longer.
 
+ZB-H1 is measured in turn with 1F1B, a round of the one after a round of the other.
+
 What stages do is to sleep, unless they are told to compute blocks of a Llama: a machine with fewer cores than stages
 can sleep in all of them at once, but not compute.
 """
@@ -16,7 +18,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from typing import Any, Literal, TypeAlias
 
@@ -26,7 +28,7 @@ from rich.table import Table
 from nxtrain.bench.train import SHAPE, Worker
 from nxtrain.errors import ConfigError
 from nxtrain.parallel.play import Span
-from nxtrain.parallel.schedule import Action
+from nxtrain.parallel.schedule import Action, Order
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
 
@@ -45,15 +47,17 @@ class StageWork:
     Args:
         pp: Ranks.
         virtual_pp: Chunks of each.
+        schedule: Order of the computations.
         micro: Micro-batches of a step.
         work: What a chunk does: sleep, or compute blocks.
-        forward_s: Of a chunk that sleeps; its backward takes `BACKWARD` times as long.
+        forward_s: Of a chunk that sleeps; its backward takes `BACKWARD` times as long, each part of it half of that.
         layers: Blocks of a chunk that computes them.
         seq_len: Tokens of a micro-batch; by their hidden states, what is sent.
     """
 
     pp: int
     virtual_pp: int
+    schedule: Order
     micro: int
     work: Work
     forward_s: float
@@ -65,17 +69,23 @@ class StageWork:
         """Of the float32 hidden states that one stage sends to the next."""
         return 4 * self.seq_len * int(SHAPE["hidden_size"])
 
-    def expected(self, forward_s: float = 0.0, backward_s: float = 0.0) -> PipelineCosts:
+    def expected(self, forward_s: float = 0.0, backward_s: float = 0.0, weight_s: float = 0.0) -> PipelineCosts:
         """The pipeline as planned; times other than those of sleep must be given."""
-        stages = range(self.pp * self.virtual_pp)
+        num_stages = self.pp * self.virtual_pp
+        splits = self.schedule == "zero_bubble"
+        slept_s = BACKWARD * self.forward_s / (2 if splits else 1)
         return PipelineCosts(
             pp_size=self.pp,
             virtual_pp=self.virtual_pp,
             num_micro=self.micro,
-            forward_s=[forward_s or self.forward_s for _ in stages],
-            backward_s=[backward_s or BACKWARD * self.forward_s for _ in stages],
-            kept_bytes=[self.boundary_bytes * (stage > 0) for stage in stages],
+            forward_s=[forward_s or self.forward_s] * num_stages,
+            backward_s=[backward_s or slept_s] * num_stages,
+            kept_bytes=[self.boundary_bytes * (stage > 0) for stage in range(num_stages)],
+            order=self.schedule,
+            weight_s=[weight_s or slept_s] * num_stages if splits else (),
+            postponed_bytes=[0] * num_stages if splits else (),
             boundary_bytes=self.boundary_bytes,
+            blocking=not splits,
         )
 
 
@@ -103,8 +113,8 @@ class Turn:
         return Turn(spans, tuple(one["sent_bytes"] for one in found))
 
     def mean_s(self, kind: str) -> float:
-        """Of the forwards, or of the backwards."""
-        return mean(span.end_s - span.start_s for span in self.spans if span.action.kind == kind)
+        """Of the forwards, of the backwards, or of their weight parts."""
+        return mean([span.end_s - span.start_s for span in self.spans if span.action.kind == kind] or [0.0])
 
 
 def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool) -> None:
@@ -121,33 +131,39 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
     """
     if work.pp == 1 and (not dry_run or work.virtual_pp > 1):
         raise ConfigError("--pp 1 is no pipeline: a single stage sends nothing and waits for nobody; use 2 or more")
-    turns = [] if dry_run else measure(work, rounds)
-    result = summarize(work, turns)
+    if work.schedule == "zero_bubble" and work.virtual_pp > 1:
+        raise ConfigError(f"--virtual-pp {work.virtual_pp} has no schedule zero_bubble, which is for 1; leave one out")
+    works = [work] if work.schedule == "1f1b" else [work, replace(work, schedule="1f1b")]
+    turns: list[list[Turn]] = [[] for _ in works] if dry_run else measure(works, rounds)
+    result, *others = (summarize(one, of_one) for one, of_one in zip(works, turns, strict=True))
     if as_json:
-        print(json.dumps({**asdict(work), "rounds": rounds, **result}, indent=2))
+        print(json.dumps({**asdict(work), "rounds": rounds, **result, **{"1f1b": one for one in others}}, indent=2))
     else:
-        _show(work, turns, result)
+        _show(work, turns[0], result, others)
 
 
-def measure(work: StageWork, rounds: int) -> list[Turn]:
-    """Run the steps, each rank in a process of its own.
+def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
+    """Run the steps of several pipelines in turn, each rank in a process of its own.
 
     Raises:
         BackendError: A process ended; what it printed says why.
     """
-    job = json.dumps(asdict(work))
+    turns: list[list[Turn]] = [[] for _ in works]
     with ExitStack() as stack, Console(stderr=True).status("starting") as status:
-        workers = [
-            stack.enter_context(Worker("nxtrain.bench.pipeline_rank", str(rank), job, env))
-            for rank, env in enumerate(_environments(work.pp))
+        pipelines = [
+            [
+                stack.enter_context(Worker("nxtrain.bench.pipeline_rank", str(rank), json.dumps(asdict(work)), env))
+                for rank, env in enumerate(_environments(work.pp))
+            ]
+            for work in works
         ]
-        turns = []
         for number in range(rounds + 1):
             status.update(f"round {number} of {rounds}")
-            for worker in workers:
-                worker.begin()
-            turns.append(Turn.read([worker.end() for worker in workers]))
-    return turns[1:]
+            for workers, of_one in zip(pipelines, turns, strict=True):
+                for worker in workers:
+                    worker.begin()
+                of_one.append(Turn.read([worker.end() for worker in workers]))
+    return [of_one[1:] for of_one in turns]
 
 
 def fastest(work: StageWork, turns: Iterable[Turn]) -> Turn:
@@ -188,7 +204,7 @@ def _of(found: PipelineFigures) -> dict[str, Any]:
 def _plan(work: StageWork, best: Turn | None) -> PipelineCosts:
     if best is None or work.work == "sleep":
         return work.expected()
-    return work.expected(best.mean_s("forward"), best.mean_s("backward"))
+    return work.expected(*(best.mean_s(kind) for kind in ("forward", "backward", "weight")))
 
 
 def _environments(pp: int) -> list[dict[str, str]]:
@@ -204,7 +220,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any]) -> None:
+def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
     best = fastest(work, turns) if turns else None
     plan = _plan(work, best)
     console = Console(highlight=False, soft_wrap=True)
@@ -216,6 +232,8 @@ def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any]) -> Non
         console.print(f"{name}:", style="bold")
         console.print(f"{picture}\n", markup=False)
     console.print(_table(work, result))
+    for other in others:
+        console.print(_comparison(result, other))
     if best and work.work == "blocks" and result["cores"] < work.pp:
         console.print(
             f"{work.pp} ranks share {result['cores']} cores, so they wait for these and not for each other: this "
@@ -224,13 +242,22 @@ def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any]) -> Non
         )
 
 
+def _comparison(result: dict[str, Any], other: dict[str, Any]) -> str:
+    """What 1F1B takes, expected and, if it was measured, measured in turn with the other."""
+    names = [name for name in ("expected", "measured") if name in other]
+    bubble = " / ".join(f"{other[name]['bubble']:.1%}" for name in names)
+    step = " / ".join(f"{1e3 * other[name]['step_s']:.1f}" for name in names)
+    saved = " / ".join(f"{1 - result[name]['step_s'] / other[name]['step_s']:.1%}" for name in names)
+    return f"1f1b for comparison: bubble {bubble}, step {step} ms; zero_bubble saves {saved} of that"
+
+
 def _table(work: StageWork, result: dict[str, Any]) -> Table:
     shown = [result[name] for name in ("expected", "measured") if name in result]
 
     def cell(numbers: Sequence[float], form: str) -> str:
         return " / ".join(f"{number:{form}}" for number in numbers)
 
-    title = f"pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: bubble "
+    title = f"{work.schedule}, pp {work.pp}, virtual pp {work.virtual_pp}, {work.micro} micro-batches: bubble "
     title += f"{cell([found['bubble'] for found in shown], '.1%')}, ideal {result['ideal_bubble']:.1%}"
     table = Table(title=title, title_style="bold")
     for head in ("rank", "busy ms", "idle ms", "forwards in flight", "MiB held", "MiB sent"):

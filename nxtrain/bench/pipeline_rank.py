@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TextIO, cast
 
 import torch
@@ -24,8 +25,10 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.family import CausalLM, find_family
 from nxtrain.mesh import Mesh
+from nxtrain.parallel.linear import Postpone, SplitBackward
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
+from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.stages import Part
 from nxtrain.train.build import build_model, parts_of
 
@@ -61,8 +64,9 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
     last = work.pp * work.virtual_pp - 1
     stages = range(mesh.pp.rank, last + 1, work.pp)
     parts = [Part(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
-    chunks: dict[int, Callable[[Tensor], Tensor]] = {
-        stage: _Sleeper(work.forward_s) if work.work == "sleep" else _blocks(work, backend, stage) for stage in stages
+    chunks: dict[str, nn.Module] = {
+        str(stage): _Sleeper(work.forward_s) if work.work == "sleep" else _Blocks(work, backend, stage)
+        for stage in stages
     }
     actions: list[tuple[str, int, int, float, float]] = []
     sent_bytes = 0
@@ -87,7 +91,8 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
     model = _Chunks(chunks, blank)
     comm: Any = Counted()
     place = mesh.words(mesh.rank)
-    pipeline = Pipeline(cast(CausalLM, model), parts, mesh.pp, comm, backend.step_boundary, blank, place)
+    later = WeightGradients(model) if work.schedule == "zero_bubble" else None
+    pipeline = Pipeline(cast(CausalLM, model), parts, mesh.pp, comm, backend.step_boundary, blank, place, later)
     pipeline.watch = watch
     tokens = torch.zeros(1, work.seq_len, dtype=torch.int64)
     batch = [(tokens, tokens)] * work.micro
@@ -105,52 +110,68 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
 class _Chunks(nn.Module):
     """The work of one rank where a model would be: equal chunks, the first without embedding, the last without head."""
 
-    def __init__(self, chunks: dict[int, Callable[[Tensor], Tensor]], blank: Tensor) -> None:
+    def __init__(self, chunks: dict[str, nn.Module], blank: Tensor) -> None:
         super().__init__()
-        self._chunks = chunks
+        self._chunks = nn.ModuleDict(chunks)
         self.entry = nn.Parameter(blank.clone())
 
     def run(self, part: Part, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        out = self._chunks[part.blocks[0]](self.entry if part.first else x)
+        out: Tensor = self._chunks[str(part.blocks[0])](self.entry if part.first else x)
         return out if targets is None else out.sum()
 
 
-class _Sleeper:
-    """A chunk that takes its time and no core."""
+class _Sleeper(SplitBackward):
+    """A chunk that takes its time and no core; if backward is split, half of its time for each part."""
 
     def __init__(self, forward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
         self._forward_s = forward_s
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x, self._forward_s)
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x, self._forward_s, self.postpone)
         return out
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, seconds: float, postpone: Postpone | None) -> Tensor:
+        ctx.seconds, ctx.postpone = seconds, postpone
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(BACKWARD * ctx.seconds)
-        return grad.clone(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        seconds = BACKWARD * ctx.seconds
+        if ctx.postpone is not None:
+            seconds /= 2
+            ctx.postpone(partial(_sleep, seconds))
+        time.sleep(seconds)
+        return grad.clone(), None, None
 
 
-def _blocks(work: StageWork, backend: Backend, stage: int) -> Callable[[Tensor], Tensor]:
+def _sleep(seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return torch.zeros(())
+
+
+class _Blocks(nn.Module):
     """Blocks of our Llama: a stage in the middle of a pipeline with one more at each end."""
-    num_stages = work.pp * work.virtual_pp + 2
-    cuts = [work.layers * cut for cut in range(1, num_stages)]
-    tables = {"parallel": {"pp": num_stages, "pipeline_cuts": cuts}, "train": {"seq_len": work.seq_len}}
-    family = find_family("llama")
-    shape = {**SHAPE, "num_hidden_layers": work.layers * num_stages, "max_position_embeddings": work.seq_len}
-    plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
-    mesh = Mesh.build(num_stages, stage + 1, pp=num_stages)
-    model = cast(CausalLM, build_model(plan, backend, mesh, init="draw"))
-    (part,) = parts_of(plan, mesh)
-    return lambda x: model.run(part, x)
+
+    def __init__(self, work: StageWork, backend: Backend, stage: int) -> None:
+        super().__init__()
+        num_stages = work.pp * work.virtual_pp + 2
+        cuts = [work.layers * cut for cut in range(1, num_stages)]
+        tables = {"parallel": {"pp": num_stages, "pipeline_cuts": cuts}, "train": {"seq_len": work.seq_len}}
+        family = find_family("llama")
+        shape = {**SHAPE, "num_hidden_layers": work.layers * num_stages, "max_position_embeddings": work.seq_len}
+        plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
+        mesh = Mesh.build(num_stages, stage + 1, pp=num_stages)
+        self._model = build_model(plan, backend, mesh, init="draw")
+        (self._part,) = parts_of(plan, mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(CausalLM, self._model).run(self._part, x)
 
 
 if __name__ == "__main__":

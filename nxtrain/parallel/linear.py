@@ -111,7 +111,19 @@ def _product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
     return out
 
 
-class ColumnLinear(nn.Module):
+class SplitBackward(nn.Module):
+    """A layer with a weight whose gradient may be computed later than that of its input.
+
+    Attributes:
+        weight: Its parameter.
+        postpone: Where the product that makes the gradient goes; None: it is computed in the backward pass.
+    """
+
+    weight: nn.Parameter
+    postpone: Postpone | None = None
+
+
+class ColumnLinear(SplitBackward):
     """Linear layer whose outputs are cut over tp; fused when it has several segments.
 
     Args:
@@ -119,12 +131,7 @@ class ColumnLinear(nn.Module):
         segments: Output matrices stacked in one; each is cut on its own, so that a rank holds its part of every one.
         init: How the weight starts.
         tp: The ranks that share it.
-
-    Attributes:
-        postpone: Where the gradient of the weight goes instead of being computed; None: it is computed.
     """
-
-    postpone: Postpone | None = None
 
     def __init__(self, in_features: int, segments: tuple[Segment, ...], init: Init, tp: TensorParallel) -> None:
         super().__init__()
@@ -144,7 +151,7 @@ class ColumnLinear(nn.Module):
         return out
 
 
-class RowLinear(nn.Module):
+class RowLinear(SplitBackward):
     """Linear layer whose inputs are cut over tp.
 
     Args:
@@ -152,12 +159,7 @@ class RowLinear(nn.Module):
         out_features: O.
         init: How the weight starts.
         tp: The ranks that share it.
-
-    Attributes:
-        postpone: As `ColumnLinear` has it.
     """
-
-    postpone: Postpone | None = None
 
     def __init__(self, in_features: int, out_features: int, init: Init, tp: TensorParallel) -> None:
         super().__init__()

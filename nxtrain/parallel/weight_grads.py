@@ -13,24 +13,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from nxtrain.parallel.linear import ColumnLinear, Product, RowLinear
+from nxtrain.parallel.linear import Product, SplitBackward
 
 Postponed: TypeAlias = deque[tuple[nn.Parameter, Product]]
 """Weights and what computes their gradients, in the order in which backward came by."""
 
 
 class WeightGradients:
-    """What the linear layers of a model postpone.
+    """What the layers of a model postpone.
 
     Args:
-        model: Filled. Its column and row layers postpone from now on; the output projection does not, whose loss has
-            its gradients from the forward pass.
+        model: Filled. Its linear layers postpone from now on, but for the output projection, whose loss has its
+            gradients from the forward pass; embedding and norms have little to postpone.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._postponed: Postponed = deque()
         for layer in model.modules():
-            if isinstance(layer, ColumnLinear | RowLinear):
+            if isinstance(layer, SplitBackward):
                 layer.postpone = partial(self._add, layer.weight)
 
     def take(self) -> Postponed:
