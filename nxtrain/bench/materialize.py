@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.config.check import stages
 from nxtrain.config.schema import ParallelConfig
+from nxtrain.config.stages import stages
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.family import find_family
 

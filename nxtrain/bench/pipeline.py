@@ -137,7 +137,8 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
     turns: list[list[Turn]] = [[] for _ in works] if dry_run else measure(works, rounds)
     result, *others = (summarize(one, of_one) for one, of_one in zip(works, turns, strict=True))
     if as_json:
-        print(json.dumps({**asdict(work), "rounds": rounds, **result, **{"1f1b": one for one in others}}, indent=2))
+        compared = {"1f1b": others[0]} if others else {}
+        print(json.dumps({**asdict(work), "rounds": rounds, **result, **compared}, indent=2))
     else:
         _show(work, turns[0], result, others)
 

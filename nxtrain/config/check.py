@@ -10,7 +10,8 @@ from typing import Any
 
 from nxtrain.config.decode import decode
 from nxtrain.config.load import Loaded, origin_of, values
-from nxtrain.config.schema import ParallelConfig, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
+from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import ModelConfig, ModelFamily, find_family
@@ -22,12 +23,6 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
     ("data.doc_mask", (False,), "masks between documents; use false"),
 )
-
-FULLY_SHARDED = ("grad_op", "full", "hybrid")
-"""Values of parallel.shard that cut parameters and gradients."""
-
-ON_XLA = ("xla", "neuron")
-"""Values of backend.name that record whole steps as graphs, without process groups of their own."""
 
 MAX_ROUNDED_BETA = 0.99
 """Up to this decay a running mean in bf16 follows its gradients when rounded to nearest: one step moves it by 1% of the
@@ -71,7 +66,7 @@ def resolve(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
     problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config)]
-    problems += [*_pipeline(config), *_data(loaded)]
+    problems += [*transport(config), *order(config), *_data(loaded)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -228,30 +223,6 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.shard", reason, hint="use parallel.shard=zero1, which every backend has")
 
 
-def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
-    """What keeps a number of blocks from being cut into pipeline stages."""
-    pp, virtual_pp, cuts = parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
-    num_chunks = pp * virtual_pp
-    if pp == 1 and virtual_pp > 1:
-        reason = f"{virtual_pp} chunks take turns with those of other pipeline stages, but pp=1 has no other"
-        yield Problem("parallel.virtual_pp", reason, hint="use parallel.virtual_pp=1, or parallel.pp=2 or more")
-    elif num_chunks > num_layers:
-        chunks = f" x virtual_pp={virtual_pp} = {num_chunks} chunks" if virtual_pp > 1 else " stages"
-        reason = f"pp={pp}{chunks} cannot share model.config.num_hidden_layers={num_layers}: each has one block or more"
-        key = "parallel.virtual_pp" if pp <= num_layers else "parallel.pp"
-        most = f"parallel.virtual_pp={num_layers // pp}" if pp <= num_layers else f"parallel.pp={num_layers}"
-        yield Problem(key, reason, hint=f"use at most {most}")
-    if cuts and num_chunks == 1:
-        reason = f"{list(cuts)} is where pipeline stages begin, but pp=1 has no second"
-        yield Problem("parallel.pipeline_cuts", reason, hint="leave it out, or use parallel.pp=2 or more")
-    elif cuts and (len(cuts) != num_chunks - 1 or list(cuts) != sorted(set(cuts)) or cuts[-1] >= num_layers):
-        reason = (
-            f"{list(cuts)} is where the chunks but the first begin: with pp={pp} x virtual_pp={virtual_pp} it must "
-            f"have {num_chunks - 1}, ascending and below model.config.num_hidden_layers={num_layers}"
-        )
-        yield Problem("parallel.pipeline_cuts", reason, hint="leave it out to cut by cost")
-
-
 def _compile(config: RunConfig) -> Iterator[Problem]:
     if config.backend.attention == "flash" and config.backend.name not in ("auto", "neuron"):
         reason = f"flash is NKI's kernel for backend.name=neuron, not for {config.backend.name}"
@@ -270,13 +241,6 @@ def _layers(config: RunConfig) -> Iterator[Problem]:
     elif config.parallel.shard in FULLY_SHARDED:
         reason = f"nxd has layers of whole parameters, but parallel.shard={config.parallel.shard} cuts them further"
         yield Problem("backend.layers", reason, hint="use backend.layers=native, or parallel.shard=zero1")
-
-
-def _pipeline(config: RunConfig) -> Iterator[Problem]:
-    pp = config.parallel.pp
-    if pp > 1 and pp % 2 and config.backend.name in ON_XLA:
-        reason = f"{pp} is odd, and on backend.name={config.backend.name} stages talk in pairs that leave none over"
-        yield Problem("parallel.pp", reason, hint=f"use parallel.pp={pp - 1} or {pp + 1}")
 
 
 def _data(loaded: Loaded) -> Iterator[Problem]:

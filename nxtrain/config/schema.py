@@ -22,6 +22,12 @@ from pydantic import (
 TextPath = Annotated[Path, Field(strict=False)]  # TOML has no paths, so a string becomes one
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+FULLY_SHARDED = ("grad_op", "full", "hybrid")
+"""Values of parallel.shard that cut parameters and gradients."""
+
+ON_XLA = ("xla", "neuron")
+"""Values of backend.name that record whole steps as graphs, without process groups of their own."""
+
 
 class Section(BaseModel):
     """A table of the configuration file."""

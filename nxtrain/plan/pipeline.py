@@ -88,8 +88,9 @@ class RankFigures:
         forwards_in_flight_formula: The same in closed form: one more than the forwards of its warm-up; with
             `zero_bubble` p on every rank.
         activation_bytes: Most that it holds: what those forwards keep, or their backwards have postponed, what was
-            received before its turn, what is computed and not sent. Up to three tensors of the boundary come on top, however many micro-batches there
-            are: the last sent each way, until the next, and the one that received tensors are shaped like.
+            received before its turn, what is computed and not sent. Up to three tensors of the boundary come on top,
+            however many micro-batches there are: the last sent each way, until the next, and the one that received
+            tensors are shaped like.
         sent_bytes, received_bytes: Activations and gradients; equal, since what goes one way comes back as gradients.
     """
 

@@ -64,8 +64,8 @@ def _legend(pipeline: PipelineCosts) -> str:
     last = pipeline.num_micro - 1
     if pipeline.order == "zero_bubble":
         return (
-            f"F{last} is the forward of micro-batch {last}, B{last} its backward and W{last} the part of that which makes "
-            "weight gradients, dots are time without any"
+            f"F{last} is the forward of micro-batch {last}, B{last} its backward but for the weights' gradients, and "
+            f"W{last} these; dots are time without any"
         )
     text = f"F{last} is the forward and B{last} the backward of micro-batch {last}, dots are time without either"
     if pipeline.virtual_pp == _CASES:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend, Kernels
 from nxtrain.checkpoint.hf import hf_weights
-from nxtrain.config.check import FULLY_SHARDED, Resolved
-from nxtrain.config.schema import ParallelConfig
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext, CausalLM
 from nxtrain.mesh import Mesh

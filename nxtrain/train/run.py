@@ -151,7 +151,8 @@ def _stages(config: RunConfig, mesh: Mesh) -> str:
     if mesh.pp_size == 1:
         return ""
     chunks = config.parallel.virtual_pp
-    return f"pp {mesh.pp_size}{f' of {chunks} chunks each' if chunks > 1 else ''}, "
+    order = " (zero_bubble)" if config.parallel.schedule == "zero_bubble" else ""
+    return f"pp {mesh.pp_size}{f' of {chunks} chunks each' if chunks > 1 else order}, "
 
 
 def _cut(config: RunConfig, mesh: Mesh) -> str:

@@ -265,6 +265,7 @@ class Recorder:
     """Stands for the stages of a rank in torch's schedules, and writes down what they are told to compute."""
 
     def __init__(self, rank: int, p: int, v: int) -> None:
+        self.submod = None
         self.group_rank = self.stage_index = rank
         self.group_size, self.num_stages = p, p * v
         self.is_last = False

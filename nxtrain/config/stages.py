@@ -1,0 +1,71 @@
+"""What fits together in a pipeline: stages and blocks, stages and backend, order of work and everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, ParallelConfig, RunConfig
+from nxtrain.errors import Problem
+
+
+def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
+    """What keeps a number of blocks from being cut into pipeline stages."""
+    pp, virtual_pp, cuts = parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
+    num_chunks = pp * virtual_pp
+    if pp == 1 and virtual_pp > 1:
+        reason = f"{virtual_pp} chunks take turns with those of other pipeline stages, but pp=1 has no other"
+        yield Problem("parallel.virtual_pp", reason, hint="use parallel.virtual_pp=1, or parallel.pp=2 or more")
+    elif num_chunks > num_layers:
+        chunks = f" x virtual_pp={virtual_pp} = {num_chunks} chunks" if virtual_pp > 1 else " stages"
+        reason = f"pp={pp}{chunks} cannot share model.config.num_hidden_layers={num_layers}: each has one block or more"
+        key = "parallel.virtual_pp" if pp <= num_layers else "parallel.pp"
+        most = f"parallel.virtual_pp={num_layers // pp}" if pp <= num_layers else f"parallel.pp={num_layers}"
+        yield Problem(key, reason, hint=f"use at most {most}")
+    if cuts and num_chunks == 1:
+        reason = f"{list(cuts)} is where pipeline stages begin, but pp=1 has no second"
+        yield Problem("parallel.pipeline_cuts", reason, hint="leave it out, or use parallel.pp=2 or more")
+    elif cuts and (len(cuts) != num_chunks - 1 or list(cuts) != sorted(set(cuts)) or cuts[-1] >= num_layers):
+        reason = (
+            f"{list(cuts)} is where the chunks but the first begin: with pp={pp} x virtual_pp={virtual_pp} it must "
+            f"have {num_chunks - 1}, ascending and below model.config.num_hidden_layers={num_layers}"
+        )
+        yield Problem("parallel.pipeline_cuts", reason, hint="leave it out to cut by cost")
+
+
+def transport(config: RunConfig) -> Iterator[Problem]:
+    """What keeps stages from talking to each other."""
+    pp = config.parallel.pp
+    if pp > 1 and pp % 2 and config.backend.name in ON_XLA:
+        reason = f"{pp} is odd, and on backend.name={config.backend.name} stages talk in pairs that leave none over"
+        yield Problem("parallel.pp", reason, hint=f"use parallel.pp={pp - 1} or {pp + 1}")
+
+
+def order(config: RunConfig) -> Iterator[Problem]:
+    """What keeps stages from postponing weight gradients."""
+    parallel, backend = config.parallel, config.backend
+    if parallel.schedule != "zero_bubble":
+        return
+
+    def problem(reason: str, instead: str) -> Problem:
+        hint = f"use {instead}, or parallel.schedule=1f1b"
+        return Problem("parallel.schedule", f"zero_bubble {reason}", hint=hint)
+
+    if parallel.pp == 1:
+        yield problem(
+            "fills the waiting of pipeline stages, but pp=1 has no other to wait for", "parallel.pp=2 or more"
+        )
+    if parallel.virtual_pp > 1:
+        yield problem(f"has one chunk for each stage, but virtual_pp={parallel.virtual_pp}", "parallel.virtual_pp=1")
+    if backend.name in ON_XLA:
+        where = "backend.name=cpu, cuda or neuron-native"
+        yield problem(f"sends while it computes, but on backend.name={backend.name} a transfer keeps both ranks", where)
+    if backend.layers == "nxd":
+        yield problem("splits the backward of our own layers, but backend.layers=nxd", "backend.layers=native")
+    if parallel.shard in FULLY_SHARDED:
+        reason = (
+            f"needs whole parameters after the backward pass, but shard={parallel.shard} frees and reduces them there"
+        )
+        yield problem(reason, "parallel.shard=zero1")
+    if config.compile.torch_compile:
+        reason = "splits the backward of layers, but compile.torch_compile makes one graph of each block's"
+        yield problem(reason, "compile.torch_compile=false")
