@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from nxtrain.parallel.schedule import Action
+from nxtrain.parallel.schedule import Action, Kind
 
 
 class Span(NamedTuple):
@@ -34,7 +35,8 @@ def play(
         transfer_s: What a transfer takes.
         weight_s: What the weight part of each virtual stage's backward takes, where a schedule splits backwards.
         blocking: Whether transfers begin when both ends come to them and keep both busy, as collectives of two ranks
-            do. Else the sender goes on at once, and the receiver waits until `transfer_s` later.
+            do. Else both go on at once, and what is received is there `transfer_s` after it was sent: what is computed
+            from it waits until then.
 
     Raises:
         AssertionError: The ranks wait for each other; it says which for what.
@@ -42,7 +44,8 @@ def play(
     pp_size = len(actions)
     costs_s = {"forward": forward_s, "backward": backward_s, "weight": weight_s}
     position, free_s = [0] * pp_size, [0.0] * pp_size
-    arrival_s: dict[tuple[int, Action], float] = {}  # of what was sent and not yet received
+    arrival_s: dict[tuple[int, Action], float] = {}  # of what was sent, by the receiver
+    asked: set[tuple[int, Action]] = set()  # receives that nothing was computed from yet
     spans = []
 
     def head(rank: int) -> Action | None:
@@ -56,6 +59,10 @@ def play(
     def go_on(rank: int, action: Action) -> bool:
         start_s = free_s[rank]
         if not action.is_transfer:
+            if (rank, _input(action)) in asked:
+                if (rank, _input(action)) not in arrival_s:
+                    return False
+                start_s = max(start_s, arrival_s[rank, _input(action)])
             do(rank, action, start_s, start_s + costs_s[action.kind][action.chunk * pp_size + rank])
             return True
         other, theirs = action.other_end(rank, pp_size)
@@ -65,14 +72,12 @@ def play(
             start_s = max(start_s, free_s[other])
             do(rank, action, start_s, start_s + transfer_s)
             do(other, theirs, start_s, start_s + transfer_s)
-        elif action.kind.startswith("send"):
-            arrival_s[other, theirs] = start_s + transfer_s
-            do(rank, action, start_s, start_s)
-        elif (rank, action) not in arrival_s:
-            return False
         else:
-            end_s = max(start_s, arrival_s.pop((rank, action)))
-            do(rank, action, max(start_s, end_s - transfer_s), end_s)
+            if action.is_send:
+                arrival_s[other, theirs] = start_s + transfer_s
+            else:
+                asked.add((rank, action))
+            do(rank, action, start_s, start_s)
         return True
 
     moves = True
@@ -83,6 +88,13 @@ def play(
                 moves = True
     waiting = {rank: action for rank in range(pp_size) if (action := head(rank))}
     assert not waiting, "the ranks wait for each other: " + ", ".join(
-        f"rank {rank} at {action} for rank {action.other_end(rank, pp_size)[0]}" for rank, action in waiting.items()
+        f"rank {rank} at {action} for rank {_input(action).other_end(rank, pp_size)[0]}"
+        for rank, action in waiting.items()
     )
     return tuple(spans)
+
+
+def _input(action: Action) -> Action:
+    """What brings the input of a computation, if that comes from another stage; a transfer itself."""
+    kinds: dict[Kind, Kind] = {"forward": "receive_forward", "backward": "receive_backward"}
+    return replace(action, kind=kinds.get(action.kind, action.kind))

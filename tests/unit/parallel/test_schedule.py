@@ -12,17 +12,32 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from nxtrain.parallel.play import Span, play
-from nxtrain.parallel.schedule import Action, Schedule, evaluation_schedule, schedule, with_exchanges
+from nxtrain.parallel.schedule import Action, Kind, Schedule, evaluation_schedule, schedule, with_exchanges
 
 Shape = tuple[int, int, int]  # ranks, chunks of each, micro-batches
 Tensor = tuple[str, int, int]  # "forward" or "backward", the virtual stage that made it, micro-batch
 
 SHAPES = [(p, v, m) for p in range(1, 9) for v in range(1, 5) if p > 1 or v == 1 for m in range(1, 21)]
-shapes = st.sampled_from(SHAPES)
-kinds: st.SearchStrategy[Callable[[int, int, int], Schedule]] = st.sampled_from([schedule, evaluation_schedule])
+Case = tuple[Shape, Callable[[int, int, int], Schedule]]
+
+
+def zero_bubble(p: int, v: int, m: int) -> Schedule:
+    return schedule(p, v, m, "zero_bubble")
+
+
+KINDS: dict[Callable[[int, int, int], Schedule], list[Kind]] = {
+    schedule: ["forward", "backward"],
+    zero_bubble: ["forward", "backward", "weight"],
+    evaluation_schedule: ["forward"],
+}
+"""What each computes."""
+
+cases: st.SearchStrategy[Case] = st.sampled_from(list(KINDS)).flatmap(
+    lambda kind: st.sampled_from([(shape, kind) for shape in SHAPES if shape[1] == 1 or kind is not zero_bubble])
+)
 
 for_any = settings(deadline=None, derandomize=True)
 
@@ -52,25 +67,26 @@ def written(actions: Sequence[Action]) -> str:
     return " ".join(map(str, actions))
 
 
-@given(shapes, kinds)
+@given(cases)
 @for_any
-def test_every_computation_and_transfer_happens_once(shape: Shape, kind: Callable[..., Schedule]) -> None:
+def test_every_computation_and_transfer_happens_once(case: Case) -> None:
+    shape, kind = case
     p, v, m = shape
-    directions = ["forward", "backward"] if kind is schedule else ["forward"]
-    every = [(direction, stage, micro) for direction in directions for stage in range(p * v) for micro in range(m)]
+    every = [(direction, stage, micro) for direction in KINDS[kind] for stage in range(p * v) for micro in range(m)]
     done = [(rank, action) for rank, actions in enumerate(kind(*shape)) for action in actions]
     assert Counter((a.kind, stage_of(a, r, p), a.micro) for r, a in done if "_" not in a.kind) == Counter(every)
-    crossing = Counter(tensor for tensor in every if sent_by_stage(tensor[1], tensor[0], p * v))
+    crossing = Counter(
+        tensor for tensor in every if tensor[0] != "weight" and sent_by_stage(tensor[1], tensor[0], p * v)
+    )
     for verb in ("send", "receive"):
         assert Counter(moved(a, r, p) for r, a in done if a.kind.startswith(verb)) == crossing
 
 
-@given(shapes, kinds, st.integers(0, 2**32))
+@given(cases, st.integers(0, 2**32))
 @for_any
-def test_ranks_that_block_each_other_always_end_and_have_what_they_need(
-    shape: Shape, kind: Callable[..., Schedule], seed: int
-) -> None:
+def test_ranks_that_block_each_other_always_end_and_have_what_they_need(case: Case, seed: int) -> None:
     """A machine that knows nothing of time: any rank that can go on may be the next."""
+    shape, kind = case
     p, v, _ = shape
     random = Random(seed)
     todo = [list(reversed(actions)) for actions in kind(*shape)]
@@ -90,6 +106,8 @@ def test_ranks_that_block_each_other_always_end_and_have_what_they_need(
             todo[other].pop()
         elif action.kind == "forward":
             assert stage == 0 or ("forward", stage - 1, action.micro) in held[rank]
+        elif action.kind == "weight":
+            assert ("backward", stage, action.micro) in held[rank]
         else:
             assert ("forward", stage, action.micro) in held[rank]
             assert stage == p * v - 1 or ("backward", stage + 1, action.micro) in held[rank]
@@ -103,9 +121,10 @@ def test_ranks_that_block_each_other_always_end_and_have_what_they_need(
         assert any(goes_on(rank) for rank in random.sample(ranks, len(ranks))), "no rank can go on"
 
 
-@given(shapes, kinds)
+@given(cases)
 @for_any
-def test_both_ranks_of_a_pair_see_the_same_transfers(shape: Shape, kind: Callable[..., Schedule]) -> None:
+def test_both_ranks_of_a_pair_see_the_same_transfers(case: Case) -> None:
+    shape, kind = case
     p, _, _ = shape
     seen: dict[tuple[int, int], list[Tensor]] = {}
     for rank, actions in enumerate(kind(*shape)):
@@ -115,10 +134,11 @@ def test_both_ranks_of_a_pair_see_the_same_transfers(shape: Shape, kind: Callabl
     assert all(seen[other, rank] == tensors for (rank, other), tensors in seen.items())
 
 
-@given(shapes, kinds)
+@given(cases)
 @settings(deadline=None)
-def test_what_is_joined_at_one_end_is_joined_at_the_other(shape: Shape, kind: Callable[..., Schedule]) -> None:
+def test_what_is_joined_at_one_end_is_joined_at_the_other(case: Case) -> None:
     """And nothing is lost, moved or joined that is no send beside a receive of the same two ranks."""
+    shape, kind = case
     p, _, _ = shape
     actions = kind(*shape)
     joined = with_exchanges(actions)
@@ -140,22 +160,28 @@ def test_a_steady_pipeline_of_two_moves_both_ways_at_once() -> None:
     assert last == ">F0 F0 >F1 B0 B0> F1 B1 B1>+>F2 F2 B2 B2>+>F3 F3 B3 B3>"
 
 
-@given(shapes, kinds, st.booleans(), st.data())
+@given(cases, st.booleans(), st.data())
 @for_any
 def test_whatever_computations_cost_they_begin_when_their_inputs_are_there(
-    shape: Shape, kind: Callable[..., Schedule], blocking: bool, data: st.DataObject
+    case: Case, blocking: bool, data: st.DataObject
 ) -> None:
+    shape, kind = case
     p, v, _ = shape
     cost = st.lists(st.integers(1, 50), min_size=p * v, max_size=p * v)
-    forward_s, backward_s, transfer_s = data.draw(cost), data.draw(cost), data.draw(st.integers(0, 20))
-    spans = play(kind(*shape), forward_s, backward_s, transfer_s, blocking=blocking)
+    cost_s = {kind: data.draw(cost) for kind in KINDS[schedule] + ["weight"]}
+    transfer_s = data.draw(st.integers(0, 20))
+    of_step = cost_s["forward"], cost_s["backward"], transfer_s
+    spans = play(kind(*shape), *of_step, weight_s=cost_s["weight"], blocking=blocking)
     at = {
         (span.action.kind, stage_of(span.action, span.rank, p), span.action.micro): span
         for span in spans
         if "_" not in span.action.kind
     }
     for (direction, stage, micro), span in at.items():
-        assert span.end_s - span.start_s == (forward_s if direction == "forward" else backward_s)[stage]
+        assert span.end_s - span.start_s == cost_s[direction][stage]
+        if direction == "weight":
+            assert span.start_s >= at["backward", stage, micro].end_s
+            continue
         before = stage - 1 if direction == "forward" else stage + 1
         if 0 <= before < p * v:
             assert span.start_s >= at[direction, before, micro].end_s + transfer_s
@@ -167,21 +193,22 @@ def test_whatever_computations_cost_they_begin_when_their_inputs_are_there(
         assert all(one.end_s <= next_.start_s for one, next_ in pairwise(own))
 
 
-@given(shapes, kinds)
+@given(cases)
 @for_any
-def test_micro_batches_pass_a_chunk_in_order(shape: Shape, kind: Callable[..., Schedule]) -> None:
+def test_micro_batches_pass_a_chunk_in_order(case: Case) -> None:
     """So that gradients are summed in the same order for any layout, and the last backward is that of the last."""
+    shape, kind = case
     _, v, m = shape
     for actions in kind(*shape):
-        for direction in ("forward", "backward") if kind is schedule else ("forward",):
+        for direction in KINDS[kind]:
             for chunk in range(v):
                 assert [a.micro for a in actions if a.kind == direction and a.chunk == chunk] == list(range(m))
 
 
-def in_flight(actions: Sequence[Action]) -> int:
+def in_flight(actions: Sequence[Action], end: Kind = "backward") -> int:
     now, most = 0, 0
     for action in actions:
-        now += (action.kind == "forward") - (action.kind == "backward")
+        now += (action.kind == "forward") - (action.kind == end)
         most = max(most, now)
     return most
 
@@ -193,6 +220,31 @@ def test_forwards_in_flight_are_those_of_the_formula(p: int) -> None:
         for rank, actions in enumerate(schedule(p, v, m)):
             formula = min(m, p - rank) if v == 1 else min(m * v, 2 * (p - rank - 1) + (v - 1) * group + 1)
             assert in_flight(actions) == formula
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_split_backwards_hold_no_more_than_the_first_rank_of_1f1b(p: int) -> None:
+    """Source: Qi et al. 2024 (arXiv:2401.10241) section 2.1. Backwards to come are as many as in 1F1B."""
+    for m in range(1, 21):
+        for rank, actions in enumerate(zero_bubble(p, 1, m)):
+            assert in_flight(actions, "weight") == min(m, p)
+            assert in_flight(actions) == min(m, p - rank)
+            done = {"backward": 0, "weight": 0}
+            for action in actions:
+                if action.kind in done:
+                    done[action.kind] += 1
+                    assert done["backward"] - done["weight"] <= rank + 1
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("cost_s", [(1, 1, 1), (2, 3, 2), (4, 4, 3), (5, 10, 5), (10, 9, 11)])
+def test_split_backwards_leave_the_bubble_of_the_paper(p: int, cost_s: tuple[int, int, int]) -> None:
+    """Source: Qi et al. 2024 (arXiv:2401.10241) section 2.3: (p-1)(F+B-W), while the last rank waits (p-1)F anyhow."""
+    forward_s, backward_s, weight_s = cost_s
+    for m in range(p, 21):
+        spans = play(zero_bubble(p, 1, m), [forward_s] * p, [backward_s] * p, weight_s=[weight_s] * p, blocking=False)
+        bubble_s = (p - 1) * (forward_s + max(0, backward_s - weight_s))
+        assert max(span.end_s for span in spans) == m * sum(cost_s) + bubble_s
 
 
 @pytest.mark.parametrize("p", range(1, 9))
@@ -226,6 +278,13 @@ def test_two_chunks_by_hand() -> None:
     assert written([a for a in first if a.micro == 0]) == "F0 F0> >F0.1 F0.1 F0.1> >B0.1 B0.1 B0.1> >B0 B0"
 
 
+def test_split_backwards_by_hand() -> None:
+    # Rank 1 ends B0 at 3 and B1 at 5, when rank 0 has waited since 2 and ends W0. Both end W2 at 10, a forward late.
+    first, second = zero_bubble(2, 1, 3)
+    assert written(first) == "F0 F0> F1 F1> >B0 B0 W0 >B1 F2 F2> B1 W1 >B2 B2 W2"
+    assert written(second) == ">F0 F0 >F1 B0 B0> F1 B1 B1> W0 >F2 F2 B2 B2> W1 W2"
+
+
 def test_one_rank_transfers_nothing() -> None:
     assert written(schedule(1, 1, 2)[0]) == "F0 B0 F1 B1"
     assert written(evaluation_schedule(1, 1, 2)[0]) == "F0 F1"
@@ -252,13 +311,17 @@ def test_a_transfer_keeps_both_ranks_or_none() -> None:
     assert apart["1 F0"][2:] == (5, 10)  # it came at 3
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_ranks_that_wait_for_each_other_are_named(blocking: bool) -> None:
+def test_ranks_that_wait_for_each_other_are_named() -> None:
     first, second = schedule(2, 1, 1)
     assert written(first) == "F0 F0> >B0 B0"
     swapped = (first[0], first[2], first[1], first[3])
     with pytest.raises(AssertionError, match="rank 0 at >B0 for rank 1, rank 1 at >F0 for rank 0"):
-        play((swapped, second), [1, 1], [2, 2], blocking=blocking)
+        play((swapped, second), [1, 1], [2, 2], blocking=True)
+    # Where it does not block, it may be asked for before it can be there, but not computed from.
+    assert max(span.end_s for span in play((swapped, second), [1, 1], [2, 2], blocking=False)) == 6
+    swapped = (first[0], first[2], first[3], first[1])
+    with pytest.raises(AssertionError, match="rank 0 at B0 for rank 1, rank 1 at F0 for rank 0"):
+        play((swapped, second), [1, 1], [2, 2], blocking=False)
 
 
 class Recorder:
@@ -316,6 +379,21 @@ def test_interleaved_1f1b_computes_in_the_order_of_torch() -> None:
             assert computations(actions) == told
             num_compared += 1
     assert num_compared > 1000
+
+
+def test_split_backwards_come_in_the_order_of_torch() -> None:
+    kind: dict[str, Kind] = {"F": "forward", "I": "backward", "W": "weight"}
+    num_compared = 0
+    for p, v, m in SHAPES:
+        if v > 1 or m % max(1, m // p):  # torch refuses groups of different sizes
+            continue
+        for rank, actions in enumerate(zero_bubble(p, 1, m)):
+            stages: Any = [Recorder(rank, p, 1)]
+            order = ScheduleInterleavedZeroBubble(stages, m).pipeline_order[rank]
+            told = [Action(kind[str(one.computation_type)], 0, one.microbatch_index or 0) for one in order if one]
+            assert computations(actions) == told
+            num_compared += 1
+    assert num_compared > 500
 
 
 def test_actions_are_values() -> None:
