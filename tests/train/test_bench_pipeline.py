@@ -43,6 +43,26 @@ def test_equal_stages_leave_the_bubble_of_the_formula(
     assert measured["sent_bytes"] == [micro * number * HIDDEN_BYTES for number in ends]
 
 
+def test_split_backwards_leave_the_bubble_of_their_formula_and_are_faster() -> None:
+    """Of F=B=W the bubble is a third of that of 1F1B, which runs in turn with it."""
+    pp, micro, forward_ms = 4, 6, 60
+    degrees = ("--pp", str(pp), "--micro", str(micro), "--schedule", "zero_bubble")
+    found = bench(*degrees, "--forward-ms", str(forward_ms), "--rounds", "4")
+    measured, plain = found["measured"], found["1f1b"]["measured"]
+    ideal = (pp - 1) / (3 * micro + pp - 1)
+    assert found["ideal_bubble"] == pytest.approx(ideal, rel=1e-9)
+    assert measured["bubble"] == pytest.approx(ideal, rel=0.1)
+    assert plain["bubble"] == pytest.approx((pp - 1) / (micro + pp - 1), rel=0.1)
+    slept_s = 3e-3 * forward_ms * micro
+    assert all(slept_s <= busy_s < 1.1 * slept_s for busy_s in measured["busy_s"])
+    assert measured["step_s"] / plain["step_s"] == pytest.approx(
+        (3 * micro + pp - 1) / (3 * (micro + pp - 1)), rel=0.03
+    )
+    assert measured["forwards_in_flight"] == measured["forwards_in_flight_formula"] == [pp] * pp
+    assert measured["held_bytes"] == found["expected"]["held_bytes"]
+    assert measured["sent_bytes"] == plain["sent_bytes"]
+
+
 def test_stages_compute_blocks_too() -> None:
     """How long they take says nothing here, where ranks may share cores."""
     found = bench("--pp", "2", "--micro", "2", "--work", "blocks", "--rounds", "1")
@@ -60,6 +80,14 @@ def test_a_picture_costs_no_run() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("expected:\nrank 0  F0F1....B0--..B1--\nrank 1  ..F0B0--F1B1--....\n")
     assert "measured:" not in done.stdout
+
+
+def test_chunks_have_no_split_backwards() -> None:
+    options = ["--schedule", "zero_bubble", "--virtual-pp", "2"]
+    argv = [sys.executable, "-m", "nxtrain", "bench", "pipeline", *options]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--virtual-pp 2 has no schedule zero_bubble, which is for 1" in done.stderr
 
 
 def test_one_stage_is_no_pipeline() -> None:

@@ -117,10 +117,55 @@ def test_stages_that_the_blocks_do_not_fill_are_refused(
         ["parallel.pp=2", "parallel.virtual_pp=3"],
         ["parallel.pp=3", "parallel.pipeline_cuts=[1, 5]"],
         ["parallel.pp=3", "backend.name=cpu"],
+        *(
+            ["parallel.pp=3", "parallel.schedule=zero_bubble", other]
+            for other in ("parallel.shard=zero1", "backend.name=neuron-native", "backend.layers=native")
+        ),
     ],
 )
 def test_stages_that_fit_run(tmp_path: Path, overrides: list[str]) -> None:
     checked(tmp_path, "model.config.num_hidden_layers=6", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason", "hint"),
+    [
+        (
+            "parallel.pp=1",
+            "fills the waiting of pipeline stages, but pp=1 has no other to wait for",
+            "parallel.pp=2 or more",
+        ),
+        ("parallel.virtual_pp=2", "has one chunk for each stage, but virtual_pp=2", "parallel.virtual_pp=1"),
+        (
+            "backend.name=xla",
+            "sends while it computes, but on backend.name=xla a transfer keeps both ranks",
+            "backend.name=cpu, cuda or neuron-native",
+        ),
+        (
+            "backend.layers=nxd",
+            "splits the backward of our own layers, but backend.layers=nxd",
+            "backend.layers=native",
+        ),
+        *(
+            (
+                f"parallel.shard={shard}",
+                f"needs whole parameters after the backward pass, but shard={shard} frees and reduces them there",
+                "parallel.shard=zero1",
+            )
+            for shard in ("grad_op", "full", "hybrid")
+        ),
+        (
+            "compile.torch_compile=true",
+            "splits the backward of layers, but compile.torch_compile makes one graph of each block's",
+            "compile.torch_compile=false",
+        ),
+    ],
+)
+def test_weight_gradients_that_cannot_be_postponed_are_refused(
+    tmp_path: Path, override: str, reason: str, hint: str
+) -> None:
+    found = shaped(tmp_path, "parallel.pp=2", "backend.name=cpu", "parallel.schedule=zero_bubble", override)
+    assert found == [("parallel.schedule", f"zero_bubble {reason}", f"use {hint}, or parallel.schedule=1f1b")]
 
 
 def test_no_stage_begins_before_the_model_does(tmp_path: Path) -> None:
