@@ -85,7 +85,7 @@ class StageWork:
             weight_s=[weight_s or slept_s] * num_stages if splits else (),
             postponed_bytes=[0] * num_stages if splits else (),
             boundary_bytes=self.boundary_bytes,
-            blocking=not splits,
+            blocking=False,
         )
 
 

@@ -100,13 +100,13 @@ def schedule(pp_size: int, virtual_pp: int, num_micro: int, order: Order = "1f1b
         pp_size: Ranks.
         virtual_pp: Model chunks of each rank; 1 if there is one rank, where chunks could only follow each other.
         num_micro: Micro-batches of the step; any number.
-        order: `zero_bubble` only with one chunk, and where a send does not keep its rank until it is received.
+        order: `zero_bubble` only with one chunk.
     """
     orders = [_compute_order(pp_size, virtual_pp, num_micro, rank) for rank in range(pp_size)]
     if order == "1f1b":
         return _with_transfers(orders)
     assert virtual_pp == 1, f"ZB-H1 has one chunk for each rank, not {virtual_pp}"
-    return _with_transfers([_split(actions, rank) for rank, actions in enumerate(orders)], split=True)
+    return _with_transfers([_split(actions, rank) for rank, actions in enumerate(orders)])
 
 
 @lru_cache(maxsize=64)
@@ -200,17 +200,16 @@ def _split(actions: Sequence[Action], rank: int) -> list[Action]:
     return order + weights[max(0, len(weights) - rank) :]
 
 
-def _with_transfers(orders: Sequence[Sequence[Action]], *, split: bool = False) -> Schedule:
+def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
     """Put transfers between computations so that ranks lose least if each transfer blocks both ends.
 
-    All ranks are simulated, a forward taking 1 and a backward 2. What is ready to be sent is transferred as soon as
-    both ranks are between computations; nobody waits for that who could compute. It makes a difference: were outputs
-    sent as soon as they are there, the ranks of an interleaved schedule would wait for each other all the time.
-
-    With split backwards, each part taking 1, transfers block nobody: outputs are sent as soon as they are there, and
-    received when the other rank is done with what it computes. Else a weight part could hold up what another waits for.
+    All ranks are simulated, a forward taking 1 and a backward 2, or 1 for each of its parts. What is ready to be sent
+    is transferred as soon as both ranks are between computations; nobody waits for that who could compute. It makes a
+    difference: were outputs sent as soon as they are there, the ranks of an interleaved schedule would wait for each
+    other all the time.
     """
-    takes = {"forward": 1, "backward": 1 if split else 2, "weight": 1}
+    splits = any(action.kind == "weight" for action in orders[0])
+    takes = {"forward": 1, "backward": 1 if splits else 2, "weight": 1}
     pp_size, num_stages = len(orders), len(orders) * len({action.chunk for action in orders[0]})
     lists: list[list[Action]] = [[] for _ in orders]
     todo = [list(reversed(order)) for order in orders]
@@ -239,7 +238,7 @@ def _with_transfers(orders: Sequence[Sequence[Action]], *, split: bool = False) 
                     outputs.append((rank, Action("send_backward", done.chunk, done.micro)))
         for rank, send in sorted(outputs, key=turn):
             other, receive = send.other_end(rank, pp_size)
-            if split or (rank not in busy and other not in busy):
+            if rank not in busy and other not in busy:
                 outputs.remove((rank, send))
                 lists[rank].append(send)
                 lists[other].append(receive)
