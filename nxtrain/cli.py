@@ -394,8 +394,9 @@ def bench_pipeline(
 ) -> None:
     """Run a pipeline of equal stages, draw it, and hold its bubble to (p-1)/(m*v+p-1).
 
-    That is the share of the step in which p ranks of v chunks each idle, with m micro-batches and free transfers. With
-    zero_bubble it is (p-1)*x/(m*(F+B+W)+(p-1)*x), where x = F+B-W, of the times of forward, backward and weight part.
+    That is the share of the step in which p ranks of v chunks each idle, with m micro-batches and free transfers.
+
+    With zero_bubble it is (p-1)*x/(m*(F+B+W)+(p-1)*x), x = F+max(0,B-W): times of forward, backward and weight part.
     """
     from nxtrain.bench.pipeline import StageWork, bench_pipeline
 
