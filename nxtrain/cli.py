@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 import nxtrain
-from nxtrain.errors import ConfigError, NxtrainError
+from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
@@ -79,6 +79,11 @@ def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> No
     # Every rank of a node finds the same mistake in configuration and environment; other failures are a rank's own.
     if isinstance(error, ConfigError) and (local_rank or rank) not in {None, "0"}:
         return
+    # All ranks stop together, which is no error.
+    if isinstance(error, StoppedBySignal):
+        if rank in {None, "0"}:
+            Console(stderr=True, soft_wrap=True, highlight=False).print(str(error), markup=False)
+        return
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     who = "" if rank is None or (isinstance(error, ConfigError) and rank == "0") else f"rank {rank}: "
     for block in error.problems if isinstance(error, ConfigError) else (error,):
@@ -114,13 +119,15 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     loaded = _load(config, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
     from nxtrain.launch.neuron import adopt
+    from nxtrain.train.signals import noted
 
     adopt(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    from nxtrain.compile.guard import guarded
-    from nxtrain.train.run import train
+    with noted() as signals:  # from here on, since torch takes seconds to import
+        from nxtrain.compile.guard import guarded
+        from nxtrain.train.run import train
 
-    with guarded(loaded, os.environ):
-        train(loaded)
+        with guarded(loaded, os.environ):
+            train(loaded, signals)
 
 
 @app.command(epilog="Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine")

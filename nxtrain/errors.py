@@ -84,6 +84,12 @@ class BackendError(NxtrainError):
     exit_code = 5
 
 
+class CrashLoopError(NxtrainError):
+    """A run that has failed at the same step again and again, so that another start would only cost."""
+
+    exit_code = 5
+
+
 class DivergedError(NxtrainError):
     """A loss or a gradient that is no longer finite, or a run that left its course."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from nxtrain.backends.board import Board
     from nxtrain.backends.rounding import RoundingKey
     from nxtrain.config.schema import RunConfig
     from nxtrain.family import ModelConfig, ModelFamily
@@ -374,6 +375,14 @@ class Backend(ABC):
     def peak_memory_bytes(self) -> int:
         """Most device memory that this rank has held at once; 0 if the device does not tell."""
         return 0
+
+    def board(self) -> Board | None:
+        """Where ranks tell each other what they do, apart from any collective; None if they have no such place."""
+        return None
+
+    def waited_s(self) -> float:
+        """Seconds that this rank's host has waited for other ranks so far; 0 where it does not know."""
+        return 0.0
 
     def failed(self, error: Exception) -> Exception:
         """Let the other ranks know why this one ends early, or learn from them if it only lost one of them.

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.board import Board
 from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.backends.last_words import GRACE_S, SOON_S, LastWords
 from nxtrain.backends.lost_peers import first_line, loss
+from nxtrain.backends.meeting import meet
+from nxtrain.backends.waits import WAITS
 from nxtrain.errors import HangError, LostPeerError
 from nxtrain.mesh import Mesh
 
@@ -47,6 +49,7 @@ class C10dBackend(Backend):
 
     collectives: C10dCollectives
     _last_words: LastWords | None = None
+    _store: dist.Store | None = None
     _ends_early = False
 
     def _take_place(self) -> None:
@@ -59,11 +62,10 @@ class C10dBackend(Backend):
         if self.world > 1:
             timeout = timedelta(seconds=hang_timeout_s)
             # As without a store, but that this one can be talked to.
-            store, rank, world = next(rendezvous("env://", self.rank, self.world, timeout=timeout))
-            store.set_timeout(timeout)
+            self._store = store = meet(self.rank, self.world, timeout)
             self._last_words = LastWords(store)
             dist.init_process_group(
-                process_group, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id
+                process_group, store=store, rank=self.rank, world_size=self.world, timeout=timeout, device_id=device_id
             )
         self.collectives.hang_timeout_s = hang_timeout_s
 
@@ -72,6 +74,12 @@ class C10dBackend(Backend):
 
     def device_mesh(self, mesh: Mesh) -> DeviceMesh:
         return self.collectives.device_mesh(self.device.type, mesh)
+
+    def board(self) -> Board | None:
+        return Board(self._store, self.rank, self.world) if self._store is not None else None
+
+    def waited_s(self) -> float:
+        return WAITS.total_s
 
     def failed(self, error: Exception) -> Exception:
         if self._last_words is None:

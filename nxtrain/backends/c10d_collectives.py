@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending, Result_co
 from nxtrain.backends.lost_peers import Peers, blaming, loss
+from nxtrain.backends.waits import WAITS
 from nxtrain.mesh import Axis, Mesh
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -32,7 +33,8 @@ class _Async:
 
     def wait(self) -> Tensor:
         try:
-            self.work.wait()
+            with WAITS:
+                self.work.wait()
         except RuntimeError as error:
             found = loss(error, _others(self.axis))
             if found is None:
@@ -93,7 +95,7 @@ class _Transfer(Generic[Result_co]):
     peer: Peers
 
     def wait(self) -> Result_co:
-        with blaming(self.peer):
+        with blaming(self.peer), WAITS:
             for work in self.works:
                 work.wait()
         return self.result
@@ -249,7 +251,8 @@ class C10dCollectives(Collectives):
 
     def barrier(self) -> None:
         if self._world > 1:
-            dist.barrier()
+            with WAITS:
+                dist.barrier()
 
     def forget(self) -> None:
         """Let go of all groups, so that they end with the process group, and their threads before the interpreter."""

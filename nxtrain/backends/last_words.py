@@ -42,6 +42,10 @@ class LastWords:
         first = within(ANSWER_S, lambda: self._store.compare_set("first", "", words).decode())
         return first or words
 
+    def first(self) -> str:
+        """What a rank has left; empty if none has."""
+        return self._store.get("first").decode() if self._store.check(["first"]) else ""
+
     def await_first(self, seconds: float) -> str:
         """What another rank leaves now or within some time; empty if none does."""
         return within(seconds, lambda: self._store.get("first").decode()) or ""

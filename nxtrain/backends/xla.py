@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.board import Board
 from nxtrain.backends.c10d import Placement
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending
 from nxtrain.backends.host_group import HostGroup
@@ -234,6 +235,11 @@ class XlaBackend(Backend):
             computed = pending(self.device)
             graph = hash_of(computed) if computed else ""
             self._hosts.compare(f"{self._compared}, graph {self._num_compared}", graph)
+
+    def board(self) -> Board | None:
+        if self._hosts is None:
+            return None
+        return Board(dist.distributed_c10d._get_default_store(), self.rank, self.world)
 
     def close(self) -> None:
         super().close()

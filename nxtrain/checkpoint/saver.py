@@ -71,6 +71,7 @@ class Saver:
         self._background = background
         self._staging = Staging()
         self._underway: _Writing | None = None
+        self._written: int | None = None
 
     def save(self, shards: Callable[[], Shards], meta: Meta, *, must: bool = False) -> None:
         """Save the state after a step, unless the checkpoint before is still being written.
@@ -78,7 +79,7 @@ class Saver:
         Args:
             shards: Gives the local tensors by kind and parameter.
             meta: The rest of the state.
-            must: Wait for the one before instead, and until this one is written.
+            must: Wait for the one before instead, and until this one is written; nothing is done if it is already.
         """
         began = time.monotonic()
         if not must and self._is_busy():
@@ -86,6 +87,8 @@ class Saver:
             self._told(Outcome(meta.step, time.monotonic() - began, problem=problem))
             return
         self.settle()
+        if self._written == meta.step:
+            return
         state = shards()
         staged = self._staging.fill(state, self._cut)
         self._underway = _Writing(meta.step, began, lambda: self._write(staged, meta, tuple(state)))
@@ -101,6 +104,7 @@ class Saver:
             return None
         outcome = self._underway.outcome()
         self._underway = None
+        self._written = None if outcome.problem else outcome.step
         self._told(outcome)
         return outcome
 

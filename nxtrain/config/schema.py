@@ -247,9 +247,13 @@ class RecoveryConfig(Section):
     """[recovery]: what happens when a rank fails."""
 
     hang_timeout_s: PositiveFloat = 1800.0
-    """Seconds that a rank waits for the others before the run counts as hung."""
+    """Seconds that a rank waits for the others, or gets no further itself, before the run counts as hung."""
     max_restarts: NonNegativeInt = 0
-    """Times that the launcher starts failed ranks again."""
+    """Times that the launcher starts failed ranks again; counted anew when a run gets further than before."""
+    grace_s: PositiveFloat = 300.0
+    """Seconds that the launcher leaves ranks that are asked to stop, to finish a step and save; then it kills them."""
+    max_same_step: NonNegativeInt = 3
+    """Failures in a row after one and the same step, with which a run starts no more; 0: it always does."""
 
 
 class RunConfig(Section):

@@ -1,8 +1,9 @@
 """torchrun that ends with the exit code of the rank that failed, where torchrun itself always ends with 1.
 
 It starts ranks again as torchrun does, but not after what every start would find again, such as a mistake in the
-configuration or a graph that was not compiled: `--max-restarts` is for machines that fail. When a rank fails, the
-others may say what they know of it before they are ended.
+configuration or a graph that was not compiled: `--max-restarts` is for machines that fail, and counts anew once a run
+got further than before. When a rank fails, the others may say what they know of it before they are ended. A signal to
+stop goes to all ranks, which get time to save and then end with 75, as does this.
 
 A program and no library: the one module of this package that imports torch. It takes torchrun's options, as in
 `python -m nxtrain.launch.torchrun --nproc-per-node=2 -m nxtrain train CONFIG`.
@@ -10,47 +11,171 @@ A program and no library: the one module of this package that imports torch. It 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+from types import FrameType
+from typing import Any
 
-from torch.distributed import run
+from torch.distributed import DistError, run
+from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 
-from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError
+from nxtrain.config.load import load
+from nxtrain.config.schema import RecoveryConfig
+from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
+from nxtrain.train.attempts import LOGS, PROGRESS_FILE, progress
 
 FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
 """Exit codes of ranks that would end the same way again."""
 
+STOPPED = StoppedBySignal.exit_code
+
 LAST_WORDS_S = 5.0
 """What the others have, once a rank failed, to name whom they lost and to end by themselves."""
 
+ENDING_S = 1.0
+"""From SIGTERM to SIGKILL for ranks that are of no use any more; their state is valid whenever they are killed."""
+
+REPEAT_S = 1.0
+"""A signal that comes so soon after another is the same request."""
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Ranks(SubprocessContext):
+    """The processes of this node; they end faster than torch's, which have 30 seconds after another has failed."""
+
+    @property
+    def processes(self) -> list[Popen[bytes]]:
+        """All of them."""
+        return [handler.proc for handler in self.subprocess_handlers.values()]
+
+    @property
+    def alive(self) -> list[Popen[bytes]]:
+        """Those that run."""
+        return [process for process in self.processes if process.poll() is None]
+
+    def _close(self, death_sig: signal.Signals, timeout: float = ENDING_S) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self.alive:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            limit = time.monotonic() + ENDING_S
+            for process in self.processes:
+                with suppress(TimeoutExpired):
+                    process.wait(max(0.0, limit - time.monotonic()))
+
 
 class Agent(LocalElasticAgent):
-    """Starts ranks again unless one of them ended for good."""
+    """Starts ranks again unless one of them ended for good, and lets them end well when it is to stop.
+
+    Attributes:
+        recovery: How long ranks may take to stop, set before the agent is made.
+        progress: File that tells the last step of a run; None: nothing does.
+        stop: The signal that asks for a stop; 0: none came.
+    """
+
+    recovery = RecoveryConfig()
+    progress: Path | None = None
+    stop = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._asked_at = self._limit = 0.0
+        self._budget = self._remaining_restarts
+        self._furthest = self._reached()
+        self._listen()
+
+    def _listen(self) -> None:
+        for number in STOPPING:
+            signal.signal(number, self._note)
+        signal.signal(signal.SIGUSR2, lambda number, frame: self._send(number))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Ask the ranks to stop, and the second time to leave at once."""
+        now = time.monotonic()
+        if not self.stop:
+            Agent.stop = number
+            self._asked_at, self._limit = now, now + self.recovery.grace_s
+        elif now - self._asked_at <= REPEAT_S:
+            return
+        else:
+            self._limit = min(self._limit, now + ENDING_S)
+        if not self._alive():
+            raise SignalException("nothing runs yet", signal.Signals(number))
+        self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def _send(self, number: int) -> None:
+        for process in self._alive():
+            process.send_signal(number)
+
+    def _alive(self) -> list[Popen[bytes]]:
+        return self._pcontext.alive if isinstance(self._pcontext, Ranks) else []
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        self._listen()  # torch has put its own handlers in place
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._let_stop()
         self._let_speak()
         result: RunResult = super()._monitor_workers(worker_group)
-        if any(failure.exitcode in FINAL for failure in result.failures.values()):
+        if not result.failures:
+            return result
+        if self.stop or any(failure.exitcode in {*FINAL, STOPPED} for failure in result.failures.values()):
             self._remaining_restarts = 0
+        elif (reached := self._reached()) > self._furthest:
+            # The limit grows with what is left of it, since ranks learn from both how often they were started.
+            regained = self._budget - self._remaining_restarts
+            worker_group.spec.max_restarts += regained
+            self._remaining_restarts += regained
+            self._furthest = reached
         return result
+
+    def _reached(self) -> int:
+        return -1 if self.progress is None else progress(self.progress)
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._pcontext.processes] if isinstance(self._pcontext, Ranks) else []
+
+    def _let_stop(self) -> None:
+        """Wait for ranks that are about to stop, since this agent or one of them was asked to."""
+        while self._alive():
+            codes = self._codes()
+            if not self.stop and STOPPED not in codes:
+                return
+            now = time.monotonic()
+            self._limit = self._limit or now + self.recovery.grace_s
+            if any(code not in {None, 0, STOPPED} for code in codes):
+                return  # a failure, of which the others may have to tell
+            if now > self._limit:
+                seconds = f"recovery.grace_s={self.recovery.grace_s:g}"
+                if now - self._asked_at >= self.recovery.grace_s:
+                    print(f"error: ranks did not stop within {seconds} seconds, and are killed", file=sys.stderr)
+                self._pcontext.close(signal.SIGTERM)  # type: ignore[union-attr]
+                return
+            time.sleep(0.05)
 
     def _let_speak(self) -> None:
         """Wait a little for the others if a rank failed: torch ends them as soon as it sees it.
 
         Not if it ended for good, for its own words say all, and the others would only tell what they met in its wake.
         """
-        if not isinstance(self._pcontext, SubprocessContext):
-            return
-        processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
         limit = time.monotonic() + LAST_WORDS_S
-        while any(codes := [process.poll() for process in processes]) and time.monotonic() < limit:
+        while any(codes := self._codes()) and time.monotonic() < limit:
             if None not in codes or FINAL.intersection(codes):
                 return
             time.sleep(0.05)
@@ -58,27 +183,62 @@ class Agent(LocalElasticAgent):
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this node under torch's elastic agent and return the exit code."""
-    api.LocalElasticAgent = Agent  # type: ignore[misc]  # torch has no option for it
+    options = run.parse_args(argv)
+    # torch has no options for them.
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
+    multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
+    _configure(options)
     try:
-        run.run(run.parse_args(argv))
+        run.run(options)
     except ChildFailedError as error:
+        codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
+        if Agent.stop and {*codes} <= {STOPPED, -Agent.stop, -signal.SIGTERM}:  # that is, before a rank could note it
+            return STOPPED
         for rank, failure in sorted(error.failures.items()):
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # with which the agent ends the others
                 print(f"error: rank {rank}: ended by {failure.signal_name()}", file=sys.stderr)
-        return blame([failure.exitcode for _, failure in sorted(error.failures.items())])
-    except SignalException as error:
-        return 128 + error.sigval
+        return blame(codes)
+    except SignalException:
+        return STOPPED
+    except (RendezvousError, DistError, OSError) as error:
+        print(f"error: {unmet(options.rdzv_endpoint or options.master_addr, error)}", file=sys.stderr)
+        return BackendError.exit_code
     return 0
+
+
+def _configure(options: Namespace) -> None:
+    """Learn from the run's configuration what the agent needs of it; what is no run of ours has the defaults."""
+    arguments = options.training_script_args
+    if not (options.module and options.training_script == "nxtrain" and arguments[:1] == ["train"]):
+        return
+    with suppress(ConfigError):  # which the ranks will tell
+        config = load(Path(arguments[1]), arguments[2:]).config
+        Agent.recovery, Agent.progress = config.recovery, config.run.dir / LOGS / PROGRESS_FILE
+
+
+def unmet(where: str, error: Exception) -> str:
+    """Say why the agents of a run do not meet, and the way out."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and isinstance(cause, Exception):
+        causes.append(cause)
+    reasons = "; ".join(dict.fromkeys(str(cause).strip().splitlines()[0] for cause in causes if str(cause).strip()))
+    return (
+        f"the agents of the run do not meet at {where}: {reasons}. It must name one of the machines as all others know "
+        "it, with a port that nothing else uses there and no firewall closes; start the same command on all of them, "
+        "and use --rdzv-endpoint NAME:PORT with another port where another program holds it"
+    )
 
 
 def blame(exit_codes: Sequence[int]) -> int:
     """The exit code that tells most: one of ours, else a crash, else a signal as a shell counts it.
 
-    Ranks that lose a peer crash (1) or are killed (negative) at nearly the same moment as the one that knows why.
+    Ranks that lose a peer crash (1) or are killed (negative) at nearly the same moment as the one that knows why. One
+    that stopped when it was asked to tells least.
     """
-    known = [code for code in exit_codes if code > 1]
-    crashed = [code for code in exit_codes if code > 0]
-    return (known or crashed or [128 - exit_codes[0]])[0]
+    known = [code for code in exit_codes if code > 1 and code != STOPPED]
+    crashed = [code for code in exit_codes if code > 0 and code != STOPPED]
+    killed = [128 - code for code in exit_codes if code < 0]
+    return (known or crashed or killed or list(exit_codes))[0]
 
 
 if __name__ == "__main__":

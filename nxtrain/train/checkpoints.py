@@ -52,18 +52,18 @@ class Checkpoints:
             told=self._told,
         )
 
-    def save(self, step: int, *, must: bool = False) -> None:
+    def save(self, step: int, last: bool) -> None:
         """Save the state after a step.
 
         Args:
             step: Finished updates.
-            must: Nothing comes after it: wait until it is written.
+            last: Nothing comes after it: wait until it is written.
 
         Raises:
-            CheckpointError: It was not, though it must be; or with `checkpoint.strict`, an earlier one was not.
+            CheckpointError: It was not, though it is the last; or with `checkpoint.strict`, an earlier one was not.
         """
-        self._saver.save(self._shards, meta_at(step, self._plan, self._inputs, self._begun), must=must)
-        if must and self._failed:
+        self._saver.save(self._shards, meta_at(step, self._plan, self._inputs, self._begun), must=last)
+        if last and self._failed:
             raise CheckpointError(self._failed)
 
     def settle(self) -> None:

@@ -17,37 +17,54 @@ from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.data import Loader, Samples, open_data, unigram_entropy
-from nxtrain.errors import DivergedError
+from nxtrain.errors import DivergedError, StoppedBySignal
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
+from nxtrain.train.attempts import LOGS, Attempts
 from nxtrain.train.build import mesh_of
 from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.course import Course
 from nxtrain.train.identity import Inputs
+from nxtrain.train.preflight import check_folder, check_space
 from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.rehearsal import rehearse
+from nxtrain.train.signals import Signals
 from nxtrain.train.start import start
-from nxtrain.train.trainer import Trainer
+from nxtrain.train.trainer import Trainer, Work
+from nxtrain.train.watchdog import Watchdog
 
 CONFIG_FILE = "config.toml"
 SUMMARY_FILE = "summary.json"
 DATA_DIR = "data"
 
 
-def train(loaded: Loaded) -> None:
+def train(loaded: Loaded, signals: Signals | None = None) -> None:
     """Train as configured: one rank, or every rank under torchrun.
+
+    Args:
+        loaded: The configuration.
+        signals: What this process is asked for; None: nothing.
 
     Raises:
         NxtrainError: Anything that a person can mend; the message says how.
+        StoppedBySignal: It was asked to stop, and did.
     """
     name, reason = choose(loaded.config.backend.name)
     layers, why = choose_layers(loaded.config.backend.layers, name)
-    backend = open_backend(name, loaded.config.recovery.hang_timeout_s, layers)
+    recovery = loaded.config.recovery
+    backend = open_backend(name, recovery.hang_timeout_s, layers)
+    watchdog = Watchdog(backend, recovery.hang_timeout_s, loaded.config.run.dir / LOGS, signals or Signals())
     try:
         reason += f"; layers {layers}: {why}" if why else ""
-        train_on(backend, resolve(loaded, backend.world, backend.name), reason)
+        train_on(backend, resolve(loaded, backend.world, backend.name), reason, watchdog)
+        watchdog.close()
+    except StoppedBySignal:
+        watchdog.close()
+        raise
     except Exception as error:
+        watchdog.yields_to(error)
         told = backend.failed(error)
         if told is error:
             raise
@@ -56,13 +73,14 @@ def train(loaded: Loaded) -> None:
         backend.close()
 
 
-def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
+def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog | None = None) -> None:
     """Train on a backend that is open already.
 
     Args:
         backend: This rank's device.
         plan: The checked configuration.
         reason: Why this backend was chosen, and its layers.
+        watchdog: Watches this rank; None: nobody does.
     """
     config = plan.config
     batches = config.train
@@ -78,8 +96,13 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
         # On every node, since the compiler's tool reads there what its own ranks say.
         rehearse(plan, backend, mesh, Console(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0).print)
         return
+    if watchdog is not None:
+        stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]
+        watchdog.lay_out(mesh.words, stages)
+    attempts = Attempts(config.run.dir, dump(config))
     if leader:
-        config.run.dir.mkdir(parents=True, exist_ok=True)
+        check_folder(config.run.dir)
+        attempts.refuse_loop(config.recovery.max_same_step)
         (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
     data = open_data(
         config.data,
@@ -98,6 +121,9 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
         f"{batches.seq_len} tokens; " + (f"continues after step {meta.step}" if meta.step else "starts from scratch")
     )
 
+    if leader and config.checkpoint.every:
+        check_space(config.run.dir, state)
+
     def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"], origin: int = 0) -> Loader:
         return Loader(
             samples,
@@ -114,30 +140,38 @@ def train_on(backend: Backend, plan: Resolved, reason: str) -> None:
     flops = plan.family.flops_per_token(plan.model, batches.seq_len)
     peak = backend.peak_flops()
     recompiles = Recompiles(backend, config.compile.max_recompiles)
+    course = Course(meta.step, watchdog, attempts if leader else None)
+
+    def watch(step: int, work: Work) -> None:
+        course.enter(step, work)
+        recompiles.enter(step, work)
+
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
     checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, say)
     try:
-        trainer = Trainer(
-            config=config,
-            state=state,
-            train=loader(
-                data.train,
-                shuffle=config.data.shuffle,
-                past_end="wrap",
-                origin=meta.samples - meta.step * batches.global_batch,
-            ),
-            validation=loader(data.validation, shuffle=False, past_end="pad") if data.validation else None,
-            schedule=schedule_of(plan),
-            meter=ThroughputMeter(flops, peak * mesh.world if peak else None, tokens=meta.tokens),
-            sinks=sinks,
-            save=lambda step: checkpoints.save(step, must=step == batches.steps),
-            watch=recompiles.enter,
-        )
-        val_loss = trainer.run(meta.step)
-        recompiles.leave()
-        checkpoints.close()
-    except DivergedError:
-        checkpoints.settle()  # all ranks end here, so that the last checkpoint before it can be waited for
+        with course:
+            trainer = Trainer(
+                config=config,
+                state=state,
+                train=loader(
+                    data.train,
+                    shuffle=config.data.shuffle,
+                    past_end="wrap",
+                    origin=meta.samples - meta.step * batches.global_batch,
+                ),
+                validation=loader(data.validation, shuffle=False, past_end="pad") if data.validation else None,
+                schedule=schedule_of(plan),
+                meter=ThroughputMeter(flops, peak * mesh.world if peak else None, tokens=meta.tokens),
+                sinks=sinks,
+                save=checkpoints.save,
+                watch=watch,
+                stops=course.stops,
+            )
+            val_loss = trainer.run(meta.step)
+            recompiles.leave()
+            checkpoints.close()
+    except (DivergedError, StoppedBySignal):
+        checkpoints.close()  # all ranks end here, so that they can wait for the last checkpoint
         raise
     finally:
         for sink in sinks:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.errors import DivergedError
+from nxtrain.errors import DivergedError, StoppedBySignal
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.step import DeviceBatch, TrainState, eval_step, train_step
+from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 
 Work = Literal["training", "log", "evaluation", "checkpoint"]
 """What a run does at its times; each kind has graphs of its own on devices that compile."""
@@ -26,6 +26,11 @@ Work = Literal["training", "log", "evaluation", "checkpoint"]
 
 def unwatched(step: int, work: Work) -> None:
     """Tell nobody."""
+
+
+def unstopped(step: int) -> bool:
+    """Go on to the last step."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,9 @@ class Trainer:
         schedule: Learning rate of each step.
         meter: Speed.
         sinks: Where records go.
-        save: Writes the checkpoint of a finished step.
+        save: Saves the state of a finished step; told that nothing comes after it, it waits until that is written.
         watch: Is told, before it begins, of each piece of work and its step.
+        stops: Whether the run stops after a finished step, or the one that it continues from; the same on all ranks.
     """
 
     config: RunConfig
@@ -51,14 +57,16 @@ class Trainer:
     schedule: Schedule
     meter: ThroughputMeter
     sinks: Sequence[Sink]
-    save: Callable[[int], None]
+    save: Callable[[int, bool], None]
     watch: Callable[[int, Work], None] = unwatched
+    stops: Callable[[int], bool] = unstopped
 
     def run(self, finished: int) -> float | None:
         """Train from the step after `finished` to the last, and return the last held-out loss, if any.
 
         Raises:
             DivergedError: A logged loss or gradient norm is not finite.
+            StoppedBySignal: It was asked to stop, and the state of its last step is saved.
         """
         config, backend = self.config, self.state.backend
         total = config.train.steps
@@ -67,6 +75,8 @@ class Trainer:
         val_loss = None
         # What was loaded becomes buffers like any step's results, and the first step the same graph as the others.
         backend.step_boundary()
+        if finished < total and self.stops(finished):
+            raise StoppedBySignal(f"stopped before step {finished + 1}, the first of this start; start it again")
         with closing(self.train.prefetched(finished)) as batches:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
                 self.watch(step, "training")
@@ -77,9 +87,7 @@ class Trainer:
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
                 if evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total):
-                    self.watch(step, "log")
-                    read = backend.fetch({"loss": result.loss, "grad_norm": result.grad_norm, **self._health(rate)})
-                    _check_finite(step, read)
+                    read = self._read(step, result, rate)
                     throughput = self.meter.read()
                     with self.meter.paused():
                         val_loss = self.evaluate(step) if evaluates else None
@@ -88,8 +96,32 @@ class Trainer:
                             sink.log(record.line())
                         if saves:
                             self.watch(step, "checkpoint")
-                            self.save(step)
+                            self.save(step, step == total)
+                if self.stops(step) and step < total:
+                    self._stop(step, result, rate, saved=saves)
         return val_loss
+
+    def _stop(self, step: int, result: StepResult, lr: float, *, saved: bool) -> NoReturn:
+        """Save, and end the run; a step that is not logged otherwise stays out of the record."""
+        if not self.config.checkpoint.every:
+            raise StoppedBySignal(f"stopped after step {step}; nothing is saved, since checkpoint.every=0")
+        if not saved:
+            self._read(step, result, lr)
+        self.watch(step, "checkpoint")
+        self.save(step, True)
+        raise StoppedBySignal(f"stopped after step {step}, whose checkpoint is saved; start it again, and it goes on")
+
+    def _read(self, step: int, result: StepResult, lr: float) -> dict[str, float]:
+        """What is told of a step.
+
+        Raises:
+            DivergedError: Some of it is not finite.
+        """
+        self.watch(step, "log")
+        values = {"loss": result.loss, "grad_norm": result.grad_norm, **self._health(lr)}
+        read = self.state.backend.fetch(values)
+        _check_finite(step, read)
+        return read
 
     def evaluate(self, step: int) -> float:
         """Mean loss over the held-out tokens after a step: the first `eval_batches` global batches, always the same."""

@@ -1,0 +1,160 @@
+"""The starts of a run and how far each came, so that one that always ends at the same step is not started for ever.
+
+`logs/attempts.jsonl` has a line for each start and each end; `logs/progress.json` the last step of the present one,
+since who is killed says nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from nxtrain.errors import CrashLoopError
+
+LOGS = "logs"
+ATTEMPTS_FILE = "attempts.jsonl"
+PROGRESS_FILE = "progress.json"
+
+REFRESH_S = 1.0
+"""Between writes of the progress file."""
+
+SHOWN_CHARACTERS = 300
+"""Of what an attempt said at its end."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One attempt that failed.
+
+    Args:
+        config: Fingerprint of its configuration.
+        step: The furthest that it finished.
+        why: What it said; empty if it was killed.
+    """
+
+    config: str
+    step: int
+    why: str
+
+
+class Attempts:
+    """The attempts of a run, written by its leader.
+
+    Args:
+        folder: Of the run.
+        config: Its configuration, as text; another one is another try.
+    """
+
+    def __init__(self, folder: Path, config: str) -> None:
+        self._file, self._progress = (folder / LOGS / name for name in (ATTEMPTS_FILE, PROGRESS_FILE))
+        self._config = hashlib.sha256(config.encode()).hexdigest()[:16]
+        self._step = self._written = -1
+        self._next = 0.0
+
+    def refuse_loop(self, most: int) -> None:
+        """Refuse to start what has failed at the same step too often.
+
+        Args:
+            most: Failures in a row at one step, of one configuration; 0: never refuse.
+
+        Raises:
+            CrashLoopError: It has.
+        """
+        ends = self._ends()
+        if not most or len(ends) < most:
+            return
+        last = ends[-most:]
+        if len({(end.step, end.config) for end in last}) > 1 or last[-1].config != self._config:
+            return
+        why = last[-1].why or "it said nothing, as if killed"
+        raise CrashLoopError(
+            f"the last {most} attempts of this run all ended after step {last[-1].step}; of the last one is known: "
+            f"{why}. A further one would likely end there too (recovery.max_same_step={most}). Mend the cause and "
+            f"start again with another configuration, with recovery.max_same_step=0, or without {self._file}"
+        )
+
+    def begin(self, resumed: int) -> None:
+        """Note a start.
+
+        Args:
+            resumed: The step after which it goes on.
+        """
+        before = progress(self._progress)
+        self._append({"event": "start", "config": self._config, "resumed": resumed, "before": before})
+        self.reach(resumed, now=True)
+
+    def reach(self, step: int, *, now: bool = False) -> None:
+        """Note the last finished step; written once in a while, by a thread."""
+        self._step = step
+        if self._step != self._written and (now or time.monotonic() >= self._next):
+            self._next = time.monotonic() + REFRESH_S
+            _replace(self._progress, {"step": step})
+            self._written = step
+
+    def end(self, outcome: str, step: int, why: str = "") -> None:
+        """Note the end.
+
+        Args:
+            outcome: `done`, `stopped` or `failed`.
+            step: The last finished step.
+            why: What is told to people.
+        """
+        self.reach(step, now=True)
+        self._append({"event": "end", "outcome": outcome, "step": step, "why": why[:SHOWN_CHARACTERS]})
+
+    def _ends(self) -> list[Ended]:
+        """Failures since the last attempt that ended otherwise."""
+        found: list[Ended] = []
+        config: str | None = None
+        for line in _lines(self._file):
+            if line["event"] == "start":
+                if config is not None:  # killed, and what it reached was in the file that its successor wrote
+                    found.append(Ended(config, line.get("before", -1), ""))
+                config = str(line["config"])
+            elif config is not None:
+                found = [*found, Ended(config, line["step"], line["why"])] if line["outcome"] == "failed" else []
+                config = None
+        if config is not None:
+            found.append(Ended(config, progress(self._progress), ""))
+        return found
+
+    def _append(self, line: dict[str, Any]) -> None:
+        line["at"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        torn = self._file.exists() and not self._file.read_bytes().endswith(b"\n")
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write("\n" * torn + json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def progress(path: Path) -> int:
+    """The last finished step that a progress file tells; -1 if there is none."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError):
+        return -1
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; one that was torn is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".tmp")
+    new.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    new.replace(path)

@@ -1,0 +1,64 @@
+"""How far a run is, told to whoever watches it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from nxtrain.errors import StoppedBySignal
+from nxtrain.train.attempts import Attempts
+from nxtrain.train.trainer import Work
+from nxtrain.train.watchdog import Watchdog
+
+
+class Course:
+    """The steps of one start, as a context.
+
+    Args:
+        resumed: The step after which it goes on.
+        watchdog: Watches this rank; None: nobody does.
+        attempts: The starts of the run, on its leader.
+    """
+
+    def __init__(self, resumed: int, watchdog: Watchdog | None, attempts: Attempts | None) -> None:
+        self._finished, self._watchdog, self._attempts = resumed, watchdog, attempts
+
+    def enter(self, step: int, work: Work) -> None:
+        """Begin some work of a step."""
+        if self._watchdog is not None:
+            self._watchdog.enter(step, work)
+
+    def stops(self, step: int) -> bool:
+        """Whether the run stops after a step that is finished; if not, the wait for data begins."""
+        self._finished = step
+        if self._watchdog is None:
+            return False
+        if self._watchdog.gate.stops(step):
+            return True
+        self._watchdog.enter(step + 1, "data")
+        return False
+
+    def __enter__(self) -> None:
+        attempts = self._attempts
+        if attempts is None:
+            return
+        attempts.begin(self._finished)
+        if self._watchdog is not None:
+            self._watchdog.on_tick = lambda: self._refresh(attempts)
+            self._watchdog.on_hang = lambda verdict: self._end(attempts, "failed", verdict)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._attempts is None:
+            return
+        if error is None:
+            self._end(self._attempts, "done", "")
+        else:
+            outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
+            self._end(self._attempts, outcome, f"{type(error).__name__}: {error}")
+
+    def _refresh(self, attempts: Attempts) -> None:
+        with suppress(OSError):  # a full or vanished disk is told by who saves, and must not end the watch
+            attempts.reach(self._finished)
+
+    def _end(self, attempts: Attempts, outcome: str, why: str) -> None:
+        with suppress(OSError):
+            attempts.end(outcome, self._finished, why)

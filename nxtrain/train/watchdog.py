@@ -1,0 +1,280 @@
+"""A thread beside training: it tells other ranks what this one does, and ends the run when nobody gets on.
+
+The main thread only notes where it is. What other ranks do, the thread reads where they met; a rank that holds Python's
+lock cannot run it, and is ended by a timer of the interpreter, which needs no lock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.board import Beat, Board
+from nxtrain.backends.lost_peers import loss
+from nxtrain.errors import HangError
+from nxtrain.train.hangs import judge, point, waits
+from nxtrain.train.recompiles import WARM_UP
+from nxtrain.train.signals import Signals
+from nxtrain.train.stopping import Gate
+from nxtrain.train.stragglers import Stragglers
+
+TICK_S = 0.25
+"""Between looks at this rank."""
+
+SLOWEST_BEAT_S, FASTEST_BEAT_S, BEATS = 10.0, 0.5, 180
+"""Between looks at the others: so often within the limit, so that thousands of ranks do not trouble the store."""
+
+SOON_S, SOON_S_PER_RANK = 0.05, 0.25e-3
+"""Between looks for the step after which all stop."""
+
+COMPILE_PATIENCE = 4.0
+"""Times the limit for the start and for work that may still compile, on devices that compile whole steps."""
+
+DUMP = getattr(signal, "SIGUSR2", None)
+"""Asks a process for the stacks of its threads."""
+
+TIMED = {"data", "training"}
+"""What all ranks of a stage do alike in each step, so that it can be compared."""
+
+
+class Watchdog:
+    """Watches this rank, and with the others' watchdogs the run.
+
+    Args:
+        backend: This rank's device, open.
+        hang_timeout_s: Seconds without progress after which the run counts as hung.
+        logs: Folder for stacks.
+        signals: What this process was asked for.
+
+    Attributes:
+        gate: Before each step.
+        on_hang: Is called with the verdict before the process ends.
+    """
+
+    def __init__(self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals) -> None:
+        self.gate = Gate()
+        self.on_hang: Callable[[str], None] = lambda verdict: None
+        self.on_tick: Callable[[], None] = lambda: None
+        self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
+        self._board: Board | None = backend.board()
+        self._words: Callable[[int], str] = "rank {}".format
+        self._compiles = backend.compiler is None
+        self._stragglers: Stragglers | None = None
+        self._times: Counter[str] = Counter()
+        self._spent: dict[str, float] = {}
+        self._at = (0, "start", time.monotonic(), 0.0)
+        self._limited = not backend.extracts  # whose whole run is one compilation
+        self._frozen = self._decided = self._told_asked = False
+        self._late = self._hanging = False
+        self._ended = threading.Event()
+        self._next_beat = 0.0
+        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._main = threading.main_thread().ident or 0
+        self._thread = threading.Thread(target=self._run, name="nxtrain-watchdog", daemon=True)
+        if DUMP is not None and _has_descriptor():
+            faulthandler.register(DUMP, file=sys.__stderr__ or 2, all_threads=True)
+        self._thread.start()
+
+    def enter(self, step: int, section: str) -> None:
+        """Note what the main thread does now; costs two looks at clocks."""
+        now, waited = time.monotonic(), self._backend.waited_s()
+        _, before, since, waited_before = self._at
+        if before in TIMED:
+            spent = now - since - (waited - waited_before)
+            self._spent = {**self._spent, before: self._spent.get(before, 0.0) + spent}
+        if section not in TIMED or self._times[section] <= WARM_UP:
+            self._times[section] += 1
+        self._at = (step, section, now, waited)
+
+    def lay_out(self, words: Callable[[int], str], stages: Sequence[int]) -> None:
+        """Learn how ranks are named, and which work alike.
+
+        Args:
+            words: Names a rank.
+            stages: Pipeline stage of each.
+        """
+        self._words = words
+        if self._backend.rank == 0:
+            self._stragglers = Stragglers(stages)
+
+    def yields_to(self, error: Exception) -> None:
+        """Leave the end of the run to the main thread, unless it is a hang, of which the watchdogs tell more.
+
+        Args:
+            error: What ended the run here. If it is a hang, this does not return where ranks share a store.
+        """
+        board = self._board
+        if board is not None and self._thread.is_alive():
+            hangs = isinstance(loss(error), HangError)
+            try:
+                hangs = hangs or board.hang_declared()
+            except RuntimeError:
+                hangs = False
+            if hangs or self._hanging:
+                self._late = True
+                self._signals.news.set()
+                self._thread.join(20)
+        self._end()
+
+    def close(self) -> None:
+        """End, after a run that ended well; the other ranks need not wait for this one."""
+        self._end()
+        if self._board is not None:
+            try:
+                self._board.answer(Beat(self._at[0], "end", 0.0, waits=True))
+                if not self._frozen:
+                    self._board.say_begun(self.gate.freeze())
+            except RuntimeError:  # the store went with its rank
+                return
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._signals.news.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if DUMP is not None and _has_descriptor():
+            faulthandler.unregister(DUMP)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            if _has_descriptor() and self._limited:
+                # Ends a rank that holds Python's lock, after the others have named it.
+                faulthandler.dump_traceback_later(self._limit() + 2.0, exit=True, file=sys.__stderr__ or 2)
+            if self._agent is not None and os.getppid() != self._agent:
+                _say(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
+                os._exit(1)
+            self.on_tick()
+            if self._limited and (self._late or self._age() > self._limit()):
+                self._hang()
+            self._look_for_stop()
+            if time.monotonic() >= self._next_beat:
+                self._look_at_others()
+            undecided = self._frozen and not self._decided
+            self._signals.news.wait(SOON_S + self._backend.world * SOON_S_PER_RANK if undecided else TICK_S)
+            self._signals.news.clear()
+
+    def _age(self) -> float:
+        return time.monotonic() - self._at[2]
+
+    def _limit(self) -> float:
+        compiles = self._compiles and self._times[self._at[1]] <= WARM_UP
+        return self._limit_s * (COMPILE_PATIENCE if compiles else 1.0)
+
+    def _beat(self) -> Beat:
+        step, section, *_ = self._at
+        frame = sys._current_frames().get(self._main)
+        # A main thread whose own wait has come to its end waits for this thread to tell.
+        idle = self._late or waits(frame)
+        return Beat(step, section, self._age(), waits=idle, point=point(frame), spent=self._spent)
+
+    def _look_at_others(self) -> None:
+        """Say what this rank does, and hear what others want; more often as the end of the limit comes near."""
+        slow_s = min(SLOWEST_BEAT_S, max(1.0, self._limit_s / BEATS))
+        near = self._age() > min(0.5 * self._limit_s, self._limit_s - 2 * slow_s)
+        self._next_beat = time.monotonic() + (FASTEST_BEAT_S if near else slow_s)
+        if self._board is None:
+            return
+        try:
+            self._board.beat(self._beat())
+            if self._stragglers is not None:
+                for line in self._stragglers.tell(self._board.beats()):
+                    _say(line)
+            if self._limited and self._board.calls() and self._board.hang_declared():
+                self._hang()
+        except RuntimeError:  # the store went with its rank, and that will be noticed
+            self._board = None
+
+    def _look_for_stop(self) -> None:
+        board, asked = self._board, self._signals.asked
+        try:
+            if asked and not self._told_asked:
+                self._told_asked = True
+                why = f"{asked} at rank {self._backend.rank}" if self._backend.world > 1 else asked
+                if board is not None:
+                    board.ask_stop(why)
+                else:
+                    self._freeze(why)
+                    self.gate.decide(self.gate.freeze())
+                    self._decided = True
+            if board is None or self._decided:
+                return
+            if not self._frozen:
+                # Not at every tick: many ranks ask one store.
+                due = self._told_asked or time.monotonic() >= self._next_beat
+                if due and board.calls() and (why := board.stop_asked()):
+                    self._freeze(why)
+                    board.say_begun(self.gate.freeze())
+                return
+            if (step := board.stop_step()) is not None:
+                self.gate.decide(step)
+                self._decided = True
+            elif words := board.failure():
+                self.gate.lose(words)
+        except RuntimeError:
+            self._board = None
+            self.gate.lose("the store in which the ranks met is gone")
+
+    def _freeze(self, why: str) -> None:
+        self._frozen = True
+        self.stopped_by = why
+        if self._backend.rank == 0:
+            _say(f"{why}: the run stops at the end of this step; a second signal ends it at once")
+
+    stopped_by = ""
+    """Which signal, at which rank."""
+
+    def _hang(self) -> None:
+        """End the process: all ranks dump their stacks, the first to find the hang says who causes it."""
+        self._hanging = True
+        beat = self._beat()
+        self._dump()
+        limit = f"recovery.hang_timeout_s={self._limit_s:g}"
+        me = self._backend.rank
+        verdict = f"{self._words(me)} did not get on within {limit} seconds: {beat}"
+        try:
+            if self._board is not None:
+                first = self._board.declare_hang()
+                self._board.answer(beat)
+                if first:
+                    found = self._board.answers()
+                    silent = set(range(self._backend.world)) - found.keys()
+                    verdict = judge(found, silent, self._board.last_beats(silent), self._words, limit)
+                    self._board.judge(verdict)
+                else:
+                    verdict = self._board.verdict() or verdict
+        except RuntimeError:
+            self._board = None
+        self.on_hang(verdict)
+        _say(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
+        sys.stdout.flush()
+        os._exit(HangError.exit_code)
+
+    def _dump(self) -> None:
+        if _has_descriptor():
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            with (self._logs / f"hang-rank-{self._backend.rank}.txt").open("w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            _say(f"rank {self._backend.rank}: its stacks are not in {self._logs}: {error}")
+
+
+def _has_descriptor() -> bool:
+    try:
+        return sys.__stderr__ is not None and sys.__stderr__.fileno() >= 0
+    except (OSError, ValueError):
+        return False
+
+
+def _say(line: str) -> None:
+    """Print without the lock of Python's stream, which another thread may hold for ever."""
+    os.write(2, f"{line}\n".encode())
