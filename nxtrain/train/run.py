@@ -55,16 +55,15 @@ def train(loaded: Loaded, signals: Signals | None = None) -> None:
     layers, why = choose_layers(loaded.config.backend.layers, name)
     recovery = loaded.config.recovery
     backend = open_backend(name, recovery.hang_timeout_s, layers)
-    watchdog = Watchdog(backend, recovery.hang_timeout_s, loaded.config.run.dir / LOGS, signals or Signals())
     try:
         reason += f"; layers {layers}: {why}" if why else ""
-        train_on(backend, resolve(loaded, backend.world, backend.name), reason, watchdog)
-        watchdog.close()
+        plan = resolve(loaded, backend.world, backend.name)
+        logs = plan.config.run.dir / LOGS
+        with Watchdog(backend, recovery.hang_timeout_s, logs, signals or Signals()) as watchdog:
+            train_on(backend, plan, reason, watchdog)
     except StoppedBySignal:
-        watchdog.close()
         raise
     except Exception as error:
-        watchdog.yields_to(error)
         told = backend.failed(error)
         if told is error:
             raise

@@ -19,7 +19,7 @@ from pathlib import Path
 from nxtrain.backends.base import Backend
 from nxtrain.backends.board import Beat, Board
 from nxtrain.backends.lost_peers import loss
-from nxtrain.errors import HangError
+from nxtrain.errors import HangError, StoppedBySignal
 from nxtrain.train.hangs import judge, point, waits
 from nxtrain.train.recompiles import WARM_UP
 from nxtrain.train.signals import Signals
@@ -46,7 +46,7 @@ TIMED = {"data", "training"}
 
 
 class Watchdog:
-    """Watches this rank, and with the others' watchdogs the run.
+    """Watches this rank, and with the others' watchdogs the run; as a context.
 
     Args:
         backend: This rank's device, open.
@@ -81,7 +81,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="nxtrain-watchdog", daemon=True)
         if DUMP is not None and _has_descriptor():
             faulthandler.register(DUMP, file=sys.__stderr__ or 2, all_threads=True)
-        self._thread.start()
 
     def enter(self, step: int, section: str) -> None:
         """Note what the main thread does now; costs two looks at clocks."""
@@ -105,7 +104,17 @@ class Watchdog:
         if self._backend.rank == 0:
             self._stragglers = Stragglers(stages)
 
-    def yields_to(self, error: Exception) -> None:
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or isinstance(error, StoppedBySignal):
+            self._close()
+        elif isinstance(error, Exception):
+            self._yield_to(error)
+
+    def _yield_to(self, error: Exception) -> None:
         """Leave the end of the run to the main thread, unless it is a hang, of which the watchdogs tell more.
 
         Args:
@@ -124,7 +133,7 @@ class Watchdog:
                 self._thread.join(20)
         self._end()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """End, after a run that ended well; the other ranks need not wait for this one."""
         self._end()
         if self._board is not None:

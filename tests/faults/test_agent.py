@@ -1,0 +1,131 @@
+"""What becomes of `nxtrain launch`, and of its ranks, when either is told to stop, killed, or cannot meet others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nxtrain.checkpoint import layout
+from nxtrain.errors import BackendError, StoppedBySignal
+from nxtrain.metrics.sinks import METRICS_FILE
+from tests.support.command_ranks import until, write_config
+from tests.support.runs import course
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ranks are found in Linux's /proc")
+
+
+class Launched:
+    """The command `nxtrain launch`, in a session of its own as in a terminal."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder, self.log = folder, folder / "launch.log"
+        command = (sys.executable, "-m", "nxtrain", "launch", str(folder / "config.toml"), *overrides)
+        with self.log.open("w", encoding="utf-8") as log:
+            self.agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def await_step(self, step: int) -> None:
+        file = self.folder / "run" / METRICS_FILE
+        until(lambda: file.exists() and course(self.folder / "run")[-1]["step"] >= step, 60.0, self.said)
+
+    def ranks(self) -> dict[int, int]:
+        """Process of each rank."""
+        pids = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()
+        found = {}
+        for pid in map(int, pids):
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if variable.startswith(b"RANK="):
+                    found[int(variable[5:])] = pid
+        return found
+
+
+@contextmanager
+def launched(folder: Path, *overrides: str) -> Iterator[Launched]:
+    """Start the command, and leave nothing of it behind."""
+    found = Launched(folder, *overrides)
+    ranks: dict[int, int] = {}
+    try:
+        yield found
+        ranks = found.ranks() if found.agent.poll() is None else {}
+    finally:
+        found.agent.kill()
+        found.agent.wait()
+        for pid in filter(is_alive, ranks.values()):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ctrl_c_once_stops_saves_and_ends_with_75(tmp_path: Path) -> None:
+    """It reaches the whole process group, but of the ranks only through the agent."""
+    write_config(tmp_path, every=1000)
+    with launched(tmp_path) as run:
+        run.await_step(3)
+        ranks = run.ranks()
+        os.killpg(run.agent.pid, signal.SIGINT)
+        assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
+        assert not any(map(is_alive, ranks.values()))
+    newest = layout.newest(tmp_path / "run" / layout.FOLDER)
+    assert newest == layout.step_path(tmp_path / "run" / layout.FOLDER, course(tmp_path / "run")[-1]["step"])
+    assert "Traceback" not in run.said()
+
+
+def test_ranks_of_an_agent_that_was_killed_end_too(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with launched(tmp_path) as run:
+        run.await_step(3)
+        ranks = run.ranks()
+        assert sorted(ranks) == [0, 1]
+        run.agent.kill()
+        until(lambda: not any(map(is_alive, ranks.values())), 5.0, run.said)
+    assert "the agent that started it is gone" in run.said()
+
+
+def test_restarts_are_counted_anew_when_a_run_gets_further(tmp_path: Path) -> None:
+    """One restart is allowed, and three are needed; then a rank that is told to stop ends the whole run with 75."""
+    write_config(tmp_path, every=5)
+    with launched(tmp_path, "recovery.max_restarts=1") as run:
+        step = 5
+        for _ in range(3):
+            run.await_step(step + 1)
+            time.sleep(1.2)  # the progress file is written once a second
+            step = course(tmp_path / "run")[-1]["step"]
+            os.kill(run.ranks()[1], signal.SIGKILL)
+            began = time.monotonic()
+            until(lambda at=step: course(tmp_path / "run")[-1]["step"] > at + 100, 30.0, run.said)
+            assert time.monotonic() - began < 20
+            step += 100
+        os.kill(run.ranks()[1], signal.SIGTERM)
+        assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
+    steps = [record["step"] for record in course(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize("fault", ["port in use", "unknown name"])
+def test_agents_that_cannot_meet_say_where_and_why(tmp_path: Path, fault: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        name = "127.0.0.1" if fault == "port in use" else "no-such-machine.invalid"
+        where = f"{name}:{server.getsockname()[1]}"
+        options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", "--rdzv-conf=read_timeout=3")
+        command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, "-m", "nxtrain", "train", "none.toml")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    assert done.returncode == BackendError.exit_code, done.stderr
+    last = [line for line in done.stderr.splitlines() if line.startswith("error: ")][-1]
+    assert last.startswith(f"error: the agents of the run do not meet at {where}: "), done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,124 @@
+"""A signal stops all ranks after the same step, which is saved, and no step is lost.
+
+What the next start goes on with is the run that was never stopped, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.checkpoint import layout
+from nxtrain.errors import CrashLoopError, StoppedBySignal
+from tests.support.command_ranks import Fault, Ranks, context, until, write_config
+from tests.support.runs import course
+
+STEPS = 80
+STOPPED = StoppedBySignal.exit_code
+SLOW = Fault("slow", step=2)
+"""So that signals find the run under way."""
+
+
+@pytest.fixture(scope="module")
+def started_by() -> ForkServerContext:
+    return context()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(started_by: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    write_config(folder, steps=STEPS, every=1000)
+    with Ranks(started_by, folder) as ranks:
+        assert ranks.ended() == {0: 0, 1: 0}, ranks.said()
+    return course(folder / "run")
+
+
+def finish(started_by: ForkServerContext, folder: Path) -> Ranks:
+    """Start a run again and let it come to its end."""
+    with Ranks(started_by, folder) as ranks:
+        assert ranks.ended() == {0: 0, 1: 0}, ranks.said()
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [(signal.SIGTERM, (0, 1)), (signal.SIGTERM, (1,)), (signal.SIGUSR1, (0,)), (signal.SIGINT, (0, 1))],
+)
+def test_no_step_is_lost(
+    started_by: ForkServerContext,
+    tmp_path: Path,
+    uninterrupted: list[dict[str, Any]],
+    number: signal.Signals,
+    to: tuple[int, ...],
+) -> None:
+    write_config(tmp_path, steps=STEPS, every=1000)
+    with Ranks(started_by, tmp_path, SLOW) as ranks:
+        ranks.await_steps(5)
+        ranks.send(number, *to)
+        assert ranks.ended() == {0: STOPPED, 1: STOPPED}, ranks.said()
+    step = course(tmp_path / "run")[-1]["step"]
+    assert 5 <= step < STEPS
+    assert [path.name for path in (tmp_path / "run" / layout.FOLDER).iterdir()] == [f"step-{step:08d}"]
+    said = ranks.said()
+    assert f"{number.name} at rank " in said[0]
+    assert f"\nstopped after step {step}, whose checkpoint is saved" in said[0]
+    assert "stopped" not in said[1], "once is enough"
+    assert "Traceback" not in said[0] + said[1]
+    assert f"continues after step {step}\n" in finish(started_by, tmp_path).said()[0]
+    assert course(tmp_path / "run") == uninterrupted
+
+
+def test_a_signal_during_a_save_waits_for_it_and_saves_no_other(
+    started_by: ForkServerContext, tmp_path: Path, uninterrupted: list[dict[str, Any]]
+) -> None:
+    write_config(tmp_path, steps=STEPS, every=7)
+    with Ranks(started_by, tmp_path, Fault("slow save")) as ranks:
+        until((tmp_path / "saving").exists, 20.0, ranks.said)
+        ranks.send(signal.SIGTERM, 0, 1)
+        assert ranks.ended() == {0: STOPPED, 1: STOPPED}, ranks.said()
+    assert [path.name for path in (tmp_path / "run" / layout.FOLDER).iterdir()] == ["step-00000007"]
+    assert course(tmp_path / "run")[-1]["step"] == 7
+    finish(started_by, tmp_path)
+    assert course(tmp_path / "run") == uninterrupted
+
+
+def test_a_second_signal_ends_at_once_and_leaves_what_is_valid(
+    started_by: ForkServerContext, tmp_path: Path, uninterrupted: list[dict[str, Any]]
+) -> None:
+    write_config(tmp_path, steps=STEPS, every=7)
+    with Ranks(started_by, tmp_path, Fault("slow save")) as ranks:
+        until((tmp_path / "saving").exists, 20.0, ranks.said)
+        ranks.send(signal.SIGTERM, 0, 1)
+        time.sleep(1.2)
+        sent = time.monotonic()
+        ranks.send(signal.SIGTERM, 0, 1)
+        assert ranks.ended() == {0: 128 + signal.SIGTERM, 1: 128 + signal.SIGTERM}, ranks.said()
+        assert time.monotonic() - sent < 1.0
+    assert layout.newest(tmp_path / "run" / layout.FOLDER) is None
+    finish(started_by, tmp_path)
+    assert course(tmp_path / "run") == uninterrupted
+
+
+def test_what_fails_at_one_step_again_and_again_is_started_no_more(
+    started_by: ForkServerContext, tmp_path: Path
+) -> None:
+    write_config(tmp_path, steps=STEPS, every=3)
+    for _ in range(3):
+        with Ranks(started_by, tmp_path, Fault("raise", step=7, rank=1)) as ranks:
+            assert set(ranks.ended().values()) == {1}, ranks.said()
+    with Ranks(started_by, tmp_path) as ranks:
+        assert ranks.ended(0) == {0: CrashLoopError.exit_code}
+        said = ranks.said()[0]
+    assert "error: rank 0: the last 3 attempts of this run all ended after step 7; of the last one is known: " in said
+    assert "rank 1 is gone" in said or "by this test" in said, said
+    ends = [json.loads(line) for line in (tmp_path / "run/logs/attempts.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in ends] == ["start", "end"] * 3
+    path = tmp_path / "config.toml"
+    path.write_text(path.read_text() + "[optim]\nlr = 1e-4\n", encoding="utf-8")
+    finish(started_by, tmp_path)

@@ -1,0 +1,199 @@
+"""Ranks of the command `nxtrain train` over gloo, as processes that need not import anything.
+
+This process holds the store in which they meet, as torchrun's agent does. What befalls a rank befalls it while it reads
+the batch of a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore
+
+from nxtrain import cli
+from nxtrain.checkpoint import layout
+from nxtrain.data.loader import Batch, Loader
+from nxtrain.metrics.sinks import METRICS_FILE
+from nxtrain.train import run  # noqa: F401  # so that the processes need not import it
+from tests.support.runs import token_file
+
+WORLD = 2
+
+CONFIG = """
+[run]
+dir = "{folder}/run"
+[model]
+preset = "tiny"
+[train]
+steps = {steps}
+seq_len = 16
+global_batch = 4
+micro_batch = 1
+eval_every = 0
+[parallel]
+dp = 2
+[checkpoint]
+every = {every}
+[data]
+source = "tokens"
+path = "{folder}/rows.npy"
+[recovery]
+hang_timeout_s = {patience_s}
+[metrics]
+log_every = 1
+progress = false
+tensorboard = false
+[backend]
+name = "cpu"
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What befalls one rank, or all.
+
+    Args:
+        kind: `sleep`, `gil`, `stop`, `raise`, `slow` (each batch from there on takes 50 ms longer), `slow save`.
+        step: Whose batch is being read.
+        rank: Which one; None: all.
+    """
+
+    kind: str
+    step: int = 0
+    rank: int | None = None
+
+    def strike(self, folder: Path) -> None:
+        """Befall this process."""
+        if self.kind == "slow":
+            time.sleep(0.05)
+            return
+        (folder / "struck").write_text(str(time.monotonic()), encoding="utf-8")
+        if self.kind == "sleep":
+            time.sleep(60)
+        elif self.kind == "gil":
+            ctypes.PyDLL(None).sleep(60)
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            raise ValueError("by this test")
+
+
+def write_config(folder: Path, *, steps: int = 100_000, every: int = 0, patience_s: float = 600.0) -> Path:
+    """A run of two ranks on random rows, every step logged."""
+    token_file(folder / "rows.npy", 64)
+    path = folder / "config.toml"
+    path.write_text(CONFIG.format(folder=folder, steps=steps, every=every, patience_s=patience_s), encoding="utf-8")
+    return path
+
+
+def context() -> ForkServerContext:
+    """Starts processes that have imported everything."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([__name__])
+    return found
+
+
+class Ranks:
+    """Processes of a run whose configuration lies in a folder; as a context, which leaves none behind."""
+
+    def __init__(self, started_by: ForkServerContext, folder: Path, fault: Fault | None = None) -> None:
+        self._store = TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
+        self.folder = folder
+        for rank in range(WORLD):
+            self._log(rank).unlink(missing_ok=True)
+        metrics = folder / "run" / METRICS_FILE
+        self._lines_before = metrics.read_text().count("\n") if metrics.exists() else 0
+        self.processes: list[BaseProcess] = [
+            started_by.Process(target=_rank, args=(rank, self._store.port, folder, fault)) for rank in range(WORLD)
+        ]
+
+    def __enter__(self) -> Ranks:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def send(self, number: int, *ranks: int) -> None:
+        """Send a signal to some ranks."""
+        for rank in ranks:
+            os.kill(self.processes[rank].pid or 0, number)
+
+    def ended(self, *ranks: int, within_s: float = 40.0) -> dict[int, int | None]:
+        """The exit codes of some ranks, or of all, once they have ended."""
+        wanted = ranks or range(WORLD)
+        until(lambda: not any(self.processes[rank].is_alive() for rank in wanted), within_s, self.said)
+        return {rank: self.processes[rank].exitcode for rank in wanted}
+
+    def said(self) -> Mapping[int, str]:
+        """What each rank printed."""
+        return {rank: self._log(rank).read_text() if self._log(rank).exists() else "" for rank in range(WORLD)}
+
+    def await_steps(self, number: int) -> None:
+        """Wait until so many steps are in the record."""
+        file = self.folder / "run" / METRICS_FILE
+        until(lambda: file.exists() and file.read_text().count("\n") >= number, 40.0, self.said)
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"{rank}.log"
+
+
+def until(condition: Callable[[], object], within_s: float, said: Callable[[], object]) -> None:
+    """Wait for a condition.
+
+    Raises:
+        AssertionError: It does not come true in time.
+    """
+    limit = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < limit, said()
+        time.sleep(0.02)
+
+
+def _rank(rank: int, port: int, folder: Path, fault: Fault | None) -> None:
+    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    if fault is not None and fault.rank in {None, rank}:
+        _arm(fault, folder)
+    sys.argv = ["nxtrain", "train", str(folder / "config.toml")]
+    cli.main()
+
+
+def _arm(fault: Fault, folder: Path) -> None:
+    if fault.kind == "slow save":
+        publish = layout.publish
+
+        def slowly(path: Path) -> None:
+            (folder / "saving").touch()
+            time.sleep(3.0)
+            publish(path)
+
+        layout.publish = slowly
+        return
+    read = Loader.batch
+
+    def struck(self: Loader, step: int) -> Batch:
+        if step == fault.step or (fault.kind == "slow" and step > fault.step):
+            fault.strike(folder)
+        return read(self, step)
+
+    Loader.batch = struck  # type: ignore[method-assign]
