@@ -39,7 +39,9 @@ class Stragglers:
     def _compare(self, rates: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
         usual = median_low([sum(rate.values()) for rate in rates.values()])
         for rank, rate in rates.items():
-            slow = sum(rate.values()) > max(FACTOR * usual, usual + MARGIN_S)
+            # Who is slow already must come nearer to the others, so that nobody is told to and fro.
+            share = 0.5 if rank in self._slow else 1.0
+            slow = sum(rate.values()) - usual > share * max((FACTOR - 1) * usual, MARGIN_S)
             if slow and rank not in self._slow:
                 self._slow.add(rank)
                 medians = {name: median_low([other.get(name, 0.0) for other in rates.values()]) for name in rate}

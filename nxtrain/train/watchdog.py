@@ -166,9 +166,14 @@ class Watchdog:
             self._look_for_stop()
             if time.monotonic() >= self._next_beat:
                 self._look_at_others()
-            undecided = self._frozen and not self._decided
-            self._signals.news.wait(SOON_S + self._backend.world * SOON_S_PER_RANK if undecided else TICK_S)
+            self._signals.news.wait(self._pause())
             self._signals.news.clear()
+
+    def _pause(self) -> float:
+        if self._frozen and not self._decided:
+            return SOON_S + self._backend.world * SOON_S_PER_RANK
+        # Not after the limit but at it, and so before a collective gives up that began later.
+        return min(TICK_S, max(0.01, self._limit() - self._age()))
 
     def _age(self) -> float:
         return time.monotonic() - self._at[2]

@@ -1,0 +1,74 @@
+"""Who is named when a run hangs, from what all ranks were doing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from nxtrain.backends.board import Beat
+from nxtrain.train.hangs import judge, point, waits
+from nxtrain.train.stopping import Gate
+
+LIMIT = "recovery.hang_timeout_s=3"
+
+
+def said(found: dict[int, Beat], silent: dict[int, Beat] | None = None) -> str:
+    silent = silent or {}
+    return judge(found, set(silent), silent, "rank {}".format, LIMIT)
+
+
+def test_who_waits_for_others_is_not_to_blame() -> None:
+    found = {0: Beat(5, "training", 3.0, waits=True), 1: Beat(5, "data", 3.1, point="loader.py:9 in batch")}
+    assert said(found) == f"rank 1 did not come within {LIMIT} seconds: rank 1 is in step 5 (data) for 3.1 s, " + (
+        "loader.py:9 in batch"
+    )
+
+
+def test_of_those_that_wait_for_nobody_the_last_is_to_blame() -> None:
+    found = {0: Beat(6, "training", 3.0), 1: Beat(5, "training", 3.1), 2: Beat(6, "data", 3.1)}
+    assert said(found).startswith(f"rank 1 did not come within {LIMIT} seconds: rank 1 is in step 5")
+
+
+def test_where_all_wait_the_one_that_is_behind_is_named_or_else_all() -> None:
+    wait = Beat(6, "training", 3.0, waits=True)
+    assert said({0: wait, 1: Beat(5, "training", 3.0, waits=True)}).startswith("rank 1 did not come")
+    assert said({0: wait, 1: wait}).startswith("all ranks wait for each other")
+
+
+def test_silence_is_blamed_before_everything_else() -> None:
+    found = {0: Beat(5, "data", 3.0)}
+    assert said(found, {1: Beat(7, "training", 0.5)}) == (
+        f"rank 1 did not come within {LIMIT} seconds and gives no sign of life: the process is stopped, or something "
+        "holds Python's lock; rank 1 was last in step 7 (training) for 0.5 s"
+    )
+
+
+def test_many_are_told_in_short() -> None:
+    found = {rank: Beat(5, "training", 3.0, waits=True) for rank in range(100, 4096)}
+    told = said(found, {rank: Beat(4, "data", 1.0) for rank in range(100)})
+    assert told.startswith("ranks 0-99 did not come")
+    assert told.count("was last in") == 4
+
+
+def frame_of(work: Callable[[], object]) -> tuple[bool, str]:
+    """What is seen of a thread that is about some work."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    frame = sys._current_frames()[thread.ident or 0]
+    return waits(frame), point(frame)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_rank_at_the_gate_waits_for_others_and_one_at_another_lock_does_not(frozen: bool) -> None:
+    gate, event = Gate(), threading.Event()
+    gate.freeze()
+    waiting, place = frame_of(lambda: gate.stops(1) if frozen else event.wait())
+    assert waiting == frozen
+    assert "threading.py" in place
+    event.set()
+    gate.decide(1)

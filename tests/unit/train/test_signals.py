@@ -1,0 +1,63 @@
+"""Signals are noted though the main thread is busy, and the handlers of before come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from nxtrain.train.signals import STOPPING, noted
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_is_noted(number: signal.Signals) -> None:
+    before = [signal.getsignal(one) for one in STOPPING]
+    with noted() as signals:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # on its other way, from an agent
+        assert signals.news.wait(5)
+        assert signals.asked == number.name
+    assert [signal.getsignal(one) for one in STOPPING] == before
+    assert "nxtrain-signals" not in [thread.name for thread in threading.enumerate()]
+
+
+BUSY = """
+import ctypes
+from nxtrain.train.signals import noted
+with noted():
+    print("ready", flush=True)
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    for _ in range(2):  # the second waits for ever, and as in a collective no instruction of Python is executed
+        libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_the_second_ends_a_process_whose_main_thread_waits() -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGUSR1)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+        assert process.stderr is not None
+        assert process.stderr.read().startswith(b"SIGTERM again: leaving at once")
+
+
+def test_other_threads_note_nothing() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work() -> None:
+        with noted():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
