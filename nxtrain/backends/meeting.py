@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nxtrain.errors import BackendError
@@ -14,17 +14,25 @@ from nxtrain.errors import BackendError
 def meet(rank: int, world: int, timeout: timedelta) -> Store:
     """The store in which the ranks of this start meet, as torchrun's variables name it.
 
+    An agent of torch keeps one store for all starts, with what earlier ones left in it: addresses of ranks that are
+    gone, and words to those. On one machine its count of restarts tells them apart; on several it may differ between
+    machines, and there `nxtrain.launch.torchrun` makes a store for each start.
+
     Args:
         rank, world: This rank, and how many there are.
         timeout: Time that a rank waits for the others.
 
     Raises:
         BackendError: It cannot be reached, or ranks differ in how many they are.
+
+    Source: torch 2.9, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     """
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store: Store = next(rendezvous("env://", rank, world, timeout=timeout))[0]
         store.set_timeout(timeout)
+        if os.environ.get("GROUP_WORLD_SIZE") == "1" and "TORCHELASTIC_RESTART_COUNT" in os.environ:
+            store = PrefixStore(f"nxtrain/start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         first = store.compare_set("nxtrain/world", "", f"{world} rank {rank}").decode()
     except (DistError, ValueError) as error:
         raise BackendError(

@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.launcher import api
 
 from nxtrain.config.load import load
@@ -123,6 +124,13 @@ class Agent(LocalElasticAgent):
 
     def _alive(self) -> list[Popen[bytes]]:
         return self._pcontext.alive if isinstance(self._pcontext, Ranks) else []
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # torch's agents would let the ranks of all starts meet in the store of the first, among what those have left.
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, DynamicRendezvousHandler):
+            handler._bootstrap_store_info = None
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)

@@ -112,11 +112,11 @@ def test_ranks_of_an_agent_that_was_killed_end_too(tmp_path: Path) -> None:
 
 
 def test_restarts_are_counted_anew_when_a_run_gets_further(tmp_path: Path) -> None:
-    """One restart is allowed, and three are needed; then a rank that is told to stop ends the whole run with 75."""
+    """One restart is allowed, and two are needed; then a rank that is told to stop ends the whole run with 75."""
     write_config(tmp_path, every=5)
     with launched(tmp_path, "recovery.max_restarts=1") as run:
         step = 5
-        for _ in range(3):
+        for _ in range(2):
             run.await_step(step + 1)
             time.sleep(1.2)  # the progress file is written once a second
             before = run.ranks()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxtrain.backends import c10d, choose, open_backend
+from nxtrain.backends import choose, meeting, open_backend
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import CudaBackend
@@ -146,7 +146,7 @@ def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[A
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native, "DEVICE", "cpu")  # torch parses no device "neuron" without a backend for it
     store = dist.HashStore()
-    monkeypatch.setattr(c10d, "rendezvous", lambda *_, **__: iter([(store, 3, 64)]))  # there is none to meet
+    monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 3, 64)]))  # there is none to meet
     monkeypatch.setattr(dist, "init_process_group", lambda name, **how: calls.append(("join", name, how)))
     monkeypatch.setattr(dist, "new_group", lambda **how: calls.append(("group", how)))
     monkeypatch.setattr(torch, "device", lambda *args: calls.append(("device", *args)))
