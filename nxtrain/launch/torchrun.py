@@ -69,7 +69,9 @@ class Ranks(SubprocessContext):
         return [process for process in self.processes if process.poll() is None]
 
     def _close(self, death_sig: signal.Signals, timeout: float = ENDING_S) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        # After one that ended for good the others would only tell what they met in its wake.
+        for_good = FINAL.intersection(process.poll() for process in self.processes)
+        for number in (signal.SIGKILL,) if for_good else (signal.SIGTERM, signal.SIGKILL):
             for process in self.alive:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,9 @@ class Launched:
 
     def await_step(self, step: int) -> None:
         until(lambda: self.step() >= step, 60.0, self.said)
+
+    def has_resumed(self, times: int) -> bool:
+        return self.said().count("continues after step") == times
 
     def ranks(self) -> dict[int, int]:
         """Process of each rank."""
@@ -114,7 +118,7 @@ def test_restarts_are_counted_anew_when_a_run_gets_further(tmp_path: Path) -> No
             time.sleep(1.2)  # the progress file is written once a second
             before = run.ranks()
             os.kill(before[1], signal.SIGKILL)
-            until(lambda number=starts: run.said().count("continues after step") == number, 40.0, run.said)
+            until(partial(run.has_resumed, starts), 40.0, run.said)
             assert not {*before.values()} & {*run.ranks().values()}
             time.sleep(1.0)  # so that it gets further than before
         os.kill(run.ranks()[1], signal.SIGTERM)

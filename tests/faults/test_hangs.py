@@ -79,15 +79,14 @@ def test_a_rank_that_holds_the_lock_ends_with_its_stack(started_by: ForkServerCo
 
 def test_a_slow_rank_is_named_once_and_the_run_goes_on(started_by: ForkServerContext, tmp_path: Path) -> None:
     write_config(tmp_path, patience_s=60)
-    with Ranks(started_by, tmp_path, Fault("slow", step=3, rank=1)) as ranks:
+    with Ranks(started_by, tmp_path, Fault("slow", step=3, rank=1, seconds=0.2)) as ranks:
         until(lambda: "rank 1 is slow: " in ranks.said()[0], 20.0, ranks.said)
         ranks.await_steps(ranks.folder.joinpath("run/metrics.jsonl").read_text().count("\n") + 30)
         said = ranks.said()[0]
         assert said.count("rank 1 is slow: ") == 1, said
         line = said[said.index("rank 1 is slow") :].splitlines()[0]
         assert " ms per step in data, where the median is " in line
-        # 50 ms, less what was read ahead while it trained.
-        assert float(line.split()[4]) > 10
+        assert float(line.split()[4]) > 100, "200 ms, less what was read ahead, and over fewer steps at the beginning"
         assert all(process.is_alive() for process in ranks.processes)
 
 

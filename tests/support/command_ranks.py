@@ -64,19 +64,21 @@ class Fault:
     """What befalls one rank, or all.
 
     Args:
-        kind: `sleep`, `gil`, `stop`, `raise`, `slow` (each batch from there on takes 50 ms longer), `slow save`.
+        kind: `sleep`, `gil`, `stop`, `raise`, `slow` (each batch from there on takes longer), `slow save`.
         step: Whose batch is being read.
         rank: Which one; None: all.
+        seconds: That a slow batch takes longer.
     """
 
     kind: str
     step: int = 0
     rank: int | None = None
+    seconds: float = 0.05
 
     def strike(self, folder: Path) -> None:
         """Befall this process."""
         if self.kind == "slow":
-            time.sleep(0.05)
+            time.sleep(self.seconds)
             return
         (folder / "struck").write_text(str(time.monotonic()), encoding="utf-8")
         if self.kind == "sleep":
