@@ -76,7 +76,7 @@ def trainer(
         watch: Is told of each piece of work.
     """
 
-    def save(step: int) -> None:
+    def save(step: int, last: bool) -> None:
         shards_of(state)
         state.backend.step_boundary()
 

@@ -184,10 +184,10 @@ def _arm(fault: Fault, folder: Path) -> None:
     if fault.kind == "slow save":
         publish = layout.publish
 
-        def slowly(path: Path) -> None:
+        def slowly(staged: Path, path: Path) -> None:
             (folder / "saving").touch()
             time.sleep(3.0)
-            publish(path)
+            publish(staged, path)
 
         layout.publish = slowly
         return
