@@ -126,6 +126,10 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         from nxtrain.compile.guard import guarded
         from nxtrain.train.run import train
 
+        if faults := os.environ.get("NXTRAIN_FAULTS"):
+            from nxtrain.train.faults import arm
+
+            arm(faults, loaded.config.run.dir, int(os.environ.get("RANK", "0")))
         with guarded(loaded, os.environ):
             train(loaded, signals)
 

@@ -1,0 +1,302 @@
+"""Faults on purpose, for tests: `NXTRAIN_FAULTS=kind@rank:step:point[:argument...][,...]` breaks a run where it says.
+
+Nothing of a run knows of this module. Where the variable is set, `nxtrain train` arms it, which wraps the functions at
+the points that the faults name; `POINTS` says which these are. A fault fires once at a step, and after a restart not
+again, since a file in run.dir/faults remembers it; `kind!` fires every time.
+
+Examples:
+    kill@1:5:reduce                rank 1 is killed as the gradients of step 5 are reduced
+    nan@0:7:reduce                 a gradient of rank 0 is NaN in step 7
+    kill@*:10:ckpt_write:4096      every rank is killed after writing 4096 bytes of the checkpoint of step 10
+    oserror@0:*:log:ENOSPC         rank 0 finds the disk full whenever it logs
+    spike@*:20:reduce:10:30        gradients are ten times as large in steps 20 to 49
+    raise!@1:3:fwd                 rank 1 fails in step 3, however often it is started
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from torch import Tensor
+
+from nxtrain.errors import ConfigError
+from nxtrain.train import fault_kinds
+from nxtrain.train.fault_kinds import KINDS
+
+VARIABLE = "NXTRAIN_FAULTS"
+FOLDER = "faults"
+EXAMPLE = "kill@1:5:reduce or oserror@0:10:ckpt_write:ENOSPC:4096"
+DATA_THREADS = "nxtrain-data"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A function that is wrapped.
+
+    Args:
+        owner: `module` or `module:Class`.
+        attribute: Its name there.
+        when: Before it is called, after it has returned, or in the midst of writing to the stream that it opens.
+    """
+
+    owner: str
+    attribute: str
+    when: Literal["before", "after", "writing"] = "before"
+
+
+POINTS = {
+    "pre_step": Place("nxtrain.train.trainer", "train_step"),
+    "fwd": Place("nxtrain.train.step", "_accumulate"),
+    "bwd": Place("torch.autograd", "backward"),
+    "reduce": Place("nxtrain.parallel.grads:Gradients", "reduce"),
+    "opt": Place("nxtrain.optim.adamw:AdamW", "step"),
+    "post_step": Place("nxtrain.train.trainer", "train_step", "after"),
+    "ckpt_stage": Place("nxtrain.checkpoint.save", "stage"),
+    "ckpt_write": Place("torch.distributed.checkpoint.filesystem:FileSystem", "create_stream", "writing"),
+    "ckpt_fsync": Place("nxtrain.checkpoint.layout", "sync_folder"),
+    "ckpt_commit": Place("nxtrain.checkpoint.layout", "write_durably"),
+    "ckpt_rename": Place("nxtrain.checkpoint.layout", "publish"),
+    "ckpt_latest": Place("nxtrain.checkpoint.layout", "prune"),
+    "load": Place("nxtrain.train.start", "restore"),
+    "data": Place("nxtrain.data.loader:Loader", "batch"),
+    "log": Place("nxtrain.metrics.sinks:JsonlSink", "log"),
+}
+"""Where a fault can be. A run loads before its first step, so that its step is 0 there."""
+
+GRADIENTS = (
+    Place("nxtrain.parallel.data_parallel:Bucketed", "_take"),
+    Place("nxtrain.parallel.fully_sharded", "_local_grad"),
+)
+"""What gives this rank's gradient of a parameter: before it is averaged, but for torch's own sharding, after."""
+
+LOSS = Place("nxtrain.train.step", "_sums")
+"""What gives the loss of a micro-batch; the fault `bwd` strikes this figure alone, and `fwd` the gradients too."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, as it was written.
+
+    Args:
+        kind: What happens.
+        rank, step: Where and when; None: on all of them.
+        point: At which function.
+        arguments: Of the kind.
+        after_bytes: With `ckpt_write`, how much is written first.
+        repeats: Not only once.
+        text: How it was written.
+    """
+
+    kind: str
+    rank: int | None
+    step: int | None
+    point: str
+    arguments: tuple[str, ...] = ()
+    after_bytes: int = 0
+    repeats: bool = False
+    text: str = ""
+
+    def is_due(self, rank: int, step: int, *, within: int = 1) -> bool:
+        """Whether it belongs to a rank and a step, or to one of those before so many."""
+        return self.rank in {None, rank} and (self.step is None or self.step <= step < self.step + within)
+
+
+def parse(text: str) -> list[Fault]:
+    """Read the variable.
+
+    Raises:
+        ConfigError: It is malformed.
+    """
+    return [_parse(part.strip()) for part in text.split(",")]
+
+
+def _parse(text: str) -> Fault:
+    found = re.fullmatch(r"([a-z]+)(!?)@(\d+|\*):(\d+|\*):([a-z_]+)((?::[^:]+)*)", text)
+    if found is None:
+        raise _wrong(text, "a fault is kind@rank:step:point, with arguments behind further colons")
+    kind, repeats, rank, step, point, rest = found.groups()
+    arguments = rest.split(":")[1:]
+    if kind not in KINDS:
+        raise _wrong(text, f"{kind} is none of the kinds {', '.join(KINDS)}")
+    if point not in POINTS:
+        raise _wrong(text, f"{point} is none of the points {', '.join(POINTS)}")
+    known = KINDS[kind]
+    if known.points and not any(re.fullmatch(allowed, point) for allowed in known.points):
+        allowed = [name for name in POINTS if any(re.fullmatch(pattern, name) for pattern in known.points)]
+        raise _wrong(text, f"{kind} is possible at {', '.join(allowed)}")
+    after = 0
+    if point == "ckpt_write" and arguments and arguments[-1].isdigit():
+        after = int(arguments.pop())
+    try:
+        known.check(arguments)
+    except ValueError as error:
+        raise _wrong(text, f"{kind} takes {known.takes or 'no argument'}") from error
+    on, at = (None if number == "*" else int(number) for number in (rank, step))
+    return Fault(kind, on, at, point, tuple(arguments), after, bool(repeats), text)
+
+
+def _wrong(text: str, rule: str) -> ConfigError:
+    return ConfigError(
+        f"{VARIABLE}: {text!r} is no fault: {rule}. For example {EXAMPLE}; faults are for tests, so unset "
+        "the variable in a run that matters"
+    )
+
+
+def arm(text: str, run_dir: Path, rank: int) -> None:
+    """Wrap the functions at the points of some faults, in this process and for good.
+
+    Args:
+        text: The variable.
+        run_dir: Folder of the run.
+        rank: Of this process.
+
+    Raises:
+        ConfigError: The variable is malformed.
+    """
+    faults = parse(text)
+    Console(stderr=True, highlight=False, soft_wrap=True, quiet=rank != 0).print(
+        f"warning: {VARIABLE} is set, and this run will be broken on purpose: {', '.join(f.text for f in faults)}",
+        style="yellow",
+        markup=False,
+    )
+    _Armed(faults, run_dir / FOLDER, rank).wrap()
+
+
+class _Armed:
+    """The faults of one rank.
+
+    Args:
+        faults: All that were written.
+        folder: Remembers what has fired.
+        rank: Of this process.
+    """
+
+    def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
+        self._faults, self._folder, self._rank = [f for f in faults if f.rank in {None, rank}], folder, rank
+        self._step, self._in_step = 0, False
+        self._slept: dict[Fault, int] = {}
+        self._values: list[Fault] = []
+        self._spoiled: set[Fault] = set()
+
+    def wrap(self) -> None:
+        for point in {fault.point for fault in self._faults}:
+            place = POINTS[point]
+            _replace(place, functools.partial(self._at_point, point=point, when=place.when))
+        if any(fault.kind in fault_kinds.VALUES for fault in self._faults):
+            for place in GRADIENTS:
+                _replace(place, self._on_gradients)
+            _replace(LOSS, self._on_loss)
+        # Outermost, so that whatever happens in a step belongs to it.
+        _replace(Place("nxtrain.train.trainer", "train_step"), self._count_steps)
+        _replace(Place("nxtrain.train.trainer:Trainer", "run"), self._begin_run)
+
+    def _begin_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(trainer: Any, finished: int) -> Any:
+            self._step = finished
+            return run(trainer, finished)
+
+        return wrapped
+
+    def _count_steps(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._step += 1
+            self._in_step = True
+            self._spoiled.clear()
+            self._values = [fault for fault in self._faults if self._changes_values_now(fault)]
+            try:
+                return train_step(*args, **kwargs)
+            finally:
+                self._in_step = False
+
+        return wrapped
+
+    def _changes_values_now(self, fault: Fault) -> bool:
+        if fault.kind == "spike":  # lasts for its steps, on replay as well
+            return fault.is_due(self._rank, self._step, within=fault_kinds.spike_of(fault.arguments)[1])
+        is_due = fault.kind in fault_kinds.VALUES and fault.is_due(self._rank, self._step)
+        return is_due and self._fires(fault, self._step)
+
+    def _at_point(
+        self, function: Callable[..., Any], *, point: str, when: Literal["before", "after", "writing"]
+    ) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            step = self._step
+            if point == "data":
+                step = args[1] + 1
+                if not threading.current_thread().name.startswith(DATA_THREADS):
+                    return function(*args, **kwargs)
+            if when == "before":
+                self._reach(point, step, args)
+            result = function(*args, **kwargs)
+            if when == "after":
+                self._reach(point, step, args)
+            if when == "writing" and "w" in args[2]:
+                return fault_kinds.Watched(result, lambda written: self._reach(point, step, args, written))
+            return result
+
+        return wrapped
+
+    def _reach(self, point: str, step: int, args: Sequence[Any], written: int = 0) -> None:
+        """Do what is due at a point."""
+        for fault in self._faults:
+            if fault.point != point or fault.kind in fault_kinds.VALUES or written < fault.after_bytes:
+                continue
+            if fault.kind == "sleep":  # from its step on, once in each
+                if (fault.step is None or fault.step <= step) and self._slept.get(fault) != step:
+                    self._slept[fault] = step
+                    fault_kinds.act(fault.kind, fault.arguments, args)
+            elif fault.is_due(self._rank, step) and self._fires(fault, step):
+                fault_kinds.act(fault.kind, fault.arguments, args)
+
+    def _fires(self, fault: Fault, step: int) -> bool:
+        """Whether a fault that is due fires now: if it repeats, or for the first time; then the next start knows."""
+        if not fault.repeats:
+            name = re.sub(r"[^\w!-]+", "-", fault.text.replace("*", "all"))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                (self._folder / f"{name}.step{step}.rank{self._rank}").touch(exist_ok=False)
+            except FileExistsError:
+                return False
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"rank {self._rank}: fault {fault.text} fires in step {step}", style="yellow", markup=False
+        )
+        return True
+
+    def _on_gradients(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+            grad = function(*args, **kwargs)
+            for fault in self._values:
+                if fault.kind == "spike":
+                    grad = grad * fault_kinds.spike_of(fault.arguments)[0]
+                elif fault.point != "bwd" and fault not in self._spoiled and grad.numel():
+                    self._spoiled.add(fault)
+                    grad = fault_kinds.spoiled(grad, fault.kind)
+            return grad
+
+        return wrapped
+
+    def _on_loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(loss: Tensor, targets: Tensor) -> Tensor:
+            for fault in self._values if self._in_step else ():
+                if fault.point in {"fwd", "bwd"}:
+                    loss = fault_kinds.spoiled(loss.detach(), fault.kind)
+            return function(loss, targets)
+
+        return wrapped
+
+
+def _replace(place: Place, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    module, _, class_name = place.owner.partition(":")
+    owner: Any = importlib.import_module(module)
+    if class_name:
+        owner = getattr(owner, class_name)
+    setattr(owner, place.attribute, wrapper(getattr(owner, place.attribute)))

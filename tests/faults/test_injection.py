@@ -1,0 +1,225 @@
+"""Faults on purpose do what they say, where they say it, once.
+
+What ends a process does so in a fork of this one; what a run goes through is a run of the command.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nxtrain import cli
+from nxtrain.train import (
+    fault_kinds,
+    faults,
+    run,  # noqa: F401  # so that the processes need not import it
+)
+from tests.support.runs import token_file
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+CONFIG = """
+[run]
+dir = "{folder}/run"
+[model]
+preset = "tiny"
+config.num_hidden_layers = 1
+[train]
+steps = 4
+seq_len = 16
+global_batch = 2
+micro_batch = 1
+eval_every = 0
+[data]
+source = "tokens"
+path = "{folder}/rows.npy"
+[checkpoint]
+every = 2
+[metrics]
+log_every = 1
+progress = false
+tensorboard = false
+[backend]
+name = "cpu"
+"""
+
+
+def config(folder: Path) -> Path:
+    token_file(folder / "rows.npy", num_rows=18)
+    (folder / "run.toml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
+    return folder / "run.toml"
+
+
+def command(folder: Path, armed: str, *overrides: str, recorded: Path | None = None) -> tuple[int, str]:
+    """`nxtrain train` in a process of its own: its exit code and what it told."""
+    told = folder / "told.txt"
+    environ = {faults.VARIABLE: armed} if armed else {}
+    argv = ["nxtrain", "train", str(folder / "run.toml"), *overrides]
+    process = CONTEXT.Process(target=_command, args=(argv, environ, told, recorded))
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode is not None, "it hangs"
+    return process.exitcode, told.read_text(encoding="utf-8")
+
+
+def _command(argv: list[str], environ: dict[str, str], told: Path, recorded: Path | None) -> None:
+    with told.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    sys.argv = argv
+    os.environ.update(environ)
+    if recorded is None:
+        cli.main()
+        return
+    seen: list[str] = []  # the points that are reached, in place of failing there
+    fault_kinds.act = lambda kind, arguments, args: seen.append(arguments[0])
+    fault_kinds.KINDS["oom"] = fault_kinds.Kind(check=list)
+    cli.app(standalone_mode=False)
+    recorded.write_text(json.dumps(seen), encoding="utf-8")
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def in_fork(action: Callable[[], object], wait_s: float = 5.0) -> int | str:
+    """The exit code of a process that does this; `stopped`, or `alive` if it is still there after a while."""
+    if not (child := os.fork()):
+        try:
+            faulthandler.disable()
+            action()
+        except MemoryError:
+            os._exit(81)
+        except fault_kinds.InjectedError:
+            os._exit(82)
+        finally:
+            os._exit(99)
+    limit = time.monotonic() + wait_s
+    while time.monotonic() < limit:
+        pid, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
+        if pid and not os.WIFSTOPPED(status):
+            return os.waitstatus_to_exitcode(status)
+        if pid:
+            break
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "stopped" if pid else "alive"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("kill", -signal.SIGKILL),
+        ("stop", "stopped"),
+        ("segv", -signal.SIGSEGV),
+        ("exit", 1),
+        ("raise", 82),
+        ("oom", 81),
+        ("term", -signal.SIGTERM),
+        ("usr1", -signal.SIGUSR1),
+    ],
+)
+def test_a_kind_ends_the_process_in_its_way(kind: str, expected: int | str) -> None:
+    assert in_fork(lambda: fault_kinds.act(kind, (), ())) == expected
+
+
+def test_an_interrupt_reaches_python() -> None:
+    def interrupted() -> None:
+        try:
+            fault_kinds.act("int", (), ())
+            time.sleep(5)
+        except KeyboardInterrupt:
+            os._exit(83)
+
+    assert in_fork(interrupted) == 83
+
+
+@pytest.mark.parametrize(("kind", "others_run"), [("hang", True), ("gil", False)])
+def test_a_hang_leaves_other_threads_alone_unless_it_holds_the_interpreter(kind: str, others_run: bool) -> None:
+    def hung() -> None:
+        import threading
+
+        threading.Timer(0.2, os._exit, (84,)).start()
+        fault_kinds.act(kind, (), ())
+
+    assert in_fork(hung, wait_s=1.0) == (84 if others_run else "alive")
+
+
+def test_a_sleep_lasts_as_long_as_told() -> None:
+    begin = time.monotonic()
+    fault_kinds.act("sleep", ("0.05",), ())
+    assert time.monotonic() - begin >= 0.05
+
+
+def test_an_error_of_the_disk_has_the_number_that_is_told() -> None:
+    with pytest.raises(OSError, match="No space left") as full:
+        fault_kinds.act("oserror", (), ())
+    with pytest.raises(OSError, match="Read-only") as read_only:
+        fault_kinds.act("oserror", ("EROFS",), ())
+    assert [full.value.errno, read_only.value.errno] == [28, 30]
+
+
+def test_every_point_is_reached_at_its_step_and_the_run_stays_what_it_was(tmp_path: Path) -> None:
+    quiet, watched = tmp_path / "quiet", tmp_path / "watched"
+    for folder in (quiet, watched):
+        folder.mkdir()
+        config(folder)
+    armed = ",".join(f"oom@0:{0 if p == 'load' else 4}:{p}:{p}" for p in faults.POINTS)
+    assert command(quiet, "")[0] == 0
+    assert command(watched, "", "train.steps=2", "optim.decay_steps=4")[0] == 0
+    code, told = command(watched, armed, recorded=tmp_path / "seen")
+    assert code == 0, told
+    assert "will be broken on purpose" in told
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen[0] == "load"
+    assert seen.index("data") < seen.index("pre_step")  # in its thread, while the step before is under way
+    step = ["pre_step", "fwd", "bwd", "reduce", "opt", "post_step", "log"]
+    save = ["ckpt_stage", "ckpt_write", "ckpt_commit", "ckpt_rename", "ckpt_fsync", "ckpt_latest"]
+    assert [point for point in seen if point not in {"load", "data"}] == step + save
+    assert losses(watched) == losses(quiet)
+    assert len(list((watched / "run/faults").iterdir())) == len(faults.POINTS)
+
+
+def test_a_process_killed_in_the_midst_of_a_checkpoint_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    config(tmp_path)
+    straight = tmp_path / "straight"
+    straight.mkdir()
+    config(straight)
+    assert command(straight, "")[0] == 0
+    armed = "kill@0:4:ckpt_write:4096"
+    code, told = command(tmp_path, armed)
+    assert code == -signal.SIGKILL, told
+    assert f"fault {armed} fires in step 4" in told
+    (torn,) = (tmp_path / "run/checkpoints/step-00000004.tmp").glob("*.distcp")
+    assert 4096 <= torn.stat().st_size < 2 * 4096
+    code, told = command(tmp_path, armed)
+    assert code == 0, told
+    assert losses(tmp_path) == losses(straight)
+
+
+def test_a_malformed_variable_ends_the_command_with_the_rule(tmp_path: Path) -> None:
+    config(tmp_path)
+    code, told = command(tmp_path, "kill@0:4")
+    assert code == 2, told
+    assert "kind@rank:step:point" in told
+    assert "Traceback" not in told
+
+
+def test_what_repeats_fires_at_every_start(tmp_path: Path) -> None:
+    config(tmp_path)
+    for _ in range(2):
+        code, told = command(tmp_path, "raise!@0:3:fwd")
+        assert code == 1
+        assert "InjectedError: injected failure" in told

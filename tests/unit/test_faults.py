@@ -1,0 +1,135 @@
+"""The language of faults on purpose, and that a run without them knows nothing of them."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nxtrain.errors import ConfigError
+from nxtrain.train import fault_kinds, faults
+from nxtrain.train.faults import POINTS, Fault, parse
+
+
+def test_every_part_of_a_fault_is_read() -> None:
+    assert parse("kill@1:5:reduce, oserror!@*:*:ckpt_write:EIO:4096,spike@0:20:reduce:3:30") == [
+        Fault("kill", 1, 5, "reduce", text="kill@1:5:reduce"),
+        Fault("oserror", None, None, "ckpt_write", ("EIO",), 4096, True, "oserror!@*:*:ckpt_write:EIO:4096"),
+        Fault("spike", 0, 20, "reduce", ("3", "30"), text="spike@0:20:reduce:3:30"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("kill", "kind@rank:step:point"),
+        ("", "kind@rank:step:point"),
+        ("kill@0:1:fwd,", "kind@rank:step:point"),
+        ("kill@-1:1:fwd", "kind@rank:step:point"),
+        ("kill@0:1:fwd:", "kind@rank:step:point"),
+        ("krill@0:1:fwd", "none of the kinds kill"),
+        ("kill@0:1:forward", "none of the points pre_step"),
+        ("kill@0:1:fwd:3", "takes no argument"),
+        ("sleep@0:1:fwd", "the seconds to lose"),
+        ("sleep@0:1:fwd:-1", "the seconds to lose"),
+        ("sleep@0:1:fwd:soon", "the seconds to lose"),
+        ("spike@0:1:reduce:10:30:1", "a factor and a number of steps"),
+        ("spike@0:1:fwd", "spike is possible at reduce"),
+        ("nan@0:1:log", "nan is possible at fwd, bwd, reduce"),
+        ("oserror@0:1:fwd", "oserror is possible at ckpt_stage"),
+        ("oserror@0:1:log:EWHAT", "the name of an error"),
+        ("flip@0:1:reduce", "flip is possible at pre_step, post_step"),
+    ],
+)
+def test_what_is_no_fault_is_refused_with_the_rule_and_an_example(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as error:
+        parse(text)
+    assert faults.EXAMPLE in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_the_example_is_a_fault() -> None:
+    for example in faults.EXAMPLE.split(" or "):
+        assert parse(example)
+    lines = [line.split()[0] for line in str(faults.__doc__).split("Examples:")[1].strip().splitlines()]
+    assert [fault.text for line in lines for fault in parse(line)] == lines
+
+
+@pytest.mark.parametrize("place", [*POINTS.values(), *faults.GRADIENTS, faults.LOSS])
+def test_every_point_is_a_function_of_the_run(place: faults.Place) -> None:
+    module, _, class_name = place.owner.partition(":")
+    owner = importlib.import_module(module)
+    assert callable(vars(getattr(owner, class_name) if class_name else owner)[place.attribute])
+
+
+def test_a_run_that_is_told_nothing_does_not_even_load_this() -> None:
+    code = (
+        "import sys, nxtrain.train.run, nxtrain.train.trainer as t, nxtrain.train.step as s\n"
+        "assert not [m for m in sys.modules if 'fault' in m and m.startswith('nxtrain')], sys.modules\n"
+        "assert t.train_step is s.train_step and t.train_step.__code__.co_name == 'train_step'"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_variable_has_one_name() -> None:
+    assert f'"{faults.VARIABLE}"' in (Path(faults.__file__).parents[1] / "cli.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_flip_turns_over_one_bit_of_the_parameter_that_is_named(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(dtype)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fault_kinds.act("flip", ("1.weight",), [_State(model)])
+    changed = {}
+    for name, parameter in model.named_parameters():
+        integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        bits = parameter.detach().view(integers) ^ before[name].view(integers)
+        if bits.any():
+            changed[name] = bits.flatten().tolist()
+    assert changed == {"1.weight": [1, 0, 0, 0]}
+    with pytest.raises(fault_kinds.InjectedError, match="nothing of a parameter 'absent'"):
+        fault_kinds.flip(model, "absent")
+
+
+class _State:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_one_entry_of_a_copy_is_spoiled(kind: str) -> None:
+    x = torch.ones(2, 3)
+    found = fault_kinds.spoiled(x, kind)
+    assert str(found.flatten()[0].item()) == kind
+    assert found.isfinite().sum() == x.numel() - 1
+    assert x.isfinite().all()
+
+
+def test_a_stream_tells_how_much_is_written_before_more_is(tmp_path: Path) -> None:
+    @contextmanager
+    def opened() -> Iterator[io.BufferedWriter]:
+        with closing((tmp_path / "file").open("wb")) as file:
+            yield file
+
+    told: list[tuple[int, int]] = []
+
+    def tell(written: int) -> None:
+        told.append((written, (tmp_path / "file").stat().st_size))
+        if written > 4096:
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"), fault_kinds.Watched(opened(), tell) as stream:
+        stream.write(bytes(100))
+        stream.write(bytes(10000))
+    assert told == [(0, 0), (100, 100), (4196, 4196)]
+    assert (tmp_path / "file").stat().st_size == 4196
