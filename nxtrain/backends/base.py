@@ -61,6 +61,7 @@ class AdamStep:
         step: () float32, on the device, updates done including this one.
         grad_scale: () float32, on the device, multiplies every gradient.
         betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
+        skip: () bool, on the device, leaves every tensor as it is, bit for bit; None: never.
     """
 
     lr: Tensor
@@ -69,6 +70,7 @@ class AdamStep:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    skip: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,13 @@ class AttentionShape:
 
 
 class Kernels(ABC):
-    """The operations that are worth a different implementation on each kind of device."""
+    """The operations that are worth a different implementation on each kind of device.
+
+    Attributes:
+        host_may_look: Reading a number in the midst of an update costs nothing.
+    """
+
+    host_may_look: bool = False
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,6 +171,10 @@ class Kernels(ABC):
 
         What becomes of an entry does not depend on where in a tensor it lies.
         """
+
+    @abstractmethod
+    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
+        """Give `x` new values, rounded to nearest, unless () bool `unless` is true."""
 
     @abstractmethod
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:

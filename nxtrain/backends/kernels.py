@@ -50,7 +50,11 @@ class FusedKernels(Kernels):
             amsgrad=False,
             maximize=False,
             grad_scale=self._divisor(how.grad_scale),
+            found_inf=None if how.skip is None else how.skip.float(),
         )
+
+    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
+        torch.where(unless, x, new.to(x.dtype), out=x)
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_by_pairs(x, out, key, step)
@@ -86,10 +90,15 @@ class PlainKernels(Kernels):
         for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             scaled = grad * how.grad_scale
             # Not in place: torch-xla checks the shapes of such operations in Python, at thrice the cost to the host.
-            exp_avg.copy_(exp_avg * beta1 + scaled * (1.0 - beta1))
-            exp_avg_sq.copy_(exp_avg_sq * beta2 + scaled * scaled * (1.0 - beta2))
-            update = (exp_avg / correction1) / (exp_avg_sq.sqrt() / correction2 + how.eps)
-            param.copy_(param * (1.0 - how.lr * how.weight_decay) - how.lr * update)
+            mean = exp_avg * beta1 + scaled * (1.0 - beta1)
+            mean_sq = exp_avg_sq * beta2 + scaled * scaled * (1.0 - beta2)
+            update = (mean / correction1) / (mean_sq.sqrt() / correction2 + how.eps)
+            updated = param * (1.0 - how.lr * how.weight_decay) - how.lr * update
+            for x, new in ((exp_avg, mean), (exp_avg_sq, mean_sq), (param, updated)):
+                x.copy_(new if how.skip is None else torch.where(how.skip, x, new))
+
+    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
+        x.copy_(torch.where(unless, x, new.to(x.dtype)))
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_one_by_one(x, out, key, step, bitcast=torch.Tensor.view)

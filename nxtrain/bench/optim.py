@@ -143,8 +143,9 @@ def _ours(case: Case, layout: Layout, backend: Backend, grads: Mapping[str, Tens
         weight_decay=WEIGHT_DECAY,
     )
     lr, scale = backend.scalars(LR, 1.0)
+    skip = backend.put(torch.zeros((), dtype=torch.bool))
     held = [*shards.values(), *(tensor for kind in optimizer.state.values() for tensor in kind.values())]
-    return lambda: optimizer.step(grads, lr, scale), sum(tensor.nbytes for tensor in held)
+    return lambda: optimizer.step(grads, lr, scale, skip), sum(tensor.nbytes for tensor in held)
 
 
 def _torchs(grads: Mapping[str, Tensor]) -> Callable[[], None]:

@@ -34,7 +34,7 @@ class AdamW:
     Attributes:
         state: What a checkpoint keeps beside the parameters, by kind and parameter name: `exp_avg` and `exp_avg_sq`;
             `master`, the float32 copies of `fp32_master`; `compensation`, what `bf16_kahan` has not yet added.
-        num_updates: (2,) float32, the number of updates done, twice: a longer vector never becomes a constant of a
+        num_updates: (2,) float32, the number of steps done, twice: a longer vector never becomes a constant of a
             graph.
 
     Args:
@@ -92,17 +92,24 @@ class AdamW:
             lost.zero_()
 
     @torch.no_grad()
-    def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor) -> None:
+    def step(
+        self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None
+    ) -> None:
         """Update every parameter.
 
         Args:
             grads: Of the whole batch, by parameter name; may be overwritten.
             lr: () float32 on the device.
             grad_scale: () float32, multiplies the gradients.
+            skip: () bool, count the step and leave parameters and state as they are, bit for bit; None: never.
         """
         # The state may be kept in host memory.
         lr, grad_scale = lr.to(self.num_updates.device), grad_scale.to(self.num_updates.device)
         self.num_updates.add_(1.0)
+        if skip is not None and self._kernels.host_may_look:
+            if skip.item():
+                return
+            skip = None
         step = self.num_updates[0]
         noise = step_hash(step)
         for tiles, weight_decay in self._groups:
@@ -113,11 +120,11 @@ class AdamW:
                 [tile.rows.of(grads[tile.rows.name]).float() for tile in tiles],
                 exp_avgs,
                 exp_avg_sqs,
-                AdamStep(lr, step, grad_scale, self._betas, self._eps, weight_decay),
+                AdamStep(lr, step, grad_scale, self._betas, self._eps, weight_decay, skip),
             )
             for part, wides in zip(stores, (params, exp_avgs, exp_avg_sqs), strict=True):
                 for store, wide in zip(part, wides, strict=True):
-                    store.close(wide, noise)
+                    store.close(wide, noise, skip)
 
     @torch.no_grad()
     def lost_updates(self, lr: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -157,7 +164,7 @@ class AdamW:
         if self._precision.update == "bf16_stochastic":
             return self._stochastic("param", value, rows)
         if self._precision.update == "bf16_kahan":
-            return Compensated(value, rows.of(self.state["compensation"][rows.name]))
+            return Compensated(value, rows.of(self.state["compensation"][rows.name]), self._kernels.replace)
         if value.dtype == torch.float32:
             return InPlace(value)
         return Copied(value, rows.of(self.state["master"][rows.name]))

@@ -23,12 +23,13 @@ class Store(Protocol):
         """Its value in float32, which the caller changes and gives back."""
         ...
 
-    def close(self, wide: Tensor, step: Tensor) -> None:
+    def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
         """Keep a new value.
 
         Args:
             wide: What `open` gave, changed; may be overwritten.
             step: () int32, hash of the step.
+            skip: () bool, it was not changed, and what is kept must not be either; None: it was.
         """
         ...
 
@@ -42,7 +43,7 @@ class InPlace:
     def open(self) -> Tensor:
         return self.value
 
-    def close(self, wide: Tensor, step: Tensor) -> None:
+    def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
         """Nothing: it was changed where it is."""
 
 
@@ -56,7 +57,7 @@ class Copied:
     def open(self) -> Tensor:
         return self.master
 
-    def close(self, wide: Tensor, step: Tensor) -> None:
+    def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
         self.value.copy_(wide)
 
 
@@ -69,7 +70,7 @@ class Nearest:
     def open(self) -> Tensor:
         return self.value.float()
 
-    def close(self, wide: Tensor, step: Tensor) -> None:
+    def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
         self.value.copy_(wide)
 
 
@@ -92,7 +93,7 @@ class Stochastic:
     def open(self) -> Tensor:
         return self.value.float()
 
-    def close(self, wide: Tensor, step: Tensor) -> None:
+    def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
         self.round_(wide, self.value, self.key, step)
 
 
@@ -105,14 +106,22 @@ class Compensated:
     Args:
         value: bfloat16, or float32 that holds values of bfloat16.
         lost: bfloat16.
+        replace: `Kernels.replace`.
     """
 
     value: Tensor
     lost: Tensor
+    replace: Callable[[Tensor, Tensor, Tensor], None]
 
     def open(self) -> Tensor:
         return self.value.float() + self.lost
 
-    def close(self, wide: Tensor, step: Tensor) -> None:
-        self.value.copy_(wide.to(torch.bfloat16))
-        self.lost.copy_(wide.sub_(self.value))
+    def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
+        if skip is None:
+            self.value.copy_(wide.to(torch.bfloat16))
+            self.lost.copy_(wide.sub_(self.value))
+            return
+        # The sum does not tell how it was divided, and has lost what is far below the last bit of the value.
+        narrow = wide.to(torch.bfloat16)
+        self.replace(self.value, narrow, skip)
+        self.replace(self.lost, torch.sub(wide, self.value, out=narrow), skip)

@@ -31,6 +31,7 @@ from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.stages import Part, cut, cut_at
+from nxtrain.train.skipped import SkippedSteps
 from nxtrain.train.step import TrainState
 
 
@@ -194,6 +195,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         precision=precision,
         clip=run.optim.clip,
         sums=backend.put(torch.zeros(2)),
+        skipped=SkippedSteps(run.metrics.log_every, backend.put),
     )
 
 

@@ -17,6 +17,7 @@ from nxtrain.parallel.grads import Gradients, clip_factor
 from nxtrain.parallel.pipeline import MicroBatches, Pipeline
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
+from nxtrain.train.skipped import SkippedSteps, not_finite
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class TrainState:
         precision: Types of everything.
         clip: Largest global gradient norm; 0: never clip.
         sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update.
+        skipped: The last steps that updated nothing, since their loss or gradient was not finite.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class TrainState:
     precision: Precision
     clip: float
     sums: Tensor
+    skipped: SkippedSteps
 
     @property
     def layout(self) -> Layout:
@@ -111,6 +114,8 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     Losses and gradients are summed over tokens and averaged over data parallel ranks. The one divisor, the number of
     tokens per such rank, enters with the update, so that every micro-batch is the same work, however many there are.
 
+    Where the loss or the norm of the gradient is not finite, nothing is updated; the step counts as any other.
+
     Args:
         state: Changed in place.
         batch: This rank's sequences.
@@ -121,11 +126,13 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.sums.zero_()
     per_token = state.mesh.dp.size / num_tokens
     grads = state.gradients.reduce()
-    norm = state.gradients.norm(grads) * per_token
+    norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
+    skip = not_finite(loss, norm)
+    state.skipped.note(skip, loss, norm)
     (rate,) = state.backend.scalars(lr)  # not before: what is uploaded joins the graph that is recorded next
-    state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token)
+    state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
     state.data_parallel.publish()
-    return StepResult(loss / num_tokens, norm, num_tokens)
+    return StepResult(loss, norm, num_tokens)
 
 
 def _accumulate(state: TrainState, batch: MicroBatches) -> None:

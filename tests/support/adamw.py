@@ -103,7 +103,7 @@ def cut(layout: Layout, whole: Mapping[str, Tensor], shards: Mapping[str, Tensor
 def rounding_to_nearest() -> Iterator[None]:
     """What stochastic rounding must beat."""
 
-    def nearest(self: Stochastic, wide: Tensor, step: Tensor) -> None:
+    def nearest(self: Stochastic, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
         self.value.copy_(wide.to(torch.bfloat16))
 
     with pytest.MonkeyPatch.context() as patch:
