@@ -124,6 +124,10 @@ class HangError(NxtrainError):
         super().__init__(message)
 
 
+class RestartError(NxtrainError):
+    """A run whose state can no longer be trusted; a new start from its newest checkpoint mends it."""
+
+
 class StoppedBySignal(NxtrainError):
     """A run that a signal ended after its state was saved; starting it again continues it."""
 

@@ -173,6 +173,10 @@ class Kernels(ABC):
         """
 
     @abstractmethod
+    def bits(self, x: Tensor) -> Tensor:
+        """The bits of float32 as int32 of the same shape."""
+
+    @abstractmethod
     def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
         """Give `x` new values, rounded to nearest, unless () bool `unless` is true."""
 

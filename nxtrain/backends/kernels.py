@@ -53,6 +53,9 @@ class FusedKernels(Kernels):
             found_inf=None if how.skip is None else how.skip.float(),
         )
 
+    def bits(self, x: Tensor) -> Tensor:
+        return x.view(torch.int32)
+
     def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
         torch.where(unless, x, new.to(x.dtype), out=x)
 
@@ -96,6 +99,9 @@ class PlainKernels(Kernels):
             updated = param * (1.0 - how.lr * how.weight_decay) - how.lr * update
             for x, new in ((exp_avg, mean), (exp_avg_sq, mean_sq), (param, updated)):
                 x.copy_(new if how.skip is None else torch.where(how.skip, x, new))
+
+    def bits(self, x: Tensor) -> Tensor:
+        return x.view(torch.int32)
 
     def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
         x.copy_(torch.where(unless, x, new.to(x.dtype)))

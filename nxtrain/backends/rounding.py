@@ -75,6 +75,11 @@ def _mix_hashes_(x: Tensor) -> Tensor:
     return x
 
 
+def folded(x: Tensor) -> Tensor:
+    """int32 whose high bits count in its low half too, one to one."""
+    return x ^ (torch.bitwise_right_shift(x, _SIXTEEN) & _16_BITS)
+
+
 def _fold_(x: Tensor) -> Tensor:
     x ^= torch.bitwise_right_shift(x, _SIXTEEN) & _16_BITS
     return x

@@ -141,6 +141,10 @@ class XlaKernels(PlainKernels):
             for dtype, of in types.items()
         }
 
+    def bits(self, x: Tensor) -> Tensor:
+        bits: Tensor = self._bitcasts[torch.int32](x)
+        return bits
+
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_one_by_one(x, out, key, step, bitcast=lambda value, dtype: self._bitcasts[dtype](value))
 

@@ -55,6 +55,8 @@ class Meta(BaseModel):
     """Identity of the code that trained."""
     manifest_crc32: int = 0
     """Of the manifest; filled in by `save`."""
+    stability: dict[str, Any] = {}
+    """What tells spikes and divergence, of `nxtrain.metrics.stability`."""
     mesh: dict[str, int] = {}
     """Degrees of the run that wrote it, by axis; filled in by `save`."""
     kinds: tuple[str, ...] = ()

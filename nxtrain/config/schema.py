@@ -254,6 +254,13 @@ class RecoveryConfig(Section):
     """Seconds that the launcher leaves ranks that are asked to stop, to finish a step and save; then it kills them."""
     max_same_step: NonNegativeInt = 3
     """Failures in a row after one and the same step, with which a run starts no more; 0: it always does."""
+    non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """After a step whose loss or gradient is not finite, which updates nothing: end with code 6, go on, or end so that
+    ranks that are started again replay it from the newest checkpoint, which tells faults of machines from others."""
+    vote_every: NonNegativeInt = 0
+    """Steps between comparisons of the data parallel replicas, also done before each checkpoint; 0: never."""
+    on_divergence: Literal["warn", "stop"] = "warn"
+    """When the gradient norm stays above three times its lowest: warn, or end with code 6."""
 
 
 class RunConfig(Section):

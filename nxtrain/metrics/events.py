@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -12,7 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class TensorBoardSink:
-    """Event files with one scalar per key, under the names of the metrics file.
+    """Event files with one scalar per number, under the names of the metrics file.
 
     Args:
         folder: Folder of the event files; made if absent.
@@ -24,11 +25,11 @@ class TensorBoardSink:
         restart = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
 
-    def log(self, record: Mapping[str, float | None]) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Write the record, and flush it so that a reader sees it now."""
-        values = [Summary.Value(tag=k, simple_value=v) for k, v in record.items() if k != "step" and v is not None]
+        numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
         step = record["step"]
-        assert step is not None, record
         self._writer.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
         self._writer.flush()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 Clock = Callable[[], float]
 """Seconds that never run backwards."""
@@ -45,6 +46,8 @@ class StepRecord:
         lr: Learning rate of the update.
         throughput: Speed since the record before.
         val_loss: Mean over the held-out tokens, nats; None when this step was not evaluated.
+        skipped_steps: Since the record before, those that updated nothing, since they were not finite.
+        alarm: What is wrong with the course of the run, in words.
     """
 
     step: int
@@ -55,13 +58,16 @@ class StepRecord:
     lr: float
     throughput: Throughput
     val_loss: float | None = None
+    skipped_steps: tuple[int, ...] = ()
+    alarm: str = ""
 
-    def line(self) -> dict[str, float | None]:
-        """The record as flat keys; `mfu` is None when unknown, `val_loss` is there only when measured."""
+    def line(self) -> dict[str, Any]:
+        """The record as flat keys; `mfu` is None when unknown, and what comes after it is there only when it is."""
         flat = asdict(self)
         flat |= flat.pop("throughput")
-        if self.val_loss is None:
-            del flat["val_loss"]
+        for key in ("val_loss", "skipped_steps", "alarm"):
+            if flat[key] in (None, (), ""):
+                del flat[key]
         return flat
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -53,7 +54,7 @@ class ProgressBar:
         self._task = self._progress.add_task("starting", total=total_steps, completed=resume_step, left="")
         self._progress.start()
 
-    def log(self, record: Mapping[str, float | None]) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Redraw with the values of the record."""
         step, values, left = self._status.read(record)
         self._progress.update(self._task, completed=step, description=values, left=left, refresh=True)
@@ -73,7 +74,7 @@ class ProgressLines:
         self._clock = clock
         self._next_s = clock()
 
-    def log(self, record: Mapping[str, float | None]) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Print the record if its time has come."""
         step, values, left = self._status.read(record)
         now = self._clock()
@@ -95,7 +96,7 @@ class _Status:
         self.pace = Pace(total_steps, clock=clock)
         self._val_loss: float | None = None
 
-    def read(self, record: Mapping[str, float | None]) -> tuple[int, str, str]:
+    def read(self, record: Mapping[str, Any]) -> tuple[int, str, str]:
         """Take in a record; the last held-out loss stays in sight until the next one."""
         step = int(record["step"] or 0)
         self._val_loss = record.get("val_loss", self._val_loss)

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nxtrain.metrics.progress import open_progress
 
@@ -25,8 +25,8 @@ TENSORBOARD_DIR = "tensorboard"
 class Sink(Protocol):
     """A reader of step records."""
 
-    def log(self, record: Mapping[str, float | None]) -> None:
-        """Take one record; `step` is among its keys, None means unknown."""
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Take one record; `step` is among its keys, None means unknown; not all values need be numbers."""
         ...
 
     def close(self) -> None:
@@ -47,9 +47,9 @@ class JsonlSink:
             _forget_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
 
-    def log(self, record: Mapping[str, float | None]) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null."""
-        finite = {key: v if v is not None and math.isfinite(v) else None for key, v in record.items()}
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 

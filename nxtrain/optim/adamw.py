@@ -92,9 +92,7 @@ class AdamW:
             lost.zero_()
 
     @torch.no_grad()
-    def step(
-        self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None
-    ) -> None:
+    def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None) -> None:
         """Update every parameter.
 
         Args:

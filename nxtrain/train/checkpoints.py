@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import Shards
@@ -26,6 +27,7 @@ class Checkpoints:
         inputs: Identity of what the run reads.
         begun: Where the run stood when this process began.
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
+        stability: Tells what of the norms so far is to be known after a resumption.
         say: Takes lines for people.
     """
 
@@ -36,10 +38,12 @@ class Checkpoints:
         inputs: Inputs,
         begun: Meta,
         tokenizer: Path | None,
+        stability: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
     ) -> None:
         config, backend = plan.config, state.backend
         self._plan, self._state, self._inputs, self._begun, self._say = plan, state, inputs, begun, say
+        self._stability = stability
         self._failed = ""
         self._saver = Saver(
             config.run.dir / layout.FOLDER,
@@ -62,7 +66,8 @@ class Checkpoints:
         Raises:
             CheckpointError: It was not, though it is the last; or with `checkpoint.strict`, an earlier one was not.
         """
-        self._saver.save(self._shards, meta_at(step, self._plan, self._inputs, self._begun), must=last)
+        meta = meta_at(step, self._plan, self._inputs, self._begun)
+        self._saver.save(self._shards, meta.model_copy(update={"stability": self._stability()}), must=last)
         if last and self._failed:
             raise CheckpointError(self._failed)
 

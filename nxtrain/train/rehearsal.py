@@ -20,6 +20,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state
+from nxtrain.train.guard import Guard
 from nxtrain.train.start import settle, shards_of
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer, Work
@@ -89,6 +90,7 @@ def trainer(
         meter=ThroughputMeter(plan.family.flops_per_token(plan.model, config.train.seq_len), None),
         sinks=(),
         save=save,
+        guard=Guard(config, state, heeds=False),
         watch=watch,
     )
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -17,7 +17,7 @@ from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.data import Loader, Samples, open_data, unigram_entropy
-from nxtrain.errors import DivergedError, StoppedBySignal
+from nxtrain.errors import DivergedError, RestartError, StoppedBySignal
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
@@ -26,6 +26,7 @@ from nxtrain.train.attempts import LOGS, Attempts
 from nxtrain.train.build import mesh_of
 from nxtrain.train.checkpoints import Checkpoints
 from nxtrain.train.course import Course
+from nxtrain.train.guard import Guard
 from nxtrain.train.identity import Inputs
 from nxtrain.train.preflight import check_folder, check_space
 from nxtrain.train.recompiles import Recompiles
@@ -140,13 +141,15 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
     peak = backend.peak_flops()
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     course = Course(meta.step, watchdog, attempts if leader else None)
+    guard = Guard(config, state)
+    guard.begin(meta.step, meta.stability)
 
     def watch(step: int, work: Work) -> None:
         course.enter(step, work)
         recompiles.enter(step, work)
 
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
-    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, say)
+    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.stability.state, say)
     try:
         with course:
             trainer = Trainer(
@@ -163,13 +166,14 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
                 meter=ThroughputMeter(flops, peak * mesh.world if peak else None, tokens=meta.tokens),
                 sinks=sinks,
                 save=checkpoints.save,
+                guard=guard,
                 watch=watch,
                 stops=course.stops,
             )
             val_loss = trainer.run(meta.step)
             recompiles.leave()
             checkpoints.close()
-    except (DivergedError, StoppedBySignal):
+    except (DivergedError, RestartError, StoppedBySignal):
         checkpoints.close()  # all ranks end here, so that they can wait for the last checkpoint
         raise
     finally:

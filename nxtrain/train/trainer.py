@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, NoReturn
@@ -14,13 +14,14 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.errors import DivergedError, StoppedBySignal
+from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
+from nxtrain.train.guard import Guard, Verdict
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 
-Work = Literal["training", "log", "evaluation", "checkpoint"]
+Work = Literal["training", "vote", "log", "evaluation", "checkpoint"]
 """What a run does at its times; each kind has graphs of its own on devices that compile."""
 
 
@@ -46,6 +47,7 @@ class Trainer:
         meter: Speed.
         sinks: Where records go.
         save: Saves the state of a finished step; told that nothing comes after it, it waits until that is written.
+        guard: Decides about numbers that go wrong.
         watch: Is told, before it begins, of each piece of work and its step.
         stops: Whether the run stops after a finished step, or the one that it continues from; the same on all ranks.
     """
@@ -58,6 +60,7 @@ class Trainer:
     meter: ThroughputMeter
     sinks: Sequence[Sink]
     save: Callable[[int, bool], None]
+    guard: Guard
     watch: Callable[[int, Work], None] = unwatched
     stops: Callable[[int], bool] = unstopped
 
@@ -65,7 +68,8 @@ class Trainer:
         """Train from the step after `finished` to the last, and return the last held-out loss, if any.
 
         Raises:
-            DivergedError: A logged loss or gradient norm is not finite.
+            DivergedError: Losses, gradients or parameters went wrong, and the configuration says to stop.
+            RestartError: The run must go on from its newest checkpoint.
             StoppedBySignal: It was asked to stop, and the state of its last step is saved.
         """
         config, backend = self.config, self.state.backend
@@ -86,12 +90,21 @@ class Trainer:
                 self.meter.add_step(step_tokens)
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
+                self._compare(step, saves=saves)
                 if evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total):
-                    read = self._read(step, result, rate)
+                    read, verdict = self._read(step, result, rate)
                     throughput = self.meter.read()
                     with self.meter.paused():
                         val_loss = self.evaluate(step) if evaluates else None
-                        record = StepRecord(step=step, lr=rate, throughput=throughput, val_loss=val_loss, **read)
+                        record = StepRecord(
+                            step=step,
+                            lr=rate,
+                            throughput=throughput,
+                            val_loss=val_loss,
+                            skipped_steps=verdict.skipped_steps,
+                            alarm=verdict.alarm,
+                            **read,
+                        )
                         for sink in self.sinks:
                             sink.log(record.line())
                         if saves:
@@ -106,22 +119,24 @@ class Trainer:
         if not self.config.checkpoint.every:
             raise StoppedBySignal(f"stopped after step {step}; nothing is saved, since checkpoint.every=0")
         if not saved:
+            self._compare(step, saves=True)
             self._read(step, result, lr)
         self.watch(step, "checkpoint")
         self.save(step, True)
         raise StoppedBySignal(f"stopped after step {step}, whose checkpoint is saved; start it again, and it goes on")
 
-    def _read(self, step: int, result: StepResult, lr: float) -> dict[str, float]:
-        """What is told of a step.
-
-        Raises:
-            DivergedError: Some of it is not finite.
-        """
+    def _read(self, step: int, result: StepResult, lr: float) -> tuple[dict[str, float], Verdict]:
+        """What is told of a step, and what the guard says of it."""
         self.watch(step, "log")
-        values = {"loss": result.loss, "grad_norm": result.grad_norm, **self._health(lr)}
-        read = self.state.backend.fetch(values)
-        _check_finite(step, read)
-        return read
+        found = {"loss": result.loss, "grad_norm": result.grad_norm, **self.guard.values()}
+        read = self.state.backend.fetch({**found, **self._health(lr)})
+        return read, self.guard.judge(step, read)
+
+    def _compare(self, step: int, *, saves: bool) -> None:
+        """Let the replicas vote, if it is time."""
+        if self.guard.votes_at(step, saves=saves):
+            self.watch(step, "vote")
+            self.guard.vote(step)
 
     def evaluate(self, step: int) -> float:
         """Mean loss over the held-out tokens after a step: the first `eval_batches` global batches, always the same."""
@@ -157,12 +172,3 @@ def _total(backend: Backend, values: Sequence[Tensor]) -> float:
 def _due(step: int, every: int, total: int) -> bool:
     """Whether something that happens every so many steps, and after the last, happens now; 0 is never."""
     return every > 0 and (step % every == 0 or step == total)
-
-
-def _check_finite(step: int, values: Mapping[str, float]) -> None:
-    wrong = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
-    if wrong:
-        raise DivergedError(
-            f"step {step}: {', '.join(wrong)}; the run has diverged. Resume from a checkpoint before it with a lower "
-            "optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
-        )

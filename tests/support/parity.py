@@ -154,9 +154,7 @@ class _Keeper(AdamW):
         self.grads: dict[str, Tensor] = {}
         self.scale = torch.ones(())
 
-    def step(
-        self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None
-    ) -> None:
+    def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None) -> None:
         self.grads = {name: grad.detach().cpu().clone() for name, grad in grads.items()}
         self.scale = grad_scale
 

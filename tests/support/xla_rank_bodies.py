@@ -146,7 +146,7 @@ def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:
     saved, loaded = state("draw"), state("zeros")
     backend.step_boundary()
     inputs = Inputs("")
-    Checkpoints(plan, saved, inputs, meta_at(0, plan, inputs), None, print).save(1, True)
+    Checkpoints(plan, saved, inputs, meta_at(0, plan, inputs), None, dict, print).save(1, True)
     restore(loaded, layout.step_path(plan.config.run.dir / layout.FOLDER, 1), weights_only=False)
     backend.step_boundary()
     there = dict(loaded.model.named_parameters())

@@ -1,0 +1,232 @@
+"""What becomes of a run whose numbers go wrong: steps that are not finite, replicas that differ, norms that grow."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor
+
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import DivergedError, RestartError
+from nxtrain.metrics.stability import Stability
+from nxtrain.train.skipped import BadSteps
+from nxtrain.train.step import TrainState
+from nxtrain.train.vote import Vote
+
+LOGS = "logs"
+NON_FINITE = "non_finite.jsonl"
+VOTES = "votes.jsonl"
+HOPELESS = 50
+"""Steps in a row that update nothing, after which no policy goes on."""
+
+REMEDY = "Resume from a checkpoint before it with a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a record says beside its numbers.
+
+    Args:
+        skipped_steps: Since the record before, those that updated nothing.
+        alarm: In words; empty: none.
+    """
+
+    skipped_steps: tuple[int, ...] = ()
+    alarm: str = ""
+
+
+class Guard:
+    """Reads what the device remembers, and decides.
+
+    A step that is not finite has updated nothing when it is read. What follows is `recovery.non_finite`: the end of the
+    run, nothing, or a start from the newest checkpoint. There, a step that is bad again was so for its data or its
+    weights, and is skipped from then on; one that is not was a fault of the machine. The ranks of a run see the same
+    numbers and decide alike; the first of them writes down what is not to be forgotten.
+
+    Args:
+        config: Of the run.
+        state: Its state.
+        heeds: Whether numbers have a meaning; where graphs are collected or traced they have none, and nothing is read
+            or written.
+        console: Where warnings go; by default standard error.
+    """
+
+    def __init__(
+        self, config: RunConfig, state: TrainState, *, heeds: bool = True, console: Console | None = None
+    ) -> None:
+        self.stability = Stability()
+        self._config, self._state, self._heeds = config, state, heeds
+        self._leads = state.mesh.rank == 0
+        self._say = (console or Console(stderr=True, highlight=False, soft_wrap=True, quiet=not self._leads)).print
+        self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._last_read, self._in_a_row = 0, 0
+        self._vote = Vote(state) if config.recovery.vote_every else None
+        self._verdicts: dict[int, str] = {}
+        if heeds and config.recovery.non_finite == "rollback":
+            self._verdicts = {line["step"]: line["verdict"] for line in _lines(self._file(NON_FINITE))}
+
+    def begin(self, finished: int, stability: Mapping[str, Any]) -> None:
+        """Go on after some finished steps, with what a checkpoint kept of `stability`."""
+        self._last_read = finished
+        self.stability.restore(stability)
+
+    def values(self) -> dict[str, Tensor]:
+        """What to fetch with a record, as () float32 tensors."""
+        return self._state.skipped.values()
+
+    def judge(self, step: int, read: dict[str, float]) -> Verdict:
+        """Look at what was read after a step; takes out of it what is no part of the record.
+
+        Raises:
+            DivergedError: The run must not go on.
+            RestartError: It must go on from its newest checkpoint.
+        """
+        bad = self._state.skipped.take(step, self._last_read, read)
+        last_read, self._last_read = self._last_read, step
+        if not self._heeds:
+            return Verdict()
+        last_good = max(set(range(last_read + 1, step + 1)).difference(bad.steps), default=last_read - self._in_a_row)
+        self._in_a_row = step - last_good
+        self._settle(bad, last_read, step)
+        wrong = [f"{name}={value}" for name, value in read.items() if not math.isfinite(value)]
+        if wrong and not bad.steps:
+            raise DivergedError(f"step {step}: {', '.join(wrong)}; the run has diverged. {REMEDY}")
+        if bad.steps:
+            self._decide(bad)
+        kind, alarm = self.stability.see(read["loss"], read["grad_norm"])
+        if kind == "diverging" and self._config.recovery.on_divergence == "stop":
+            raise DivergedError(f"step {step}: {alarm}; the run is diverging, recovery.on_divergence=stop. {REMEDY}")
+        if alarm:
+            self._warn(f"step {step}: {kind}: {alarm}")
+        return Verdict(bad.steps, f"{kind}: {alarm}" if alarm else "")
+
+    def votes_at(self, step: int, *, saves: bool) -> bool:
+        """Whether the replicas are compared after a step: as configured, and before each checkpoint."""
+        every = self._config.recovery.vote_every
+        return self._vote is not None and self._vote.is_possible and (saves or step % every == 0)
+
+    def vote(self, step: int) -> None:
+        """Compare the replicas.
+
+        Raises:
+            RestartError: They differ.
+        """
+        assert self._vote is not None
+        of_all, differing = self._vote.gather()
+        backend = self._state.backend
+        number = backend.fetch({"differing": differing})["differing"]
+        if not self._heeds or number == 0:
+            return
+        told = self._name(step, of_all)
+        backend.collectives.barrier()  # what was found is on disk before the first rank ends
+        raise RestartError(
+            f"step {step}: the replicas of the model are no longer equal: {told}. A run whose ranks are started again "
+            "(recovery.max_restarts) goes on from its newest checkpoint, before which they were; a rank that is named "
+            "again and again has a bad device"
+        )
+
+    def _name(self, step: int, of_all: Tensor) -> str:
+        """Who differs in what; the first rank of those that compared writes it down."""
+        assert self._vote is not None
+        rank, file = self._state.mesh.rank, self._file(VOTES)
+        dissents = self._vote.dissents(of_all)
+        if not dissents:
+            return f"others found it, see {file}"
+        before = Counter(rank for line in _lines(file) for rank in line["ranks"])
+        if rank == self._vote.axis.group_of(rank)[0]:
+            for found in dissents:
+                line = {"step": step, "ranks": found.ranks, "tensors": found.tensors, "attempt": self._attempt}
+                _append(file, line)
+        named = {rank: before[rank] for found in dissents for rank in found.ranks}
+        again = [f"rank {rank} was named {times} times before" for rank, times in named.items() if times]
+        return "; ".join([*map(str, dissents), *again])
+
+    def _settle(self, bad: BadSteps, last_read: int, step: int) -> None:
+        """Say what became of steps that were rolled back."""
+        rolled_back = [s for s, verdict in self._verdicts.items() if verdict == "rolled_back"]
+        for earlier in rolled_back:
+            if last_read < earlier <= step:
+                if earlier in bad.steps:
+                    self._note(earlier, bad, "persistent")
+                    self._warn(
+                        f"step {earlier} is not finite again on the same data and weights: no fault of the machine. "
+                        "It is skipped from now on"
+                    )
+                else:
+                    self._note(earlier, BadSteps(), "transient")
+                    self._warn(f"step {earlier} is finite this time: what it was before was a fault of the machine")
+
+    def _decide(self, bad: BadSteps) -> None:
+        """Do what is configured about steps that updated nothing."""
+        policy = self._config.recovery.non_finite
+        new = [step for step in bad.steps if self._verdicts.get(step) != "persistent"]
+        if policy == "stop":
+            for step in bad.steps:
+                self._note(step, bad, "stopped")
+            raise DivergedError(f"{self._told(bad)}; the run has diverged (recovery.non_finite=stop). {REMEDY}")
+        if self._in_a_row >= HOPELESS:
+            raise DivergedError(f"{self._told(bad)}, the {self._in_a_row}th in a row; the run has diverged. {REMEDY}")
+        if policy == "rollback" and new:
+            for step in new:
+                self._note(step, bad, "rolled_back")
+            self._state.backend.collectives.barrier()  # what was found is on disk before the first rank ends
+            raise RestartError(
+                f"{self._told(bad)}; recovery.non_finite=rollback: a run whose ranks are started again "
+                "(recovery.max_restarts) goes on from its newest checkpoint and finds out whether that recurs"
+            )
+        if policy == "skip":
+            for step in new:
+                self._note(step, bad, "skipped")
+        self._warn(f"{self._told(bad)}; recovery.non_finite={policy}: the run goes on")
+
+    def _told(self, bad: BadSteps) -> str:
+        steps = ", ".join(map(str, bad.steps))
+        which, it = (f"step {steps}: ", "it") if len(bad.steps) == 1 else (f"steps {steps}: the last with ", "them")
+        return f"{which}loss={bad.loss}, grad_norm={bad.grad_norm}, and nothing was updated by {it}"
+
+    def _note(self, step: int, bad: BadSteps, verdict: str) -> None:
+        """Write down a step and its data, of which the positions in the order suffice to find it again."""
+        self._verdicts[step] = verdict
+        if not self._leads:
+            return
+        rows = self._config.train.global_batch
+        numbers = (bad.loss, bad.grad_norm) if bad.steps and step == bad.steps[-1] else (None, None)
+        loss, grad_norm = (x if x is None or math.isfinite(x) else str(x) for x in numbers)
+        positions = [(step - 1) * rows, step * rows]
+        line = {"step": step, "loss": loss, "grad_norm": grad_norm, "positions": positions, "attempt": self._attempt}
+        _append(self._file(NON_FINITE), {**line, "verdict": verdict})
+
+    def _warn(self, text: str) -> None:
+        self._say(f"warning: {text}", style="yellow", markup=False)
+
+    def _file(self, name: str) -> Path:
+        return self._config.run.dir / LOGS / name
+
+
+def _append(file: Path, line: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(line, allow_nan=False) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file; of one that a killed process left torn, none."""
+    if not file.exists():
+        return []
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
