@@ -295,8 +295,11 @@ class _Armed:
 
 
 def _replace(place: Place, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    module, _, class_name = place.owner.partition(":")
-    owner: Any = importlib.import_module(module)
-    if class_name:
-        owner = getattr(owner, class_name)
+    owner = _owner(place)
     setattr(owner, place.attribute, wrapper(getattr(owner, place.attribute)))
+
+
+def _owner(place: Place) -> Any:
+    module, _, class_name = place.owner.partition(":")
+    owner = importlib.import_module(module)
+    return getattr(owner, class_name) if class_name else owner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import io
 import subprocess
 import sys
@@ -66,9 +65,7 @@ def test_the_example_is_a_fault() -> None:
 
 @pytest.mark.parametrize("place", [*POINTS.values(), *faults.GRADIENTS, faults.LOSS])
 def test_every_point_is_a_function_of_the_run(place: faults.Place) -> None:
-    module, _, class_name = place.owner.partition(":")
-    owner = importlib.import_module(module)
-    assert callable(vars(getattr(owner, class_name) if class_name else owner)[place.attribute])
+    assert callable(vars(faults._owner(place))[place.attribute])
 
 
 def test_a_run_that_is_told_nothing_does_not_even_load_this() -> None:

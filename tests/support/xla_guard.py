@@ -1,0 +1,86 @@
+"""What a device of the XLA lane does with steps that are not finite, and with checksums; imported in its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.config.check import Resolved
+from nxtrain.train.step import TrainState, train_step
+from nxtrain.train.vote import checksums, factors
+from tests.support.models import tokens
+from tests.support.parity import GLOBAL_BATCH, LR, local_batch, start
+from tests.support.xla_bodies import Counts
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """A run whose third and fourth steps are bad.
+
+    Args:
+        changed: By step, which tensors the update changed a bit of.
+        skipped: The marks after the last step.
+        compiled: Graphs that were new, by step.
+        fallbacks: Operations that left a graph.
+    """
+
+    changed: list[list[str]]
+    skipped: list[float]
+    compiled: list[int]
+    fallbacks: tuple[str, ...]
+
+
+def skipping(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Skipping:
+    """Take six steps; in the bad ones one weight is NaN or infinite, and right again after them."""
+    state = start(backend, resolved, weights)
+    batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
+    norm = dict(state.model.named_parameters())["model.norm.weight"]
+    changed, compiled = [], []
+    for step in range(1, 7):
+        right = norm.detach().cpu()
+        if step in {3, 4}:
+            wrong = right.clone()
+            wrong[0] = float("nan" if step == 3 else "inf")
+            with torch.no_grad():
+                norm.copy_(backend.put(wrong))
+        backend.step_boundary()
+        before, counted = _held(state), Counts.now().compiled
+        train_step(state, batch, LR)
+        backend.step_boundary()
+        compiled.append(Counts.now().compiled - counted)
+        after = _held(state)
+        changed.append([name for name, x in before.items() if not torch.equal(x, after[name])])
+        if step in {3, 4}:
+            with torch.no_grad():
+                norm.copy_(backend.put(right))
+    backend.step_boundary()
+    return Skipping(changed, state.skipped.marks.cpu().tolist(), compiled, Counts.now().fallbacks)
+
+
+def skippings(backend: Backend, cases: list[tuple[Resolved, Mapping[str, Tensor]]]) -> list[Skipping]:
+    """`skipping` of each case."""
+    return [skipping(backend, *case) for case in cases]
+
+
+def _held(state: TrainState) -> dict[str, Tensor]:
+    kinds = {"param": dict(state.model.named_parameters()), **state.optimizer.state}
+    kinds["shard"] = dict(state.data_parallel.shards)
+    bits = {2: torch.int16, 4: torch.int32}
+    return {
+        f"{kind} {name}": x.detach().cpu().view(bits[x.dtype.itemsize])
+        for kind, tensors in kinds.items()
+        for name, x in tensors.items()
+    }
+
+
+def summed(backend: Backend, tensors: Mapping[str, Tensor]) -> list[int]:
+    """Their checksums on the device."""
+    there = {name: backend.put(x) for name, x in tensors.items()}
+    found = checksums(there, backend.kernels, backend.put(factors(64)))
+    backend.step_boundary()
+    assert not Counts.now().fallbacks
+    return [int(number) for number in found.cpu()]
