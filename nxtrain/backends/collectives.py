@@ -50,6 +50,9 @@ class Collectives(ABC):
 
     lazy: bool = False
 
+    def part(self) -> None:
+        """Let nothing of the values of earlier collectives reach later ones, but by what these are given."""
+
     def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
         """Reduce over the axis."""
         return self.start_all_reduce(x, axis, op).wait()

@@ -56,6 +56,13 @@ class XlaCollectives(Collectives):
         self._boundary, self._hosts = boundary, hosts
         self._is_first: dict[int, Tensor] = {}  # by position in a pair
 
+    def part(self) -> None:
+        # torch-xla keeps collectives in order by adding to each one's input the first number of the last one's result,
+        # times 0: NaN and infinity there make all of the next NaN. What the data orders needs no such number.
+        import torch_xla
+
+        torch_xla._XLAC._set_all_reduce_token(torch_xla._XLAC._xla_get_default_device(), None)
+
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)

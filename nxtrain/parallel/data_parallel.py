@@ -192,6 +192,7 @@ class Zero1(Bucketed):
 
     @torch.no_grad()
     def publish(self) -> None:
+        self._comm.part()  # gradients that are not finite update nothing, and must not reach parameters on another way
         gathering = []
         for names in self.buckets:
             packed = torch.cat([self.shards[name].reshape(1, -1) for name in names], dim=1)
