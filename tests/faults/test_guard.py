@@ -183,7 +183,7 @@ def test_a_flip_is_found_within_so_many_steps_and_not_without_a_vote(broken: Bro
 
 
 def test_a_spike_is_told_in_the_record_and_growth_ends_the_run(broken: Broken) -> None:
-    quiet = {"checkpoint": {"every": 0}, "optim": {"lr": 1e-4, "min_lr": 1e-4}, "train": {"steps": 60}}
+    quiet: dict[str, Any] = {"checkpoint": {"every": 0}, "optim": {"lr": 1e-4, "min_lr": 1e-4}, "train": {"steps": 60}}
     spike = broken.plan("spike", dp=1, **quiet)
     assert broken.run(spike, "spike@*:20:reduce:30") == [""]
     alarms = {record["step"]: record["alarm"] for record in course(spike.config.run.dir) if "alarm" in record}

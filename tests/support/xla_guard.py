@@ -67,7 +67,7 @@ def skippings(backend: Backend, cases: list[tuple[Resolved, Mapping[str, Tensor]
 
 
 def _held(state: TrainState) -> dict[str, Tensor]:
-    kinds = {"param": dict(state.model.named_parameters()), **state.optimizer.state}
+    kinds: dict[str, Mapping[str, Tensor]] = {"param": dict(state.model.named_parameters()), **state.optimizer.state}
     if state.layout.mesh.shard_size > 1:
         kinds["shard"] = dict(state.data_parallel.shards)
     bits = {2: torch.int16, 4: torch.int32}
