@@ -29,7 +29,7 @@ _FREE_KEYS = {
     *("backend.name", "train.steps", "train.eval_batches"),
     *("optim.lr", "optim.min_lr", "optim.schedule", "optim.warmup_steps", "optim.decay_steps"),
 }
-_OPTIONAL = ("train.eval_every", "checkpoint.every")
+_OPTIONAL = ("train.eval_every", "checkpoint.every", "recovery.vote_every")
 """Intervals: a graph depends on whether there is one, and not on its length."""
 
 

@@ -218,8 +218,8 @@ class BackendConfig(Section):
 class MetricsConfig(Section):
     """[metrics]: what is reported."""
 
-    log_every: PositiveInt = 10
-    """Steps between lines of metrics.jsonl; each reads from the device once."""
+    log_every: int = Field(default=10, ge=1, le=240)
+    """Steps between lines of metrics.jsonl; each reads from the device once, which remembers bad steps so long."""
     tensorboard: bool = True
     """Write TensorBoard event files as well."""
     progress: bool = True

@@ -195,7 +195,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         precision=precision,
         clip=run.optim.clip,
         sums=backend.put(torch.zeros(2)),
-        skipped=SkippedSteps(run.metrics.log_every, backend.put),
+        skipped=SkippedSteps(backend.put),
     )
 
 

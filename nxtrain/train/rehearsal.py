@@ -105,6 +105,7 @@ def _short(config: RunConfig) -> RunConfig:
             }
         ),
         "checkpoint": config.checkpoint.model_copy(update={"every": _EVERY if config.checkpoint.every else 0}),
+        "recovery": config.recovery.model_copy(update={"vote_every": _EVERY if config.recovery.vote_every else 0}),
         "metrics": config.metrics.model_copy(update={"log_every": _EVERY}),
     }
     return config.model_copy(update=short)

@@ -11,6 +11,9 @@ from torch import Tensor
 _BITS = 24
 """Steps that one float32 tells exactly."""
 
+_NUM_WORDS = 10
+"""Enough for the largest `metrics.log_every`; a size that followed it would make other graphs of other intervals."""
+
 _LARGEST = torch.tensor(torch.finfo(torch.float32).max)
 
 
@@ -37,16 +40,13 @@ class SkippedSteps:
     """A mark for each of the last steps, the latest at the end, so that no mark needs the number of its step.
 
     Args:
-        num_steps: Most steps between two readings.
         put: Copies a host tensor to the device.
     """
 
-    def __init__(self, num_steps: int, put: Callable[[Tensor], Tensor]) -> None:
-        size = -(-num_steps // _BITS) * _BITS
-        self.marks = put(torch.zeros(size))
+    def __init__(self, put: Callable[[Tensor], Tensor]) -> None:
+        self.marks = put(torch.zeros(_NUM_WORDS * _BITS))
         self.last = put(torch.zeros(2))
         self._bits = put(2.0 ** torch.arange(_BITS))
-        self._num_words = size // _BITS
 
     @torch.no_grad()
     def note(self, skip: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
@@ -58,12 +58,12 @@ class SkippedSteps:
     def values(self) -> dict[str, Tensor]:
         """What to fetch, as () float32 tensors."""
         words = (self.marks.view(-1, _BITS) * self._bits).sum(dim=1)
-        values = {f"skipped_{index}": words[index].clone() for index in range(self._num_words)}
+        values = {f"skipped_{index}": words[index].clone() for index in range(_NUM_WORDS)}
         return values | {f"skipped_{name}": self.last[i].clone() for i, name in enumerate(("loss", "grad_norm"))}
 
     def take(self, step: int, last_read: int, read: dict[str, float]) -> BadSteps:
         """What the values tell of the steps after `last_read` up to `step`; takes them out of what was read."""
-        words = [int(read.pop(f"skipped_{index}")) for index in range(self._num_words)]
+        words = [int(read.pop(f"skipped_{index}")) for index in range(_NUM_WORDS)]
         loss, grad_norm = read.pop("skipped_loss"), read.pop("skipped_grad_norm")
         marks = [word >> bit & 1 for word in words for bit in range(_BITS)]
         first = step - len(marks) + 1

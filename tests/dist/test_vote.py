@@ -48,8 +48,8 @@ def said(vote: Vote, state: TrainState) -> list[str]:
     return dissents if dissents or not number else ["elsewhere"]
 
 
-def run(ranks: RankPool, dp: int, flipped: int, tp: int = 1, **cuts: str) -> list[dict[str, list[str]]]:
-    resolved = layout("gqa2", tp=tp, dp=dp, micro=1, params="bf16", update="fp32_master", **cuts)
+def run(ranks: RankPool, dp: int, flipped: int, tp: int = 1, shard: str = "none") -> list[dict[str, list[str]]]:
+    resolved = layout("gqa2", tp=tp, dp=dp, micro=1, params="bf16", update="fp32_master", shard=shard)
     return ranks.run(dp * tp, found_after_flips, resolved, weights_of(resolved), flipped)
 
 

@@ -12,8 +12,9 @@ from nxtrain.train.vote import checksums, factors
 from tests.support.layers import random
 from tests.support.models import changed, weights_of
 from tests.support.parity import layout
+from tests.support.runs import run_plan, token_file
 from tests.support.xla_engine import run_devices
-from tests.support.xla_guard import Skipping, skippings, summed
+from tests.support.xla_guard import Skipping, skippings, summed, voted
 
 SPOILED = "param model.norm.weight"
 RULES: list[dict[str, Any]] = [
@@ -45,6 +46,25 @@ def test_bad_steps_of_two_ranks_with_cut_state_change_no_bit(tmp_path: Path) -> 
     plan = layout("gqa2", tp=1, dp=2, micro=2, shard="zero1", params="bf16", update="bf16_kahan")
     for (course,) in run_devices(2, skippings, [(plan, weights_of(plan))], folder=tmp_path):
         check(course)
+
+
+def test_a_run_that_votes_compiles_nothing_again_and_finds_what_one_device_changed(tmp_path: Path) -> None:
+    data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 40))}
+    plan = run_plan(
+        tmp_path / "run",
+        data,
+        steps=8,
+        train={"micro_batch": 2},
+        parallel={"tp": 1, "dp": 2},
+        metrics={"log_every": 3},
+        checkpoint={"every": 0},
+        compile={"max_recompiles": 0},
+        recovery={"vote_every": 2},
+    )
+    sound, changed = zip(*run_devices(2, voted, plan, folder=tmp_path), strict=True)
+    assert sound == ("", "")
+    told = "RestartError: step 6: the replicas of the model are no longer equal: ranks 0 and 1 differ in "
+    assert all(text.startswith(told) for text in changed), changed
 
 
 def test_checksums_are_those_of_the_cpu(tmp_path: Path) -> None:
