@@ -121,9 +121,10 @@ def flip(model: torch.nn.Module, name: str = "") -> None:
     for own, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
         if local.numel() and name in {"", own}:
-            bits = local.reshape(-1)[:1].cpu().view(torch.uint8).clone()
+            whole = local.cpu().clone()  # on lazy devices a write into a part would make the next step another graph
+            bits = whole.view(-1)[:1].view(torch.uint8)
             bits[0] ^= 1
-            local.view(-1)[:1].copy_(bits.view(local.dtype))
+            local.copy_(whole.to(local.device))
             return
     raise InjectedError(f"this rank holds nothing of a parameter {name!r}")
 

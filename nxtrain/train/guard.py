@@ -82,8 +82,14 @@ class Guard:
         """What to fetch with a record, as () float32 tensors."""
         return self._state.skipped.values()
 
-    def judge(self, step: int, read: dict[str, float]) -> Verdict:
+    def judge(self, step: int, read: dict[str, float], *, recorded: bool = True) -> Verdict:
         """Look at what was read after a step; takes out of it what is no part of the record.
+
+        Args:
+            step: Which.
+            read: What was fetched.
+            recorded: It becomes a record. What does not is no part of the norm's course, or a run that stopped and went
+                on would raise its alarms at other steps than one that did not.
 
         Raises:
             DivergedError: The run must not go on.
@@ -101,6 +107,8 @@ class Guard:
             raise DivergedError(f"step {step}: {', '.join(wrong)}; the run has diverged. {REMEDY}")
         if bad.steps:
             self._decide(bad)
+        if not recorded:
+            return Verdict(bad.steps)
         kind, alarm = self.stability.see(read["loss"], read["grad_norm"])
         if kind == "diverging" and self._config.recovery.on_divergence == "stop":
             raise DivergedError(f"step {step}: {alarm}; the run is diverging, recovery.on_divergence=stop. {REMEDY}")

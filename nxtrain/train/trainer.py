@@ -91,7 +91,8 @@ class Trainer:
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
                 self._compare(step, saves=saves)
-                if evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total):
+                logs = evaluates or saves or step == 1 or _due(step, config.metrics.log_every, total)
+                if logs:
                     read, verdict = self._read(step, result, rate)
                     throughput = self.meter.read()
                     with self.meter.paused():
@@ -111,26 +112,29 @@ class Trainer:
                             self.watch(step, "checkpoint")
                             self.save(step, step == total)
                 if self.stops(step) and step < total:
-                    self._stop(step, result, rate, saved=saves)
+                    self._stop(step, result, rate, logged=logs, saved=saves)
         return val_loss
 
-    def _stop(self, step: int, result: StepResult, lr: float, *, saved: bool) -> NoReturn:
+    def _stop(self, step: int, result: StepResult, lr: float, *, logged: bool, saved: bool) -> NoReturn:
         """Save, and end the run; a step that is not logged otherwise stays out of the record."""
         if not self.config.checkpoint.every:
             raise StoppedBySignal(f"stopped after step {step}; nothing is saved, since checkpoint.every=0")
         if not saved:
             self._compare(step, saves=True)
-            self._read(step, result, lr)
+        if not logged:
+            self._read(step, result, lr, recorded=False)
         self.watch(step, "checkpoint")
         self.save(step, True)
         raise StoppedBySignal(f"stopped after step {step}, whose checkpoint is saved; start it again, and it goes on")
 
-    def _read(self, step: int, result: StepResult, lr: float) -> tuple[dict[str, float], Verdict]:
+    def _read(
+        self, step: int, result: StepResult, lr: float, *, recorded: bool = True
+    ) -> tuple[dict[str, float], Verdict]:
         """What is told of a step, and what the guard says of it."""
         self.watch(step, "log")
         found = {"loss": result.loss, "grad_norm": result.grad_norm, **self.guard.values()}
         read = self.state.backend.fetch({**found, **self._health(lr)})
-        return read, self.guard.judge(step, read)
+        return read, self.guard.judge(step, read, recorded=recorded)
 
     def _compare(self, step: int, *, saves: bool) -> None:
         """Let the replicas vote, if it is time."""

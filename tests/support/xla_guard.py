@@ -14,11 +14,9 @@ from nxtrain.errors import NxtrainError
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train import rehearsal
 from nxtrain.train.build import build_mesh, build_model, build_state
-from nxtrain.train.fault_kinds import flip
 from nxtrain.train.guard import Guard
 from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.step import TrainState, train_step
-from nxtrain.train.trainer import Work
 from nxtrain.train.vote import checksums, factors
 from tests.support.models import tokens
 from tests.support.parity import GLOBAL_BATCH, LR, local_batch, start
@@ -95,23 +93,12 @@ def summed(backend: Backend, tensors: Mapping[str, Tensor]) -> list[int]:
     return [int(number) for number in found.cpu()]
 
 
-def voted(backend: Backend, resolved: Resolved) -> tuple[str, str]:
-    """How a run ends that nothing befalls, and one whose second device turns a bit over after its fifth step."""
-    return _ending(backend, resolved, 0), _ending(backend, resolved, 5)
-
-
-def _ending(backend: Backend, resolved: Resolved, flips_after: int) -> str:
+def voted(backend: Backend, resolved: Resolved) -> str:
+    """How a run ends that nothing befalls; empty if well."""
     mesh = build_mesh(resolved, backend.world, backend.rank, backend.local_world)
     state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
-    recompiles = Recompiles(backend, 9 if flips_after else 0)  # the flip is a graph
-
-    def watch(step: int, work: Work) -> None:
-        recompiles.enter(step, work)
-        if backend.rank == 1 and work == "training" and step == flips_after + 1 and flips_after:
-            flip(state.model)
-            backend.step_boundary()
-
-    loop = rehearsal.trainer(resolved, state, resolved.config, Schedule(1e-3, 1e-3, 0, 8, "constant"), watch)
+    recompiles = Recompiles(backend, resolved.config.compile.max_recompiles)
+    loop = rehearsal.trainer(resolved, state, resolved.config, Schedule(1e-3, 1e-3, 0, 8, "constant"), recompiles.enter)
     try:
         replace(loop, guard=Guard(resolved.config, state)).run(0)
     except NxtrainError as error:
