@@ -129,37 +129,11 @@ def flip(model: torch.nn.Module, name: str = "") -> None:
     raise InjectedError(f"this rank holds nothing of a parameter {name!r}")
 
 
-class Watched:
-    """A context manager of a stream, which tells how much has been written so far: at first, and page by page.
-
-    Args:
-        opened: The context manager.
-        told: Takes the number of bytes.
-    """
-
-    def __init__(self, opened: Any, told: Callable[[int], None]) -> None:
-        self._opened, self._told, self._written = opened, told, 0
-
-    def __enter__(self) -> Watched:
-        self._stream = self._opened.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> Any:
-        return self._opened.__exit__(*error)
-
-    def write(self, data: Any) -> int:
-        """Write page by page."""
-        view = memoryview(data).cast("B")
-        if not self._written:
-            self._told(0)
-        for start in range(0, len(view), PAGE_BYTES):
-            self._written += self._stream.write(view[start : start + PAGE_BYTES])
-            self._stream.flush()  # so that it outlives the process
-            self._told(self._written)
-        return len(view)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+def write_part(writer: Any, block: Any, where: int, length: int) -> None:
+    """Write the first bytes of a block as its writer would, whole pages of them; they outlive the process."""
+    pages = -(-length // PAGE_BYTES) * PAGE_BYTES
+    with memoryview(block) as view:
+        os.pwrite(writer._file, view[:pages], where)
 
 
 def _signal(number: int) -> Callable[[], None]:

@@ -44,7 +44,7 @@ class Place:
     Args:
         owner: `module` or `module:Class`.
         attribute: Its name there.
-        when: Before it is called, after it has returned, or in the midst of writing to the stream that it opens.
+        when: Before it is called, after it has returned, or in the midst of the block that it writes.
     """
 
     owner: str
@@ -59,12 +59,12 @@ POINTS = {
     "reduce": Place("nxtrain.parallel.grads:Gradients", "reduce"),
     "opt": Place("nxtrain.optim.adamw:AdamW", "step"),
     "post_step": Place("nxtrain.train.trainer", "train_step", "after"),
-    "ckpt_stage": Place("nxtrain.checkpoint.save", "stage"),
-    "ckpt_write": Place("torch.distributed.checkpoint.filesystem:FileSystem", "create_stream", "writing"),
-    "ckpt_fsync": Place("nxtrain.checkpoint.layout", "sync_folder"),
-    "ckpt_commit": Place("nxtrain.checkpoint.layout", "write_durably"),
+    "ckpt_stage": Place("nxtrain.checkpoint.save:Staging", "fill"),
+    "ckpt_write": Place("nxtrain.checkpoint.blocks:BlockWriter", "_transfer", "writing"),
+    "ckpt_fsync": Place("nxtrain.checkpoint.blocks:BlockWriter", "close"),
+    "ckpt_commit": Place("nxtrain.checkpoint.save", "_commit"),
     "ckpt_rename": Place("nxtrain.checkpoint.layout", "publish"),
-    "ckpt_latest": Place("nxtrain.checkpoint.layout", "prune"),
+    "ckpt_latest": Place("nxtrain.checkpoint.layout", "point_to"),
     "load": Place("nxtrain.train.start", "restore"),
     "data": Place("nxtrain.data.loader:Loader", "batch"),
     "log": Place("nxtrain.metrics.sinks:JsonlSink", "log"),
@@ -182,6 +182,7 @@ class _Armed:
     def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
         self._faults, self._folder, self._rank = [f for f in faults if f.rank in {None, rank}], folder, rank
         self._step, self._in_step = 0, False
+        self._saved = 0  # checkpoints are written while steps go on
         self._slept: dict[Fault, int] = {}
         self._values: list[Fault] = []
         self._spoiled: set[Fault] = set()
@@ -194,6 +195,7 @@ class _Armed:
             for place in GRADIENTS:
                 _replace(place, self._on_gradients)
             _replace(LOSS, self._on_loss)
+        _replace(POINTS["ckpt_stage"], self._begin_save)
         # Outermost, so that whatever happens in a step belongs to it.
         _replace(Place("nxtrain.train.trainer", "train_step"), self._count_steps)
         _replace(Place("nxtrain.train.trainer:Trainer", "run"), self._begin_run)
@@ -202,6 +204,13 @@ class _Armed:
         def wrapped(trainer: Any, finished: int) -> Any:
             self._step = finished
             return run(trainer, finished)
+
+        return wrapped
+
+    def _begin_save(self, fill: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._saved = self._step
+            return fill(*args, **kwargs)
 
         return wrapped
 
@@ -229,26 +238,36 @@ class _Armed:
     ) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            step = self._step
+            step = self._saved if point.startswith("ckpt_") and point != "ckpt_stage" else self._step
             if point == "data":
                 step = args[1] + 1
                 if not threading.current_thread().name.startswith(DATA_THREADS):
                     return function(*args, **kwargs)
             if when == "before":
                 self._reach(point, step, args)
+            if when == "writing":
+                self._reach_in_block(point, step, args)
             result = function(*args, **kwargs)
             if when == "after":
                 self._reach(point, step, args)
-            if when == "writing" and "w" in args[2]:
-                return fault_kinds.Watched(result, lambda written: self._reach(point, step, args, written))
             return result
 
         return wrapped
 
-    def _reach(self, point: str, step: int, args: Sequence[Any], written: int = 0) -> None:
-        """Do what is due at a point."""
+    def _reach_in_block(self, point: str, step: int, args: Sequence[Any]) -> None:
+        """Write as much of a block as comes before a fault."""
+        writer, block, where, length = args
         for fault in self._faults:
-            if fault.point != point or fault.kind in fault_kinds.VALUES or written < fault.after_bytes:
+            if fault.point == point and where <= fault.after_bytes < where + length:
+                fault_kinds.write_part(writer, block, where, fault.after_bytes - where)
+                self._reach(point, step, args, [fault])
+
+    def _reach(
+        self, point: str, step: int, args: Sequence[Any], among: Sequence[Fault] | None = None
+    ) -> None:
+        """Do what is due at a point."""
+        for fault in self._faults if among is None else among:
+            if fault.point != point or fault.kind in fault_kinds.VALUES:
                 continue
             if fault.kind == "sleep":  # from its step on, once in each
                 if (fault.step is None or fault.step <= step) and self._slept.get(fault) != step:
