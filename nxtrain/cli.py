@@ -162,7 +162,7 @@ def compile_(
         int | None, typer.Option(min=1, help="Ranks per machine, as in the run; by default tp x pp x dp / nodes.")
     ] = None,
     first_node: Annotated[
-        str, typer.Option(metavar="NAME", help="With cluster.nodes above 1: one of them; the same on all.")
+        str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
     ] = "",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Graphs at a time; by default one per 64 GiB of memory.")
@@ -176,6 +176,7 @@ def compile_(
     neuron_parallel_compile of the Neuron SDK, trains nothing, fills compile.cache_dir, and writes the manifest to which
     compile.on_miss=stop holds a run. Of several nodes each needs a cache of its own: start this on all of them at the
     same time with --first-node, and again if graphs failed, or fetch what one has compiled: nxtrain cache sync SRC DST.
+    A node that holds some pipeline stages only compiles their graphs, and writes a manifest for these.
     """
     from nxtrain.compile.precompile import precompile
 

@@ -180,6 +180,12 @@ class Mesh:
             return f"rank {rank}"
         return f"pipeline stage {self.pp.group_of(rank).index(rank)} of {self.pp_size} (rank {rank})"
 
+    def stages_held(self, first: int, count: int) -> tuple[int, ...]:
+        """The pipeline stages of a machine that has the ranks from `first` on, ascending; empty if they are all."""
+        ranks = set(range(first, first + count))
+        held = tuple(stage for stage, group in enumerate(self.stage.groups) if not ranks.isdisjoint(group))
+        return held if len(held) < self.pp_size else ()
+
     @cached_property
     def _place(self) -> int:
         """Where this rank stands in [pp, dp, tp]."""

@@ -14,6 +14,9 @@ EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
 EXTRACTING = "extracting:"
 """How a line begins in which rank 0 names the work whose graphs follow."""
 
+HOLDING = "pipeline stages of this machine:"
+"""How a line begins in which a machine that holds some stages only names them, before any work."""
+
 ORIGIN = "environment"
 """Where these problems come from, as messages say it."""
 

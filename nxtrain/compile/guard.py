@@ -31,13 +31,22 @@ from nxtrain.compile.build import build_of
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import DONE, Key, locks, parse_key
 from nxtrain.compile.location import cache_folder
-from nxtrain.compile.manifest import Build, Manifest, check_ready, manifest_file, read_manifest
+from nxtrain.compile.manifest import (
+    Build,
+    Manifest,
+    check_ready,
+    manifest_file,
+    other_manifests,
+    read_manifest,
+    stage_words,
+)
 from nxtrain.compile.misses import differ, explain
 from nxtrain.compile.owners import descends, naming, read_owner
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.launch.neuron import compiles_ahead
+from nxtrain.mesh import Mesh
 
 INTERVAL_S = 0.5
 PATIENCE_S = 15.0
@@ -66,18 +75,26 @@ def guarded(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
     if environ.get("LOCAL_RANK", "0") != "0" or not compiles_ahead(config) or extracting(environ):
         yield
         return
-    cache, file = Cache(cache_folder(config.compile)), manifest_file(config)
+    cache = Cache(cache_folder(config.compile))
     for key in cache.break_locks():
         _say(f"broke the lock of {key}, whose owner is gone")
     world = int(environ.get("WORLD_SIZE", "1"))
     build = build_of(resolve(loaded, world), world, environ, _compiler())
     stops = config.compile.on_miss == "stop"
+    rank, parallel = int(environ.get("RANK", "0")), config.parallel
+    # No library's order of ranks, which goes within a machine, changes the stages that it holds.
+    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp)
+    stages = mesh.stages_held(rank, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    file = manifest_file(config, stages)
     if not file.exists():
+        absent = f"there is no {file}"
+        if stages:
+            absent += f", the manifest of a machine that holds {stage_words(stages, parallel.pp)}"
+        if others := other_manifests(config, file):
+            absent += f", but {', '.join(map(str, others))}"
         if stops:
-            raise BackendError(f"compile.on_miss=stop, but there is no {file}; write it with: nxtrain compile CONFIG")
-        _say(
-            f"there is no {file}: every graph that {cache} lacks is compiled when it is met; see nxtrain compile --help"
-        )
+            raise BackendError(f"compile.on_miss=stop, but {absent}; write it with: nxtrain compile CONFIG")
+        _say(f"{absent}: every graph that {cache} lacks is compiled when it is met; see nxtrain compile --help")
         yield
         return
     try:

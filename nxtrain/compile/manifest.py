@@ -3,17 +3,23 @@
 A manifest is small and is kept with the code, by default as `compile_cache/manifests/<run.name>.json`. The compiler's
 key of a graph is `MODULE_<graph>+<flags>`, below the compiler's version: a run finds its graphs only if all three are
 what they were.
+
+A machine that holds some pipeline stages only has a manifest for these, `<run.name>.stages-<stages>.json`. Machines
+with the same stages compile the same graphs and write the same file, so that nobody has to merge what others wrote: it
+is right on a folder that all share, without locks that network file systems answer late, and on one that none shares.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
+from nxtrain.backends.host_group import spans
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key, State, parse_key
 from nxtrain.compile.location import fill, host_name
@@ -63,20 +69,46 @@ class Manifest:
         name: Of the configuration.
         build: What they were compiled by and for.
         graphs: Each of them.
+        stages: The pipeline stages whose graphs they are; empty for all.
     """
 
     name: str
     build: Build
     graphs: tuple[Graph, ...]
+    stages: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """As messages name it."""
+        if not self.stages:
+            return self.name
+        return f"{self.name}, {stage_words(self.stages, self.build.settings['parallel.pp'])}"
 
 
-def manifest_file(config: RunConfig) -> Path:
+def stage_words(stages: Sequence[int], total: Setting) -> str:
+    """Pipeline stages as messages name them, such as `pipeline stages 0-3 of 8`."""
+    return f"pipeline stage{'s' if len(stages) > 1 else ''} {spans(stages)} of {total}"
+
+
+def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
     """Where the manifest of a run lies, or will.
+
+    Args:
+        config: The run.
+        stages: The pipeline stages of one machine's ranks; empty if it holds all of them.
 
     Raises:
         ConfigError: `compile.manifest` has an unknown placeholder.
     """
-    return Path(fill("compile.manifest", str(config.compile.manifest), {"name": config.run.name}))
+    file = Path(fill("compile.manifest", str(config.compile.manifest), {"name": config.run.name}))
+    return file.with_name(f"{file.stem}.stages-{spans(stages).replace(', ', '_')}{file.suffix}") if stages else file
+
+
+def other_manifests(config: RunConfig, file: Path) -> list[Path]:
+    """The manifests of a run for other stages than those of `file`, or for all."""
+    whole = manifest_file(config)
+    found = {whole, *whole.parent.glob(f"{escape(whole.stem)}.stages-*{escape(whole.suffix)}")}
+    return sorted(path for path in found - {file} if path.exists())
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
@@ -102,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     try:
         manifest = _from_json(record)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is no manifest of compiled graphs ({error!r}); precompile again") from error
     bad = [graph.module for graph in manifest.graphs if not parse_key(f"{manifest.build.compiler}/{graph.module}")]
     if bad or record.get("version") != _VERSION:
@@ -126,7 +158,7 @@ def check_ready(manifest: Manifest, cache: Cache) -> None:
     ]
     if lacking:
         raise BackendError(
-            f"{cache} lacks {len(lacking)} of the {len(keys)} graphs of {manifest.name}, {manifest.build.compiler}:\n"
+            f"{cache} lacks {len(lacking)} of the {len(keys)} graphs of {manifest.words}, {manifest.build.compiler}:\n"
             + "\n".join(lacking)
             + f"\n    on this node: nxtrain compile CONFIG, or fetch them: nxtrain cache sync SRC {cache}"
         )
@@ -139,6 +171,7 @@ def _from_json(record: Mapping[str, Any]) -> Manifest:
         name=str(record["name"]),
         build=Build(str(build["compiler"]), tuple(map(str, build["flags"])), dict(build["settings"])),
         graphs=tuple(map(_graph, record["graphs"])),
+        stages=tuple(map(int, record.get("stages", ()))),
     )
 
 

@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from nxtrain.backends.host_group import spans
 from nxtrain.backends.neuron import sdk
 from nxtrain.compile.build import build_of
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key
 from nxtrain.compile.location import cache_folder
-from nxtrain.compile.manifest import Graph, Manifest, manifest_file, read_manifest, write_manifest
+from nxtrain.compile.manifest import Graph, Manifest, manifest_file, read_manifest, stage_words, write_manifest
 from nxtrain.compile.memory import host_memory
 from nxtrain.compile.rounds import Compiled, Job, compile_graphs, say
 from nxtrain.compile.tool import TOOL, tool_argv
@@ -25,6 +26,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.local import FIRST_NODE, ranks_per_node, render
 from nxtrain.launch.neuron import compiles_ahead, is_native
+from nxtrain.mesh import Mesh
 
 GRACE_S = 30.0
 """Seconds since the last write to an entry for which a lock without an owner is believed: here the tool has ended, and
@@ -66,7 +68,8 @@ def precompile(
     memory = host_memory()
     num_workers = workers or memory.num_compilers
     if dry_run:
-        print(replace(command, argv=tool_argv(TOOL, num_workers, Path("DIR"), command.argv)))
+        about = (*command.about, *_manifests(config, ranks_per_node(config, nproc)))
+        print(replace(command, argv=tool_argv(TOOL, num_workers, Path("DIR"), command.argv), about=about))
         return
     tool = _find_tool()
     say(f"up to {num_workers} graphs at a time: " + ("as --workers asks" if workers else str(memory)))
@@ -76,15 +79,33 @@ def precompile(
     compiled = compile_graphs(Job(tool, command.argv, env, cache), num_workers, retries_of(config, retries))
     world = ranks_per_node(config, nproc) * config.cluster.nodes
     build = build_of(resolve(loaded, world), world, env, next(iter(compiled.names)).compiler)
-    file = manifest_file(config)
-    write_manifest(Manifest(config.run.name, build, _graphs(compiled, file)), file)
-    total, new = len(compiled.names), len(compiled.seconds)
-    say(f"all {total} graphs are in {cache}, {new} of them new, after {time.monotonic() - began:.0f} s; see {file}")
+    file = manifest_file(config, compiled.stages)
+    write_manifest(Manifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
+    graphs, new = f"{len(compiled.names)} graphs", len(compiled.seconds)
+    if compiled.stages:
+        graphs += f" of {stage_words(compiled.stages, config.parallel.pp)}"
+    say(f"all {graphs} are in {cache}, {new} of them new, after {time.monotonic() - began:.0f} s; see {file}")
 
 
 def retries_of(config: RunConfig, wanted: int) -> int:
     """Times that failed graphs are tried again: of several nodes one alone has nobody to show them with."""
     return wanted if config.cluster.nodes == 1 else 0
+
+
+def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
+    """Which machines write which manifest."""
+    parallel, nodes = config.parallel, range(config.cluster.nodes)
+    mesh = Mesh.build(num_ranks * len(nodes), 0, tp=parallel.tp, pp=parallel.pp)
+    machines: dict[tuple[int, ...], list[int]] = {}
+    for node in nodes:
+        machines.setdefault(mesh.stages_held(node * num_ranks, num_ranks), []).append(node)
+    if list(machines) == [()]:
+        return [f"writes {manifest_file(config)}"]
+    return [
+        f"machines {spans(numbers)}, as torchrun counts them, hold {stage_words(stages, parallel.pp)} and write "
+        f"{manifest_file(config, stages)}"
+        for stages, numbers in machines.items()
+    ]
 
 
 def _graphs(compiled: Compiled, file: Path) -> tuple[Graph, ...]:
@@ -107,11 +128,7 @@ def _check_backend(loaded: Loaded) -> None:
 
 
 def _check_nodes(loaded: Loaded, first_node: str, dry_run: bool) -> None:
-    nodes, pp = loaded.config.cluster.nodes, loaded.config.parallel.pp
-    if nodes > 1 and pp > 1 and not dry_run:
-        reason = f"{nodes} machines have ranks of different stages of pp={pp}, and the manifest lists those of one only"
-        hint = "start the run without nxtrain compile, with compile.on_miss=compile: each machine compiles its own"
-        raise ConfigError([Problem("parallel.pp", reason, loaded.origins["parallel.pp"], hint)])
+    nodes = loaded.config.cluster.nodes
     if nodes > 1 and not first_node and not dry_run:
         reason = f"{nodes} machines show the graphs together, and have to meet"
         hint = (

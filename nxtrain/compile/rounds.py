@@ -46,10 +46,12 @@ class Compiled:
     Args:
         names: What they compute, in the order in which they were met.
         seconds: What compilation took of those that were not there before.
+        stages: The pipeline stages of this machine's ranks; empty if it holds all of them.
     """
 
     names: Names
     seconds: Mapping[Key, float]
+    stages: tuple[int, ...] = ()
 
 
 def compile_graphs(job: Job, num_workers: int, retries: int) -> Compiled:
@@ -82,7 +84,7 @@ def compile_graphs(job: Job, num_workers: int, retries: int) -> Compiled:
         lacking = {key: job.cache.entry(key) for key in names.keys() - job.cache.done()}
         if not lacking:
             shutil.rmtree(folder)
-            return Compiled(names, seconds)
+            return Compiled(names, seconds, outcome.stages)
         if attempt < retries:
             starved = num_killed() > killed_before or any(map(_was_killed, lacking.values()))
             num_workers = max(1, num_workers // 2) if starved else num_workers

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from nxtrain.backends.shell import EXTRACTING
+from nxtrain.backends.shell import EXTRACTING, HOLDING
 from nxtrain.compile.entries import Key, parse_key
 
 TOOL = "neuron_parallel_compile"
@@ -31,6 +31,7 @@ STOP_S = 40.0
 Names = dict[Key, str]
 """What each graph computes, in the order in which they were met."""
 
+_STAGES = re.compile(rf"{re.escape(HOLDING)} ([\d, ]+) of \d+")
 _GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuronxcc-[\w.+-]+)/(MODULE_[\w.+-]+)/model")
 
 
@@ -44,6 +45,7 @@ class Outcome:
         compiled: It came to compile, so that its command had succeeded.
         seconds: What the compilation of graphs took, successful or not.
         log: What its command printed.
+        stages: The pipeline stages of this machine's ranks; empty if it holds all of them.
     """
 
     status: int
@@ -51,6 +53,7 @@ class Outcome:
     compiled: bool
     seconds: Mapping[Key, float]
     log: Path
+    stages: tuple[int, ...] = ()
 
 
 def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str]) -> tuple[str, ...]:
@@ -97,7 +100,7 @@ def run_tool(
     results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"{TOOL}_results_*.json")]
     rows = [row for result in results for row in result["compilation_report"].items()]
     seconds = {key: float(row["compile_time"]) for path, row in rows if (key := _key_of(path))}
-    return Outcome(process.returncode, log.names(), bool(results), seconds, log.path())
+    return Outcome(process.returncode, log.names(), bool(results), seconds, log.path(), log.stages())
 
 
 def names_in(log: str, marker: str) -> Names:
@@ -121,11 +124,17 @@ def names_in(log: str, marker: str) -> Names:
     return names
 
 
+def stages_in(log: str) -> tuple[int, ...]:
+    """The pipeline stages that a machine named as its own; empty if it holds all of them."""
+    found = _STAGES.search(log)
+    return tuple(map(int, found[1].split(","))) if found else ()
+
+
 class _Log:
     """What the tool's command has printed, read again only when there is more."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._size, self._names = folder, 0, Names()
+        self._folder, self._size, self._text, self._names = folder, 0, "", Names()
 
     def path(self) -> Path:
         return next(iter(self._folder.glob("trial_run_pid*_log.txt")), self._folder / "trial_run_log.txt")
@@ -135,8 +144,12 @@ class _Log:
             path = self.path()
             if (size := path.stat().st_size) != self._size:
                 self._size = size
-                self._names = names_in(path.read_text(encoding="utf-8", errors="replace"), EXTRACTING)
+                self._text = path.read_text(encoding="utf-8", errors="replace")
+                self._names = names_in(self._text, EXTRACTING)
         return dict(self._names)
+
+    def stages(self) -> tuple[int, ...]:
+        return stages_in(self._text)
 
 
 @contextmanager

@@ -238,7 +238,8 @@ class CompileConfig(Section):
     torch_compile: bool = False
     """Compile each block with torch.compile, by inductor or TorchNeuron; PyTorch/XLA compiles whole steps anyway."""
     manifest: TextPath = Path("compile_cache/manifests/{name}.json")
-    """What `nxtrain compile` compiled, for a run to hold itself to; `{name}` becomes run.name."""
+    """What `nxtrain compile` compiled, for a run to hold itself to; `{name}` becomes run.name. A node that holds some
+    pipeline stages only has a file for these, named `.stages-0` and so on before its ending."""
     on_miss: Literal["compile", "stop"] = "compile"
     """What a run on Neuron devices does about a graph outside the manifest: compile it and warn, or end with code 5."""
 

@@ -22,7 +22,7 @@ FIRST_NODE = "FIRST_NODE"
 """Stands for a name that only the cluster knows."""
 
 PORT = 29500
-"""Of the rendezvous between machines; torchrun's own default."""
+"""Of the rendezvous between machines, unless another is asked for; torchrun's own default."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def render(
         overrides: `dotted.key=value` each.
         nproc: Number of ranks per machine; None: as many as the degrees ask for.
         environ: Environment that the command inherits.
-        first_node: Of several machines the name of one, where the others meet it; empty: there is only this one.
+        first_node: Of several machines the name of one, where the others meet it, with `:<port>` unless that is
+            `PORT`; empty: there is only this one.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
@@ -142,7 +143,7 @@ def _render(
     options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")
     if nodes > 1:
         about.append(f"on each of the {nodes} nodes; {first_node} is the name of one of them")
-        where = f"--rdzv-endpoint={first_node}:{PORT}"
+        where = f"--rdzv-endpoint={first_node if ':' in first_node else f'{first_node}:{PORT}'}"
         options = (f"--nnodes={nodes}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
     agent = (*AGENT, *options, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
     train = ("-m", "nxtrain", "train", str(path), *overrides)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.shell import EXTRACTING
+from nxtrain.backends.shell import EXTRACTING, HOLDING
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.data import Loader
@@ -53,6 +53,8 @@ def rehearse(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[str], 
         begin(f"step {step} ({work})")
 
     say("NEURON_EXTRACT_GRAPHS_ONLY=1: graphs are collected for compilation; nothing is computed, nothing is written")
+    if stages := mesh.stages_held(mesh.rank - backend.local_rank, backend.local_world):
+        say(f"{HOLDING} {', '.join(map(str, stages))} of {mesh.pp_size}")
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
     begin("start")
     backend.step_boundary()

@@ -40,9 +40,7 @@ class RankPool:
         """
         while len(self._workers) < world:
             self._workers.append(_start(*self._job))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         workers = self._workers[:world]
         for rank, (_, pipe) in enumerate(workers):
             pipe.send((rank, world, port, body, args))
@@ -68,6 +66,13 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _outcome(pipe: Connection) -> tuple[bool, Any]:

@@ -33,6 +33,18 @@ def test_the_ascending_order_changes_nothing(rank: int) -> None:
         assert getattr(ordered, name) == getattr(plain, name)
 
 
+@pytest.mark.parametrize("order", [(), (0, 2, 1, 3, 4, 6, 5, 7)])
+def test_a_machine_holds_the_stages_of_its_ranks(order: tuple[int, ...]) -> None:
+    mesh = Mesh.build(8, 0, tp=2, pp=4, order=order)
+    assert [mesh.stages_held(first, 2) for first in (0, 4)] == [
+        (0,) if not order else (0, 1),
+        (2,) if not order else (2, 3),
+    ]
+    assert [mesh.stages_held(first, 4) for first in (0, 4)] == [(0, 1), (2, 3)]  # no order goes beyond a machine
+    assert mesh.stages_held(0, 8) == ()
+    assert Mesh.build(8, 0, tp=4).stages_held(0, 4) == ()
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 1, 2, 2), (1, 2, 3, 4)])
 def test_an_order_has_every_rank_once(order: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError, match="every rank once"):

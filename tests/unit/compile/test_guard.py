@@ -169,6 +169,34 @@ def test_a_run_that_must_not_compile_needs_its_manifest_and_its_graphs(tmp_path:
 
 
 @pytest.mark.usefixtures("neuron")
+def test_a_machine_of_some_stages_needs_the_graphs_of_these_only(tmp_path: Path) -> None:
+    stops = run(tmp_path, "compile.on_miss=stop", "parallel.pp=2", "train.micro_batch=1")
+    build = build_of(resolve(stops, 4), 4, {}, COMPILER)
+    write_manifest(
+        Manifest("tiny_cpu", build, (Graph("step 1 #1", key(1).module, 1.0),), (0,)),
+        tmp_path / "manifest.stages-0.json",
+    )
+    add_done(tmp_path / "cache", key(1))
+    first, last = ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": rank} for rank in ("0", "2"))
+    with guarded(stops, first):
+        pass
+    words = (
+        r"there is no .*/manifest\.stages-1\.json, the manifest of a machine that holds pipeline stage 1 of 2, but "
+        r".*/manifest\.stages-0\.json; write it with"
+    )
+    with pytest.raises(BackendError, match=words):
+        guarded(stops, last).__enter__()
+    write_manifest(
+        Manifest("tiny_cpu", build, (Graph("step 1 #1", key(2).module, 1.0),), (1,)),
+        tmp_path / "manifest.stages-1.json",
+    )
+    with pytest.raises(BackendError, match="lacks 1 of the 1 graphs of tiny_cpu, pipeline stage 1 of 2, "):
+        guarded(stops, last).__enter__()
+    with guarded(stops, first):
+        pass
+
+
+@pytest.mark.usefixtures("neuron")
 def test_a_run_that_may_compile_is_told_what_it_will_compile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

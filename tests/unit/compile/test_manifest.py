@@ -17,6 +17,7 @@ from nxtrain.compile.manifest import (
     Setting,
     check_ready,
     manifest_file,
+    other_manifests,
     read_manifest,
     write_manifest,
 )
@@ -61,9 +62,39 @@ def test_the_file_of_a_manifest_is_named_after_the_run_unless_it_is_chosen() -> 
         manifest_file(RunConfig(compile=CompileConfig(manifest=Path("{host}"))))
 
 
+def test_a_machine_of_some_stages_has_a_file_of_its_own_beside_those_of_others(tmp_path: Path) -> None:
+    config = RunConfig(run=IdentityConfig(name="a[1]"), compile=CompileConfig(manifest=tmp_path / "{name}.v2.json"))
+    whole, mine, theirs = (manifest_file(config, stages) for stages in ((), (0, 1, 3), (2,)))
+    assert [file.name for file in (whole, mine, theirs)] == [
+        "a[1].v2.json",
+        "a[1].v2.stages-0-1_3.json",
+        "a[1].v2.stages-2.json",
+    ]
+    assert other_manifests(config, mine) == []
+    stages = replace(MANIFEST, build=changed({"parallel.pp": 4}), stages=(0, 1, 3))
+    write_manifest(stages, mine)
+    write_manifest(MANIFEST, theirs)
+    write_manifest(MANIFEST, tmp_path / "a[1]-other.v2.json")
+    assert read_manifest(mine) == stages
+    assert other_manifests(config, mine) == [theirs]
+    write_manifest(MANIFEST, whole)
+    assert other_manifests(config, mine) == [whole, theirs]
+    with pytest.raises(BackendError, match=r"lacks 2 of the 2 graphs of llama2_7b_trn1, pipeline stages 0-1, 3 of 4, "):
+        check_ready(stages, Cache(tmp_path))
+
+
+def test_a_manifest_from_before_there_were_stages_is_one_of_all(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record.pop("stages") == []
+    path.write_text(json.dumps(record), encoding="utf-8")
+    assert read_manifest(path) == MANIFEST
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda record: record.update(stages=["x"]), "no manifest of compiled graphs"),
         (lambda record: record.pop("graphs"), "no manifest of compiled graphs"),
         (lambda record: record["build"].pop("flags"), "no manifest of compiled graphs"),
         (lambda record: record.update(version=2), "version 2, not 1"),

@@ -69,12 +69,28 @@ def test_of_several_nodes_all_meet_at_one(monkeypatch: pytest.MonkeyPatch, capsy
     assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in capsys.readouterr().out
 
 
-def test_stages_on_several_nodes_have_no_manifest(
+def test_the_others_may_meet_at_a_port_of_their_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=1", "parallel.pp=2")
-    assert main(monkeypatch, str(TINY), "backend.name=neuron", *cluster, "--first-node", "node7") == 2
-    assert "2 machines have ranks of different stages of pp=2" in capsys.readouterr().err
+    cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
+    args = (str(TINY), "backend.name=neuron", *cluster, "--first-node", "node7:4000", "--dry-run")
+    assert main(monkeypatch, *args) == 0
+    assert " --rdzv-endpoint=node7:4000 " in capsys.readouterr().out
+
+
+def test_a_dry_run_says_which_machines_write_which_manifest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, str(TINY), *NEURON, "--dry-run") == 0
+    assert "# writes compile_cache/manifests/tiny_cpu.json\n" in capsys.readouterr().out
+    recipe = TINY.with_name("llama2_70b_trn1.toml")  # 256 machines of 32 ranks, in order [pp 8, dp 32, tp 32]
+    assert main(monkeypatch, str(recipe), "data.source=text", "checkpoint.async=false", "--dry-run") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# machines")]
+    assert lines == [
+        f"# machines {32 * stage}-{32 * stage + 31}, as torchrun counts them, hold pipeline stage {stage} of 8 and "
+        f"write compile_cache/manifests/llama2_70b_trn1.stages-{stage}.json"
+        for stage in range(8)
+    ]
 
 
 def test_without_the_sdk_it_says_what_to_install(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxtrain.compile.tool import names_in, tool_argv
+from nxtrain.compile.tool import names_in, stages_in, tool_argv
 
 
 def test_graphs_are_found_wherever_they_stand_in_a_log() -> None:
@@ -23,6 +23,14 @@ def test_graphs_are_found_wherever_they_stand_in_a_log() -> None:
         "MODULE_3+2": "step 1 #1",
         "MODULE_4+2": "step 1 #2",
     }
+
+
+def test_a_machine_of_some_stages_names_them_among_other_lines() -> None:
+    log = (
+        "backend neuron; 4 ranks: pp 4, tp 1, dp 1\n[1] pipeline stages of this machine: 1, 2 of 4\nextracting: start\n"
+    )
+    assert stages_in(log) == (1, 2)
+    assert stages_in("backend neuron; 4 ranks: pp 4, tp 1, dp 1\nextracting: start\n") == ()
 
 
 def test_the_tool_gets_a_folder_of_its_own_and_the_command_this_one(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Two pretended Trainium machines with a pipeline stage each: each compiles, writes and needs what is its own.
+
+They share the folder of the manifests, and neither the cache nor anything else. Ranks meet under torchrun as machines
+do; which of them is the first is torchrun's choice when they compile, and the test's when they run.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from nxtrain.compile.cache import Cache
+from nxtrain.compile.entries import Key
+from nxtrain.compile.manifest import Manifest, read_manifest
+from tests.support.neuron_machine import ROOT, install
+from tests.support.ranks import free_port
+
+
+class Machine(NamedTuple):
+    """A machine, and what is on it."""
+
+    folder: Path
+    env: dict[str, str]
+
+    @property
+    def cache(self) -> Cache:
+        return Cache(self.folder / "cache")
+
+    def start(self, program: Sequence[str], command: str, *options: str) -> subprocess.Popen[str]:
+        """Start a command of nxtrain on a pipeline of two stages over two machines."""
+        shared = self.folder.parent
+        values = [
+            *("backend.name=neuron", "cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.pp=2"),
+            *("model.config.vocab_size=300", f"compile.cache_dir={self.folder / 'cache'}", "train.steps=2"),
+            *(f"compile.manifest={shared / '{name}.json'}", f"run.dir={shared / 'run'}", "compile.on_miss=stop"),
+            *("data.source=tokens", f"data.path={shared / 'rows.npy'}", "data.validation_fraction=0"),
+            *("train.seq_len=16", "train.global_batch=2", "train.micro_batch=1", "train.eval_every=0"),
+            *("optim.warmup_steps=0", "checkpoint.every=0", "metrics.tensorboard=false", "metrics.progress=false"),
+        ]
+        argv = [sys.executable, *program, "-m", "nxtrain", command, "configs/tiny_cpu.toml", *values, *options]
+        return subprocess.Popen(
+            argv, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+
+class Cluster(NamedTuple):
+    """Two machines with everything compiled, the one of the first stage before the other.
+
+    Args:
+        machines: They.
+        manifests: Theirs.
+        said: What `nxtrain compile` printed on each.
+    """
+
+    machines: list[Machine]
+    manifests: list[Manifest]
+    said: list[str]
+
+    def run(self, first: int) -> tuple[list[int], list[str]]:
+        """Exit codes and lines of a run on both, of which one holds the first stage."""
+        nodes = (first, 1 - first)
+        meet = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+        agents = [
+            self.machines[node].start(
+                ("-m", "nxtrain.launch.torchrun", *meet, f"--node-rank={rank}", "--max-restarts=0"), "train"
+            )
+            for rank, node in enumerate(nodes)
+        ]
+        said = [agent.communicate(timeout=200)[0] for agent in agents]
+        return [agent.returncode for agent in agents], said
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    shared = tmp_path_factory.mktemp("cluster")
+    np.save(shared / "rows.npy", np.random.default_rng(0).integers(0, 300, (64, 17), dtype=np.uint16))
+    machines = []
+    for name in ("a", "b"):
+        folder = shared / name
+        folder.mkdir()
+        machines.append(Machine(folder, {**install(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}))
+    where = f"127.0.0.1:{free_port()}"
+    compiling = [machine.start((), "compile", "--nproc=1", f"--first-node={where}") for machine in machines]
+    said = [process.communicate(timeout=200)[0] for process in compiling]
+    assert [process.returncode for process in compiling] == [0, 0], "\n\n".join(text[-5000:] for text in said)
+    stages = [int(re.findall(r"graphs of pipeline stage (\d) of 2 are in", text)[0]) for text in said]
+    places = sorted((0, 1), key=stages.__getitem__)
+    manifests = [read_manifest(shared / f"tiny_cpu.stages-{stage}.json") for stage in (0, 1)]
+    return Cluster([machines[at] for at in places], manifests, [said[at] for at in places])
+
+
+def test_each_machine_writes_the_graphs_of_its_own_stage(cluster: Cluster) -> None:
+    shared = cluster.machines[0].folder.parent
+    assert sorted(file.name for file in shared.glob("*.json")) == ["tiny_cpu.stages-0.json", "tiny_cpu.stages-1.json"]
+    graphs = [{Key(m.build.compiler, graph.module) for graph in m.graphs} for m in cluster.manifests]
+    for stage, machine in enumerate(cluster.machines):
+        assert cluster.manifests[stage].stages == (stage,)
+        assert machine.cache.done() == graphs[stage]
+        total = len(graphs[stage])
+        words = f"all {total} graphs of pipeline stage {stage} of 2 are in {machine.cache}, {total} of them new, "
+        assert words in cluster.said[stage]
+    assert graphs[0] - graphs[1]
+    assert graphs[1] - graphs[0]
+
+
+def test_a_run_starts_where_each_machine_holds_the_stage_that_it_compiled(cluster: Cluster) -> None:
+    codes, said = cluster.run(first=0)
+    assert codes == [0, 0], "\n\n".join(text[-5000:] for text in said)
+    assert "Call compiler" not in "".join(said)
+    assert "warning: " not in "".join(said)
+
+
+def test_a_machine_that_holds_another_stage_now_lacks_the_graphs_of_that_one(cluster: Cluster) -> None:
+    codes, said = cluster.run(first=1)
+    assert codes == [5, 5], "\n\n".join(text[-5000:] for text in said)
+    own, other = (len(manifest.graphs) for manifest in cluster.manifests)
+    for stage, (text, total) in enumerate(zip(said, (own, other), strict=True)):
+        cache = cluster.machines[1 - stage].cache
+        assert re.search(rf"{cache} lacks \d of the {total} graphs of tiny_cpu, pipeline stage {stage} of 2, ", text)
+        assert "Call compiler" not in text
