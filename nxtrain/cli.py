@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 import nxtrain
+from nxtrain.cli_convert import convert
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
 
 app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
 bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
 cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
@@ -31,8 +31,6 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file's; the value is TOML or a bare word."),
 ]
-Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False)]
-Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False)]
 CacheFolder = Annotated[
     str | None,
     typer.Argument(
@@ -228,34 +226,6 @@ def generate(
     from nxtrain.train.generate import generate
 
     typer.echo(generate(checkpoint, prompt, max_new_tokens, temperature, top_k, seed))
-
-
-@convert.command(epilog="Example: nxtrain convert hf-to-nxtrain Llama-3.2-1B checkpoints/llama3.2-1b")
-def hf_to_nxtrain(src: Source, dst: Target) -> None:
-    """Read a Hugging Face folder, write a checkpoint."""
-    from nxtrain.checkpoint.convert import hf_to_nxtrain
-
-    hf_to_nxtrain(src, dst)
-
-
-@convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf --verify")
-def nxtrain_to_hf(
-    src: Source,
-    dst: Target,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Load the result in transformers and compare scores.")
-    ] = False,
-) -> None:
-    """Read a run folder or a checkpoint, write a Hugging Face folder."""
-    from nxtrain.checkpoint.convert import nxtrain_to_hf
-
-    checkpoint = nxtrain_to_hf(src, dst)
-    if verify:
-        from nxtrain.backends import open_backend
-        from nxtrain.checkpoint.model import verify_export
-
-        difference = verify_export(checkpoint, dst, open_backend("cpu"))
-        typer.echo(f"transformers loads {dst}; its scores differ from ours by at most {difference:.2g}")
 
 
 @config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")

@@ -35,7 +35,9 @@ from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import ParamTable
 
-_CHECKPOINT_FILES = (layout.META, layout.TOKENIZER, layout.MANIFEST, layout.VERIFIED, "rank-*.safetensors")
+CHECKPOINT_FILES = (layout.META, layout.TOKENIZER, layout.MANIFEST, layout.VERIFIED, "rank-*.safetensors")
+"""What a checkpoint's folder holds."""
+
 _EXPORTED_FILES = (
     CONFIG,
     INDEX,
@@ -63,7 +65,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     config = family.from_hf(folder.config)
     wanted = whole_shapes(family, config)
     folder.check(wanted)
-    _refuse_to_overwrite(dst, _CHECKPOINT_FILES)
+    refuse_to_overwrite(dst, CHECKPOINT_FILES)
     tensors = [Chunk.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
     planner = ChunkSavePlanner(tensors, lambda chunk: folder.read(chunk.name).to(chunk.dtype))
     meta = Meta(
@@ -73,7 +75,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
         seed=0,
         family=family.name,
         config=config.model_dump(mode="json"),
-        dtype=_name(folder.dtype),
+        dtype=dtype_name(folder.dtype),
         mesh={"pp": 1, "dp": 1, "tp": 1},
         kinds=(MODEL,),
     )
@@ -101,13 +103,13 @@ def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000)
     src = layout.resolve(src)
     meta, manifest = open_checkpoint(src)
     family, config = meta.model()
-    _refuse_to_overwrite(dst, _EXPORTED_FILES)
-    with _new_folder(dst) as out:
+    refuse_to_overwrite(dst, _EXPORTED_FILES)
+    with new_folder(dst) as out:
         _write_weights(src, manifest, out, max_shard_bytes)
         special = _copy_tokenizer(src / layout.TOKENIZER, out)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
-        _write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
-        _write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
+        write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     return src
 
 
@@ -127,7 +129,7 @@ def _write_weights(checkpoint: Path, manifest: Manifest, out: Path, max_bytes: i
         places.update({chunk.name: name for chunk in chunks})
     if len(files) > 1:
         total = sum(chunk.num_bytes for chunks in files for chunk in chunks)
-        _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
@@ -162,12 +164,12 @@ def _copy_tokenizer(file: Path, out: Path) -> dict[str, tuple[str, int] | None]:
     }
     shutil.copyfile(file, out / layout.TOKENIZER)
     tokens = {f"{role}_token": token[0] for role, token in special.items() if token}
-    _write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
+    write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
     return special
 
 
 @contextmanager
-def _new_folder(dst: Path) -> Iterator[Path]:
+def new_folder(dst: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name when it is full, and vanishes if anything fails."""
     staged: Path | None = None
     try:
@@ -181,15 +183,22 @@ def _new_folder(dst: Path) -> Iterator[Path]:
             layout.discard(staged)
 
 
-def _refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
+def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
+    """Keep a folder with anything in it that a conversion would not have written.
+
+    Raises:
+        ConfigError: It has such a file.
+    """
     foreign = [p.name for p in dst.iterdir() if not any(fnmatch(p.name, name) for name in own)] if dst.exists() else []
     if foreign:
         raise ConfigError(f"{dst} exists and holds {foreign[0]}, which no conversion wrote; give a new folder")
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file and wait until the disk holds it."""
     layout.write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of a type, without its module."""
     return str(dtype).removeprefix("torch.")

@@ -111,8 +111,9 @@ def refuse_drift(checkpoint: Path, meta: Meta, fresh: Meta, plan: Resolved) -> N
 
 
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:
+    """How a field differs; what a checkpoint does not tell, such as one of NeuronX Distributed's, differs from nothing."""
     there, here = getattr(meta, field), getattr(fresh, field)
-    return f"{name} is {there!r} there and {here!r} here" if there != here else ""
+    return f"{name} is {there!r} there and {here!r} here" if there not in {"", None, here} else ""
 
 
 def _sources(packages: Sequence[str]) -> Iterator[bytes]:

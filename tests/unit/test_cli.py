@@ -67,6 +67,8 @@ def test_help_comes_without_torch_and_names_every_command() -> None:
         ["generate"],
         ["convert", "hf-to-nxtrain"],
         ["convert", "nxtrain-to-hf"],
+        ["convert", "nxd-to-nxtrain"],
+        ["convert", "nxtrain-to-nxd"],
         ["config", "show"],
         ["config", "keys"],
         ["bench", "train"],

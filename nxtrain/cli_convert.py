@@ -1,0 +1,108 @@
+"""The commands that convert checkpoints; each is lazy, like those of `cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False)]
+Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False)]
+WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")]
+
+
+@convert.command(epilog="Example: nxtrain convert hf-to-nxtrain Llama-3.2-1B checkpoints/llama3.2-1b")
+def hf_to_nxtrain(src: Source, dst: Target) -> None:
+    """Read a Hugging Face folder, write a checkpoint."""
+    from nxtrain.checkpoint.convert import hf_to_nxtrain
+
+    hf_to_nxtrain(src, dst)
+
+
+@convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf --verify")
+def nxtrain_to_hf(
+    src: Source,
+    dst: Target,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Load the result in transformers and compare scores.")
+    ] = False,
+) -> None:
+    """Read a run folder or a checkpoint, write a Hugging Face folder."""
+    from nxtrain.checkpoint.convert import nxtrain_to_hf
+
+    checkpoint = nxtrain_to_hf(src, dst)
+    if verify:
+        from nxtrain.backends import open_backend
+        from nxtrain.checkpoint.model import verify_export
+
+        difference = verify_export(checkpoint, dst, open_backend("cpu"))
+        typer.echo(f"transformers loads {dst}; its scores differ from ours by at most {difference:.2g}")
+
+
+@convert.command(epilog="Example: nxtrain convert nxd-to-nxtrain nxd_ckpts/step_2000 from-nxd --config config.json")
+def nxd_to_nxtrain(
+    src: Source,
+    dst: Target,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The model's Hugging Face config.json; by default that in SRC or beside it."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="The run that goes on from it, which says how far its data is by then."),
+    ] = None,
+    first_copy: Annotated[
+        bool, typer.Option("--first-copy", help="Where tp ranks differ in what they share, such as norms: the first.")
+    ] = False,
+    weights_only: WeightsOnly = False,
+) -> None:
+    """Read NeuronX Distributed's rank files, write a checkpoint.
+
+    SRC is a tag, or a folder of tags, of which the last that was finished is taken. Weights of its Llama, and the state
+    of AdamW with or without ZeRO-1, from files that save_checkpoint wrote, also with use_xser.
+    """
+    from nxtrain.checkpoint.nxd_read import nxd_to_nxtrain
+    from nxtrain.config.load import load
+
+    goes_on = load(run).config if run else None
+    meta = nxd_to_nxtrain(src, dst, config=config, weights_only=weights_only, first_copy=first_copy, run=goes_on)
+    typer.echo(f"{dst} holds {', '.join(meta.kinds)} at step {meta.step}")
+    if meta.step and not meta.samples:
+        typer.echo("no run can go on from it: how much data it has seen is not kept there; say so with --run CONFIG")
+
+
+@convert.command(epilog="Example: nxtrain convert nxtrain-to-nxd runs/demo nxd_ckpts --tp 8 --pp 2 --dp 4")
+def nxtrain_to_nxd(
+    src: Source,
+    dst: Target,
+    tp: Annotated[int, typer.Option(min=0, help="Tensor parallel ranks; 0: as in the run.")] = 0,
+    pp: Annotated[int, typer.Option(min=0, help="Pipeline stages, as equal as NxD cuts them; 0: as in the run.")] = 0,
+    dp: Annotated[int, typer.Option(min=0, help="Ranks that cut the optimizer's state; 0: as in the run.")] = 0,
+    kv_replicator: Annotated[
+        int, typer.Option(min=0, help="Copies of each K/V head, kv_shared_group_size; 0: as few as tp needs.")
+    ] = 0,
+    qkv: Annotated[
+        Literal["separate", "grouped", "fused"] | None,
+        typer.Option(help="q, k, v apart, in the module for grouped queries (qkv_linear), or one matrix (fuse_qkv)."),
+    ] = None,
+    platform: Annotated[Literal["trn1", "trn2"], typer.Option(help="How copied K/V heads are dealt out.")] = "trn1",
+    zero1: Annotated[bool, typer.Option("--zero1/--no-zero1", help="The optimizer's state is cut over dp.")] = True,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="The run, for its optimizer; by default that in its folder.")
+    ] = None,
+    weights_only: WeightsOnly = False,
+) -> None:
+    """Read a run folder or a checkpoint, write NeuronX Distributed's rank files.
+
+    In DST a tag step_<step> for its load_checkpoint, with config.json for the model of its Llama example. Its scripts
+    go on with the optimizer and the schedule where the run was, and begin their data anew.
+    """
+    from nxtrain.checkpoint.nxd_write import Target, nxtrain_to_nxd
+    from nxtrain.train.rates import rates_of
+
+    rates = None if weights_only else rates_of(src, config)
+    target = Target(tp, pp, dp, kv_replicator, qkv, platform, zero1)
+    typer.echo(f"{nxtrain_to_nxd(src, dst, target, rates=rates)} is complete")

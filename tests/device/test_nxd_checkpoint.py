@@ -1,0 +1,204 @@
+"""NeuronX Distributed reads the rank files that we write, and we read those that it writes.
+
+References: the scores that either side computes from the files, and, for the optimizer, the state that NxD has after
+the same update on one rank, by the names of its parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends import open_backend
+from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.model import open_model
+from nxtrain.checkpoint.nxd_read import nxd_to_nxtrain
+from nxtrain.checkpoint.nxd_write import Rates, Target, nxtrain_to_nxd
+from nxtrain.checkpoint.save import save
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import OptimConfig
+from nxtrain.errors import CheckpointError
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import Layout
+from tests.support import nxd_checkpoints
+from tests.support.checkpoints import blank, cut, meta, same
+from tests.support.models import changed
+from tests.support.nxd_checkpoints import Seen, rows, sized
+from tests.support.nxd_golden import Case, our_plan
+from tests.support.nxd_stages import micro_rows
+from tests.support.parity import relative_errors, table_of
+from tests.support.ranks import RankPool
+
+pytestmark = pytest.mark.nxd
+
+ALONE = Mesh(1, 0)
+ROUNDING = 2e-5
+"""Of float32 sums in another order, over the few hundred terms of these models; relative to a tensor's norm."""
+
+RATES = Rates(OptimConfig(lr=3e-3, betas=(0.9, 0.95), eps=1e-5), lr=3e-3)
+
+CASES: dict[str, tuple[Case, str]] = {
+    "alone": (Case(), "trn1"),
+    "tp2-zero1": (Case(tp=2, zero1=True), "trn1"),
+    "dp2-zero1-tied": (Case(dp=2, zero1=True, tied=True), "trn1"),
+    "tp2-dp2-zero1-bf16": (Case(tp=2, dp=2, zero1=True, params="bf16"), "trn1"),
+    "dp4-zero1": (Case(dp=4, zero1=True), "trn1"),  # 130 rows of the embedding over four ranks
+    "grouped": (Case(tp=2, qkv="grouped"), "trn1"),
+    "fused-copied-trn1": (Case(tp=4, qkv="grouped_fused", kv_size_multiplier=2), "trn1"),
+    "copied-trn2": (Case(tp=4, qkv="grouped", kv_size_multiplier=2), "trn2"),
+    "pp2-zero1": (Case(pp=2, accumulation=2, zero1=True), "trn1"),
+    "pp2-tied": (Case(pp=2, accumulation=2, tied=True), "trn1"),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Processes whose torch-xla calls gloo."""
+    with closing(RankPool()) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def example() -> Path:
+    if "NXD_EXAMPLE" not in os.environ:
+        pytest.skip("NXD_EXAMPLE does not name modeling_llama_nxd.py of NeuronX Distributed's examples")
+    return Path(os.environ["NXD_EXAMPLE"])
+
+
+def plan_of(case: Case) -> Resolved:
+    with sized(case):
+        plan = our_plan(Case(tied=case.tied), Path(), Path())
+    return changed(plan, model={"fused_qkv": False, "fused_gate_up": False})
+
+
+def layout_of(case: Case) -> Layout:
+    return Layout(table_of(plan_of(case), ALONE), ALONE)
+
+
+def config_file(folder: Path, case: Case) -> Path:
+    plan = plan_of(case)
+    (folder / "config.json").write_text(json.dumps(plan.family.to_hf(plan.model, "float32")), encoding="utf-8")
+    return folder / "config.json"
+
+
+def loaded(path: Path, case: Case, kinds: Mapping[str, torch.dtype]) -> dict[str, dict[str, Tensor]]:
+    layout = layout_of(case)
+    shards = blank(cut(layout.table, ALONE, kinds))
+    load(path, shards, layout)
+    return shards
+
+
+def scores(path: Path, case: Case) -> Tensor:
+    with sized(case):
+        inputs, _ = micro_rows(rows())
+    with torch.no_grad():
+        return open_model(path, open_backend("cpu"), inputs.shape[1]).logits(inputs).float()
+
+
+def gathered(case: Case, seen: list[Seen]) -> Tensor:
+    """Whole scores of the first copy of the model."""
+    return torch.cat([part for part in (rank.logits for rank in seen[: case.tp]) if part is not None], -1)
+
+
+def by_our_names(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What one rank has under NxD's names, cut where gate and up meet."""
+    parts: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        if "gate_up_proj" in name:
+            gate, up = tensor.chunk(2)
+            parts |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+        else:
+            parts[name] = tensor
+    return parts
+
+
+def type_of(case: Case) -> torch.dtype:
+    return torch.bfloat16 if case.params == "bf16" else torch.float32
+
+
+def kinds_of(case: Case) -> dict[str, torch.dtype]:
+    wide = {"model": type_of(case), "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    return {**wide, "master": torch.float32} if case.params == "bf16" else wide
+
+
+@pytest.mark.parametrize(
+    ("name", "use_xser"),
+    # The weights that the oracle starts from lie as on trn1.
+    [*((name, False) for name, (_, platform) in CASES.items() if platform == "trn1"), ("tp2-dp2-zero1-bf16", True)],
+)
+def test_what_nxd_saved_is_read_right(pool: RankPool, example: Path, tmp_path: Path, name: str, use_xser: bool) -> None:
+    case, platform = CASES[name]
+    seen = pool.run(case.world, nxd_checkpoints.train_and_save, case, example, tmp_path / "nxd", platform, use_xser)
+    file = config_file(tmp_path, case)
+    drifts = case.tp > 1 and case.params == "bf16"
+    if drifts:  # NxD sums gradients of norms over tp under sequence parallelism only, and each rank rounds its own
+        with pytest.raises(CheckpointError, match=r"copies of .*norm\.weight differ between ranks.*--first-copy"):
+            nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "ours", config=file)
+    found = nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "ours", config=file, first_copy=drifts)
+    assert (found.step, found.samples) == (1, 0)
+    assert set(found.kinds) == set(kinds_of(case))
+    ours = loaded(tmp_path / "ours", case, kinds_of(case))
+    if case.pp == 1:
+        theirs = gathered(case, seen)
+        bound = 2e-5 if case.params == "fp32" else 0.05
+        assert (scores(tmp_path / "ours", case) - theirs).abs().max() < bound * theirs.abs().max()
+    if case.params == "bf16":
+        assert all(torch.equal(ours["master"][n].bfloat16(), weight) for n, weight in ours["model"].items())
+        norms = {name: x for name, x in seen[0].weights.items() if "norm" in name}
+        assert all(torch.equal(ours["model"][name], x) for name, x in norms.items())
+        return
+    if case.tp > 2:  # the weights of another vocabulary
+        return
+    (reference,) = pool.run(1, nxd_checkpoints.train_and_save, case.alone, example, tmp_path / "alone", "trn1", False)
+    if case == case.alone:
+        assert all(torch.equal(ours["model"][n], x) for n, x in by_our_names(reference.weights).items())
+        assert all(torch.equal(ours["exp_avg"][n], x) for n, x in by_our_names(reference.means).items())
+    errors = relative_errors(ours["exp_avg"], by_our_names(reference.means))
+    assert max(errors.values()) < ROUNDING, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nxd_loads_what_we_write(pool: RankPool, example: Path, tmp_path: Path, name: str) -> None:
+    case, platform = CASES[name]
+    plan = plan_of(case)
+    kinds = kinds_of(case)
+    layout = layout_of(case)
+    shards = cut(layout.table, ALONE, kinds)
+    for name_, weight in shards["model"].items():  # so that scores stay finite, and masters are those of the weights
+        weight.sub_(1.0).mul_(0.1)
+        if "master" in shards:
+            shards["master"][name_].sub_(1.0).mul_(0.1)
+            weight.copy_(shards["master"][name_])
+    info: Meta = meta(
+        step=1, config=plan.model.model_dump(mode="json"), dtype=str(type_of(case)).removeprefix("torch.")
+    )
+    save(tmp_path / "ours", shards, layout, info)
+    qkv = {"separate": "separate", "grouped": "grouped", "grouped_fused": "fused"}[case.qkv]
+    target = Target(
+        tp=case.tp,
+        pp=case.pp,
+        dp=case.dp,
+        copies=case.kv_size_multiplier,
+        qkv=qkv,  # type: ignore[arg-type]
+        platform=platform,  # type: ignore[arg-type]
+        zero1=case.zero1,
+    )
+    nxtrain_to_nxd(tmp_path / "ours", tmp_path / "nxd", target, rates=RATES)
+    seen = pool.run(case.world, nxd_checkpoints.load, case, example, tmp_path / "nxd", platform, tmp_path / "again")
+    assert {rank.user_content[0]["total_steps"] for rank in seen} == {1}
+    assert {rank.user_content[1] for rank in seen} == {1}  # the schedule's step
+    if case.pp == 1:
+        ours, theirs = scores(tmp_path / "ours", case), gathered(case, seen)
+        bound = 2e-5 if case.params == "fp32" else 0.05
+        assert (ours - theirs).abs().max() < bound * theirs.abs().max()
+    # What NxD holds now, in files of its own writing, is what we began with, bit for bit.
+    nxd_to_nxtrain(tmp_path / "again", tmp_path / "back", config=config_file(tmp_path, case))
+    assert same(loaded(tmp_path / "back", case, kinds), shards)
