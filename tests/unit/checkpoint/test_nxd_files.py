@@ -25,7 +25,7 @@ from nxtrain.config.schema import OptimConfig
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
-from tests.support.checkpoints import blank, cut, meta, same, table
+from tests.support.checkpoints import blank, cut, meta, same, table, whole
 from tests.support.models import plan
 
 ALONE = Mesh(1, 0)
@@ -127,6 +127,38 @@ def test_the_optimizer_gets_the_groups_of_the_run(tmp_path: Path, decay_norms: b
     ]
     nxd_to_nxtrain(tag, tmp_path / "back")
     assert equal(src, tmp_path / "back", "gqa", WIDE)
+
+
+def test_a_rank_has_what_nxds_llama_has_there(tmp_path: Path) -> None:
+    """Names and order as NxD 0.18 saved them of its example, and its slices by hand."""
+    tag = nxtrain_to_nxd(saved(tmp_path, "gqa", WIDE), tmp_path / "nxd", Target(tp=2, dp=2), rates=RATES)
+    weights = torch.load(tag / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", weights_only=True)
+    block = [
+        *("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight"),
+        *(
+            "mlp.gate_up_proj.weight",
+            "mlp.down_proj.weight",
+            "input_layernorm.weight",
+            "post_attention_layernorm.weight",
+        ),
+    ]
+    blocks = [f"model.layers.{number}.{name}" for number in (0, 1) for name in block]
+    assert list(weights) == ["model.embed_tokens.weight", *blocks, "model.norm.weight", "lm_head.weight"]
+    layer = "model.layers.1"
+
+    def whole_of(kind: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return whole(f"{kind}/{layer}.{name}.weight", shape, torch.float32)
+
+    gate, up = (whole_of("model", f"mlp.{name}_proj", (96, 64)) for name in ("gate", "up"))
+    assert torch.equal(weights[f"{layer}.mlp.gate_up_proj.weight"], torch.cat([gate[48:], up[48:]]))
+    down = whole_of("model", "mlp.down_proj", (64, 96))
+    assert torch.equal(weights[f"{layer}.mlp.down_proj.weight"], down[:, 48:])
+    state = torch.load(tag / "optim/dp_rank_01_tp_rank_01_pp_rank_00.pt", weights_only=True)["base_state"]
+    # Seven matrices before those of this layer; then, after the head's, norms.
+    assert torch.equal(state[7]["exp_avg"], whole_of("exp_avg", "self_attn.q_proj", (64, 64))[48:])
+    assert torch.equal(state[12]["exp_avg_sq"], whole_of("exp_avg_sq", "mlp.down_proj", (64, 96))[32:, 48:])
+    assert torch.equal(state[16]["exp_avg"], whole_of("exp_avg", "input_layernorm", (64,))[32:])
+    assert state[16]["step"] == 10
 
 
 def test_copied_heads_lie_as_on_the_platform(tmp_path: Path) -> None:
