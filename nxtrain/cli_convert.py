@@ -46,9 +46,13 @@ def nxtrain_to_hf(
 def nxd_to_nxtrain(
     src: Source,
     dst: Target,
-    config: Annotated[
+    shape: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The model's Hugging Face config.json; by default that in SRC or beside it."),
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="The model's Hugging Face config.json; by default that in SRC or beside it.",
+        ),
     ] = None,
     run: Annotated[
         Path | None,
@@ -68,7 +72,7 @@ def nxd_to_nxtrain(
     from nxtrain.config.load import load
 
     goes_on = load(run).config if run else None
-    meta = nxd_to_nxtrain(src, dst, config=config, weights_only=weights_only, first_copy=first_copy, run=goes_on)
+    meta = nxd_to_nxtrain(src, dst, config=shape, weights_only=weights_only, first_copy=first_copy, run=goes_on)
     typer.echo(f"{dst} holds {', '.join(meta.kinds)} at step {meta.step}")
     if meta.step and not meta.samples:
         typer.echo("no run can go on from it: how much data it has seen is not kept there; say so with --run CONFIG")
@@ -90,8 +94,9 @@ def nxtrain_to_nxd(
     ] = None,
     platform: Annotated[Literal["trn1", "trn2"], typer.Option(help="How copied K/V heads are dealt out.")] = "trn1",
     zero1: Annotated[bool, typer.Option("--zero1/--no-zero1", help="The optimizer's state is cut over dp.")] = True,
-    config: Annotated[
-        Path | None, typer.Option(metavar="CONFIG", help="The run, for its optimizer; by default that in its folder.")
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="The run, for its optimizer; by default that in its folder."),
     ] = None,
     weights_only: WeightsOnly = False,
 ) -> None:
@@ -103,6 +108,6 @@ def nxtrain_to_nxd(
     from nxtrain.checkpoint.nxd_write import Target, nxtrain_to_nxd
     from nxtrain.train.rates import rates_of
 
-    rates = None if weights_only else rates_of(src, config)
+    rates = None if weights_only else rates_of(src, run)
     target = Target(tp, pp, dp, kv_replicator, qkv, platform, zero1)
     typer.echo(f"{nxtrain_to_nxd(src, dst, target, rates=rates)} is complete")

@@ -29,7 +29,7 @@ def rates_of(checkpoint: Path, file: Path | None) -> Rates:
     if not file.is_file():
         raise ConfigError(
             f"{path} keeps no settings of the optimizer, and there is no {file}; name the configuration of its run: "
-            "--config FILE, or take the weights alone: --weights-only"
+            "--run CONFIG, or take the weights alone: --weights-only"
         )
     plan = resolve(load(file), world=None)
     return Rates(plan.config.optim, schedule_of(plan).at(read_meta(path).step + 1))
