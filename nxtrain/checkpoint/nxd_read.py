@@ -18,7 +18,7 @@ from nxtrain.checkpoint.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT,
 from nxtrain.checkpoint.nxd_states import NxdStates
 from nxtrain.checkpoint.nxd_weights import NxdWeights
 from nxtrain.checkpoint.planner import ChunkSavePlanner
-from nxtrain.checkpoint.save import write
+from nxtrain.checkpoint.save import read_back, write
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
@@ -64,7 +64,12 @@ def nxd_to_nxtrain(
     kept = _kept(tag / USER_CONTENT)
     if run is not None and states is not None and not kept:
         samples = states.step * run.train.global_batch
-        kept = {"samples": samples, "tokens": samples * run.train.seq_len, "seed": run.run.seed}
+        kept = {
+            "samples": samples,
+            "tokens": samples * run.train.seq_len,
+            "seed": run.run.seed,
+            "global_batch": run.train.global_batch,
+        }
     chunks = source.chunks(MODEL, source.dtype)
     kinds: tuple[str, ...] = (MODEL,)
     if states is not None:
@@ -76,12 +81,14 @@ def nxd_to_nxtrain(
         step=states.step if states else 0,
         samples=kept.get("samples", 0) if states else 0,
         tokens=kept.get("tokens", 0) if states else 0,
+        global_batch=kept.get("global_batch", 0),
         seed=kept.get("seed", 0),
         family=family.name,
         config=model.model_dump(mode="json"),
         dtype=dtype_name(source.dtype),
         state_dtype=dtype_name(states.dtype) if states else "float32",
         data_fingerprint=kept.get("data_fingerprint", ""),
+        tokenizer_fingerprint=kept.get("tokenizer_fingerprint", ""),
         config_fingerprint=kept.get("config_fingerprint", ""),
         mesh={"pp": source.grid.pp, "dp": states.grid.dp if states else 1, "tp": source.grid.tp},
         kinds=kinds,
@@ -93,8 +100,9 @@ def nxd_to_nxtrain(
         assert states is not None
         return source.assemble(chunk, states.local)
 
+    alone = Mesh(1, 0)
     order = sorted(chunks, key=lambda chunk: source.place(chunk.name))  # stage by stage, so that few files are open
-    write(dst, ChunkSavePlanner(order, read), meta, Mesh(1, 0), file_per_tensor=True)
+    read_back(dst, write(dst, ChunkSavePlanner(order, read), meta, alone), alone, None)
     return meta
 
 

@@ -32,7 +32,9 @@ from nxtrain.checkpoint.nxd_files import (
 )
 from nxtrain.checkpoint.nxd_layout import EMBEDDING, HEAD, NxdLayout, Param, Platform, Qkv, default_copies
 from nxtrain.checkpoint.nxd_read import FAMILY, OURS
-from nxtrain.checkpoint.planner import ChunkLoadPlanner, collective
+from nxtrain.checkpoint.planner import ChunkLoadPlanner
+from nxtrain.checkpoint.ranks import collective
+from nxtrain.checkpoint.storage import FileReader
 from nxtrain.config.schema import OptimConfig
 from nxtrain.errors import CheckpointError, ConfigError, Problem
 
@@ -213,7 +215,7 @@ class _Writer:
                     else:
                         targets[chunk] = first[chunk.index] = target
         with collective(f"cannot read {self.src}"):
-            reader = dcp.FileSystemReader(self.src)
+            reader = FileReader(self.src)
             dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
         for target, source in again:
             target.copy_(source)

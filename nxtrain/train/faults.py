@@ -262,9 +262,7 @@ class _Armed:
                 fault_kinds.write_part(writer, block, where, fault.after_bytes - where)
                 self._reach(point, step, args, [fault])
 
-    def _reach(
-        self, point: str, step: int, args: Sequence[Any], among: Sequence[Fault] | None = None
-    ) -> None:
+    def _reach(self, point: str, step: int, args: Sequence[Any], among: Sequence[Fault] | None = None) -> None:
         """Do what is due at a point."""
         for fault in self._faults if among is None else among:
             if fault.point != point or fault.kind in fault_kinds.VALUES:

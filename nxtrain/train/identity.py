@@ -15,6 +15,23 @@ from nxtrain.config.show import dump
 from nxtrain.errors import CheckpointError
 from nxtrain.precision import Precision
 
+DRIFT = {
+    "seed": ("run.seed", "seed"),
+    "batch": ("train.global_batch", "global_batch"),
+    "tokenizer": ("the tokenizer's fingerprint", "tokenizer_fingerprint"),
+    "data": ("the data's fingerprint", "data_fingerprint"),
+    "code": ("the code's fingerprint", "code_fingerprint"),
+}
+"""What `checkpoint.allow_drift` may allow: its name for people, and in `Meta`."""
+
+UNTOLD: dict[str, object] = {
+    "global_batch": 0,
+    "tokenizer_fingerprint": "",
+    "data_fingerprint": "",
+    "code_fingerprint": "",
+}
+"""What a checkpoint says that does not know, such as one that NeuronX Distributed wrote."""
+
 _DIGEST_BYTES = 16
 
 
@@ -83,22 +100,12 @@ def refuse_drift(checkpoint: Path, meta: Meta, fresh: Meta, plan: Resolved) -> N
         CheckpointError: It belongs to another run; all differences are named.
     """
     firm = ("family", "config", "dtype", "state_dtype") if meta.step else ("family", "config")
-    differences = [_difference(key, key, meta, fresh) for key in firm if getattr(meta, key) != getattr(fresh, key)]
+    differences = [what for key in firm if (what := _difference(key, key, meta, fresh))]
     if meta.step and set(meta.kinds) != set(fresh.kinds):
         there, here = (", ".join(sorted({*kinds} - {MODEL})) for kinds in (meta.kinds, fresh.kinds))
         update = plan.config.precision.update
         differences.append(f"its optimizer kept {there}, and precision.update={update} keeps {here} here")
-    drift = (
-        {}
-        if not meta.step
-        else {
-            "seed": _difference("run.seed", "seed", meta, fresh),
-            "batch": _difference("train.global_batch", "global_batch", meta, fresh),
-            "tokenizer": _difference("the tokenizer's fingerprint", "tokenizer_fingerprint", meta, fresh),
-            "data": _difference("the data's fingerprint", "data_fingerprint", meta, fresh),
-            "code": _difference("the code's fingerprint", "code_fingerprint", meta, fresh),
-        }
-    )
+    drift = {key: _difference(name, field, meta, fresh) for key, (name, field) in DRIFT.items() if meta.step}
     refused = {key: what for key, what in drift.items() if what and key not in plan.config.checkpoint.allow_drift}
     if not differences and not refused:
         return
@@ -111,9 +118,9 @@ def refuse_drift(checkpoint: Path, meta: Meta, fresh: Meta, plan: Resolved) -> N
 
 
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:
-    """How a field differs; what a checkpoint does not tell, such as one of NeuronX Distributed's, differs from nothing."""
     there, here = getattr(meta, field), getattr(fresh, field)
-    return f"{name} is {there!r} there and {here!r} here" if there not in {"", None, here} else ""
+    untold = field in UNTOLD and there == UNTOLD[field]
+    return f"{name} is {there!r} there and {here!r} here" if there != here and not untold else ""
 
 
 def _sources(packages: Sequence[str]) -> Iterator[bytes]:

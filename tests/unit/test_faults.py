@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import io
+import mmap
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from nxtrain.checkpoint.blocks import BlockWriter
 from nxtrain.errors import ConfigError
 from nxtrain.train import fault_kinds, faults
 from nxtrain.train.faults import POINTS, Fault, parse
@@ -112,21 +110,12 @@ def test_one_entry_of_a_copy_is_spoiled(kind: str) -> None:
     assert x.isfinite().all()
 
 
-def test_a_stream_tells_how_much_is_written_before_more_is(tmp_path: Path) -> None:
-    @contextmanager
-    def opened() -> Iterator[io.BufferedWriter]:
-        with closing((tmp_path / "file").open("wb")) as file:
-            yield file
-
-    told: list[tuple[int, int]] = []
-
-    def tell(written: int) -> None:
-        told.append((written, (tmp_path / "file").stat().st_size))
-        if written > 4096:
-            raise OSError(errno.ENOSPC, "full")
-
-    with pytest.raises(OSError, match="full"), fault_kinds.Watched(opened(), tell) as stream:
-        stream.write(bytes(100))
-        stream.write(bytes(10000))
-    assert told == [(0, 0), (100, 100), (4196, 4196)]
-    assert (tmp_path / "file").stat().st_size == 4196
+def test_what_comes_before_a_fault_is_on_the_disk(tmp_path: Path) -> None:
+    """A block of two pages of which 5000 bytes are to be written, before the error of a full disk."""
+    _armed = faults._Armed([*parse("oserror@0:*:ckpt_write:ENOSPC:5000")], tmp_path / "marks", 0)
+    content = bytes(range(256)) * 64
+    with mmap.mmap(-1, len(content)) as block, BlockWriter(tmp_path / "file") as writer:
+        block[:] = content
+        with pytest.raises(OSError, match="No space left"):
+            _armed._reach_in_block("ckpt_write", 1, (writer, block, 0, len(content)))
+    assert (tmp_path / "file").read_bytes() == content[:8192]
