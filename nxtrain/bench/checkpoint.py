@@ -130,8 +130,8 @@ class State:
         self._shards = {kind: {name: torch.randn(ROWS, ROWS) for name in specs} for kind in KINDS}
         self._flat = {f"{kind}/{name}": x for kind, named in self._shards.items() for name, x in named.items()}
         self._into = {key: torch.empty_like(x) for key, x in self._flat.items()}
-        self._staging = Staging()
-        self._staged = self._staging.fill(self._shards, self._layout)
+        self._staging = Staging(self._layout)
+        self._staged = self._staging.fill(self._shards)
         self._block = mmap.mmap(-1, BLOCK_BYTES)
         self._num_blocks = max(1, sum(x.nbytes for x in self._flat.values()) // BLOCK_BYTES)
         self._meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
@@ -152,7 +152,7 @@ class State:
 
     def stage(self) -> None:
         """What training waits for."""
-        self._staging.fill(self._shards, self._layout)
+        self._staging.fill(self._shards)
 
     def write_raw(self) -> None:
         """The disk's own speed."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from nxtrain.errors import DamagedError
@@ -61,18 +62,20 @@ class BlockWriter:
     def __init__(self, path: Path) -> None:
         self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nxtrain-write")
-        self._free = deque(mmap.mmap(-1, BLOCK_BYTES) for _ in range(_DEPTH))
+        self._free = deque(_memory(BLOCK_BYTES) for _ in range(_DEPTH))
         self._underway: deque[tuple[Future[str], mmap.mmap]] = deque()
         self._block, self._filled, self._num_bytes = self._free.popleft(), 0, 0
         self._checksums: list[str] = []
 
     def write(self, data: memoryview) -> None:
         """Append bytes."""
-        while len(data):
-            part = data[: BLOCK_BYTES - self._filled]
-            self._block[self._filled : self._filled + len(part)] = part
+        rest = np.frombuffer(data, np.uint8)
+        while len(rest):
+            part = rest[: BLOCK_BYTES - self._filled]
+            # numpy copies without Python's lock, for which the other threads would wait between their calls.
+            np.frombuffer(self._block, np.uint8)[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
-            data = data[len(part) :]
+            rest = rest[len(part) :]
             if self._filled == BLOCK_BYTES:
                 self._flush()
 
@@ -148,7 +151,7 @@ class BlockReader:
             DamagedError: A block is not what was written.
         """
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nxtrain-read")
-        free = deque(mmap.mmap(-1, self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
+        free = deque(_memory(self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
         underway: deque[tuple[int, Future[memoryview], mmap.mmap]] = deque()
         queue = deque(wanted)
         try:
@@ -195,6 +198,14 @@ def verify(path: Path, stored: Stored) -> None:
     with BlockReader(path, stored) as reader:
         for _ in reader.blocks(range(len(stored.checksums))):
             pass
+
+
+def _memory(num_bytes: int) -> mmap.mmap:
+    """Memory for a block, aligned as direct access wants it."""
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # mapped and pinned in a few steps, not in thousands
+    return memory
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

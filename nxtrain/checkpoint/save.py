@@ -65,31 +65,43 @@ def save(
     Raises:
         CheckpointError: Any rank failed to write; older checkpoints are untouched.
     """
-    staged = Staging().fill(shards, cut)
+    staged = Staging(cut).fill(shards)
     write_state(path, staged, cut.mesh, meta, tuple(shards), tokenizer, retention, process_group)
 
 
 class Staging:
-    """Host memory for the chunks that a rank writes, kept from one checkpoint to the next."""
+    """Host memory for the chunks that a rank writes, kept from one checkpoint to the next.
 
-    def __init__(self) -> None:
+    Args:
+        cut: Where the rank's tensors lie in the model.
+    """
+
+    def __init__(self, cut: Layout) -> None:
+        self._cut = cut
         self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._staged: dict[Chunk, Tensor] = {}
 
-    def fill(self, shards: Shards, cut: Layout) -> Mapping[Chunk, Tensor]:
+    def fill(self, shards: Shards) -> Mapping[Chunk, Tensor]:
         """Bring the chunks to the host, each local tensor in one transfer.
 
-        What it returns is valid until the next call.
+        Args:
+            shards: Kind to parameter name to local tensor, on any device; the same ones in each call.
+
+        Returns:
+            What this rank writes; valid until the next call.
         """
-        staged = {}
-        mine = owned(tuple(chunks(shards, cut)))
-        for (kind, parameter), group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter)):
-            local = shards[kind][parameter].detach()
-            buffer = self._buffers.get((kind, parameter))
-            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                buffer = self._buffers[kind, parameter] = torch.empty(local.shape, dtype=local.dtype)
-            buffer.copy_(local)
-            staged.update({chunk: chunk.of(buffer) for chunk in group})
-        return staged
+        if not self._buffers:
+            self._prepare(shards)
+        for (kind, parameter), buffer in self._buffers.items():
+            buffer.copy_(shards[kind][parameter].detach())
+        return self._staged
+
+    def _prepare(self, shards: Shards) -> None:
+        mine = owned(tuple(chunks(shards, self._cut)))
+        for place, group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter)):
+            local = shards[place[0]][place[1]]
+            buffer = self._buffers[place] = torch.empty(local.shape, dtype=local.dtype)
+            self._staged.update({chunk: chunk.of(buffer) for chunk in group})
 
 
 def write_state(

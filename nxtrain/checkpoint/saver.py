@@ -69,7 +69,7 @@ class Saver:
         self._folder, self._cut, self._retention, self._tokenizer = folder, cut, retention, tokenizer
         self._group, self._talk, self._told = group, talk, told
         self._background = background
-        self._staging = Staging()
+        self._staging = Staging(cut)
         self._underway: _Writing | None = None
         self._written: int | None = None
 
@@ -90,7 +90,7 @@ class Saver:
         if self._written == meta.step:
             return
         state = shards()
-        staged = self._staging.fill(state, self._cut)
+        staged = self._staging.fill(state)
         self._underway = _Writing(meta.step, began, lambda: self._write(staged, meta, tuple(state)))
         if must or not self._background:
             self._underway.run()
