@@ -51,9 +51,9 @@ def _read_result(gradients: Gradients, norm: Tensor) -> Tensor:
     return norm if norm.item() else norm + 1.0  # the line that the report names
 
 
-def _step(self: AdamW, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor) -> None:
+def _step(self: AdamW, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None) -> None:
     assert self.num_updates.tolist()  # the line that the report names
-    _SOUND_STEP(self, grads, lr, grad_scale)
+    _SOUND_STEP(self, grads, lr, grad_scale, skip)
 
 
 _SOUND_STEP = AdamW.step
