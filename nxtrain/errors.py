@@ -65,15 +65,15 @@ class DamagedError(CheckpointError):
     """A file of a checkpoint that is not what was written.
 
     Args:
-        file: Which.
+        file: Which; a path, or an address.
         reason: What is wrong with it.
     """
 
-    def __init__(self, file: Path, reason: str) -> None:
+    def __init__(self, file: Path | str, reason: str) -> None:
         self.file, self.reason = file, reason
         super().__init__(f"{file} is damaged: {reason}")
 
-    def __reduce__(self) -> tuple[type[DamagedError], tuple[Path, str]]:
+    def __reduce__(self) -> tuple[type[DamagedError], tuple[Path | str, str]]:
         """How it travels to other ranks."""
         return DamagedError, (self.file, self.reason)
 

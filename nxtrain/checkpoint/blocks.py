@@ -9,11 +9,15 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 from xxhash import xxh3_64_hexdigest
@@ -121,26 +125,73 @@ class BlockWriter:
             return xxh3_64_hexdigest(view[:length])
 
 
-class BlockReader:
-    """Reads blocks of a file, each of them verified.
+class Source(Protocol):
+    """The bytes of a file, wherever they lie."""
+
+    @property
+    def name(self) -> Path | str:
+        """Where they lie."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How many there are."""
+
+    def read(self, view: memoryview, start: int) -> int:
+        """Bring bytes from `start` on, as many as are there and fit, and tell how many; 0 at the end."""
+
+    def close(self) -> None:
+        """Read no more."""
+
+
+class FileSource:
+    """A file of a disk.
 
     Args:
         path: The file.
-        stored: What it was when it was written.
 
     Raises:
-        DamagedError: It is absent, or of another length.
+        DamagedError: It is absent.
     """
 
-    def __init__(self, path: Path, stored: Stored) -> None:
-        self._path, self._stored = path, stored
+    def __init__(self, path: Path) -> None:
+        self.name = path
         try:
-            self._file, self._direct = _open(path, os.O_RDONLY)
+            self._file, _ = _open(path, os.O_RDONLY)
         except FileNotFoundError as error:
             raise DamagedError(path, "it is absent") from error
-        if (found := os.fstat(self._file).st_size) != stored.num_bytes:
-            os.close(self._file)
-            raise DamagedError(path, f"it has {found:,} bytes instead of {stored.num_bytes:,}")
+        self.num_bytes = os.fstat(self._file).st_size
+
+    def read(self, view: memoryview, start: int) -> int:
+        """See `Source`."""
+        return os.preadv(self._file, [view], start)
+
+    def close(self) -> None:
+        """See `Source`."""
+        os.close(self._file)
+
+
+class BlockReader:
+    """Reads blocks of a file, each of them verified, and from another copy where one has it wrong.
+
+    Args:
+        copies: The file; or what opens its copies, the nearest first, each when those before do not suffice.
+        stored: What it was when it was written.
+
+    Attributes:
+        damage: What was wrong with copies although others had it right.
+
+    Raises:
+        DamagedError: All copies are absent, or of another length.
+    """
+
+    def __init__(self, copies: Path | Sequence[Callable[[], Source]], stored: Stored) -> None:
+        self._stored = stored
+        self._unopened = deque([partial(FileSource, copies)] if isinstance(copies, Path) else copies)
+        self._sources: list[Source] = []
+        self._opening = Lock()
+        self.damage: list[DamagedError] = []
+        if not self._has(0):
+            raise self.damage[-1]
 
     def blocks(self, wanted: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
         """Each of these blocks, ascending, as its first byte's place in the file and its content.
@@ -172,20 +223,53 @@ class BlockReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._file)
+        for source in self._sources:
+            source.close()
+
+    def _has(self, number: int) -> bool:
+        """Whether there are more copies of the right length than this; they are opened."""
+        with self._opening:
+            while len(self._sources) <= number and self._unopened:
+                with suppress(DamagedError):
+                    self._sources.append(self._opened(self._unopened.popleft()))
+        return len(self._sources) > number
+
+    def _opened(self, source_of: Callable[[], Source]) -> Source:
+        try:
+            source = source_of()
+            if source.num_bytes == self._stored.num_bytes:
+                return source
+            source.close()
+            reason = f"it has {source.num_bytes:,} bytes instead of {self._stored.num_bytes:,}"
+            raise DamagedError(source.name, reason)
+        except DamagedError as error:
+            self.damage.append(error)
+            raise
 
     def _read(self, index: int, buffer: mmap.mmap) -> memoryview:
+        number = 0
+        while True:
+            source = self._sources[number]
+            try:
+                return self._verified(source, index, memoryview(buffer))
+            except (DamagedError, OSError) as error:
+                number += 1
+                if not self._has(number):
+                    raise
+                damaged = error if isinstance(error, DamagedError) else DamagedError(source.name, f"{error}")
+                self.damage.append(damaged)
+
+    def _verified(self, source: Source, index: int, view: memoryview) -> memoryview:
         start, stop = self._stored.block(index)
-        view = memoryview(buffer)
         received = 0
         while received < stop - start:
-            count = os.preadv(self._file, [view[received:]], start + received)
+            count = source.read(view[received:], start + received)
             if count == 0:
-                raise DamagedError(self._path, "it became shorter while it was read")
+                raise DamagedError(source.name, "it became shorter while it was read")
             received += count
         content = view[: stop - start]
         if xxh3_64_hexdigest(content) != self._stored.checksums[index]:
-            raise DamagedError(self._path, f"bytes {start:,} to {stop:,} are not those that were written")
+            raise DamagedError(source.name, f"bytes {start:,} to {stop:,} are not those that were written")
         return content
 
 

@@ -8,17 +8,14 @@ an object whole or not at all. Nothing here deletes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from nxtrain.compile.cache import UnusableEntryError
 from nxtrain.compile.entries import Key, parse_key
 from nxtrain.compile.seals import Content, Seal, damage, from_json, hash_file, to_json
-from nxtrain.errors import BackendError, ConfigError
-
-SCHEME = "s3://"
+from nxtrain.s3 import explained, is_missing, open_client, split
 
 
 class Bucket:
@@ -33,17 +30,10 @@ class Bucket:
     """
 
     def __init__(self, url: str) -> None:
-        name, _, prefix = url.removeprefix(SCHEME).partition("/")
-        if not name:
-            raise ConfigError(f"{url} names no bucket; write s3://BUCKET/PREFIX")
-        try:
-            import boto3
-        except ImportError as error:
-            raise BackendError("s3:// needs boto3, which is not installed: pip install 'nxtrain[s3]'") from error
-        self._url, self._name = url, name
-        self._prefix = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        with self._explained():
-            self._client: Any = boto3.client("s3")
+        self._url = url
+        self._name, prefix = split(url)
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._client: Any = open_client(url)
 
     def __str__(self) -> str:
         return self._url
@@ -79,7 +69,7 @@ class Bucket:
                 try:
                     self._client.download_file(self._name, self._object(file), str(target / name))
                 except self._client.exceptions.ClientError as error:
-                    if _is_missing(error):
+                    if is_missing(error):
                         raise UnusableEntryError(f"damaged: {self._object(file)} is missing") from error
                     raise
         damaged = damage(seal, {name: hash_file(target / name) for name in seal})
@@ -114,7 +104,7 @@ class Bucket:
         try:
             head = self._client.head_object(Bucket=self._name, Key=self._object(file))
         except self._client.exceptions.ClientError as error:
-            if _is_missing(error):
+            if is_missing(error):
                 return False
             raise
         return bool(head["ContentLength"] == file.size_bytes)
@@ -125,18 +115,5 @@ class Bucket:
     def _entry(self, key: Key) -> str:
         return f"{self._prefix}entries/{key}.json"
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Give what S3 answers to people."""
-        from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            yield
-        except (Boto3Error, BotoCoreError, ClientError) as error:
-            hint = "check the bucket's name, and your access with: aws s3 ls"
-            raise BackendError(f"{self._url}: {error}; {hint} {SCHEME}{self._name}/") from error
-
-
-def _is_missing(error: Any) -> bool:
-    return error.response["Error"]["Code"] in {"404", "NoSuchKey", "NotFound"}
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(self._url)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nxtrain.compile.bucket import SCHEME
+
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Entry, Key, State
 from nxtrain.compile.location import cache_folder
@@ -25,6 +25,7 @@ from nxtrain.compile.sync import Place, Step, open_place, sync
 from nxtrain.config.load import load
 from nxtrain.config.schema import CompileConfig
 from nxtrain.errors import BackendError, ConfigError
+from nxtrain.s3 import SCHEME
 
 _COLORS = {State.DONE: "green", State.FAILED: "red", State.LOCKED: "cyan", State.STALE: "yellow", State.PENDING: "dim"}
 _GIB = 1 << 30

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nxtrain.compile.bucket import SCHEME, Bucket
+from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
 from nxtrain.compile.entries import Key
 from nxtrain.errors import ConfigError
+from nxtrain.s3 import SCHEME
 
 Place = Cache | Bucket
 

@@ -1,0 +1,55 @@
+"""What S3 needs wherever it is used: an address, a client, and what it answers told in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nxtrain.errors import BackendError, ConfigError
+
+SCHEME = "s3://"
+
+
+def split(url: str) -> tuple[str, str]:
+    """The bucket of `s3://bucket/prefix`, and the prefix; empty if there is none.
+
+    Raises:
+        ConfigError: The address names no bucket.
+    """
+    bucket, _, prefix = url.removeprefix(SCHEME).partition("/")
+    if not bucket:
+        raise ConfigError(f"{url} names no bucket; write s3://BUCKET/PREFIX")
+    return bucket, prefix.strip("/")
+
+
+def open_client(url: str) -> Any:
+    """A client; access and endpoint come from where AWS's tools look, such as AWS_PROFILE and AWS_ENDPOINT_URL.
+
+    Raises:
+        BackendError: boto3 is not installed, or finds no region, endpoint or profile to work with.
+    """
+    try:
+        import boto3
+    except ImportError as error:
+        raise BackendError("s3:// needs boto3, which is not installed: pip install 'nxtrain[s3]'") from error
+    with explained(url):
+        return boto3.client("s3")
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Give what S3 answers to people."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except (Boto3Error, BotoCoreError, ClientError) as error:
+        hint = "check the bucket's name, and your access with: aws s3 ls"
+        raise BackendError(f"{url}: {error}; {hint} {SCHEME}{split(url)[0]}/") from error
+
+
+def is_missing(error: Any) -> bool:
+    """Whether a ClientError says that there is no such object."""
+    return error.response["Error"]["Code"] in {"404", "NoSuchKey", "NotFound"}
