@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from nxtrain.errors import CheckpointError
@@ -72,16 +72,21 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def prepare(path: Path) -> Path:
-    """Make an empty folder in which to write what `publish` gives the name `path`; removes what broken attempts left.
+def draft_of(path: Path) -> Path:
+    """A new name for a folder in which to write what `publish` gives the name `path`.
 
-    Its name is new each time: a writer that was thought dead disturbs nobody.
+    It is another one each time: a writer that was thought dead disturbs nobody.
     """
+    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+
+
+def prepare(path: Path, staged: Path | None = None) -> Path:
+    """Make an empty folder of a name that `draft_of` gave, by default a new one; removes what broken attempts left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.iterdir():
         if _LEFTOVER.fullmatch(leftover.name) or leftover.name.startswith(f"{path.name}.tmp-"):
             shutil.rmtree(leftover)
-    staged = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    staged = staged or draft_of(path)
     staged.mkdir()
     return staged
 
@@ -134,9 +139,16 @@ def doomed(checkpoints: list[Path], keep: int, keep_every: int = 0) -> list[Path
         keep: So many of the newest stay; 0: all.
         keep_every: Those of steps that are multiples of it stay; 0: none of them for that.
     """
-    verified = [path for path in checkpoints if (path / VERIFIED).exists()]
-    stay = {*checkpoints[-keep:], *verified[-MIN_VERIFIED:]}
-    return [path for path in checkpoints if path not in stay and not (keep_every and step_of(path) % keep_every == 0)]
+    verified = {step_of(path) for path in checkpoints if (path / VERIFIED).exists()}
+    steps = doomed_steps([step_of(path) for path in checkpoints], verified, keep, keep_every)
+    return [path for path in checkpoints if step_of(path) in steps]
+
+
+def doomed_steps(steps: list[int], verified: Container[int], keep: int, keep_every: int = 0) -> set[int]:
+    """The same by steps, oldest first, of which some are known to be whole."""
+    whole = [step for step in steps if step in verified]
+    stay = {*steps[-keep:], *whole[-MIN_VERIFIED:]}
+    return {step for step in steps if step not in stay and not (keep_every and step % keep_every == 0)}
 
 
 def prune(directory: Path, keep: int, keep_every: int = 0) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.blocks import Stored, verify
 from nxtrain.checkpoint.chunks import Chunk, Shards, chunks, owned
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.mirror import Mirrored, copy
 from nxtrain.checkpoint.planner import ChunkSavePlanner
-from nxtrain.checkpoint.ranks import Group, by_leader, collective, is_distributed, together
+from nxtrain.checkpoint.ranks import Disk, Group, by_leader, collective, is_distributed, shared_disk, together
 from nxtrain.checkpoint.storage import FileWriter
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
@@ -113,23 +114,33 @@ def write_state(
     tokenizer: Path | None,
     retention: Retention,
     group: Group,
-) -> None:
-    """Write what every rank has staged, read it back, and only then make room.
+    mirrored: Mirrored | None = None,
+) -> str:
+    """Write what every rank has staged, read it back, only then make room, and copy it to the mirror, if there is one.
+
+    Returns:
+        Why the mirror lacks it; empty if it does not.
 
     Raises:
         CheckpointError: Any rank failed; older checkpoints are untouched.
     """
     degrees = {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}
     meta = meta.model_copy(update={"mesh": degrees, "kinds": kinds})
-    written = write(path, ChunkSavePlanner(tuple(staged), staged.__getitem__), meta, mesh, tokenizer, group)
-    read_back(path, written, mesh, group)
+    disk = mirrored.disk if mirrored else shared_disk(mesh)
+    planner = ChunkSavePlanner(tuple(staged), staged.__getitem__)
+    written = write(path, planner, meta, mesh, tokenizer, group, disk)
+    read_back(path, written, mesh, group, disk)
 
     def make_room() -> None:
         layout.mark_verified(path)
         layout.point_to(path)
         layout.prune(path.parent, retention.keep, retention.keep_every)
 
-    by_leader(make_room, mesh, group, f"cannot delete in {path.parent}")
+    disk.on_each(make_room, mesh, group, f"cannot delete in {path.parent}")
+    if mirrored is None:
+        return ""
+    keep, keep_every = retention.keep, retention.keep_every
+    return copy(mirrored, meta.step, path, written, mesh, group, keep=keep, keep_every=keep_every)
 
 
 def write(
@@ -139,6 +150,7 @@ def write(
     mesh: Mesh,
     tokenizer: Path | None = None,
     process_group: Group = None,
+    disk: Disk | None = None,
 ) -> Mapping[str, Stored]:
     """Write what a planner holds into a staging folder, then commit it.
 
@@ -149,12 +161,14 @@ def write(
         mesh: The axes of this rank.
         tokenizer: A `tokenizer.json` to keep with it.
         process_group: Group of all ranks that can carry host objects.
+        disk: Who acts in the folder; None: rank 0 for all.
 
     Returns:
         The files that this rank wrote.
     """
     failure = f"cannot write {path}"
-    staged = by_leader(lambda: layout.prepare(path), mesh, process_group, failure)
+    disk = disk or shared_disk(mesh)
+    staged = _prepare(path, disk, mesh, process_group, failure)
     writer = FileWriter(staged, mesh.rank)
     try:
         with collective(failure):
@@ -165,27 +179,43 @@ def write(
                 process_group=process_group,
                 no_dist=not is_distributed(mesh),
             )
-        by_leader(lambda: _commit(staged, path, writer, meta, tokenizer), mesh, process_group, failure)
+        if disk.number == 1:
+            by_leader(lambda: _commit(staged, path, _seal(writer, meta, tokenizer)), mesh, process_group, failure)
+        else:
+            seal = by_leader(lambda: _seal(writer, meta, tokenizer), mesh, process_group, failure)
+            disk.on_each(lambda: _commit(staged, path, seal), mesh, process_group, failure)
     except CheckpointError:
-        if mesh.rank == 0:
+        if disk.leads:
             layout.discard(staged)
         raise
     return writer.stored
 
 
-def _commit(staged: Path, path: Path, writer: FileWriter, meta: Meta, tokenizer: Path | None) -> None:
-    """Seal the files that all ranks have written, and give them their name."""
+def _prepare(path: Path, disk: Disk, mesh: Mesh, group: Group, failure: str) -> Path:
+    if disk.number == 1:
+        return by_leader(lambda: layout.prepare(path), mesh, group, failure)
+    staged = path.with_name(by_leader(lambda: layout.draft_of(path).name, mesh, group, failure))
+    disk.on_each(lambda: layout.prepare(path, staged), mesh, group, failure)
+    return staged
+
+
+def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, bytes]:
+    """What is written when all ranks have written, by name, in this order."""
     assert writer.manifest is not None
-    if tokenizer is not None:
-        layout.write_durably(staged / layout.TOKENIZER, lambda file: shutil.copyfile(tokenizer, file))
     manifest = writer.manifest.model_dump_json().encode()
-    layout.write_durably(staged / layout.MANIFEST, lambda file: file.write_bytes(manifest))
     sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
-    layout.write_durably(staged / layout.META, lambda file: file.write_text(sealed))
+    kept = {layout.TOKENIZER: tokenizer.read_bytes()} if tokenizer else {}
+    return {**kept, layout.MANIFEST: manifest, layout.META: sealed.encode()}
+
+
+def _commit(staged: Path, path: Path, seal: Mapping[str, bytes]) -> None:
+    """Seal the files that ranks have written, and give them their name."""
+    for name, content in seal.items():
+        layout.write_durably(staged / name, partial(Path.write_bytes, data=content))
     layout.publish(staged, path)
 
 
-def read_back(path: Path, written: Mapping[str, Stored], mesh: Mesh, group: Group) -> None:
+def read_back(path: Path, written: Mapping[str, Stored], mesh: Mesh, group: Group, disk: Disk | None = None) -> None:
     """Let every rank read from the disk what it wrote; if any of it is something else, the checkpoint is put aside.
 
     Raises:
@@ -199,5 +229,6 @@ def read_back(path: Path, written: Mapping[str, Stored], mesh: Mesh, group: Grou
     try:
         together(check, mesh, group, f"cannot read back {path}")
     except CheckpointError as error:
-        by_leader(lambda: layout.quarantine(path), mesh, group, f"cannot put aside {path}")
+        disk = disk or shared_disk(mesh)
+        disk.on_each(lambda: layout.quarantine(path), mesh, group, f"cannot put aside {path}")
         raise CheckpointError(f"{error}; what was written cannot be read back, and is put aside") from error

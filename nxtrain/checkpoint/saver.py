@@ -14,6 +14,7 @@ from torch import Tensor
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import Chunk, Shards
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.ranks import Group, by_leader
 from nxtrain.checkpoint.save import Retention, Staging, write_state
 from nxtrain.errors import CheckpointError
@@ -27,14 +28,16 @@ class Outcome:
     Args:
         step: Its step.
         stall_s: Seconds that training waited for it.
-        write_s: Seconds until it was written, read back and committed; 0 if it was left out.
+        write_s: Seconds until it was written, read back, committed and copied to the mirror; 0 if it was left out.
         problem: Why it is not there; empty if it is.
+        unmirrored: Why the mirror lacks it although it is there; empty if it does not, or if there is no mirror.
     """
 
     step: int
     stall_s: float
     write_s: float = 0.0
     problem: str = ""
+    unmirrored: str = ""
 
 
 class Saver:
@@ -52,6 +55,7 @@ class Saver:
         talk: Group on which the ranks talk before they go on; None for the default group.
         background: Write while training goes on.
         told: Is told, between steps, what became of each checkpoint.
+        mirrored: Where a copy goes once a checkpoint is committed; None: nowhere.
     """
 
     def __init__(
@@ -65,10 +69,11 @@ class Saver:
         talk: Group,
         background: bool,
         told: Callable[[Outcome], None],
+        mirrored: Mirrored | None = None,
     ) -> None:
         self._folder, self._cut, self._retention, self._tokenizer = folder, cut, retention, tokenizer
         self._group, self._talk, self._told = group, talk, told
-        self._background = background
+        self._background, self._mirrored = background, mirrored
         self._staging = Staging(cut)
         self._underway: _Writing | None = None
         self._written: int | None = None
@@ -128,9 +133,10 @@ class Saver:
             "cannot ask for the checkpoint before",
         )
 
-    def _write(self, staged: Mapping[Chunk, Tensor], meta: Meta, kinds: tuple[str, ...]) -> None:
-        path = layout.step_path(self._folder, meta.step)
-        write_state(path, staged, self._cut.mesh, meta, kinds, self._tokenizer, self._retention, self._group)
+    def _write(self, staged: Mapping[Chunk, Tensor], meta: Meta, kinds: tuple[str, ...]) -> str:
+        path, mesh = layout.step_path(self._folder, meta.step), self._cut.mesh
+        keep, group, mirrored = self._retention, self._group, self._mirrored
+        return write_state(path, staged, mesh, meta, kinds, self._tokenizer, keep, group, mirrored)
 
 
 class _Writing(Thread):
@@ -139,22 +145,23 @@ class _Writing(Thread):
     Args:
         step: Its step.
         began: When training began to wait for it.
-        write: Writes it.
+        write: Writes it, and tells why the mirror lacks it.
     """
 
-    def __init__(self, step: int, began: float, write: Callable[[], None]) -> None:
+    def __init__(self, step: int, began: float, write: Callable[[], str]) -> None:
         # A process that ends early, because a rank failed, waits for nothing: what is not committed does not count.
         super().__init__(name="nxtrain-checkpoint", daemon=True)
         self._step, self._began, self._work = step, began, write
         self._staged = time.monotonic()
         self._error: BaseException | None = None
+        self._unmirrored = ""
         self._ended = self._staged
         self.done = False
 
     def run(self) -> None:
         """Write it."""
         try:
-            self._work()
+            self._unmirrored = self._work()
         except BaseException as error:  # it is raised where training waits
             self._error = error
         self._ended = time.monotonic()
@@ -167,4 +174,5 @@ class _Writing(Thread):
         if self._error is not None and not isinstance(self._error, CheckpointError):
             raise self._error
         problem = str(self._error or "")
-        return Outcome(self._step, self._staged - self._began, self._ended - self._staged, problem)
+        stall_s, write_s = self._staged - self._began, self._ended - self._staged
+        return Outcome(self._step, stall_s, write_s, problem, self._unmirrored)

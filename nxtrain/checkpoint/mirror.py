@@ -1,0 +1,220 @@
+"""A second place for the checkpoints of a run, in a folder or in S3, that outlives the disks of nodes.
+
+A checkpoint is there when its `meta.json` is, which comes last and goes first. All files were verified as they came.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.blocks import Stored
+from nxtrain.checkpoint.places import Place, Store, open_store
+from nxtrain.checkpoint.ranks import Disk, Group, by_leader, gather, together
+from nxtrain.errors import NxtrainError
+from nxtrain.mesh import Mesh
+
+_SPOILT = "meta.corrupt.json"
+"""What `meta.json` is called when its checkpoint was found to be damaged."""
+_STEP = re.compile(r"step-(\d{8,})/([^/]+)")
+
+
+class Mirror:
+    """The checkpoints of a store.
+
+    Args:
+        store: Where they are.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __str__(self) -> str:
+        return str(self._store.root)
+
+    def place(self, step: int) -> Place:
+        """The folder of a step."""
+        return self._store.root / _folder(step)
+
+    def check(self) -> None:
+        """Make sure that files can be added and removed.
+
+        Raises:
+            BackendError: S3 refuses.
+            OSError: The folder does.
+        """
+        name = f".nxtrain-{uuid.uuid4().hex[:8]}/check"
+        self._store.put(name, b"nxtrain")
+        self._store.delete([name])
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return sorted(step for step, names in self._files().items() if layout.META in names)
+
+    def spoilt(self) -> list[str]:
+        """The checkpoints that were put aside."""
+        return [str(self.place(step)) for step, names in sorted(self._files().items()) if _SPOILT in names]
+
+    def begin(self, step: int) -> None:
+        """Make room for a checkpoint: remove one of this step, and what broken attempts left of others."""
+        for other, names in self._files().items():
+            if other == step or not names & {layout.META, _SPOILT}:
+                self._remove(other, names)
+
+    def add(self, step: int, file: Path, stored: Stored) -> None:
+        """Copy a rank's file.
+
+        Raises:
+            DamagedError: It is no longer what was written.
+        """
+        self._store.upload(f"{_folder(step)}/{file.name}", file, stored)
+
+    def finish(self, step: int, checkpoint: Path) -> None:
+        """Copy what seals a checkpoint, when all files of ranks are there."""
+        for name in (layout.TOKENIZER, layout.MANIFEST, layout.META):
+            if (checkpoint / name).exists():
+                self._store.put(f"{_folder(step)}/{name}", (checkpoint / name).read_bytes())
+
+    def put_aside(self, step: int) -> str:
+        """Mark a checkpoint as damaged, so that nobody takes it, and tell its place."""
+        content = (self.place(step) / layout.META).read_bytes()
+        self._store.put(f"{_folder(step)}/{_SPOILT}", content)
+        self._store.delete([f"{_folder(step)}/{layout.META}"])
+        return str(self.place(step))
+
+    def prune(self, keep: int, keep_every: int) -> None:
+        """Remove the checkpoints that make room; see `layout.doomed`."""
+        files = self._files()
+        whole = sorted(step for step, names in files.items() if layout.META in names)
+        for step in sorted(layout.doomed_steps(whole, whole, keep, keep_every)):
+            self._remove(step, files[step])
+
+    def _files(self) -> Mapping[int, set[str]]:
+        found: dict[int, set[str]] = defaultdict(set)
+        for name in self._store.sizes():
+            if match := _STEP.fullmatch(name):
+                found[int(match[1])].add(match[2])
+        return found
+
+    def _remove(self, step: int, names: set[str]) -> None:
+        # In two requests: cut off halfway, nothing is left that looks complete.
+        if layout.META in names:
+            self._store.delete([f"{_folder(step)}/{layout.META}"])
+        self._store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {layout.META})])
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """The mirror of a run, and this rank's part in the folder that it mirrors.
+
+    Args:
+        mirror: Where copies go.
+        disk: Who acts in the folder.
+    """
+
+    mirror: Mirror
+    disk: Disk
+
+
+def open_mirrored(address: str, folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Mirrored:
+    """Reach a mirror from every node, and find out which nodes share the folder. Every rank calls this.
+
+    Args:
+        address: A folder, or `s3://bucket/prefix`.
+        folder: What it mirrors.
+        mesh: The axes of this rank.
+        local_rank: This rank among those of its node.
+        group: Group of all ranks that can carry host objects; None for the default group.
+
+    Raises:
+        ConfigError: The address names no bucket.
+        BackendError: boto3 is not installed, or S3 refuses.
+        CheckpointError: The folder cannot be written.
+    """
+    opened: list[Mirror] = []
+
+    def reach() -> None:
+        opened.append(Mirror(open_store(address)))
+        if local_rank == 0:
+            opened[0].check()
+
+    together(reach, mesh, group, f"cannot use checkpoint.mirror={address}")
+    return Mirrored(opened[0], _find_disk(folder, mesh, local_rank, group))
+
+
+def copy(
+    mirrored: Mirrored,
+    step: int,
+    path: Path,
+    written: Mapping[str, Stored],
+    mesh: Mesh,
+    group: Group,
+    *,
+    keep: int,
+    keep_every: int,
+) -> str:
+    """Copy a checkpoint of this node's disk to the mirror. Every rank calls this.
+
+    Args:
+        mirrored: The mirror.
+        step: Of the checkpoint.
+        path: Its folder.
+        written: The files that this rank copies.
+        mesh: The axes of this rank.
+        group: Group of all ranks that can carry host objects.
+        keep, keep_every: What stays in the mirror; see `layout.doomed`.
+
+    Returns:
+        Why it is not there; empty if it is.
+    """
+    mirror = mirrored.mirror
+    failure = f"cannot copy {path.name} to {mirror}"
+
+    def add() -> None:
+        for name, stored in written.items():
+            mirror.add(step, path / name, stored)
+
+    def finish() -> None:
+        mirror.finish(step, path)
+        mirror.prune(keep, keep_every)
+
+    try:
+        by_leader(lambda: mirror.begin(step), mesh, group, failure)
+        together(add, mesh, group, failure)
+        by_leader(finish, mesh, group, failure)
+    except NxtrainError as error:
+        return str(error)
+    return ""
+
+
+def _find_disk(folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Disk:
+    """Let a rank of each node leave its number in the folder; the lowest that can be seen there is of the leader."""
+    failure = f"cannot write in {folder}"
+    sign = by_leader(lambda: f".disk-{uuid.uuid4().hex[:8]}-", mesh, group, failure)
+    mine, leads = folder / f"{sign}{mesh.rank}", [False]
+
+    def leave() -> None:
+        if local_rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            mine.touch()
+
+    def look() -> None:
+        if local_rank == 0:
+            leads[0] = min(int(path.name.removeprefix(sign)) for path in folder.glob(f"{sign}*")) == mesh.rank
+
+    try:
+        together(leave, mesh, group, failure)
+        together(look, mesh, group, failure)
+    finally:
+        if local_rank == 0:
+            mine.unlink(missing_ok=True)
+    return Disk(leads[0], sum(gather(leads[0], mesh, group)))
+
+
+def _folder(step: int) -> str:
+    return layout.step_path(Path(), step).name
