@@ -24,13 +24,13 @@ def hf_to_nxtrain(src: Source, dst: Target) -> None:
 
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf --verify")
 def nxtrain_to_hf(
-    src: Source,
+    src: Annotated[str, typer.Argument(metavar="SRC", show_default=False)],
     dst: Target,
     verify: Annotated[
         bool, typer.Option("--verify", help="Load the result in transformers and compare scores.")
     ] = False,
 ) -> None:
-    """Read a run folder or a checkpoint, write a Hugging Face folder."""
+    """Read a run folder, a checkpoint or a mirror (s3:// too), write a Hugging Face folder."""
     from nxtrain.checkpoint.convert import nxtrain_to_hf
 
     checkpoint = nxtrain_to_hf(src, dst)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -24,6 +23,8 @@ from nxtrain.checkpoint.hf import CONFIG, INDEX, WEIGHTS, HfFolder
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import DTYPES, Manifest
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.mirror import resolve
+from nxtrain.checkpoint.places import Place
 from nxtrain.checkpoint.planner import ChunkLoadPlanner, ChunkSavePlanner
 from nxtrain.checkpoint.ranks import collective
 from nxtrain.checkpoint.save import read_back, write
@@ -85,11 +86,11 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     read_back(dst, written, alone, None)
 
 
-def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Path:
+def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Place:
     """Turn a checkpoint into a Hugging Face folder that `transformers` loads.
 
     Args:
-        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken.
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or its address in S3.
         dst: Folder to make; an earlier export that is there already is replaced.
         max_shard_bytes: Largest weight file, unless a single tensor exceeds it.
 
@@ -100,17 +101,17 @@ def nxtrain_to_hf(src: Path, dst: Path, *, max_shard_bytes: int = 5_000_000_000)
         CheckpointError: There is no such checkpoint, or it is damaged.
         ConfigError: `dst` holds something else.
     """
-    src = layout.resolve(src)
-    meta, manifest = open_checkpoint(src)
+    place = resolve(str(src))
+    meta, manifest = open_checkpoint(place)
     family, config = meta.model()
     refuse_to_overwrite(dst, _EXPORTED_FILES)
     with new_folder(dst) as out:
-        _write_weights(src, manifest, out, max_shard_bytes)
-        special = _copy_tokenizer(src / layout.TOKENIZER, out)
+        _write_weights(place, manifest, out, max_shard_bytes)
+        special = _copy_tokenizer(place / layout.TOKENIZER, out)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
         write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
         write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    return src
+    return place
 
 
 def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -120,7 +121,7 @@ def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[in
     return ParamTable.of(family.build(config, context)).global_shapes()
 
 
-def _write_weights(checkpoint: Path, manifest: Manifest, out: Path, max_bytes: int) -> None:
+def _write_weights(checkpoint: Place, manifest: Manifest, out: Path, max_bytes: int) -> None:
     files = list(_split(manifest, max_bytes))
     places: dict[str, str] = {}
     for number, chunks in enumerate(files, start=1):
@@ -146,23 +147,24 @@ def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
     yield file
 
 
-def _write_file(checkpoint: Path, manifest: Manifest, chunks: list[Chunk], file: Path) -> None:
+def _write_file(checkpoint: Place, manifest: Manifest, chunks: list[Chunk], file: Path) -> None:
     targets = {chunk: torch.empty(chunk.shape, dtype=chunk.dtype) for chunk in chunks}
     with collective(f"cannot read {checkpoint}"):
         dcp.load({}, storage_reader=FileReader(checkpoint, manifest), planner=ChunkLoadPlanner(targets), no_dist=True)
     save_file({chunk.name: tensor for chunk, tensor in targets.items()}, file, {"format": "pt"})
 
 
-def _copy_tokenizer(file: Path, out: Path) -> dict[str, tuple[str, int] | None]:
+def _copy_tokenizer(file: Place, out: Path) -> dict[str, tuple[str, int] | None]:
     """Copy a tokenizer, if there is one, and tell its tokens for the begin and the end of a text."""
     if not file.is_file():
         return {"bos": None, "eos": None}
-    added = {t["content"]: t["id"] for t in json.loads(file.read_text(encoding="utf-8"))["added_tokens"]}
+    content = file.read_bytes()
+    added = {t["content"]: t["id"] for t in json.loads(content)["added_tokens"]}
     special = {
         role: next(((name, added[name]) for name in names if name in added), None)
         for role, names in (("bos", _BEGIN), ("eos", _END))
     }
-    shutil.copyfile(file, out / layout.TOKENIZER)
+    (out / layout.TOKENIZER).write_bytes(content)
     tokens = {f"{role}_token": token[0] for role, token in special.items() if token}
     write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
     return special

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,6 +13,7 @@ from nxtrain.checkpoint.chunks import Chunk, Shards, chunks
 from nxtrain.checkpoint.layout import MANIFEST
 from nxtrain.checkpoint.manifest import Manifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.checkpoint.places import Place
 from nxtrain.checkpoint.planner import ChunkLoadPlanner
 from nxtrain.checkpoint.ranks import Group, by_leader, collective, is_distributed
 from nxtrain.checkpoint.storage import FileReader
@@ -20,7 +21,7 @@ from nxtrain.errors import DamagedError
 from nxtrain.sharding import Layout
 
 
-def open_checkpoint(path: Path) -> tuple[Meta, Manifest]:
+def open_checkpoint(path: Place) -> tuple[Meta, Manifest]:
     """What a checkpoint says about itself, and its manifest.
 
     Raises:
@@ -34,7 +35,15 @@ def open_checkpoint(path: Path) -> tuple[Meta, Manifest]:
     return meta, manifest
 
 
-def load(path: Path, shards: Shards, cut: Layout, *, process_group: Group = None) -> Meta:
+def load(
+    path: Place,
+    shards: Shards,
+    cut: Layout,
+    *,
+    process_group: Group = None,
+    copies: Sequence[Place] = (),
+    told: Callable[[DamagedError], None] = lambda damaged: None,
+) -> Meta:
     """Fill local tensors from a checkpoint, padding with zeros. Every rank calls this.
 
     Tensors of the host are filled in place, others by way of the host. Everything that is read is verified.
@@ -44,6 +53,8 @@ def load(path: Path, shards: Shards, cut: Layout, *, process_group: Group = None
         shards: Kind to parameter name to local tensor, on any device. Kinds that are not asked for are not read.
         cut: Where they lie in the model.
         process_group: Group of all ranks that can carry host objects; None for the default group.
+        copies: Other places of the same checkpoint, for the blocks that this one lacks or has damaged.
+        told: Is told what is damaged here and whole in another place.
 
     Raises:
         DamagedError: A file is not what was written; what was filled then has no meaning.
@@ -60,14 +71,17 @@ def load(path: Path, shards: Shards, cut: Layout, *, process_group: Group = None
         complete=tuple(shards),
         padded=[buffer for tensors in buffers.values() for buffer in tensors.values()],
     )
+    reader = FileReader(path, manifest, copies)
     with collective(action):
         dcp.load(
             {},
-            storage_reader=FileReader(path, manifest),
+            storage_reader=reader,
             planner=planner,
             process_group=process_group,
             no_dist=not is_distributed(cut.mesh),
         )
+    for damaged in reader.damage:
+        told(damaged)
     with torch.no_grad():
         for kind, tensors in shards.items():
             for name, local in tensors.items():

@@ -13,7 +13,6 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from nxtrain.checkpoint.blocks import Stored
 from nxtrain.checkpoint.layout import MANIFEST
+from nxtrain.checkpoint.places import Place
 from nxtrain.errors import DamagedError
 
 CODES = {
@@ -141,7 +141,7 @@ class Manifest(BaseModel):
         return Metadata(tensors, storage_data=places)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:

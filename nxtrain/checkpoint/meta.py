@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nxtrain.checkpoint.layout import META
+from nxtrain.checkpoint.places import Place
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 
@@ -72,7 +72,7 @@ class Meta(BaseModel):
         return _seal(self.model_dump(mode="json"))
 
 
-def read_meta(path: Path) -> Meta:
+def read_meta(path: Place) -> Meta:
     """Read the `meta.json` of a checkpoint.
 
     Raises:
@@ -81,7 +81,7 @@ def read_meta(path: Path) -> Meta:
     """
     file = path / META
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode()
         content = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {META}: {error.strerror}") from error

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.blocks import Stored
-from nxtrain.checkpoint.places import Place, Store, open_store
+from nxtrain.checkpoint.places import Place, Store, open_store, place_of
 from nxtrain.checkpoint.ranks import Disk, Group, by_leader, gather, together
-from nxtrain.errors import NxtrainError
+from nxtrain.errors import CheckpointError, NxtrainError
 from nxtrain.mesh import Mesh
 
 _SPOILT = "meta.corrupt.json"
@@ -106,6 +106,23 @@ class Mirror:
         if layout.META in names:
             self._store.delete([f"{_folder(step)}/{layout.META}"])
         self._store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {layout.META})])
+
+
+def resolve(address: str) -> Place:
+    """Find the checkpoint meant by a path or an address in S3; see `layout.resolve`.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    place = place_of(address)
+    if isinstance(place, Path):
+        return layout.resolve(place)
+    if (place / layout.META).is_file():
+        return place
+    mirror = Mirror(open_store(address))
+    if not (steps := mirror.steps()):
+        raise CheckpointError(f"{address} holds no complete checkpoint; give a checkpoint.mirror or a step in it")
+    return mirror.place(steps[-1])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.chunks import MODEL
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.checkpoint.places import Place
 from nxtrain.errors import CheckpointError
 from nxtrain.family import BuildContext, CausalLM
 from nxtrain.mesh import Mesh
@@ -23,7 +24,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 """Largest difference of a score that rounding explains, by the type of the weights."""
 
 
-def open_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
+def open_model(path: Place, backend: Backend, seq_len: int) -> CausalLM:
     """Build the model of a checkpoint on a backend of one rank and read its weights.
 
     Args:
@@ -44,7 +45,7 @@ def open_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
     return cast(CausalLM, model)
 
 
-def verify_export(checkpoint: Path, folder: Path, backend: Backend) -> float:
+def verify_export(checkpoint: Place, folder: Path, backend: Backend) -> float:
     """Largest difference between our scores and those of transformers on an exported folder.
 
     Args:

@@ -6,6 +6,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from torch.futures import Future
 
 from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, Stored, verify
 from nxtrain.checkpoint.manifest import CODES, FileEntry, Manifest, Part, TensorEntry, header, read_manifest
+from nxtrain.checkpoint.places import Place, open_source
+from nxtrain.errors import DamagedError
 
 PIECE_BYTES = 1 << 26
 """Most bytes of a tensor that wait for being copied to where they go."""
@@ -120,10 +123,15 @@ class FileReader(StorageReader):
     Args:
         folder: The checkpoint.
         manifest: Its manifest; None: it is read.
+        copies: Other places of the same checkpoint, for the blocks that this one lacks or has damaged.
+
+    Attributes:
+        damage: What was wrong in one place and right in another.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Place, manifest: Manifest | None = None, copies: Sequence[Place] = ()) -> None:
+        self._places = (folder, *copies)
+        self.damage: list[DamagedError] = []
         self._manifest = manifest or read_manifest(folder)
         self._metadata = self._manifest.metadata()
 
@@ -152,8 +160,11 @@ class FileReader(StorageReader):
             file, start = self._metadata.storage_data[item.storage_index]
             wanted[file] += self._pieces(item, start, planner)
         for file, pieces in sorted(wanted.items()):
-            with BlockReader(self._folder / file, self._manifest.files[file].stored) as reader:
-                _fill(reader, sorted(pieces, key=lambda piece: piece.start), self._manifest.files[file].block_bytes)
+            entry = self._manifest.files[file]
+            copies = [partial(open_source, place / file) for place in self._places]
+            with BlockReader(copies, entry.stored) as reader:
+                _fill(reader, sorted(pieces, key=lambda piece: piece.start), entry.block_bytes)
+                self.damage += reader.damage
         done: Future[None] = Future()
         done.set_result(None)
         return done

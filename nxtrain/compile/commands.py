@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Entry, Key, State
 from nxtrain.compile.location import cache_folder

@@ -66,7 +66,7 @@ def resolve(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
     problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config)]
-    problems += [*transport(config), *order(config), *_data(loaded)]
+    problems += [*transport(config), *order(config), *_data(loaded), *_mirror(config)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -258,3 +258,12 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
         reason = f"eval_every={train.eval_every} evaluates on held-out documents, and none are held out"
         fraction = "" if data.source == "tokens" else ", or data.validation_fraction=0.05"
         yield Problem("train.eval_every", reason, hint=f"use train.eval_every=0{fraction}")
+
+
+def _mirror(config: RunConfig) -> Iterator[Problem]:
+    mirror = config.checkpoint.mirror
+    if mirror.startswith("s3:") and not mirror.removeprefix("s3://").partition("/")[0].strip(":"):
+        yield Problem("checkpoint.mirror", f"{mirror} names no bucket", hint="write s3://BUCKET/PREFIX")
+    elif mirror and Path(mirror).resolve().is_relative_to(config.run.dir.resolve()):
+        reason = f"{mirror} lies in run.dir={config.run.dir}, which it is to outlive"
+        yield Problem("checkpoint.mirror", reason, hint="use a folder that nodes share, or s3://BUCKET/PREFIX")

@@ -196,10 +196,12 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are multiples of this stay for good; 0: none."""
     async_: bool = Field(default=True, alias="async")
     """Write while training goes on, which waits only until its state is copied to host memory."""
+    mirror: str = ""
+    """Folder or `s3://bucket/prefix` that gets a copy of each checkpoint; run.dir may then be a disk of each node."""
     strict: bool = False
     """A checkpoint that cannot be written ends the run; otherwise it is told, and training goes on."""
     resume: str = "auto"
-    """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or the path of a checkpoint."""
+    """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or a path or s3:// of one."""
     allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
     """What may differ from the run that wrote the checkpoint: then the losses are no longer those of one run."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import Shards
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.save import Retention
 from nxtrain.checkpoint.saver import Outcome, Saver
 from nxtrain.config.check import Resolved
@@ -16,6 +17,9 @@ from nxtrain.errors import CheckpointError
 from nxtrain.train.identity import Inputs, meta_at
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
+
+MIRROR_TIMEOUT_S = 24 * 3600.0
+"""Seconds that ranks wait for each other's copies: a slow mirror is no hang."""
 
 
 class Checkpoints:
@@ -29,6 +33,7 @@ class Checkpoints:
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
         stability: Tells what of the norms so far is to be known after a resumption.
         say: Takes lines for people.
+        mirrored: Where copies go, if anywhere.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class Checkpoints:
         tokenizer: Path | None,
         stability: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
+        mirrored: Mirrored | None = None,
     ) -> None:
         config, backend = plan.config, state.backend
         self._plan, self._state, self._inputs, self._begun, self._say = plan, state, inputs, begun, say
@@ -50,10 +56,11 @@ class Checkpoints:
             state.layout,
             retention=Retention(config.checkpoint.keep, config.checkpoint.keep_every),
             tokenizer=tokenizer,
-            group=backend.background_group(config.recovery.hang_timeout_s),
+            group=backend.background_group(max(config.recovery.hang_timeout_s, MIRROR_TIMEOUT_S if mirrored else 0.0)),
             talk=backend.host_group,
             background=config.checkpoint.async_,
             told=self._told,
+            mirrored=mirrored,
         )
 
     def save(self, step: int, last: bool) -> None:
@@ -96,3 +103,6 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
         if outcome.problem:
             self._say(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}; training goes on")
+        if outcome.unmirrored:
+            told = f"WARNING: the mirror lacks the checkpoint of step {outcome.step}: {outcome.unmirrored}"
+            self._say(f"{told}; it is in {self._plan.config.run.dir}, training goes on, and the next one is tried")

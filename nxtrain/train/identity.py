@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nxtrain.checkpoint.chunks import MODEL
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.places import Place
 from nxtrain.config.check import Resolved
 from nxtrain.config.show import dump
 from nxtrain.errors import CheckpointError
@@ -87,7 +88,7 @@ def code_fingerprint(plan: Resolved) -> str:
     return _digest(_sources([__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0]]))
 
 
-def refuse_drift(checkpoint: Path, meta: Meta, fresh: Meta, plan: Resolved) -> None:
+def refuse_drift(checkpoint: Place, meta: Meta, fresh: Meta, plan: Resolved) -> None:
     """Hold a checkpoint against the run that is to continue it; weights alone may start any run of their shape.
 
     Args:

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
+from nxtrain.checkpoint.layout import FOLDER
+from nxtrain.checkpoint.mirror import open_mirrored
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
@@ -100,6 +102,11 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
         stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]
         watchdog.lay_out(mesh.words, stages)
     attempts = Attempts(config.run.dir, dump(config))
+    mirrored = (
+        open_mirrored(config.checkpoint.mirror, config.run.dir / FOLDER, mesh, backend.local_rank, backend.host_group)
+        if config.checkpoint.mirror
+        else None
+    )
     if leader:
         check_folder(config.run.dir)
         attempts.refuse_loop(config.recovery.max_same_step)
@@ -109,13 +116,13 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
         seq_len=batches.seq_len,
         vocab_size=plan.model.vocab_size,
         workdir=config.run.dir / DATA_DIR,
-        leader=leader,
+        leader=mirrored.disk.leads if mirrored else leader,
         barrier=backend.collectives.barrier,
     )
     if data.skipped:
         say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
     inputs = Inputs.of(data.fingerprint, data.tokenizer)
-    state, meta = start(plan, backend, mesh, inputs, say)
+    state, meta = start(plan, backend, mesh, inputs, say, mirrored)
     say(
         f"model {plan.family.name}, {state.num_params:,} parameters; data {data.train.num_rows:,} rows of "
         f"{batches.seq_len} tokens; " + (f"continues after step {meta.step}" if meta.step else "starts from scratch")
@@ -149,7 +156,7 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
         recompiles.enter(step, work)
 
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
-    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.stability.state, say)
+    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.stability.state, say, mirrored)
     try:
         with course:
             trainer = Trainer(

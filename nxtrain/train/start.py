@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import MODEL, Shards
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.ranks import by_leader
+from nxtrain.checkpoint.mirror import Mirrored
+from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.ranks import by_leader, gather
 from nxtrain.config.check import Resolved
-from nxtrain.errors import CheckpointError, DamagedError
+from nxtrain.errors import DamagedError
 from nxtrain.mesh import Mesh
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.identity import Inputs, meta_at, refuse_drift
+from nxtrain.train.resume import Found, Resumption
 from nxtrain.train.step import TrainState
 
 
 def start(
-    plan: Resolved, backend: Backend, mesh: Mesh, inputs: Inputs, say: Callable[[str], None] = lambda line: None
+    plan: Resolved,
+    backend: Backend,
+    mesh: Mesh,
+    inputs: Inputs,
+    say: Callable[[str], None] = lambda line: None,
+    mirrored: Mirrored | None = None,
 ) -> tuple[TrainState, Meta]:
     """Build this rank's state and give it its first values; says where the run stands.
 
@@ -35,6 +41,7 @@ def start(
         mesh: The axes of this rank.
         inputs: Identity of what the run reads.
         say: Takes lines for people.
+        mirrored: Where copies of its checkpoints are, if anywhere.
 
     Raises:
         CheckpointError: The checkpoint to continue is damaged or belongs to another run.
@@ -42,41 +49,35 @@ def start(
     """
     fresh = meta_at(0, plan, inputs)
 
-    def choose() -> Path | None:
-        return by_leader(lambda: _checkpoint(plan), mesh, backend.host_group, "cannot look for checkpoints")
-
-    checkpoint = choose()
+    resumption = Resumption(plan.config, mirrored, mesh, backend.host_group, say)
+    checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")
     state = build_state(plan, model, backend, mesh)
     while checkpoint is not None:
         try:
-            return state, _resume(state, checkpoint, fresh, plan)
+            return state, _resume(state, checkpoint, fresh, plan, say)
         except DamagedError as error:
             if plan.config.checkpoint.resume != "auto":
                 raise
-            say(f"{error}; {_put_aside(checkpoint, state)}")
-        checkpoint = choose()
+            say(f"{error}; {resumption.put_aside(checkpoint)}")
+        checkpoint = resumption.choose()
     return state, fresh
 
 
-def _resume(state: TrainState, checkpoint: Path, fresh: Meta, plan: Resolved) -> Meta:
-    backend = state.backend
-    action = f"cannot load {checkpoint}"
-    meta = by_leader(lambda: read_meta(checkpoint), state.mesh, backend.host_group, action)
-    refuse_drift(checkpoint, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan)
-    restore(state, checkpoint, weights_only=meta.step == 0)  # step 0 is a conversion
+def _resume(state: TrainState, checkpoint: Found, fresh: Meta, plan: Resolved, say: Callable[[str], None]) -> Meta:
+    backend, place = state.backend, checkpoint.place
+    meta = by_leader(lambda: read_meta(place), state.mesh, backend.host_group, f"cannot load {place}")
+    refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan)
+    weights_only = meta.step == 0  # it is a conversion
+    damaged = restore(state, place, weights_only=weights_only, copies=checkpoint.copies)
+    if checkpoint.copies:
+        for each in (each for some in gather(damaged, state.mesh, backend.host_group) for each in some):
+            say(f"WARNING: {each}; it was read from the mirror instead")
     if meta.step == 0:
         return fresh
     state.optimizer.num_updates.copy_(backend.put(torch.full((2,), float(meta.step))))
     return meta
-
-
-def _put_aside(checkpoint: Path, state: TrainState) -> str:
-    aside = by_leader(
-        lambda: layout.quarantine(checkpoint), state.mesh, state.backend.host_group, f"cannot put aside {checkpoint}"
-    )
-    return f"the checkpoint is put aside as {aside.name}, and the one before it is tried"
 
 
 def shards_of(state: TrainState) -> Shards:
@@ -85,8 +86,13 @@ def shards_of(state: TrainState) -> Shards:
     return {MODEL: weights, **state.optimizer.state}
 
 
-def restore(state: TrainState, checkpoint: Path, *, weights_only: bool) -> None:
-    """Fill a state from a checkpoint.
+def restore(
+    state: TrainState, checkpoint: Place, *, weights_only: bool, copies: Sequence[Place] = ()
+) -> list[DamagedError]:
+    """Fill a state from a checkpoint; copies serve for what is damaged or absent there.
+
+    Returns:
+        What is damaged in one place, and was read in another.
 
     Raises:
         DamagedError: A file of it is not what was written.
@@ -94,8 +100,11 @@ def restore(state: TrainState, checkpoint: Path, *, weights_only: bool) -> None:
     """
     shards = shards_of(state)
     kinds = {MODEL: shards[MODEL]} if weights_only else shards
-    load(checkpoint, kinds, state.layout, process_group=state.backend.host_group)
+    damaged = list[DamagedError]()
+    group = state.backend.host_group
+    load(checkpoint, kinds, state.layout, process_group=group, copies=copies, told=damaged.append)
     settle(state, shards, weights_only=weights_only)
+    return damaged
 
 
 @torch.no_grad()
@@ -109,19 +118,3 @@ def settle(state: TrainState, shards: Shards, *, weights_only: bool) -> None:
     if weights_only:
         state.optimizer.reset()
     state.data_parallel.publish()
-
-
-def _checkpoint(plan: Resolved) -> Path | None:
-    resume = plan.config.checkpoint.resume
-    if resume == "never":
-        return None
-    if resume != "auto":
-        return layout.resolve(Path(resume))
-    folder = plan.config.run.dir / layout.FOLDER
-    found = layout.newest(folder)
-    if found is None and (damaged := layout.quarantined(folder)):
-        raise CheckpointError(
-            f"every checkpoint of {folder} is damaged: {', '.join(path.name for path in damaged)}. Use "
-            "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
-        )
-    return found

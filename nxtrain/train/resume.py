@@ -1,0 +1,225 @@
+"""Which checkpoint a run continues, and where each rank reads it: on its node's disk, in the mirror, or in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from nxtrain.checkpoint import layout, mirror
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.manifest import Manifest
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.checkpoint.mirror import Mirrored
+from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.ranks import Group, by_leader, gather, together
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import CheckpointError, DamagedError, NxtrainError
+from nxtrain.mesh import Mesh
+
+T = TypeVar("T")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint.
+
+    Args:
+        place: Where this rank reads it.
+        copies: Where it reads what is damaged or absent there.
+    """
+
+    place: Place
+    copies: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """What a disk has of a checkpoint.
+
+    Args:
+        wanted: All files of ranks, if their list is there.
+        present: Those of them that are there, with the right length.
+    """
+
+    wanted: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
+
+
+class Resumption:
+    """Finds the checkpoint to continue, and puts damaged ones aside. Every rank makes one, and calls it alike.
+
+    Args:
+        config: Of the run.
+        mirrored: Its mirror, if it has one.
+        mesh: The axes of this rank.
+        group: Group of all ranks that can carry host objects; None for the default group.
+        say: Takes lines for people.
+    """
+
+    def __init__(self, config: RunConfig, mirrored: Mirrored | None, mesh: Mesh, group: Group, say: Say) -> None:
+        self._resume, self._folder = config.checkpoint.resume, config.run.dir / layout.FOLDER
+        self._mirrored, self._mesh, self._group, self._say = mirrored, mesh, group, say
+
+    def choose(self) -> Found | None:
+        """The checkpoint to continue; None: start from scratch.
+
+        Raises:
+            CheckpointError: There is none at the path that was asked for; or there were some, and all are damaged.
+        """
+        if self._resume == "never":
+            return None
+        if self._mirrored is not None and self._resume == "auto":
+            return self._newest(self._mirrored)
+        place = by_leader(self._place, self._mesh, self._group, "cannot look for checkpoints")
+        return Found(place) if place is not None else None
+
+    def put_aside(self, found: Found) -> str:
+        """Put a damaged checkpoint where nobody takes it, and tell what was done."""
+        failure = f"cannot put aside {found.place}"
+        if self._mirrored is None:
+            assert isinstance(found.place, Path)
+            path = found.place
+            aside = by_leader(lambda: layout.quarantine(path), self._mesh, self._group, failure).name
+            return f"the checkpoint is put aside as {aside}, and the one before it is tried"
+        step = int(found.place.name.removeprefix("step-"))
+        local, there = layout.step_path(self._folder, step), self._mirrored.mirror
+        self._mirrored.disk.on_each(
+            lambda: layout.is_checkpoint(local) and layout.quarantine(local), self._mesh, self._group, failure
+        )
+        by_leader(lambda: step in there.steps() and there.put_aside(step), self._mesh, self._group, failure)
+        return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
+
+    def _place(self) -> Place | None:
+        if self._resume != "auto":
+            return mirror.resolve(self._resume)
+        found = layout.newest(self._folder)
+        if found is None:
+            self._refuse_scratch([path.name for path in layout.quarantined(self._folder)])
+        return found
+
+    def _refuse_scratch(self, damaged: list[str]) -> None:
+        if damaged:
+            raise CheckpointError(
+                f"every checkpoint of {self._folder} is damaged: {', '.join(damaged)}. Use "
+                "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
+            )
+
+    def _newest(self, mirrored: Mirrored) -> Found | None:
+        there = mirrored.mirror
+        here = self._on_disks(self._held, dict[int, int]())
+        copied = by_leader(self._mirror_held, self._mesh, self._group, f"cannot look for checkpoints in {there}")
+        self._tell(copied[1])
+        # Where the same step was written twice, what lies on disks is the later one.
+        candidates = {
+            (step, copied[0].get(step) != seal, seal) for held in (*here, copied[0]) for step, seal in held.items()
+        }
+        for step, only_here, seal in sorted(candidates, reverse=True):
+            if not only_here or self._complete(mirrored, step, seal):
+                return self._found(mirrored, step, seal, only_here=only_here and mirrored.disk.number == 1)
+        aside = self._on_disks(lambda notes: [path.name for path in layout.quarantined(self._folder)], list[str]())
+        spoilt = by_leader(there.spoilt, self._mesh, self._group, f"cannot look for checkpoints in {there}")
+        self._refuse_scratch(sorted({name for names in aside for name in names}) + spoilt)
+        return None
+
+    def _found(self, mirrored: Mirrored, step: int, seal: int, *, only_here: bool) -> Found:
+        self._on_disks(lambda notes: self._manifest(step, seal, notes) is not None, False)
+        local, there = layout.step_path(self._folder, step), mirrored.mirror.place(step)
+        if only_here:
+            return Found(local)
+        is_here = layout.is_checkpoint(local) and read_meta(local).manifest_crc32 == seal
+        return Found(local, (there,)) if is_here else Found(there)
+
+    def _complete(self, mirrored: Mirrored, step: int, seal: int) -> bool:
+        """Whether the disks together hold a checkpoint that the mirror lacks; several disks bring it there first."""
+        path, there = layout.step_path(self._folder, step), mirrored.mirror
+        manifest: Manifest | None = None
+
+        def look(notes: list[str]) -> _Holding:
+            nonlocal manifest
+            manifest = self._manifest(step, seal, notes)
+            files = manifest.files if manifest else {}
+            sizes = {name: (path / name).stat().st_size for name in files if (path / name).is_file()}
+            return _Holding(tuple(files), tuple(n for n, file in files.items() if sizes.get(n) == file.num_bytes))
+
+        holdings = self._on_disks(look, _Holding())
+        holders = {name: rank for rank, holding in reversed(list(enumerate(holdings))) for name in holding.present}
+        sealers = [rank for rank, holding in enumerate(holdings) if holding.wanted]
+        absent = sorted({name for holding in holdings for name in holding.wanted} - holders.keys())
+        if absent or not sealers:
+            reason = f"no disk holds its {absent[0]} whole" if absent else "its manifest is damaged"
+            self._tell([f"step {step} is not in {there}, and {reason}; the one before it is tried"])
+            return False
+        if mirrored.disk.number == 1:
+            return True
+
+        def add() -> None:
+            for name in holdings[self._mesh.rank].present:
+                if holders[name] == self._mesh.rank and manifest is not None:
+                    there.add(step, path / name, manifest.files[name].stored)
+
+        def finish() -> None:
+            if self._mesh.rank == sealers[0]:
+                there.finish(step, path)
+
+        failure = f"cannot copy {path.name} to {there}"
+        try:
+            by_leader(lambda: there.begin(step), self._mesh, self._group, failure)
+            together(add, self._mesh, self._group, failure)
+            together(finish, self._mesh, self._group, failure)
+        except NxtrainError as error:
+            self._tell([f"WARNING: {error}; nodes cannot read each other's disks, so that the one before it is tried"])
+            return False
+        return True
+
+    def _on_disks(self, action: Callable[[list[str]], T], otherwise: T) -> list[T]:
+        """Let the leader of each disk act, and give what each rank has then; what they note is told."""
+        assert self._mirrored is not None
+        leads, notes, mine = self._mirrored.disk.leads, list[str](), [otherwise]
+
+        def act() -> None:
+            if leads:
+                mine[0] = action(notes)
+
+        together(act, self._mesh, self._group, f"cannot look for checkpoints in {self._folder}")
+        found = gather((mine[0], notes), self._mesh, self._group)
+        self._tell([note for _, noted in found for note in noted])
+        return [result for result, _ in found]
+
+    def _tell(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            self._say(note)
+
+    def _held(self, notes: list[str]) -> dict[int, int]:
+        """The checkpoints of this disk, as step and checksum of the manifest; damaged ones are put aside."""
+        held = {}
+        for path in layout.list_checkpoints(self._folder):
+            try:
+                held[layout.step_of(path)] = read_meta(path).manifest_crc32
+            except DamagedError as error:
+                notes.append(f"{error}; it is put aside as {layout.quarantine(path).name}")
+        return held
+
+    def _mirror_held(self) -> tuple[dict[int, int], list[str]]:
+        """The same of the mirror, and what is to be told."""
+        assert self._mirrored is not None
+        there, held, notes = self._mirrored.mirror, dict[int, int](), list[str]()
+        for step in there.steps():
+            try:
+                held[step] = read_meta(there.place(step)).manifest_crc32
+            except DamagedError as error:
+                notes.append(f"{error}; {there.put_aside(step)} is put aside")
+        return held, notes
+
+    def _manifest(self, step: int, seal: int, notes: list[str]) -> Manifest | None:
+        """The manifest of a checkpoint of this disk, if it is there; it is put aside if that is damaged."""
+        path = layout.step_path(self._folder, step)
+        try:
+            if layout.is_checkpoint(path) and read_meta(path).manifest_crc32 == seal:
+                return open_checkpoint(path)[1]
+        except DamagedError as error:
+            notes.append(f"{error}; it is put aside as {layout.quarantine(path).name}")
+        return None

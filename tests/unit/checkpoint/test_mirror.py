@@ -1,0 +1,301 @@
+"""Copies of checkpoints in a folder and in S3: whole or absent, verified, kept by the same rules, in nobody's way."""
+
+from __future__ import annotations
+
+import builtins
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxtrain.checkpoint import blocks, layout
+from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.mirror import Mirror, Mirrored, open_mirrored, resolve
+from nxtrain.checkpoint.places import FolderStore, S3Store, Store, open_store, place_of
+from nxtrain.checkpoint.ranks import Disk
+from nxtrain.checkpoint.save import Retention
+from nxtrain.checkpoint.saver import Outcome, Saver
+from nxtrain.errors import BackendError, CheckpointError, ConfigError, DamagedError
+from nxtrain.mesh import Mesh
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from tests.support.checkpoints import meta
+from tests.support.s3 import BUCKET, drop_bucket, s3, s3_variables
+
+__all__ = ["s3", "s3_variables"]
+
+SHAPE = (4, 2)
+FILE = "rank-00000.safetensors"
+WRITE = blocks.BlockWriter.write
+
+
+@pytest.fixture(params=["folder", "s3"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return f"s3://{BUCKET}/runs/a"
+    return str(tmp_path / "mirror")
+
+
+class Run:
+    """A run of one rank, whose weight is the number of its step."""
+
+    def __init__(
+        self, folder: Path, store: Store, *, shape: tuple[int, int] = SHAPE, keep: int = 3, keep_every: int = 0
+    ) -> None:
+        self.folder, self.mirror, self.told = folder, Mirror(store), list[Outcome]()
+        self.cut = Layout(ParamTable({"a.weight": ShardSpec(shape, dim=0)}), Mesh(1, 0))
+        self.shape = shape
+        self.saver = Saver(
+            folder,
+            self.cut,
+            retention=Retention(keep, keep_every),
+            tokenizer=None,
+            group=None,
+            talk=None,
+            background=True,
+            told=self.told.append,
+            mirrored=Mirrored(self.mirror, Disk(True, 1)),
+        )
+
+    def save(self, *steps: int) -> None:
+        for step in steps:
+            weight = torch.arange(step, step + self.shape[0] * self.shape[1]).reshape(self.shape).float()
+            self.saver.save(lambda weight=weight: {"model": {"a.weight": weight}}, meta(step))  # type: ignore[misc]
+            self.saver.settle()
+
+    def load(self, *places: Any) -> tuple[torch.Tensor, list[DamagedError]]:
+        read, damaged = torch.full(self.shape, -1.0), list[DamagedError]()
+        first, *copies = places
+        load(first, {"model": {"a.weight": read}}, self.cut, copies=copies, told=damaged.append)
+        return read, damaged
+
+    def flip(self, step: int) -> None:
+        file = layout.step_path(self.folder, step) / FILE
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+
+def counted(client: Any, operation: str, act: Callable[[], None] = lambda: None) -> list[str]:
+    """Notes every request of a kind, and acts before it is sent."""
+    seen = list[str]()
+
+    def note(request: Any, **_: Any) -> None:
+        seen.append(request.headers.get("Range", b"").decode() or request.url)
+        act()
+
+    client.meta.events.register(f"before-send.s3.{operation}", note)
+    return seen
+
+
+def test_a_copy_is_the_checkpoint_byte_for_byte_and_loads(address: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", open_store(address))
+    run.save(1)
+    assert [(outcome.problem, outcome.unmirrored) for outcome in run.told] == [("", "")]
+    local, copied = layout.step_path(run.folder, 1), resolve(address)
+    assert resolve(str(copied)) == copied == place_of(address) / local.name
+    for name in (FILE, layout.MANIFEST, layout.META):
+        assert (copied / name).read_bytes() == (local / name).read_bytes()
+    assert torch.equal(run.load(copied)[0], torch.arange(1.0, 9.0).reshape(SHAPE))
+
+
+def test_meta_comes_last_and_without_it_there_is_no_checkpoint(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(address)
+    run, put = Run(tmp_path / "run", store), store.put
+    run.save(1)
+
+    def cut_off(name: str, content: bytes) -> None:
+        if name.endswith(layout.META):
+            raise OSError(5, "the machine stops here")
+        put(name, content)
+
+    monkeypatch.setattr(store, "put", cut_off)
+    run.save(2)
+    assert "cannot copy step-00000002" in run.told[-1].unmirrored
+    assert f"step-00000002/{FILE}" in store.sizes()
+    assert f"step-00000002/{layout.MANIFEST}" in store.sizes()
+    assert run.mirror.steps() == [1]
+    assert resolve(address).name == "step-00000001"
+    monkeypatch.undo() if address.startswith("/") else monkeypatch.setattr(store, "put", put)
+    run.save(3)
+    assert run.mirror.steps() == [1, 3]
+    assert not [name for name in store.sizes() if name.startswith("step-00000002/")], "leftovers go with the next one"
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "stay"),
+    [(1, 0, [5, 6]), (3, 0, [4, 5, 6]), (1, 3, [3, 5, 6])],
+    ids=["two-always", "keep", "keep-every"],
+)
+def test_the_mirror_keeps_by_the_same_rules(
+    address: str, tmp_path: Path, keep: int, keep_every: int, stay: list[int]
+) -> None:
+    run = Run(tmp_path / "run", open_store(address), keep=keep, keep_every=keep_every)
+    run.save(*range(1, 7))
+    assert run.mirror.steps() == stay
+    assert {name.partition("/")[0] for name in open_store(address).sizes()} == {f"step-{step:08d}" for step in stay}
+
+
+def test_what_is_saved_again_replaces_its_copy_with_all_its_files(address: str, tmp_path: Path) -> None:
+    store = open_store(address)
+    run = Run(tmp_path / "run", store)
+    run.save(1)
+    store.put("step-00000001/rank-00001.safetensors", b"of a run with more ranks")
+    run.save(1)
+    assert {name for name in store.sizes() if "rank-" in name} == {f"step-00000001/{FILE}"}
+
+
+def test_what_became_damaged_on_the_disk_is_not_copied(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "run", open_store(address))
+    run.save(1)
+    begin = run.mirror.begin
+
+    def decay(step: int) -> None:
+        begin(step)
+        run.flip(step)
+
+    monkeypatch.setattr(run.mirror, "begin", decay)
+    run.save(2)
+    assert f"{FILE} is damaged" in run.told[-1].unmirrored
+    assert run.mirror.steps() == [1]
+
+
+def test_a_damaged_or_absent_local_file_is_read_from_the_copy(address: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", open_store(address))
+    run.save(1)
+    local, copied = layout.step_path(run.folder, 1), run.mirror.place(1)
+    expected, damaged = run.load(local, copied)
+    assert damaged == []
+    run.flip(1)
+    with pytest.raises(DamagedError, match=f"{FILE} is damaged: bytes 0 to"):
+        run.load(local)
+    read, damaged = run.load(local, copied)
+    assert torch.equal(read, expected)
+    assert [error.file for error in damaged] == [local / FILE]
+    (local / FILE).unlink()
+    read, damaged = run.load(local, copied)
+    assert torch.equal(read, expected)
+    assert "absent" in str(damaged[0])
+
+
+def test_a_copy_that_was_put_aside_is_taken_no_more_and_stays(address: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", open_store(address), keep=9)
+    run.save(1, 2)
+    aside = run.mirror.put_aside(2)
+    run.save(3)
+    assert (run.mirror.steps(), run.mirror.spoilt()) == ([1, 3], [aside])
+    assert f"step-00000002/{FILE}" in open_store(address).sizes()
+
+
+def test_a_bit_that_flips_in_an_object_is_found(s3: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", S3Store(place_of(f"s3://{BUCKET}/x")))  # type: ignore[arg-type]
+    run.save(1)
+    key = {"Bucket": BUCKET, "Key": f"x/step-00000001/{FILE}"}
+    content = bytearray(s3.get_object(**key)["Body"].read())
+    content[-1] ^= 1
+    s3.put_object(**key, Body=bytes(content))
+    with pytest.raises(DamagedError, match=f"s3://{BUCKET}/x/step-00000001/{FILE} is damaged"):
+        run.load(run.mirror.place(1))
+
+
+def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+    run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(4096, 2))
+    run.save(1)
+    place: Any = run.mirror.place(1)
+    fetched = counted(place.client, "GetObject")
+    half = Layout(run.cut.table, Mesh.build(2, 1, tp=2))
+    read = torch.zeros(2048, 2)
+    load(place, {"model": {"a.weight": read}}, half)
+    assert read[0, 0] == 1 + 4096
+    ranges = [request for request in fetched if request.startswith("bytes=")]
+    assert len(ranges) == 5, "16 KiB of 32, and the block where they begin"
+
+
+def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
+    place: Any = run.mirror.place(1)
+    parts = counted(place.client, "UploadPart")
+    run.save(1)
+    assert run.told[-1].unmirrored == ""
+    assert len(parts) == 2
+    assert torch.equal(run.load(place)[0], run.load(layout.step_path(run.folder, 1))[0])
+
+
+def test_a_bucket_that_is_gone_costs_the_copy_only_and_the_next_is_tried(s3: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
+    drop_bucket(s3)
+    run.save(1)
+    assert (run.told[-1].problem, "NoSuchBucket" in run.told[-1].unmirrored) == ("", True)
+    assert f"s3://{BUCKET}/x" in run.told[-1].unmirrored
+    assert layout.newest(run.folder) == layout.step_path(run.folder, 1)
+    s3.create_bucket(Bucket=BUCKET)
+    run.save(2)
+    assert run.told[-1].unmirrored == ""
+    assert run.mirror.steps() == [2]
+
+
+def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run", FolderStore(tmp_path / "mirror"))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("nxtrain.checkpoint.places.BlockWriter.write", full)
+    monkeypatch.setattr("nxtrain.checkpoint.storage.BlockWriter", type("Free", (blocks.BlockWriter,), {"write": WRITE}))
+    run.save(1)
+    assert (run.told[-1].problem, "No space left" in run.told[-1].unmirrored) == ("", True)
+    assert [path for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == []
+
+
+def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
+    place: Any = run.mirror.place(1)
+    counted(place.client, "PutObject", lambda: time.sleep(0.5))  # S3's answers, late
+    began = time.monotonic()
+    run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
+    assert time.monotonic() - began < 0.4
+    while layout.newest(run.folder) is None:
+        time.sleep(0.01)
+    assert run.told == [], "the checkpoint counts before its copy does"
+    assert run.mirror.steps() == []
+    run.saver.settle()
+    assert run.told[-1].stall_s < 0.4
+    assert run.told[-1].write_s > 3 * 0.5, "three objects: the rank's, the manifest and meta.json"
+    assert run.mirror.steps() == [1]
+
+
+def test_what_cannot_be_a_mirror_is_told_before_the_first_step(s3: Any, tmp_path: Path) -> None:
+    def reach(address: str) -> None:
+        open_mirrored(address, tmp_path / "run", Mesh(1, 0), 0, None)
+
+    with pytest.raises(BackendError, match=r"s3://absent/x: .*NoSuchBucket.*aws s3 ls s3://absent/"):
+        reach("s3://absent/x")
+    with pytest.raises(ConfigError, match="names no bucket"):
+        reach("s3:///x")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot use checkpoint.mirror=.*/file: rank 0: .*Not a directory"):
+        reach(str(tmp_path / "file"))
+    reach(f"s3://{BUCKET}/x")
+    assert "Contents" not in s3.list_objects_v2(Bucket=BUCKET)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_without_boto3_it_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = builtins.__import__
+
+    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "boto3":
+            raise ImportError(name)
+        return find(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(BackendError, match=r"pip install 'nxtrain\[s3\]'"):
+        open_store("s3://a/b")
