@@ -56,7 +56,7 @@ def start(
     state = build_state(plan, model, backend, mesh)
     while checkpoint is not None:
         try:
-            return state, _resume(state, checkpoint, fresh, plan, say)
+            return state, _resume(state, checkpoint, fresh, plan, say if mirrored else None)
         except DamagedError as error:
             if plan.config.checkpoint.resume != "auto":
                 raise
@@ -65,13 +65,15 @@ def start(
     return state, fresh
 
 
-def _resume(state: TrainState, checkpoint: Found, fresh: Meta, plan: Resolved, say: Callable[[str], None]) -> Meta:
+def _resume(
+    state: TrainState, checkpoint: Found, fresh: Meta, plan: Resolved, say: Callable[[str], None] | None
+) -> Meta:
     backend, place = state.backend, checkpoint.place
     meta = by_leader(lambda: read_meta(place), state.mesh, backend.host_group, f"cannot load {place}")
     refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan)
     weights_only = meta.step == 0  # it is a conversion
     damaged = restore(state, place, weights_only=weights_only, copies=checkpoint.copies)
-    if checkpoint.copies:
+    if say is not None:  # there is a mirror
         for each in (each for some in gather(damaged, state.mesh, backend.host_group) for each in some):
             say(f"WARNING: {each}; it was read from the mirror instead")
     if meta.step == 0:
