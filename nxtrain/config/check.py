@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -262,7 +263,7 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
 
 def _mirror(config: RunConfig) -> Iterator[Problem]:
     mirror = config.checkpoint.mirror
-    if mirror.startswith("s3:") and not mirror.removeprefix("s3://").partition("/")[0].strip(":"):
+    if mirror.startswith("s3:") and not re.match("s3://[^/]", mirror):
         yield Problem("checkpoint.mirror", f"{mirror} names no bucket", hint="write s3://BUCKET/PREFIX")
     elif mirror and Path(mirror).resolve().is_relative_to(config.run.dir.resolve()):
         reason = f"{mirror} lies in run.dir={config.run.dir}, which it is to outlive"

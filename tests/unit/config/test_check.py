@@ -343,3 +343,24 @@ def test_a_broken_hugging_face_folder_is_named(tmp_path: Path, content: str | No
 
 def test_resolve_model_works_on_a_plain_config() -> None:
     assert resolve_model(RunConfig()).vocab_size > 0
+
+
+@pytest.mark.parametrize(
+    ("mirror", "reason"),
+    [
+        ("s3://", "names no bucket"),
+        ("s3:/bucket/run", "names no bucket"),
+        ("s3:///run", "names no bucket"),
+        ("runs/a/copies", "lies in run.dir=runs/a"),
+        ("runs/a", "lies in run.dir=runs/a"),
+    ],
+)
+def test_a_mirror_is_a_bucket_or_a_folder_outside_of_the_run(tmp_path: Path, mirror: str, reason: str) -> None:
+    problem = only(tmp_path, "run.dir=runs/a", f"checkpoint.mirror={mirror}", world=1)
+    assert problem.key == "checkpoint.mirror"
+    assert reason in problem.reason
+
+
+def test_a_mirror_may_lie_beside_the_run(tmp_path: Path) -> None:
+    for mirror in ("s3://bucket/run", "s3://bucket", "runs/b"):
+        checked(tmp_path, "run.dir=runs/a", f"checkpoint.mirror={mirror}", world=1)
