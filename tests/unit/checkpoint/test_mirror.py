@@ -143,10 +143,9 @@ def test_the_mirror_keeps_by_the_same_rules(
 
 def test_what_is_saved_again_replaces_its_copy_with_all_its_files(address: str, tmp_path: Path) -> None:
     store = open_store(address)
-    run = Run(tmp_path / "run", store)
-    run.save(1)
+    Run(tmp_path / "run", store).save(1)
     store.put("step-00000001/rank-00001.safetensors", b"of a run with more ranks")
-    run.save(1)
+    Run(tmp_path / "run", store).save(1)
     assert {name for name in store.sizes() if "rank-" in name} == {f"step-00000001/{FILE}"}
 
 
