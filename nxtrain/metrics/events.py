@@ -1,7 +1,12 @@
-"""TensorBoard event files, written by TensorBoard's own writer."""
+"""TensorBoard event files, written in TensorBoard's own format as the record comes.
+
+Its own writer does so in a thread that dies of the first full disk; here an error reaches whoever logs.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +14,11 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from nxtrain.metrics.lasting import refuse_deleted
+
+_PREFIX = "events.out.tfevents."
 
 
 class TensorBoardSink:
@@ -18,21 +27,43 @@ class TensorBoardSink:
     Args:
         folder: Folder of the event files; made if absent.
         resume_step: Last step that stands; TensorBoard drops what earlier files hold beyond it.
+
+    Raises:
+        OSError: The folder cannot be written.
     """
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
-        self._writer = EventFileWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{_PREFIX}{_stamp(folder):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / name
+        self._file = self._path.open("xb")
+        self._records = RecordWriter(self._file)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         restart = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
+        self._add(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write the record, and flush it so that a reader sees it now."""
+        """Write the record, so that a reader sees it now.
+
+        Raises:
+            OSError: It cannot be written, or the file was deleted.
+        """
+        refuse_deleted(self._file.fileno(), self._path)
         numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
         values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
         step = record["step"]
-        self._writer.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
-        self._writer.flush()
+        self._add(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
 
     def close(self) -> None:
-        """Flush and end the writer's thread."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
+
+    def _add(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+
+def _stamp(folder: Path) -> int:
+    """Seconds since the epoch, but behind those of every file here: TensorBoard reads files in order of their names."""
+    stamps = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in folder.glob(f"{_PREFIX}*")]
+    return max([int(time.time()), *(int(stamp) + 1 for stamp in stamps if stamp.isdigit())])

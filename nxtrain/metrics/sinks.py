@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
+from nxtrain.metrics.lasting import Lasting, refuse_deleted
 from nxtrain.metrics.progress import open_progress
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
+PROGRESS = "the progress display"
 
 
 class Sink(Protocol):
@@ -40,15 +43,24 @@ class JsonlSink:
     Args:
         path: File to append to; made if absent.
         resume_step: Last step that stands; later lines and torn ones are taken out.
+
+    Raises:
+        OSError: It cannot be read or written.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         if path.exists():
             _forget_after(path, resume_step)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null."""
+        """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null.
+
+        Raises:
+            OSError: It cannot be written, or the file was deleted.
+        """
+        refuse_deleted(self._file.fileno(), self._path)
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
@@ -58,8 +70,8 @@ class JsonlSink:
         self._file.close()
 
 
-def open_sinks(config: MetricsConfig, run_dir: Path, total_steps: int, resume_step: int, leader: bool) -> list[Sink]:
-    """Open what the configuration asks for.
+def open_sinks(config: MetricsConfig, run_dir: Path, total_steps: int, resume_step: int, leader: bool) -> list[Lasting]:
+    """Open what the configuration asks for; none of it ends a run that it cannot record.
 
     Args:
         config: The `[metrics]` section.
@@ -70,28 +82,62 @@ def open_sinks(config: MetricsConfig, run_dir: Path, total_steps: int, resume_st
     """
     if not leader:
         return []
-    sinks: list[Sink] = [JsonlSink(run_dir / METRICS_FILE, resume_step=resume_step)]
+    sinks = [Lasting(METRICS_FILE, partial(_jsonl, run_dir / METRICS_FILE), resume_step)]
     if config.tensorboard:
-        from nxtrain.metrics.events import TensorBoardSink  # its imports take a second, and only leaders need them
-
-        sinks.append(TensorBoardSink(run_dir / TENSORBOARD_DIR, resume_step=resume_step))
+        sinks.append(Lasting(TENSORBOARD_DIR, partial(_tensorboard, run_dir / TENSORBOARD_DIR), resume_step))
     if config.progress:
-        sinks.append(open_progress(total_steps, resume_step))
+        sinks.append(Lasting(PROGRESS, partial(open_progress, total_steps), resume_step))
     return sinks
 
 
+def _jsonl(path: Path, resume_step: int) -> Sink:
+    return JsonlSink(path, resume_step=resume_step)
+
+
+def _tensorboard(folder: Path, resume_step: int) -> Sink:
+    from nxtrain.metrics.events import TensorBoardSink  # its imports take a second, and only leaders need them
+
+    return TensorBoardSink(folder, resume_step=resume_step)
+
+
 def _forget_after(path: Path, step: int) -> None:
-    """Keep the whole lines up to `step`; the file is replaced in one move, so a crash here loses nothing."""
+    """Keep the whole lines up to `step`, each step once.
+
+    What is at the end is cut off in place, which needs no space; else the file is replaced in one move, so that a crash
+    here loses nothing.
+    """
+    whole, is_whole = 0, True
+    with path.open("rb") as old:
+        for start, line in _standing(old, step):
+            is_whole = start == whole and line.endswith(b"\n")
+            if not is_whole:
+                break
+            whole += len(line)
+    if is_whole:
+        os.truncate(path, whole)
+        return
     repaired = path.with_name(path.name + ".tmp")
     with path.open("rb") as old, repaired.open("wb") as new:
-        new.writelines(line.rstrip(b"\n") + b"\n" for line in old if _stands(line, step))
+        new.writelines(line.rstrip(b"\n") + b"\n" for _, line in _standing(old, step))
         new.flush()
         os.fsync(new.fileno())
     repaired.replace(path)
 
 
-def _stands(line: bytes, step: int) -> bool:
+def _standing(file: BinaryIO, step: int) -> Iterator[tuple[int, bytes]]:
+    """Each line that stands, and where it begins."""
+    start, last = 0, -1
+    for line in file:
+        found = _step_of(line)
+        if last < found <= step:
+            last = found
+            yield start, line
+        start += len(line)
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a line; -1 if it is no record."""
     try:
-        return bool(json.loads(line)["step"] <= step)
-    except ValueError:
-        return False
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return -1

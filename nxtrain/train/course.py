@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from rich.console import Console
+
 from nxtrain.errors import StoppedBySignal
-from nxtrain.train.attempts import Attempts
+from nxtrain.train.attempts import LOGS, Attempts
 from nxtrain.train.trainer import Work
 from nxtrain.train.watchdog import Watchdog
 
@@ -41,7 +43,10 @@ class Course:
         attempts = self._attempts
         if attempts is None:
             return
-        attempts.begin(self._finished)
+        try:
+            attempts.begin(self._finished)
+        except OSError as error:  # only what a loop of crashes is told by is lost
+            _tell(f"warning: this start is not noted in run.dir/{LOGS}: {error.strerror}; training goes on")
         if self._watchdog is not None:
             self._watchdog.on_tick = lambda: self._refresh(attempts)
             self._watchdog.on_hang = lambda verdict: self._end(attempts, "failed", verdict)
@@ -62,3 +67,7 @@ class Course:
     def _end(self, attempts: Attempts, outcome: str, why: str) -> None:
         with suppress(OSError):
             attempts.end(outcome, self._finished, why)
+
+
+def _tell(line: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line, markup=False)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxtrain.config.schema import MetricsConfig
+from nxtrain.metrics import lasting
 from nxtrain.metrics.events import TensorBoardSink
-from nxtrain.metrics.progress import ProgressBar, ProgressLines
-from nxtrain.metrics.sinks import JsonlSink, open_sinks
+from nxtrain.metrics.lasting import Lasting
+from nxtrain.metrics.sinks import PROGRESS, JsonlSink, Sink, open_sinks
 
 
 def write_steps(path: Path, first: int, last: int, *, resume_step: int, loss: float = 1.0) -> None:
@@ -115,4 +121,113 @@ def test_the_configuration_chooses_the_sinks(tmp_path: Path, tensorboard: bool, 
         sink.close()
     assert (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "tensorboard").exists() == tensorboard
-    assert any(isinstance(sink, ProgressBar | ProgressLines) for sink in sinks) == progress
+    assert (PROGRESS in {sink.name for sink in sinks}) == progress
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"5\n", b"[1]\n", b'{"step": "x"}\n', b'{"loss": 1}\n', b"[" * 99_999 + b"\n", b"\n"]
+)
+def test_garbage_in_the_middle_goes_and_the_rest_stays(tmp_path: Path, garbage: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    write_steps(path, 1, 3, resume_step=0)
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + garbage + b"\n" + b"".join(others))
+    write_steps(path, 3, 4, resume_step=2)
+    assert [step for step, _ in steps_and_losses(path)] == [1, 2, 3, 4]
+
+
+def test_a_tail_is_cut_off_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write_steps(path, 1, 3, resume_step=0)
+    number = path.stat().st_ino
+    write_steps(path, 3, 4, resume_step=2)
+    assert path.stat().st_ino == number
+    assert [step for step, _ in steps_and_losses(path)] == [1, 2, 3, 4]
+
+
+def test_event_files_keep_their_order_when_the_clock_runs_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads them by name, and takes what comes later for the truth."""
+    now = time.time()
+    for jump, first, resume_step, loss in ((0.0, 1, 0, 1.5), (-3600.0, 4, 3, 0.25), (86400.0, 5, 4, 0.5)):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        sink = TensorBoardSink(tmp_path, resume_step=resume_step)
+        for step in range(first, 7):
+            sink.log({"step": step, "loss": loss})
+        sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1, 1.5),
+        (2, 1.5),
+        (3, 1.5),
+        (4, 0.25),
+        (5, 0.5),
+        (6, 0.5),
+    ]
+
+
+class Disk:
+    """A sink on a disk that can be full; half of a record may fit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.is_full, self.num_opened = path, False, 0
+
+    def open_after(self, step: int) -> Sink:
+        self.num_opened += 1
+        sink, disk = JsonlSink(self.path, resume_step=step), self
+        write = sink.log
+
+        def log(record: Mapping[str, Any]) -> None:
+            if disk.is_full:
+                with disk.path.open("a") as file:
+                    file.write('{"step": ')
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(record)
+
+        sink.log = log  # type: ignore[method-assign]
+        return sink
+
+
+def test_a_full_disk_is_told_once_and_what_waited_is_written_when_there_is_space(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = Disk(tmp_path / "m.jsonl")
+    sink = Lasting("m.jsonl", disk.open_after, 0, lambda: 0.0)
+    for step in range(1, 10):
+        disk.is_full = 3 <= step < 7
+        sink.log({"step": step, "loss": 1.0})
+    sink.close()
+    assert [step for step, _ in steps_and_losses(disk.path)] == list(range(1, 10))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: m.jsonl cannot be written: No space left on device; training goes on")
+    assert second == "m.jsonl is written again, up to step 7"
+
+
+def test_tries_cost_a_twentieth_of_the_time_at_most(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "m.jsonl")
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0  # a try takes one second
+        return now[0]
+
+    sink = Lasting("m.jsonl", disk.open_after, 0, clock)
+    disk.is_full = True
+    for step in range(1, 101):
+        sink.log({"step": step})
+    assert 4 <= disk.num_opened - 1 <= 6
+
+
+def test_what_never_could_be_written_is_counted_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lasting, "KEPT", 3)
+    disk = Disk(tmp_path / "m.jsonl")
+    sink = Lasting("m.jsonl", disk.open_after, 0)
+    disk.is_full = True
+    for step in range(1, 6):
+        sink.log({"step": step})
+    sink.close()
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "warning: 5 records are missing in m.jsonl, which could not be written"
+    )

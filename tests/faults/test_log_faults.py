@@ -1,0 +1,153 @@
+"""Logs that cannot be written or are destroyed cost training nothing, are told once, and are mended by the next start.
+
+The reference is the run without a fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nxtrain.checkpoint import layout
+from nxtrain.metrics.sinks import METRICS_FILE
+from tests.support.commands import at_batch, train, write_config
+from tests.support.runs import course
+
+STEPS = 12
+METRICS_WARNING = f"warning: {METRICS_FILE} cannot be written: "
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    write_config(folder, steps=STEPS)
+    code, told = train(folder)
+    assert code == 0, told
+    return folder / "run"
+
+
+def last_weights(run: Path) -> str:
+    path = layout.step_path(run / layout.FOLDER, STEPS) / "rank-00000.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def assert_same(run: Path, straight: Path) -> None:
+    assert course(run) == course(straight)
+    assert last_weights(run) == last_weights(straight)
+
+
+def test_a_record_that_failed_once_is_written_with_the_next(tmp_path: Path, straight: Path) -> None:
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path, armed="oserror@0:5:log:EIO,oserror@0:6:log:ENOSPC")
+    assert code == 0, told
+    assert told.count("cannot be written") == 1, told
+    assert f"{METRICS_WARNING}Input/output error" in told
+    assert f"{METRICS_FILE} is written again, up to step" in told
+    assert_same(tmp_path / "run", straight)
+
+
+def test_a_disk_that_stays_full_for_logs_is_told_once_and_ends_nothing(tmp_path: Path, straight: Path) -> None:
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path, armed="oserror!@0:*:log")
+    assert code == 0, told
+    assert told.count("cannot be written") == 1, told
+    assert f"warning: {STEPS} records are missing in {METRICS_FILE}" in told
+    assert last_weights(tmp_path / "run") == last_weights(straight)
+
+
+def _let_no_file_grow(metrics: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.stat().st_size + 50, resource.RLIM_INFINITY))
+
+
+def _delete_logs(run: Path) -> None:
+    shutil.rmtree(run / "tensorboard")
+    (run / METRICS_FILE).unlink()
+
+
+def test_a_limit_of_the_system_tears_a_line_which_the_next_start_repairs(tmp_path: Path, straight: Path) -> None:
+    write_config(tmp_path, steps=STEPS)
+    # Nothing but logs is written, whose files are full after some steps.
+    nothing_else = ("checkpoint.every=0", "metrics.tensorboard=true")
+    code, told = train(
+        tmp_path, *nothing_else, first=partial(_at, 9, partial(_let_no_file_grow, tmp_path / "run" / METRICS_FILE))
+    )
+    assert code == 0, told
+    assert told.count(f"{METRICS_WARNING}File too large") == 1, told
+    assert told.count("warning: tensorboard cannot be written: File too large") == 1, told
+    torn = (tmp_path / "run" / METRICS_FILE).read_bytes()
+    assert not torn.endswith(b"\n")
+    assert 0 < torn.count(b"\n") < STEPS
+    code, told = train(tmp_path, "metrics.tensorboard=true")
+    assert code == 0, told
+    assert "warning" not in told
+    assert_same(tmp_path / "run", straight)
+    assert tensorboard_steps(tmp_path / "run") == [*range(1, STEPS + 1)]
+
+
+def test_places_that_are_taken_by_something_else_cost_only_the_logs(tmp_path: Path, straight: Path) -> None:
+    """As on a read-only file system, which root does not meet here: nothing can be made there."""
+    write_config(tmp_path, steps=STEPS)
+    run = tmp_path / "run"
+    (run / METRICS_FILE).mkdir(parents=True)
+    (run / "tensorboard").touch()
+    (run / "logs").touch()
+    code, told = train(tmp_path, "metrics.tensorboard=true")
+    assert code == 0, told
+    assert told.count(f"{METRICS_WARNING}Is a directory") == 1, told
+    assert told.count("warning: tensorboard cannot be written: ") == 1, told
+    assert told.count("warning: this start is not noted in run.dir/logs: ") == 1, told
+    assert "Traceback" not in told
+    assert last_weights(run) == last_weights(straight)
+
+
+def tensorboard_steps(run: Path) -> list[int]:
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Scalars("loss")]
+
+
+def _tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-17])
+
+
+def _spoil_middle(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"\xff\xfe garbage\n", b"[1, 2]\n", *lines[1:], b"{"]))
+
+
+@pytest.mark.parametrize("spoil", [_tear, _spoil_middle])
+def test_a_spoilt_record_and_deleted_event_files_are_mended_by_the_next_start(
+    tmp_path: Path, straight: Path, spoil: Any
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
+    assert code == 1, told
+    spoil(tmp_path / "run" / METRICS_FILE)
+    shutil.rmtree(tmp_path / "run/tensorboard")
+    code, told = train(tmp_path, "metrics.tensorboard=true", armed="raise@0:7:fwd")
+    assert code == 0, told
+    assert_same(tmp_path / "run", straight)
+    # The checkpoint of step 4 may not have been written yet.
+    first = 5 if "continues after step 4\n" in told else 1
+    assert tensorboard_steps(tmp_path / "run") == [*range(first, STEPS + 1)]
+
+
+def test_logs_that_are_deleted_while_the_run_goes_on_are_begun_anew(tmp_path: Path, straight: Path) -> None:
+    write_config(tmp_path, steps=STEPS)
+    run = tmp_path / "run"
+    code, told = train(tmp_path, "metrics.tensorboard=true", first=partial(at_batch, 8, partial(_delete_logs, run)))
+    assert code == 0, told
+    assert told.count("was deleted; training goes on") == 2, told
+    told_steps = [record["step"] for record in course(run)]
+    assert told_steps[-1] == STEPS
+    assert told_steps == [*range(told_steps[0], STEPS + 1)]
+    assert course(run) == course(straight)[told_steps[0] - 1 :]
+    assert tensorboard_steps(run) == told_steps
+    assert last_weights(run) == last_weights(straight)

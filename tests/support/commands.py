@@ -1,0 +1,126 @@
+"""The command `nxtrain` in processes of its own that need not import anything, alone and as one rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+import torch
+
+from nxtrain import cli
+from nxtrain.checkpoint import convert, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
+from nxtrain.data.loader import Batch, Loader
+from nxtrain.train import faults, run  # noqa: F401
+from tests.support.runs import SEQ_LEN, token_file
+
+CONFIG = """
+[run]
+dir = "{folder}/run"
+[model]
+preset = "tiny"
+config.num_hidden_layers = 1
+[train]
+steps = {steps}
+seq_len = {seq_len}
+global_batch = 2
+micro_batch = 1
+eval_every = 0
+[data]
+source = "tokens"
+path = "{folder}/rows.npy"
+[checkpoint]
+every = {every}
+[metrics]
+log_every = 1
+progress = false
+tensorboard = false
+[backend]
+name = "cpu"
+"""
+
+TOLD = "told.txt"
+
+
+def write_config(folder: Path, *, steps: int = 12, every: int = 4, num_rows: int = 18) -> Path:
+    """A run of one rank on random rows, every step logged."""
+    folder.mkdir(exist_ok=True)
+    token_file(folder / "rows.npy", num_rows)
+    path = folder / "run.toml"
+    path.write_text(CONFIG.format(folder=folder, steps=steps, every=every, seq_len=SEQ_LEN), encoding="utf-8")
+    return path
+
+
+def context() -> ForkServerContext:
+    """Starts processes that have imported everything."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([__name__])
+    return found
+
+
+def start(
+    folder: Path, *argv: object, environ: Mapping[str, str] | None = None, first: Callable[[], object] | None = None
+) -> ForkServerProcess:
+    """Start a command.
+
+    Args:
+        folder: Holds what it tells, in `told.txt`.
+        argv: Its arguments.
+        environ: What its environment has besides.
+        first: Is called there before it, and must be known by a module's name.
+    """
+    process = context().Process(target=_command, args=(folder / TOLD, [*map(str, argv)], dict(environ or {}), first))
+    process.start()
+    return process
+
+
+def command(
+    folder: Path,
+    *argv: object,
+    environ: Mapping[str, str] | None = None,
+    first: Callable[[], object] | None = None,
+    within_s: float = 60.0,
+) -> tuple[int, str]:
+    """The exit code of a command, and what it told."""
+    process = start(folder, *argv, environ=environ, first=first)
+    process.join(within_s)
+    hangs = process.is_alive()
+    process.kill()
+    process.join()
+    told = (folder / TOLD).read_text(encoding="utf-8", errors="replace")
+    assert not hangs, told
+    assert process.exitcode is not None
+    return process.exitcode, told
+
+
+def train(folder: Path, *overrides: str, armed: str = "", first: Callable[[], object] | None = None) -> tuple[int, str]:
+    """`nxtrain train` on the run of a folder, perhaps with faults."""
+    environ = {faults.VARIABLE: armed} if armed else {}
+    return command(folder, "train", folder / "run.toml", *overrides, environ=environ, first=first)
+
+
+def at_batch(number: int, action: Callable[[], object]) -> None:
+    """Do something in this process when the batch of a step is about to be read."""
+    read = Loader.batch
+
+    def struck(self: Loader, step: int) -> Batch:
+        if step == number - 1:
+            action()
+        return read(self, step)
+
+    Loader.batch = struck  # type: ignore[method-assign]
+
+
+def _command(told: Path, argv: list[str], environ: dict[str, str], first: Callable[[], object] | None) -> None:
+    with told.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    os.environ.update(environ)
+    if first is not None:
+        first()
+    sys.argv = ["nxtrain", *argv]
+    cli.main()
