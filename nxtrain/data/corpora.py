@@ -22,7 +22,7 @@ _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
 
 
-@dataclass(frozen=True)
+@dataclass
 class Corpus:
     """Documents in a fixed order; iterating yields the text of each, blank ones left out.
 
@@ -34,12 +34,14 @@ class Corpus:
         files: The files, in document order.
         undecodable: What happens to text that is not UTF-8: `skip` the file, or `refuse` the corpus.
         skipped: Every file that the passes so far left out, with the reason.
+        reading: The file that the newest pass has come to.
     """
 
     name: str
     files: tuple[Path, ...]
     undecodable: Literal["skip", "refuse"]
     skipped: dict[Path, str] = field(default_factory=dict, compare=False)
+    reading: Path | None = field(default=None, compare=False)
 
     def __iter__(self) -> Iterator[str]:
         """Read every document once.
@@ -48,6 +50,7 @@ class Corpus:
             DataError: A file that cannot be read or decoded, or a `.jsonl` line without text; names file and line.
         """
         for path in self.files:
+            self.reading = path
             try:
                 documents = _json_lines(path) if path.suffix in _JSON_LINES else self._whole(path)
                 yield from (document for document in documents if document.strip())

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxtrain.data.files import read_array, replacing
-from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Prepared, digest, prepare
-from nxtrain.data.samples import Samples, TableSamples
+from nxtrain.data.samples import FileSamples, Samples
 from nxtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -72,25 +71,25 @@ def open_data(
     if not leader:
         prepared = _read_receipt(receipt)
 
-    if config.source == "tokens":
-        train: Samples = TableSamples(read_array(prepared.train))
-    else:
-        train = _packed(prepared.train, seq_len, "leaves for training", "add text, or lower train.seq_len")
-    validation = None
+    def rows(path: Path, probe: str) -> FileSamples:
+        return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe)
+
+    train, validation = rows(prepared.train, prepared.probe), None
+    _refuse_too_short(train, prepared.train, "leaves for training", "add text, or lower train.seq_len")
     if prepared.validation:
+        validation = rows(prepared.validation, prepared.validation_probe)
         held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
         way_out = "raise the fraction, or set it to 0 to train without evaluation"
-        validation = _packed(prepared.validation, seq_len, held_out, way_out)
+        _refuse_too_short(validation, prepared.validation, held_out, way_out)
     return Data(train, validation, prepared.tokenizer, digest(prepared.fingerprint, seq_len), prepared.skipped)
 
 
-def _packed(path: Path, seq_len: int, what: str, way_out: str) -> Samples:
-    stream = read_array(path)
-    if stream.size <= seq_len:
+def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> None:
+    if not samples.num_rows:
         raise DataError(
-            f"the corpus {what} {stream.size} tokens, less than one row of train.seq_len + 1 = {seq_len + 1}; {way_out}"
+            f"the corpus {what} {read_array(path).size} tokens, less than one row of train.seq_len + 1 = "
+            f"{samples.seq_len + 1}; {way_out}"
         )
-    return TableSamples(concat(stream, seq_len))
 
 
 def _read_receipt(path: Path) -> Prepared:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nxtrain.errors import DataError
+
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{32}")
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -37,6 +40,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             draft.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}; free space or choose another run.dir") from error
+
+
+def clear_drafts(folder: Path) -> None:
+    """Delete what killed processes have left of `replacing` in a folder; nobody else may be writing there."""
+    for path in folder.glob(".*"):
+        if _DRAFT.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

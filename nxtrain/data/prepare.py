@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
-from nxtrain.data.files import read_array, writing_tokens
-from nxtrain.data.samples import check_table
+from nxtrain.data.files import clear_drafts, read_array, writing_tokens
+from nxtrain.data.packing import concat
+from nxtrain.data.samples import check_table, probe
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import DataError
 
@@ -42,6 +43,7 @@ class Prepared(BaseModel):
         train, validation: Token files; None when nothing is held out.
         tokenizer: The `tokenizer.json` that made them; None for ids of unknown origin.
         fingerprint: Identity of their content.
+        probe, validation_probe: Samples of the ids, from what was checked; see `nxtrain.data.samples.probe`.
         skipped: Files that were left out, with the reason.
     """
 
@@ -51,6 +53,8 @@ class Prepared(BaseModel):
     validation: Path | None
     tokenizer: Path | None
     fingerprint: str
+    probe: str
+    validation_probe: str = ""
     skipped: tuple[str, ...] = ()
 
 
@@ -73,10 +77,26 @@ class Survey:
         """Read a corpus once."""
         hashes, chars, documents = array("Q"), array("q"), array("q")
         for document, text in sections(corpus):
-            hashes.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+            hashes.append(_hash(text))
             chars.append(len(text))
             documents.append(document)
         return Survey(np.array(hashes, np.uint64), np.array(chars, np.int64), np.array(documents, np.int64))
+
+    def again(self, corpus: Corpus) -> Iterator[str]:
+        """Read the corpus once more: the text of each section, which must be what it was.
+
+        Raises:
+            DataError: It changed meanwhile; names the file.
+        """
+        number = 0
+        for document, text in sections(corpus):
+            is_known = number < self.hashes.size and document == self.documents[number]
+            if not is_known or _hash(text) != int(self.hashes[number]):
+                raise _changed(corpus, f"{corpus.reading} (document {document} of the corpus, from 0)")
+            yield text
+            number += 1
+        if number < self.hashes.size:
+            raise _changed(corpus, f"its end (document {self.documents[number]} of the corpus, from 0, is gone)")
 
     def split(self, validation_fraction: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which sections are held out, and which of the others the tokenizer learns from; two (n,) masks.
@@ -106,6 +126,16 @@ class Survey:
         return last
 
 
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _changed(corpus: Corpus, where: str) -> DataError:
+    return DataError(
+        f"{corpus.name} changed while it was read, which was found at {where}; start again when nobody writes to it"
+    )
+
+
 def sections(corpus: Iterable[str]) -> Iterator[tuple[int, str]]:
     """Number of each document with its parts: `SECTION_CHARS` at most, cut at the end of a line where there is one."""
     for number, document in enumerate(corpus):
@@ -123,6 +153,7 @@ def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path)
     Raises:
         DataError: Data that is missing, malformed, empty or outside of the vocabulary, or a disk that is full.
     """
+    clear_drafts(workdir)
     if config.source == "tokens":
         return _prepare_tokens(config, seq_len, vocab_size)
     corpus = stdlib_corpus() if config.source == "stdlib" else text_corpus(config.path)
@@ -138,7 +169,7 @@ def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path)
     if not config.tokenizer:
         tokenizer_path = workdir / f"tokenizer-{digest(identity, vocab_size)}.json"
         if not tokenizer_path.exists():
-            texts = (text for (_, text), chosen in zip(sections(corpus), sampled, strict=True) if chosen)
+            texts = (text for text, chosen in zip(survey.again(corpus), sampled, strict=True) if chosen)
             train_bpe(texts, vocab_size, tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path, vocab_size)
 
@@ -146,10 +177,16 @@ def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path)
     train = workdir / f"train-{fingerprint}.npy"
     validation = workdir / f"validation-{fingerprint}.npy" if held.any() else None
     streams = {False: train} if validation is None else {False: train, True: validation}
-    if not all(path.exists() for path in streams.values()):
-        _write_streams(streams, corpus, tokenizer, held, survey.ends(held))
+    if not all(_is_whole(path) for path in streams.values()):
+        _write_streams(streams, survey.again(corpus), tokenizer, held, survey.ends(held))
     return Prepared(
-        train=train, validation=validation, tokenizer=tokenizer.path, fingerprint=fingerprint, skipped=skipped
+        train=train,
+        validation=validation,
+        tokenizer=tokenizer.path,
+        fingerprint=fingerprint,
+        probe=probe(concat(read_array(train), seq_len)),
+        validation_probe=probe(concat(read_array(validation), seq_len)) if validation else "",
+        skipped=skipped,
     )
 
 
@@ -160,20 +197,29 @@ def digest(*parts: object) -> str:
 
 def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepared:
     path = Path(config.path).expanduser()
-    content = check_table(read_array(path), path, seq_len=seq_len, vocab_size=vocab_size)
+    table = read_array(path)
+    content = check_table(table, path, seq_len=seq_len, vocab_size=vocab_size)
     tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size).path if config.tokenizer else None
-    return Prepared(train=path, validation=None, tokenizer=tokenizer, fingerprint=digest(content))
+    return Prepared(train=path, validation=None, tokenizer=tokenizer, fingerprint=digest(content), probe=probe(table))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file that an earlier start wrote can be read; one that was cut short since is written anew."""
+    try:
+        return path.exists() and read_array(path).size > 0
+    except DataError:
+        return False
 
 
 def _write_streams(
     paths: Mapping[bool, Path],
-    corpus: Corpus,
+    texts: Iterable[str],
     tokenizer: TextTokenizer,
     held: NDArray[np.bool_],
     ends: NDArray[np.bool_],
 ) -> None:
-    """Encode a corpus into a stream for each side of the split, every document followed by its end token."""
-    encoded = (ids for batch in _batches(text for _, text in sections(corpus)) for ids in tokenizer.encode(batch))
+    """Encode sections into a stream for each side of the split, every document followed by its end token."""
+    encoded = (ids for batch in _batches(texts) for ids in tokenizer.encode(batch))
     end = np.array([tokenizer.end_id], tokenizer.dtype)
     with ExitStack() as files:
         append = {side: files.enter_context(writing_tokens(path, tokenizer.dtype)) for side, path in paths.items()}

@@ -1,10 +1,13 @@
-"""What a loader draws from: a table of token rows, checked before the first step."""
+"""What a loader draws from: token rows, checked before the first step and again as they are read."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +17,10 @@ from nxtrain.errors import DataError
 
 # Tokens handled at once where a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
+
+_PROBED_ROWS = 64
+
+_CHANGED = "somebody has changed it since, or this machine has another copy; leave it alone, and start again"
 
 
 class Samples(Protocol):
@@ -35,7 +42,7 @@ class Samples(Protocol):
 
 
 class TableSamples:
-    """Rows of a 2-d array, usually one that lies in a file.
+    """Rows of a 2-d array in memory.
 
     Args:
         table: (num_rows, S + 1) ids of any integer type.
@@ -57,6 +64,128 @@ class TableSamples:
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows at these indices: (n,) to (n, S + 1)."""
         return self._table[indices].astype(np.int64)
+
+
+class FileSamples:
+    """Rows of a .npy file of ids, each checked as it is read.
+
+    The file is read, not mapped: a mapped page that is gone ends a process by a signal, without a word. Where the file
+    is changed while it is open, a sample of it must still be what it was; one that is replaced or deleted under its
+    name is read on as it was.
+
+    Args:
+        path: The file: (num_rows, S + 1) ids, or a stream of them, of which each row begins with the last of the row
+            before.
+        seq_len: Targets in a row.
+        vocab_size: Every id must be below it.
+        expected: What `probe` gave for the ids that were checked.
+
+    Raises:
+        DataError: The file cannot be read, or is not what was checked.
+    """
+
+    def __init__(self, path: Path, *, seq_len: int, vocab_size: int, expected: str) -> None:
+        self._path, self._seq_len, self._vocab_size, self._expected = path, seq_len, vocab_size, expected
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        weakref.finalize(self, os.close, self._file)
+        self._dtype, shape, self._start = header(path, self._file)
+        is_stream = len(shape) == 1
+        self._stride = seq_len if is_stream else seq_len + 1
+        self._num_rows = max(0, shape[0] - 1) // seq_len if is_stream else shape[0]
+        self._version = self._stat()
+        self._compare()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in an epoch."""
+        return self._num_rows
+
+    @property
+    def seq_len(self) -> int:
+        """Targets in a row."""
+        return self._seq_len
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows at these indices: (n,) to (n, S + 1).
+
+        Raises:
+            DataError: The file is not what it was, or cannot be read; names it, and the row.
+        """
+        if (version := self._stat()) != self._version:
+            self._compare()
+            self._version = version
+        return self._rows(indices)
+
+    def _rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        found = np.empty((indices.size, self._seq_len + 1), self._dtype)
+        content = found.view(np.uint8).reshape(indices.size, -1)
+        for place, row in enumerate(indices.tolist()):
+            self._read(row, content[place].data)
+        rows = found.astype(np.int64)
+        wrong = (rows < 0) | (rows >= self._vocab_size)
+        if wrong.any():
+            place, column = np.argwhere(wrong)[0]
+            raise DataError(
+                f"{self._path}, row {indices[place]}, column {column}: id {found[place, column]} is outside of the "
+                f"vocabulary, 0 to {self._vocab_size - 1}, though all were inside when the run began: {_CHANGED}"
+            )
+        return rows
+
+    def _read(self, row: int, content: memoryview) -> None:
+        done, start = 0, self._start + row * self._stride * self._dtype.itemsize
+        while done < len(content):
+            try:
+                length = os.preadv(self._file, [content[done:]], start + done)
+            except OSError as error:
+                raise DataError(f"{self._path}, row {row}, cannot be read: {error.strerror}") from error
+            if not length:
+                raise DataError(f"{self._path}, row {row}, is no longer there: the file is shorter: {_CHANGED}")
+            done += length
+
+    def _compare(self) -> None:
+        if _probe(self._num_rows, self._rows) != self._expected:
+            raise DataError(f"{self._path} does not hold what was checked when the run began: {_CHANGED}")
+
+    def _stat(self) -> tuple[int, int]:
+        found = os.fstat(self._file)
+        return found.st_size, found.st_mtime_ns
+
+
+def header(path: Path, descriptor: int) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...], int]:
+    """Type and shape of the ids in an open .npy file, and where they begin.
+
+    Raises:
+        DataError: It has other content, or the file is shorter.
+    """
+    with open(descriptor, "rb", closefd=False) as file:
+        try:
+            file.seek(0)
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = read(file)
+            start = file.tell()
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is no .npy array of numbers: {error}") from error
+    if is_fortran and len(shape) > 1:
+        raise DataError(
+            f"{path} is stored column by column; save its rows: numpy.save(path, numpy.ascontiguousarray(ids))"
+        )
+    return dtype, shape, start
+
+
+def probe(table: Tokens) -> str:
+    """What tells a table from most others: its number of rows, and a sample of them."""
+    return _probe(len(table), lambda indices: table[indices].astype(np.int64))
+
+
+def _probe(num_rows: int, rows: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> str:
+    digest = hashlib.blake2b(f"{num_rows}".encode(), digest_size=16)
+    if num_rows:
+        digest.update(rows(np.linspace(0, num_rows - 1, min(num_rows, _PROBED_ROWS)).astype(np.int64)).tobytes())
+    return digest.hexdigest()
 
 
 def check_table(table: NDArray[np.generic], path: Path, *, seq_len: int, vocab_size: int) -> str:

@@ -76,7 +76,7 @@ def test_a_limit_of_the_system_tears_a_line_which_the_next_start_repairs(tmp_pat
     # Nothing but logs is written, whose files are full after some steps.
     nothing_else = ("checkpoint.every=0", "metrics.tensorboard=true")
     code, told = train(
-        tmp_path, *nothing_else, first=partial(_at, 9, partial(_let_no_file_grow, tmp_path / "run" / METRICS_FILE))
+        tmp_path, *nothing_else, first=partial(at_batch, 9, partial(_let_no_file_grow, tmp_path / "run" / METRICS_FILE))
     )
     assert code == 0, told
     assert told.count(f"{METRICS_WARNING}File too large") == 1, told

@@ -1,0 +1,261 @@
+"""Data that fails or changes under a run ends it with the place, or changes nothing; never a batch of anything else.
+
+Batches are read ahead by a thread of each rank. There are no worker processes, so that killing one is killing the rank.
+A thread that hangs is named by the watchdog, as tests/faults/test_hangs.py shows. The reference is the run that nobody
+disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nxtrain.data import dataset, prepare
+from nxtrain.errors import DataError
+from tests.support.commands import at_batch, train, write_config
+from tests.support.runs import course
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("straight")
+    write_config(folder, steps=STEPS)
+    code, told = train(folder)
+    assert code == 0, told
+    return course(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends_with", "says"),
+    [
+        ("kill", -signal.SIGKILL, "fires in step 7"),
+        ("raise", 1, "InjectedError: injected failure"),
+        ("oom", 1, "MemoryError: injected"),
+    ],
+)
+def test_a_run_whose_reader_fails_goes_on_at_the_next_start(
+    tmp_path: Path, straight: list[dict[str, Any]], kind: str, ends_with: int, says: str
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    armed = f"{kind}@0:7:data"
+    code, told = train(tmp_path, armed=armed)
+    assert code == ends_with, told
+    assert says in told
+    assert len(course(tmp_path / "run")) <= 6
+    code, told = train(tmp_path, armed=armed)
+    assert code == 0, told
+    assert course(tmp_path / "run") == straight
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _write_beyond_vocabulary(path: Path) -> None:
+    ids = np.load(path, mmap_mode="r+")
+    ids[11, 3] = 60_000
+    ids.flush()
+
+
+def _write_other_ids(path: Path) -> None:
+    ids = np.load(path, mmap_mode="r+")
+    ids[:] = ids[::-1].copy()
+    ids.flush()
+
+
+def _replace(path: Path) -> None:
+    other = path.with_name("other.npy")
+    np.save(other, np.zeros_like(np.load(path)))
+    other.replace(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_truncate, "is no longer there: the file is shorter"),
+        (_write_beyond_vocabulary, "rows.npy, row 11, column 3: id 60000 is outside of the vocabulary"),
+        (_write_other_ids, "rows.npy does not hold what was checked when the run began"),
+    ],
+)
+def test_a_token_file_that_changes_under_a_run_ends_it_with_the_place(
+    tmp_path: Path, straight: list[dict[str, Any]], change: Callable[[Path], object], says: str
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    rows = tmp_path / "rows.npy"
+    before = rows.read_bytes()
+    code, told = train(tmp_path, first=partial(at_batch, 7, partial(change, rows)))
+    assert code == DataError.exit_code, told
+    assert says in told
+    assert "Traceback" not in told
+    done = course(tmp_path / "run")
+    assert done == straight[: len(done)], "no batch of anything else"
+    assert len(done) <= 6
+    code, told = train(tmp_path)
+    assert code != 0, "the file is still not what it was"
+    rows.write_bytes(before)
+    code, told = train(tmp_path)
+    assert code == 0, told
+    assert course(tmp_path / "run") == straight
+
+
+@pytest.mark.parametrize("change", [Path.unlink, _replace])
+def test_a_token_file_that_vanishes_or_is_replaced_under_its_name_is_read_on_as_it_was(
+    tmp_path: Path, straight: list[dict[str, Any]], change: Callable[[Path], object]
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path, first=partial(at_batch, 7, partial(change, tmp_path / "rows.npy")))
+    assert code == 0, told
+    assert course(tmp_path / "run") == straight
+    code, told = train(tmp_path, "train.steps=14", "optim.decay_steps=12")
+    assert code == (DataError.exit_code if change is Path.unlink else 4), told
+    assert "rows.npy cannot be read: No such file" in told or "data" in told
+
+
+def _after_the_check(change: Callable[[Path], object], path: Path) -> None:
+    checked = vars(dataset)["prepare"]
+
+    def and_changed(*args: Any, **kwargs: Any) -> Any:
+        prepared = checked(*args, **kwargs)
+        change(path)
+        return prepared
+
+    vars(dataset)["prepare"] = and_changed
+
+
+@pytest.mark.parametrize("change", [Path.unlink, _replace, _truncate])
+def test_a_token_file_that_changes_between_its_check_and_its_use_is_refused(
+    tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path, first=partial(_after_the_check, change, tmp_path / "rows.npy"))
+    assert code == DataError.exit_code, told
+    assert str(tmp_path / "rows.npy") in told
+    assert "Traceback" not in told
+
+
+TEXT = ("model.config.vocab_size=300", "data.source=text", "data.validation_fraction=0.1", "train.steps=4")
+
+
+def write_text(folder: Path) -> tuple[str, ...]:
+    """A run on text, whose overrides it returns."""
+    write_config(folder)
+    words = np.random.default_rng(0)
+    (folder / "text").mkdir()
+    for number in range(20):
+        text = " ".join(words.choice(["alpha", "beta", "gamma", "delta"], size=60))
+        (folder / f"text/{number:02}.txt").write_text(f"{number}: {text}\n", encoding="utf-8")
+    return (*TEXT, f"data.path={folder}/text")
+
+
+def _at_read(number: int, action: Callable[[], object]) -> None:
+    """Do something before the corpus is read for the so-manieth time: to survey, for the tokenizer, to encode."""
+    read, count = prepare.sections, 0
+
+    def counted(corpus: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == number:
+            action()
+        return read(corpus)
+
+    prepare.sections = counted
+
+
+def _rewrite(path: Path) -> None:
+    path.write_text("other words\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("change", [Path.unlink, _rewrite, Path.touch])
+def test_a_corpus_that_changes_while_it_is_read_is_refused_with_the_file(
+    tmp_path: Path, number: int, change: Callable[[Path], object]
+) -> None:
+    overrides = write_text(tmp_path)
+    file = tmp_path / "text/07.txt"
+    code, told = train(tmp_path, *overrides, first=partial(_at_read, number, partial(change, file)))
+    if change is Path.touch:
+        assert code == 0, told
+        return
+    assert code == DataError.exit_code, told
+    assert str(file) in told
+    assert "Traceback" not in told
+    assert not [*(tmp_path / "run/data").glob("train-*"), *(tmp_path / "run/data").glob(".*")]
+
+
+def test_a_corpus_whose_end_vanishes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    overrides = write_text(tmp_path)
+    file = tmp_path / "text/19.txt"
+    empty = partial(file.write_text, "", encoding="utf-8")
+    code, told = train(tmp_path, *overrides, first=partial(_at_read, 3, empty))
+    assert code == DataError.exit_code, told
+    assert "its end (document 19 of the corpus, from 0, is gone)" in told
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"good\n\xff bad\n", "07.txt, line 2, byte 5: 0xff is not UTF-8"),
+        (b"", ""),
+        (b"a", ""),
+        (b"long words without any end " * 40_000, ""),
+    ],
+)
+def test_odd_documents_are_named_or_read(tmp_path: Path, content: bytes, says: str) -> None:
+    overrides = write_text(tmp_path)
+    (tmp_path / "text/07.txt").write_bytes(content)
+    code, told = train(tmp_path, *overrides)
+    assert code == (DataError.exit_code if says else 0), told
+    assert says in told
+
+
+def _kill_in(attribute: str) -> None:
+    """End this process, with no time to tidy, once a prepared file is written but for its end."""
+
+    def killed(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(os, attribute, killed)
+
+
+def prepared(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "run/data").iterdir() if path.suffix != ".json"}
+
+
+def test_preparation_that_was_killed_begins_again_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    overrides = write_text(tmp_path)
+    code, told = train(tmp_path, *overrides, f"run.dir={tmp_path}/straight")
+    assert code == 0, told
+    for number in (3, 2):  # the second time the tokenizer is there, which takes no reading
+        code, told = train(tmp_path, *overrides, first=partial(_at_read, number, partial(_kill_in, "fsync")))
+        assert code == -signal.SIGKILL, told
+        assert [*(tmp_path / "run/data").glob(".*")], "the test kills too late"
+        assert not [*(tmp_path / "run/data").glob("train-*")]
+    code, told = train(tmp_path, *overrides)
+    assert code == 0, told
+    assert course(tmp_path / "run") == course(tmp_path / "straight")
+    (tmp_path / "again").mkdir()
+    (tmp_path / "straight").rename(tmp_path / "again/run")
+    assert prepared(tmp_path) == prepared(tmp_path / "again")
+    names = {path.name for path in (tmp_path / "run/data").iterdir()}
+    assert names == {path.name for path in (tmp_path / "again/run/data").iterdir()}
+
+
+def test_a_prepared_file_that_was_cut_short_is_made_anew(tmp_path: Path) -> None:
+    overrides = write_text(tmp_path)
+    assert train(tmp_path, *overrides)[0] == 0
+    before, done = prepared(tmp_path), course(tmp_path / "run")
+    (file,) = (tmp_path / "run/data").glob("train-*.npy")
+    _truncate(file)
+    code, told = train(tmp_path, *overrides, "checkpoint.resume=never")
+    assert code == 0, told
+    assert prepared(tmp_path) == before
+    assert course(tmp_path / "run") == done
