@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
+from threading import Thread
 
-from torch.distributed import DistError, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from nxtrain.errors import BackendError
 
+LATE_S = 1.0
+"""How much longer than the limit an attempt to reach the store may take; torch's own has no end if nobody answers."""
+
+SHOWN_RANKS = 8
+
 
 def meet(rank: int, world: int, timeout: timedelta) -> Store:
-    """The store in which the ranks of this start meet, as torchrun's variables name it.
+    """The store in which the ranks of this start meet, as torchrun's variables name it, once all have come.
 
     An agent of torch keeps one store for all starts, with what earlier ones left in it: addresses of ranks that are
     gone, and words to those. On one machine its count of restarts tells them apart; on several it may differ between
@@ -23,27 +29,104 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
         timeout: Time that a rank waits for the others.
 
     Raises:
-        BackendError: It cannot be reached, or ranks differ in how many they are.
+        BackendError: The store cannot be reached, a rank does not come, or ranks differ in how many they are.
 
     Source: torch 2.9, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     """
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store: Store = next(rendezvous("env://", rank, world, timeout=timeout))[0]
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise _no_way(f"{error} is no port" if isinstance(error, ValueError) else f"{error} is not set") from error
+    store = _within(timeout, host, port, rank)
+    try:
         store.set_timeout(timeout)
         if os.environ.get("GROUP_WORLD_SIZE") == "1" and "TORCHELASTIC_RESTART_COUNT" in os.environ:
             store = PrefixStore(f"nxtrain/start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        first = store.compare_set("nxtrain/world", "", f"{world} rank {rank}").decode()
-    except (DistError, ValueError) as error:
-        raise BackendError(
-            f"cannot meet the other ranks at MASTER_ADDR:MASTER_PORT={where}: {str(error).strip().splitlines()[0]}. "
-            "It must name the first machine as all others know it, and a port that they reach and nothing else uses; "
-            "torchrun and nxtrain launch set both"
-        ) from error
-    there, _, other = first.partition(" ")
+        refusal = _refusal(store, rank, world, timeout)
+    except DistError as error:
+        raise _no_way(_first_line(error)) from error
+    if refusal:
+        raise BackendError(refusal)
+    return store
+
+
+def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
+    """A client of the store at an address; where no agent of torch has one there, rank 0 makes it."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    makes = rank == 0 and not is_agents
+    # Without a count of those to wait for: who else is there is told, and not only that somebody is missing.
+    return TCPStore(host, port, is_master=makes, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents)
+
+
+def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
+    """Connect in a thread, which is left behind when the time is over."""
+    found: list[Store] = []
+    failed: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            found.append(connect(host, port, rank, timeout))
+        except (DistError, ValueError, TypeError) as error:
+            failed.append(error)
+
+    thread = Thread(target=attempt, name="nxtrain-meeting", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + LATE_S)
+    if found:
+        return found[0]
+    why = _first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
+    if "EADDRINUSE" in why:
+        raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run that still ends")
+    raise _no_way(f"{_look(host, port)} ({why})") from (failed[0] if failed else None)
+
+
+def _look(host: str, port: int) -> str:
+    """What is at an address where no store was found."""
+    try:
+        with socket.create_connection((host, port), timeout=LATE_S):
+            return "something listens there that is no store of torch, so that another program has the port"
+    except socket.gaierror:
+        return f"the name {host} does not resolve on this machine"
+    except (OSError, OverflowError) as error:
+        return f"nobody listens there: {error}"
+
+
+def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
+    """Wait for all ranks; why they cannot go on together, empty if they can."""
+    there, _, other = store.compare_set("nxtrain/world", "", f"{world} rank {rank}").decode().partition(" ")
     if int(there) != world:
-        raise BackendError(
+        words = (
             f"rank {rank} was started with WORLD_SIZE={world}, and {other} with {there}; all ranks need the same. "
             "Give every torchrun the same --nnodes and --nproc-per-node, or start all of them with nxtrain launch"
         )
-    return store
+        store.set("nxtrain/refusal", words)
+        return words
+    store.set(f"nxtrain/here/{rank}", "yes")
+    if store.add("nxtrain/met", 1) == world:
+        store.compare_set("nxtrain/refusal", "", "none")
+    try:
+        words = store.get("nxtrain/refusal").decode()
+    except DistError:
+        missing = [other for other in range(world) if not store.check([f"nxtrain/here/{other}"])]
+        if not missing:
+            raise
+        shown = ", ".join(map(str, missing[:SHOWN_RANKS])) + (" and others" if len(missing) > SHOWN_RANKS else "")
+        return (
+            f"{len(missing)} of {world} ranks did not come within recovery.hang_timeout_s="
+            f"{timeout.total_seconds():g} seconds: {shown}. See what these say themselves, and that every "
+            "machine of the run was started"
+        )
+    return "" if words == "none" else words
+
+
+def _no_way(why: str) -> BackendError:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return BackendError(
+        f"cannot meet the other ranks at MASTER_ADDR:MASTER_PORT={where}: {why}. "
+        "It must name the first machine as all others know it, and a port that they reach and nothing else uses; "
+        "torchrun and nxtrain launch set both"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -174,5 +174,6 @@ def sync_folder(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    # A folder dies by rename first: cut off halfway, a plain delete would leave one that still looks complete.
-    return path.rename(path.with_name(path.name + ".old"))
+    # A folder dies by rename first: cut off halfway, a plain delete would leave one that still looks complete. The new
+    # name is nobody else's, and one that `prepare` removes.
+    return path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))

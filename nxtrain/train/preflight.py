@@ -15,7 +15,8 @@ from nxtrain.train.step import TrainState
 BUILT = 1735689600.0
 """2025-01-01: no clock that is set shows less."""
 
-DAY_S = 86400.0
+TOLERATED_S = 7 * 86400.0
+"""A clock may have jumped a day ahead, and been set back since; one that is not set is years behind."""
 
 
 def check_folder(folder: Path) -> None:
@@ -32,7 +33,7 @@ def check_folder(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"run.dir={folder} cannot be written: {error}. Use another run.dir") from error
     now, written = time.time(), folder.stat().st_mtime
-    if now < BUILT or now < written - DAY_S:
+    if now < BUILT or now < written - TOLERATED_S:
         shown, there = (time.strftime("%Y-%m-%d %H:%M", time.gmtime(at)) for at in (now, written))
         raise BackendError(f"the clock of this machine says {shown}, and run.dir={folder} was written {there}; set it")
 

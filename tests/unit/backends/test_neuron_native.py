@@ -146,7 +146,10 @@ def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[A
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(native, "DEVICE", "cpu")  # torch parses no device "neuron" without a backend for it
     store = dist.HashStore()
-    monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 3, 64)]))  # there is none to meet
+    store.add("nxtrain/met", 63)  # the others, of whom there is none to meet
+    monkeypatch.setattr(meeting, "connect", lambda *_: store)
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(dist, "init_process_group", lambda name, **how: calls.append(("join", name, how)))
     monkeypatch.setattr(dist, "new_group", lambda **how: calls.append(("group", how)))
     monkeypatch.setattr(torch, "device", lambda *args: calls.append(("device", *args)))

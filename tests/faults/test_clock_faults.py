@@ -1,0 +1,98 @@
+"""A clock that jumps, or a machine in another time zone, changes neither a run nor how it goes on.
+
+Limits and speeds are taken from the clock that never jumps, and checkpoints are ordered by step. What jumps here is the
+time of day as Python tells it; files keep the time of the real clock, which is what a clock that was set back looks
+like.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.checkpoint import layout
+from tests.support.commands import at_batch, train, write_config
+from tests.support.runs import course, records
+
+HOUR_S, DAY_S = 3600.0, 86400.0
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("straight")
+    write_config(folder, steps=STEPS)
+    code, told = train(folder)
+    assert code == 0, told
+    return course(folder / "run")
+
+
+def _jump(seconds: float) -> None:
+    true = time.time
+    time.time = lambda: true() + seconds
+
+
+def _jump_at(step: int, seconds: float) -> None:
+    at_batch(step, partial(_jump, seconds))
+
+
+@pytest.mark.parametrize("seconds", [-HOUR_S, DAY_S])
+def test_a_jump_in_the_midst_of_a_run_is_not_seen(
+    tmp_path: Path, straight: list[dict[str, Any]], seconds: float
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(
+        tmp_path, "metrics.tensorboard=true", "recovery.hang_timeout_s=20", first=partial(_jump_at, 6, seconds)
+    )
+    assert code == 0, told
+    assert course(tmp_path / "run") == straight
+    for record in records(tmp_path / "run"):
+        assert 0 < record["step_time_s"] < 60
+        assert 0 < record["tokens_per_s"] < math.inf
+
+
+@pytest.mark.parametrize("seconds", [-HOUR_S, -DAY_S - HOUR_S, DAY_S])
+def test_a_start_after_a_jump_goes_on(tmp_path: Path, straight: list[dict[str, Any]], seconds: float) -> None:
+    write_config(tmp_path, steps=STEPS)
+    armed = "raise@0:9:fwd"
+    code, told = train(tmp_path, armed=armed)
+    assert code == 1, told
+    code, told = train(tmp_path, armed=armed, first=partial(_jump, seconds))
+    assert code == 0, told
+    assert course(tmp_path / "run") == straight
+
+
+def test_another_time_zone_is_not_seen(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
+    write_config(tmp_path, steps=STEPS)
+    for zone, ends_with, armed in (("Pacific/Kiritimati", 1, "raise@0:9:fwd"), ("Pacific/Pago_Pago", 0, "")):
+        code, told = train(tmp_path, armed=armed, first=partial(_move, zone))
+        assert code == ends_with, told
+    assert course(tmp_path / "run") == straight
+
+
+def _move(zone: str) -> None:
+    os.environ["TZ"] = zone
+    time.tzset()
+
+
+def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_its_time(
+    tmp_path: Path, straight: list[dict[str, Any]]
+) -> None:
+    write_config(tmp_path, steps=STEPS, every=3)
+    code, told = train(tmp_path, "train.steps=9", f"optim.decay_steps={STEPS}")
+    assert code == 0, told
+    checkpoints = layout.list_checkpoints(tmp_path / "run" / layout.FOLDER)
+    assert len(checkpoints) > 1
+    for age, path in enumerate(checkpoints):  # the last step is the oldest
+        for file in (*path.iterdir(), path):
+            os.utime(file, (2e9 - age * DAY_S,) * 2)
+    code, told = train(tmp_path)
+    assert code == 0, told
+    assert "continues after step 9\n" in told
+    assert course(tmp_path / "run") == straight

@@ -1,0 +1,105 @@
+"""Ranks that cannot meet say where and why within the limit, with the exit code 5; one that is late is waited for."""
+
+from __future__ import annotations
+
+import socket
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from nxtrain.errors import BackendError
+from tests.support.commands import TOLD, start, write_config
+from tests.support.runs import course
+
+LIMIT_S = 3.0
+ENDS_S = 6.0
+"""Until a process has ended: the limit, the way to it, and what is looked up for the message, on a busy machine."""
+
+WAY_OUT = "It must name the first machine as all others know it, and a port that they reach and nothing else uses"
+
+
+def rank(folder: Path, number: int, port: int, *, world: int = 2, host: str = "127.0.0.1") -> BaseProcess:
+    """Start one rank of the run of a folder."""
+    (folder / str(number)).mkdir()
+    environ = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return start(
+        folder / str(number),
+        "train",
+        folder / "run.toml",
+        f"parallel.dp={world}",
+        f"train.global_batch={6 if world == 3 else 2}",
+        f"recovery.hang_timeout_s={LIMIT_S}",
+        environ={**{name: str(value) for name, value in environ.items()}, **address},
+    )
+
+
+def ended(folder: Path, processes: dict[int, BaseProcess], within_s: float) -> dict[int, str]:
+    """What ranks told, all of which end in time."""
+    limit = time.monotonic() + within_s
+    try:
+        for process in processes.values():
+            process.join(max(0.0, limit - time.monotonic()))
+        told = {number: (folder / str(number) / TOLD).read_text(encoding="utf-8") for number in processes}
+        assert not any(process.is_alive() for process in processes.values()), told
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+    return told
+
+
+def assert_refused(folder: Path, processes: dict[int, BaseProcess], *says: str) -> None:
+    told = ended(folder, processes, LIMIT_S + ENDS_S)
+    for number, process in processes.items():
+        assert process.exitcode == BackendError.exit_code, told
+        assert all(word in told[number] for word in says), told
+        assert f"error: rank {number}: " in told[number]
+        assert "Traceback" not in told[number]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_port_that_something_else_has_is_named_by_all_though_that_says_nothing(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        first, second = rank(tmp_path, 0, port), rank(tmp_path, 1, port)
+        told = ended(tmp_path, {0: first, 1: second}, LIMIT_S + ENDS_S)
+    assert (first.exitcode, second.exitcode) == (BackendError.exit_code,) * 2, told
+    assert f"port {port} is in use on this machine" in told[0]
+    assert "something listens there that is no store of torch" in told[1]
+    assert WAY_OUT in told[0]
+    assert WAY_OUT in told[1]
+
+
+def test_a_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    says = ("the name no-such-host.invalid does not resolve on this machine", WAY_OUT)
+    assert_refused(tmp_path, {1: rank(tmp_path, 1, free_port(), host="no-such-host.invalid")}, *says)
+
+
+def test_a_first_rank_that_never_comes_is_told(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    assert_refused(tmp_path, {1: rank(tmp_path, 1, free_port())}, "nobody listens there", WAY_OUT)
+
+
+def test_a_rank_of_another_world_ends_all_at_once(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    port = free_port()
+    processes = {0: rank(tmp_path, 0, port, world=3), 1: rank(tmp_path, 1, port, world=2)}
+    assert_refused(tmp_path, processes, "WORLD_SIZE=", "all ranks need the same", "--nproc-per-node")
+
+
+def test_a_first_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    write_config(tmp_path, steps=3)
+    port = free_port()
+    second = rank(tmp_path, 1, port)
+    time.sleep(LIMIT_S - 1.0)
+    first = rank(tmp_path, 0, port)
+    told = ended(tmp_path, {0: first, 1: second}, 30.0)
+    assert (first.exitcode, second.exitcode) == (0, 0), told
+    assert [record["step"] for record in course(tmp_path / "run")] == [1, 2, 3]
