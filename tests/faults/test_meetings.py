@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nxtrain.errors import BackendError
-from tests.support.commands import TOLD, start, write_config
+from tests.support.commands import ended, free_port, start_rank, write_config
 from tests.support.runs import course
 
 LIMIT_S = 3.0
@@ -18,35 +18,12 @@ ENDS_S = 6.0
 WAY_OUT = "It must name the first machine as all others know it, and a port that they reach and nothing else uses"
 
 
+LIMIT = f"recovery.hang_timeout_s={LIMIT_S}"
+
+
 def rank(folder: Path, number: int, port: int, *, world: int = 2, host: str = "127.0.0.1") -> BaseProcess:
     """Start one rank of the run of a folder."""
-    (folder / str(number)).mkdir()
-    environ = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    return start(
-        folder / str(number),
-        "train",
-        folder / "run.toml",
-        f"parallel.dp={world}",
-        f"train.global_batch={6 if world == 3 else 2}",
-        f"recovery.hang_timeout_s={LIMIT_S}",
-        environ={**{name: str(value) for name, value in environ.items()}, **address},
-    )
-
-
-def ended(folder: Path, processes: dict[int, BaseProcess], within_s: float) -> dict[int, str]:
-    """What ranks told, all of which end in time."""
-    limit = time.monotonic() + within_s
-    try:
-        for process in processes.values():
-            process.join(max(0.0, limit - time.monotonic()))
-        told = {number: (folder / str(number) / TOLD).read_text(encoding="utf-8") for number in processes}
-        assert not any(process.is_alive() for process in processes.values()), told
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.join()
-    return told
+    return start_rank(folder, number, port, LIMIT, world=world, host=host)
 
 
 def assert_refused(folder: Path, processes: dict[int, BaseProcess], *says: str) -> None:
@@ -56,11 +33,6 @@ def assert_refused(folder: Path, processes: dict[int, BaseProcess], *says: str) 
         assert all(word in told[number] for word in says), told
         assert f"error: rank {number}: " in told[number]
         assert "Traceback" not in told[number]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_a_port_that_something_else_has_is_named_by_all_though_that_says_nothing(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -100,6 +103,40 @@ def train(folder: Path, *overrides: str, armed: str = "", first: Callable[[], ob
     """`nxtrain train` on the run of a folder, perhaps with faults."""
     environ = {faults.VARIABLE: armed} if armed else {}
     return command(folder, "train", folder / "run.toml", *overrides, environ=environ, first=first)
+
+
+def start_rank(
+    folder: Path, number: int, port: int, *overrides: str, world: int = 2, host: str = "127.0.0.1", armed: str = ""
+) -> ForkServerProcess:
+    """Start one rank of the run of a folder, where rank 0 makes the store; what it tells is in a folder of its own."""
+    place: dict[str, object] = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    place |= {"MASTER_ADDR": host, "MASTER_PORT": port, **({faults.VARIABLE: armed} if armed else {})}
+    (folder / str(number)).mkdir(exist_ok=True)
+    (folder / str(number) / TOLD).write_text("")
+    cut = (f"parallel.dp={world}", f"train.global_batch={2 * world if world > 2 else 2}")
+    environ = {name: str(value) for name, value in place.items()}
+    return start(folder / str(number), "train", folder / "run.toml", *cut, *overrides, environ=environ)
+
+
+def ended(folder: Path, processes: Mapping[int, BaseProcess], within_s: float) -> dict[int, str]:
+    """What ranks told, all of which end in time."""
+    limit = time.monotonic() + within_s
+    try:
+        for process in processes.values():
+            process.join(max(0.0, limit - time.monotonic()))
+        told = {number: (folder / str(number) / TOLD).read_text(encoding="utf-8") for number in processes}
+        assert not any(process.is_alive() for process in processes.values()), told
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+    return told
+
+
+def free_port() -> int:
+    """A port of this machine that nothing uses just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def at_batch(number: int, action: Callable[[], object]) -> None:

@@ -1,0 +1,122 @@
+"""A rank without memory ends, says so to the others, and the next start goes on; and none is lost to leaks."""
+
+from __future__ import annotations
+
+import resource
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import command_ranks
+from tests.support.command_ranks import Ranks
+from tests.support.commands import at_batch, ended, free_port, start_rank, train, write_config
+from tests.support.runs import course
+
+STEPS = 12
+LEAK_MIB_PER_100_STEPS = 1.0
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("straight")
+    write_config(folder, steps=STEPS)
+    code, told = train(folder)
+    assert code == 0, told
+    return course(folder / "run")
+
+
+def together(folder: Path, armed: str) -> tuple[list[int | None], dict[int, str]]:
+    port = free_port()
+    processes = {number: start_rank(folder, number, port, armed=armed) for number in range(2)}
+    told = ended(folder, processes, 60.0)
+    return [process.exitcode for process in processes.values()], told
+
+
+@pytest.mark.parametrize("point", ["fwd", "opt"])
+def test_a_rank_without_memory_is_named_by_the_others(tmp_path: Path, point: str) -> None:
+    straight = tmp_path / "straight"
+    write_config(straight, steps=STEPS)
+    codes, told = together(straight, "")
+    assert codes == [0, 0], told
+    write_config(tmp_path, steps=STEPS)
+    codes, told = together(tmp_path, f"oom@1:7:{point}")
+    assert codes == [1, 1], told
+    assert "MemoryError: injected" in told[1]
+    assert "rank 1 failed: MemoryError: injected" in told[0], told[0]
+    codes, told = together(tmp_path, f"oom@1:7:{point}")
+    assert codes == [0, 0], told
+    assert course(tmp_path / "run") == course(straight / "run")
+
+
+def _numpy() -> object:
+    return np.ones(1 << 30, np.uint8)
+
+
+def _torch() -> object:
+    return torch.ones(1 << 30, dtype=torch.uint8)
+
+
+def _allocate_beyond_limit(allocate: Any) -> None:
+    with open("/proc/self/statm", encoding="utf-8") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    allocate()
+
+
+@pytest.mark.parametrize(("allocate", "says"), [(_numpy, "Unable to allocate 1.00 GiB"), (_torch, "allocate memory")])
+def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
+    tmp_path: Path, straight: list[dict[str, Any]], allocate: Any, says: str
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path, first=partial(at_batch, 7, partial(_allocate_beyond_limit, allocate)))
+    assert code == 1, told
+    assert says in told
+    code, told = train(tmp_path)
+    assert code == 0, told
+    assert course(tmp_path / "run") == straight
+
+
+@pytest.fixture(scope="module")
+def started_by() -> ForkServerContext:
+    return command_ranks.context()
+
+
+def anonymous_mib(pid: int | None) -> float:
+    """Memory of a process that no file backs, in MiB."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) / 1024
+
+
+@pytest.mark.timeout(180)
+def test_memory_threads_and_files_stay_what_they_are(started_by: ForkServerContext, tmp_path: Path) -> None:
+    """Two ranks with 50 checkpoints in the background: the slope over 500 steps."""
+    command_ranks.write_config(tmp_path, steps=100_000, every=10)
+    steps: list[int] = []
+    seen: list[list[tuple[float, int, int]]] = []
+    with Ranks(started_by, tmp_path) as ranks:
+        for step in range(100, 601, 50):
+            ranks.await_steps(step)
+            steps.append(step)
+            seen.append(
+                [
+                    (
+                        anonymous_mib(process.pid),
+                        len(list(Path(f"/proc/{process.pid}/task").iterdir())),
+                        len(list(Path(f"/proc/{process.pid}/fd").iterdir())),
+                    )
+                    for process in ranks.processes
+                ]
+            )
+    assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) >= 2
+    for rank in range(2):
+        mib, threads, files = zip(*(at[rank] for at in seen), strict=True)
+        slope = 100 * float(np.polyfit(steps, mib, 1)[0])
+        assert slope < LEAK_MIB_PER_100_STEPS, (slope, mib)
+        # Those of a checkpoint under way come and go.
+        assert max(threads) - min(threads) <= 2, threads
+        assert max(files) - min(files) <= 4, files

@@ -1,0 +1,39 @@
+"""A rank that loses 50 ms in every step is named with what it does meanwhile, and nothing else happens to the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nxtrain.metrics.sinks import METRICS_FILE
+from nxtrain.train.stragglers import STEPS as COMPARED
+from tests.support.command_ranks import until
+from tests.support.commands import TOLD, ended, free_port, start_rank, write_config
+from tests.support.runs import course
+
+STEPS = 100
+LOST_S = 0.05
+BEAT_S = 1.0
+"""Ranks look at each other that often with this limit, and so are compared over ten steps or those of a beat."""
+
+
+def test_a_slow_rank_is_named_soon_and_changes_nothing(tmp_path: Path) -> None:
+    quick, slow = tmp_path / "quick", tmp_path / "slow"
+    told = slow / "0" / TOLD
+
+    def is_told() -> bool:
+        return "rank 1 is slow: " in told.read_text()
+
+    for folder, armed in ((quick, ""), (slow, f"sleep!@1:*:fwd:{LOST_S}")):
+        write_config(folder, steps=STEPS, every=50)
+        port, limit = free_port(), "recovery.hang_timeout_s=60"
+        processes = {number: start_rank(folder, number, port, limit, armed=armed) for number in range(2)}
+        if armed:
+            until(is_told, 60.0, told.read_text)
+            assert (slow / "run" / METRICS_FILE).read_text().count("\n") <= COMPARED + 3 * BEAT_S / LOST_S
+        said = ended(folder, processes, 60.0)
+        assert [process.exitcode for process in processes.values()] == [0, 0], said
+    assert said[0].count("is slow: ") == 1, said[0]
+    line = said[0][said[0].index("rank 1 is slow: ") :].splitlines()[0]
+    assert " ms per step in training, where the median is " in line
+    assert float(line.split()[4]) >= 0.8 * 1e3 * LOST_S, "over fewer steps at the beginning, which were not slow"
+    assert course(slow / "run") == course(quick / "run")
