@@ -16,6 +16,7 @@ from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
+    from nxtrain.config.schema import RunConfig
 
 app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
@@ -97,6 +98,16 @@ def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
     return loaded
 
 
+def _advise(config: RunConfig) -> None:
+    """Say it if another checkpoint interval would save much."""
+    from nxtrain.metrics.goodput import read
+    from nxtrain.plan.goodput import advice
+    from nxtrain.train.attempts import LOGS
+
+    if line := advice(read(config.run.dir / LOGS), config.checkpoint.every):
+        typer.echo(line, err=True)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"nxtrain {nxtrain.__version__}")
@@ -117,6 +128,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     loaded = _load(config, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
     from nxtrain.launch.neuron import adopt
+    from nxtrain.metrics.uptime import process_began
     from nxtrain.train.signals import noted
 
     adopt(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -129,7 +141,9 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
             arm(faults, loaded.config.run.dir, int(os.environ.get("RANK", "0")))
         with guarded(loaded, os.environ):
-            train(loaded, signals)
+            train(loaded, signals, process_began())
+    if os.environ.get("RANK", "0") == "0":
+        _advise(loaded.config)
 
 
 @app.command(epilog="Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine")

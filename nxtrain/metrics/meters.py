@@ -48,6 +48,7 @@ class StepRecord:
         val_loss: Mean over the held-out tokens, nats; None when this step was not evaluated.
         skipped_steps: Since the record before, those that updated nothing, since they were not finite.
         alarm: What is wrong with the course of the run, in words.
+        goodput: Share of the time since the run's first start that went into steps that stand; None when unknown.
     """
 
     step: int
@@ -60,12 +61,13 @@ class StepRecord:
     val_loss: float | None = None
     skipped_steps: tuple[int, ...] = ()
     alarm: str = ""
+    goodput: float | None = None
 
     def line(self) -> dict[str, Any]:
         """The record as flat keys; `mfu` is None when unknown, and what comes after it is there only when it is."""
         flat = asdict(self)
         flat |= flat.pop("throughput")
-        for key in ("val_loss", "skipped_steps", "alarm"):
+        for key in ("val_loss", "skipped_steps", "alarm", "goodput"):
             if flat[key] in (None, (), ""):
                 del flat[key]
         return flat

@@ -34,6 +34,7 @@ class Checkpoints:
         stability: Tells what of the norms so far is to be known after a resumption.
         say: Takes lines for people.
         mirrored: Where copies go, if anywhere.
+        saved: Is told what each checkpoint that was committed took.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Checkpoints:
         stability: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
         mirrored: Mirrored | None = None,
+        saved: Callable[[float, float], None] = lambda stall_s, write_s: None,
     ) -> None:
         config, backend = plan.config, state.backend
         self._plan, self._state, self._inputs, self._begun, self._say = plan, state, inputs, begun, say
-        self._stability = stability
+        self._stability, self._saved = stability, saved
         self._failed = ""
         self._saver = Saver(
             config.run.dir / layout.FOLDER,
@@ -99,6 +101,8 @@ class Checkpoints:
 
     def _told(self, outcome: Outcome) -> None:
         self._failed = outcome.problem
+        if not outcome.problem:
+            self._saved(outcome.stall_s, outcome.write_s)
         if outcome.problem and self._plan.config.checkpoint.strict:
             raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
         if outcome.problem:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from rich.console import Console
 
 from nxtrain.errors import StoppedBySignal
+from nxtrain.metrics.goodput import GoodputMeter
 from nxtrain.train.attempts import LOGS, Attempts
 from nxtrain.train.trainer import Work
 from nxtrain.train.watchdog import Watchdog
@@ -19,19 +20,30 @@ class Course:
         resumed: The step after which it goes on.
         watchdog: Watches this rank; None: nobody does.
         attempts: The starts of the run, on its leader.
+        goodput: What becomes of its time, on its leader.
     """
 
-    def __init__(self, resumed: int, watchdog: Watchdog | None, attempts: Attempts | None) -> None:
-        self._finished, self._watchdog, self._attempts = resumed, watchdog, attempts
+    def __init__(
+        self,
+        resumed: int,
+        watchdog: Watchdog | None,
+        attempts: Attempts | None,
+        goodput: GoodputMeter | None,
+    ) -> None:
+        self._finished, self._watchdog, self._attempts, self._goodput = resumed, watchdog, attempts, goodput
 
     def enter(self, step: int, work: Work) -> None:
         """Begin some work of a step."""
+        if self._goodput is not None:
+            self._goodput.enter(step, work)
         if self._watchdog is not None:
             self._watchdog.enter(step, work)
 
     def stops(self, step: int) -> bool:
         """Whether the run stops after a step that is finished; if not, the wait for data begins."""
         self._finished = step
+        if self._goodput is not None:
+            self._goodput.finish(step)
         if self._watchdog is None:
             return False
         if self._watchdog.gate.stops(step):
@@ -47,6 +59,8 @@ class Course:
             attempts.begin(self._finished)
         except OSError as error:  # only what a loop of crashes is told by is lost
             _tell(f"warning: this start is not noted in run.dir/{LOGS}: {error.strerror}; training goes on")
+        if self._goodput is not None:
+            self._goodput.begin(self._finished)
         if self._watchdog is not None:
             self._watchdog.on_tick = lambda: self._refresh(attempts)
             self._watchdog.on_hang = lambda verdict: self._end(attempts, "failed", verdict)
@@ -63,10 +77,14 @@ class Course:
     def _refresh(self, attempts: Attempts) -> None:
         with suppress(OSError):  # a full or vanished disk is told by who saves, and must not end the watch
             attempts.reach(self._finished)
+        if self._goodput is not None:
+            self._goodput.beat()
 
     def _end(self, attempts: Attempts, outcome: str, why: str) -> None:
         with suppress(OSError):
             attempts.end(outcome, self._finished, why)
+        if self._goodput is not None:
+            self._goodput.end(outcome)
 
 
 def _tell(line: str) -> None:

@@ -21,8 +21,10 @@ from nxtrain.config.show import dump
 from nxtrain.data import Loader, Samples, open_data, unigram_entropy
 from nxtrain.errors import DivergedError, RestartError, StoppedBySignal
 from nxtrain.mesh import Mesh
+from nxtrain.metrics.goodput import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
+from nxtrain.metrics.uptime import Instant, now
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.attempts import LOGS, Attempts
 from nxtrain.train.build import mesh_of
@@ -35,7 +37,7 @@ from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.rehearsal import rehearse
 from nxtrain.train.signals import Signals
 from nxtrain.train.start import start
-from nxtrain.train.trainer import Trainer, Work
+from nxtrain.train.trainer import Trainer, Work, unmetered
 from nxtrain.train.watchdog import Watchdog
 
 CONFIG_FILE = "config.toml"
@@ -43,17 +45,19 @@ SUMMARY_FILE = "summary.json"
 DATA_DIR = "data"
 
 
-def train(loaded: Loaded, signals: Signals | None = None) -> None:
+def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None = None) -> None:
     """Train as configured: one rank, or every rank under torchrun.
 
     Args:
         loaded: The configuration.
         signals: What this process is asked for; None: nothing.
+        began: When it was started for this; None: now.
 
     Raises:
         NxtrainError: Anything that a person can mend; the message says how.
         StoppedBySignal: It was asked to stop, and did.
     """
+    began = began or now()
     name, reason = choose(loaded.config.backend.name)
     layers, why = choose_layers(loaded.config.backend.layers, name)
     recovery = loaded.config.recovery
@@ -63,7 +67,7 @@ def train(loaded: Loaded, signals: Signals | None = None) -> None:
         plan = resolve(loaded, backend.world, backend.name)
         logs = plan.config.run.dir / LOGS
         with Watchdog(backend, recovery.hang_timeout_s, logs, signals or Signals()) as watchdog:
-            train_on(backend, plan, reason, watchdog)
+            train_on(backend, plan, reason, watchdog, began)
     except StoppedBySignal:
         raise
     except Exception as error:
@@ -75,7 +79,13 @@ def train(loaded: Loaded, signals: Signals | None = None) -> None:
         backend.close()
 
 
-def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog | None = None) -> None:
+def train_on(
+    backend: Backend,
+    plan: Resolved,
+    reason: str,
+    watchdog: Watchdog | None = None,
+    began: Instant | None = None,
+) -> None:
     """Train on a backend that is open already.
 
     Args:
@@ -83,7 +93,9 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
         plan: The checked configuration.
         reason: Why this backend was chosen, and its layers.
         watchdog: Watches this rank; None: nobody does.
+        began: When this start of the run began; None: now.
     """
+    began = began or now()
     config = plan.config
     batches = config.train
     mesh = mesh_of(plan, backend)
@@ -147,7 +159,8 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
     flops = plan.family.flops_per_token(plan.model, batches.seq_len)
     peak = backend.peak_flops()
     recompiles = Recompiles(backend, config.compile.max_recompiles)
-    course = Course(meta.step, watchdog, attempts if leader else None)
+    goodput = GoodputMeter(config.run.dir / LOGS, say, began) if leader else None
+    course = Course(meta.step, watchdog, attempts if leader else None, goodput)
     guard = Guard(config, state)
     guard.begin(meta.step, meta.stability)
 
@@ -156,7 +169,8 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
         recompiles.enter(step, work)
 
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
-    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.stability.state, say, mirrored)
+    told = (goodput.saved,) if goodput else ()
+    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.stability.state, say, mirrored, *told)
     try:
         with course:
             trainer = Trainer(
@@ -175,6 +189,7 @@ def train_on(backend: Backend, plan: Resolved, reason: str, watchdog: Watchdog |
                 save=checkpoints.save,
                 guard=guard,
                 watch=watch,
+                goodput=goodput.log if goodput else unmetered,
                 stops=course.stops,
             )
             val_loss = trainer.run(meta.step)

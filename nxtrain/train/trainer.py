@@ -29,6 +29,10 @@ def unwatched(step: int, work: Work) -> None:
     """Tell nobody."""
 
 
+def unmetered(step: int) -> None:
+    """Know nothing of other starts."""
+
+
 def unstopped(step: int) -> bool:
     """Go on to the last step."""
     return False
@@ -49,6 +53,7 @@ class Trainer:
         save: Saves the state of a finished step; told that nothing comes after it, it waits until that is written.
         guard: Decides about numbers that go wrong.
         watch: Is told, before it begins, of each piece of work and its step.
+        goodput: Is told which step is finished and read, and gives the goodput so far, where it is known.
         stops: Whether the run stops after a finished step, or the one that it continues from; the same on all ranks.
     """
 
@@ -62,6 +67,7 @@ class Trainer:
     save: Callable[[int, bool], None]
     guard: Guard
     watch: Callable[[int, Work], None] = unwatched
+    goodput: Callable[[int], float | None] = unmetered
     stops: Callable[[int], bool] = unstopped
 
     def run(self, finished: int) -> float | None:
@@ -104,6 +110,7 @@ class Trainer:
                             val_loss=val_loss,
                             skipped_steps=verdict.skipped_steps,
                             alarm=verdict.alarm,
+                            goodput=self.goodput(step),
                             **read,
                         )
                         for sink in self.sinks:

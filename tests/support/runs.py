@@ -25,7 +25,7 @@ from tests.support.models import BASE, plan
 SEQ_LEN = 16
 GLOBAL_BATCH = 4
 QUIET = {"log_every": 1, "tensorboard": False, "progress": False}
-TIMINGS = {"tokens_per_s", "step_time_s", "mfu"}
+TIMINGS = {"tokens_per_s", "step_time_s", "mfu", "goodput"}
 """Keys of a record that depend on the clock."""
 
 

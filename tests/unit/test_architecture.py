@@ -124,6 +124,7 @@ def test_every_folder_of_modules_is_a_package() -> None:
         "family",
         "launch.local",
         "mesh",
+        "plan.goodput",
         "plan.timeline",
         "sharding",
     ],
