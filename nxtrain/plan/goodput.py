@@ -110,7 +110,7 @@ class Failures:
 
 
 def advice(starts: Sequence[Start], every: int) -> str:
-    """What a run could gain by another `checkpoint.every`, in one line; empty unless that is much.
+    """What a run could gain by another `checkpoint.every`, in one line; empty unless that is much, or if it is short.
 
     Args:
         starts: What the run has spent.
@@ -129,7 +129,7 @@ def advice(starts: Sequence[Start], every: int) -> str:
         write_s=sum(one.save_write_s for one in spent) / saves,
     )
     best = costs.best_every(step_s)
-    if max(best, every) < FAR * min(best, every) or every * step_s < costs.write_s:
+    if max(best, every) < FAR * min(best, every) or every * step_s < costs.write_s or steps < best:
         return ""
     present, proposed = (costs.shares(steps * step_s) for steps in (every, best))
     if proposed.goodput - present.goodput < WORTH_TELLING:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.metrics import goodput, uptime
+from nxtrain.metrics import uptime
 from nxtrain.metrics.goodput import GOODPUT_FILE, LATEST_FILE, Goodput, GoodputMeter, account, read
 from nxtrain.metrics.uptime import Instant, process_began
 
@@ -214,13 +214,14 @@ def test_the_time_of_a_step_that_nobody_logged_is_shared_out(run: Run) -> None:
 def test_torn_and_foreign_lines_are_left_out(run: Run, file: str) -> None:
     run.start(0, 10, "killed")
     whole = (run.logs / file).read_bytes()
-    for size in range(len(whole)):
+    for size in range(0, len(whole), 7):
         (run.logs / file).write_bytes(whole[:size])
         assert len(read(run.logs)) == (size > whole.find(b"}") or file == LATEST_FILE)
     (run.logs / file).write_bytes(whole[:-20] + b'\xff\x00\n[]\n7\n{}\n{"event": "log"')
     run.start(8, 12, "done")
     found = run.parts()
-    assert (found.starts, found.wall_s) == (2, pytest.approx(total(found), abs=1e-9))
+    assert found.starts == 2
+    assert found.wall_s == pytest.approx(total(found), abs=1e-9)
     assert found.productive_s == 10.0
 
 
@@ -279,4 +280,3 @@ def test_where_the_system_does_not_tell_a_process_begins_now(monkeypatch: pytest
     assert uptime.now().up - process_began().up < 0.1
     first = Instant("", 5.0, 100.0)
     assert replace(first, up=1.0, wall=103.0).since(first) == 3.0
-    assert goodput.now is uptime.now

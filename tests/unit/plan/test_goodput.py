@@ -159,4 +159,5 @@ def test_advice_is_given_only_where_it_is_worth_it() -> None:
     assert advice([run], 400) == advice([run], 3500) == ""  # less than a factor of three
     assert "checkpoint.every=20000 costs 0.02% in stalls and 5." in advice([run], 20_000)
     assert advice([start(10_000, 0.5, 0.001, 100)], 200) == ""  # a factor of eight, for nothing
+    assert advice([start(1000, 0.5, 2.0, 10)], 100) == ""  # it ends before the proposed interval does
     assert advice([start(10_000, 0.5, 2.0, 0)], 100) == advice([run], 0) == advice([], 100) == ""
