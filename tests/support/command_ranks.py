@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -107,17 +107,41 @@ def context() -> ForkServerContext:
 
 
 class Ranks:
-    """Processes of a run whose configuration lies in a folder; as a context, which leaves none behind."""
+    """Processes of a run whose configuration lies in a folder; as a context, which leaves none behind.
 
-    def __init__(self, started_by: ForkServerContext, folder: Path, fault: Fault | None = None) -> None:
-        self._store = TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
-        self.folder = folder
-        for rank in range(WORLD):
+    Args:
+        started_by: Starts them.
+        folder: Has their configuration, what they print, and the run.
+        fault: What befalls them by this module's means.
+        injected: The value of `NXTRAIN_FAULTS`.
+        overrides: Of the configuration, as on the command line.
+        world: How many there are.
+    """
+
+    def __init__(
+        self,
+        started_by: ForkServerContext,
+        folder: Path,
+        fault: Fault | None = None,
+        *,
+        injected: str = "",
+        overrides: Sequence[str] = (),
+        world: int = WORLD,
+    ) -> None:
+        self._store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        self.folder, self.world = folder, world
+        for rank in range(world):
             self._log(rank).unlink(missing_ok=True)
         metrics = folder / "run" / METRICS_FILE
         self._lines_before = metrics.read_text().count("\n") if metrics.exists() else 0
+        place: dict[str, object] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+        place |= {"MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": "True", "NXTRAIN_FAULTS": injected}
         self.processes: list[BaseProcess] = [
-            started_by.Process(target=_rank, args=(rank, self._store.port, folder, fault)) for rank in range(WORLD)
+            started_by.Process(
+                target=_rank,
+                args=(folder, place | {"RANK": rank, "LOCAL_RANK": rank}, fault, tuple(overrides)),
+            )
+            for rank in range(world)
         ]
 
     def __enter__(self) -> Ranks:
@@ -137,13 +161,13 @@ class Ranks:
 
     def ended(self, *ranks: int, within_s: float = 40.0) -> dict[int, int | None]:
         """The exit codes of some ranks, or of all, once they have ended."""
-        wanted = ranks or range(WORLD)
+        wanted = ranks or range(self.world)
         until(lambda: not any(self.processes[rank].is_alive() for rank in wanted), within_s, self.said)
         return {rank: self.processes[rank].exitcode for rank in wanted}
 
     def said(self) -> Mapping[int, str]:
         """What each rank printed."""
-        return {rank: self._log(rank).read_text() if self._log(rank).exists() else "" for rank in range(WORLD)}
+        return {rank: self._log(rank).read_text() if self._log(rank).exists() else "" for rank in range(self.world)}
 
     def await_steps(self, number: int) -> None:
         """Wait until so many steps are in the record."""
@@ -166,17 +190,17 @@ def until(condition: Callable[[], object], within_s: float, said: Callable[[], o
         time.sleep(0.02)
 
 
-def _rank(rank: int, port: int, folder: Path, fault: Fault | None) -> None:
-    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+def _rank(folder: Path, place: Mapping[str, object], fault: Fault | None, overrides: Sequence[str]) -> None:
+    os.setsid()  # so that whatever it may start is known by its session
     os.environ.update({name: str(value) for name, value in place.items()})
+    rank = int(os.environ["RANK"])
     log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
     if fault is not None and fault.rank in {None, rank}:
         _arm(fault, folder)
-    sys.argv = ["nxtrain", "train", str(folder / "config.toml")]
+    sys.argv = ["nxtrain", "train", str(folder / "config.toml"), *overrides]
     cli.main()
 
 

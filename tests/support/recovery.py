@@ -1,0 +1,288 @@
+"""A run that is broken and started again until it is done, and what must then be true of it.
+
+The one who starts it does what `nxtrain.launch.torchrun` does, without its seconds of imports: a store of their own for
+the ranks of each start, a little time for those that outlive another, and no further start after a code that is final.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.manifest import DTYPES, Part, read_manifest
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.launch.torchrun import FINAL, LAST_WORDS_S, STOPPED, blame
+from nxtrain.metrics.sinks import METRICS_FILE
+from tests.support.command_ranks import WORLD, Ranks, write_config
+from tests.support.runs import course
+
+SEQ_LEN, GLOBAL_BATCH = 16, 4
+"""As in the configuration of `command_ranks`."""
+
+STEPS, EVERY = 12, 3
+
+PACE = "sleep@*:1:pre_step:0.02"
+"""A fault that slows each step, so that checkpoints get written between some of them."""
+
+PATIENCE_S = 5.0
+"""Within which ranks find out that another hangs."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the ranks.
+
+    Args:
+        codes: With which they ended; None: they were killed because another had failed.
+        said: What each printed.
+        began_after: The step from which the first rank went on; None: it ended before it knew.
+        reached: The last step in the record at the end.
+        recovery_s: From the first end of a rank to the next start; 0 if all went well.
+    """
+
+    codes: Mapping[int, int | None]
+    said: Mapping[int, str]
+    began_after: int | None
+    reached: int
+    recovery_s: float = 0.0
+
+    @property
+    def code(self) -> int:
+        """The one of an agent."""
+        known = [code for code in self.codes.values() if code is not None]
+        return blame([code for code in known if code] or [0])
+
+
+@dataclass
+class History:
+    """All starts of a run.
+
+    Args:
+        folder: With its configuration.
+        starts: In their order.
+        wall_s: All of them together.
+    """
+
+    folder: Path
+    starts: list[Start] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.folder / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints lie."""
+        return self.run / layout.FOLDER
+
+    @property
+    def said(self) -> str:
+        """What the ranks of all starts printed."""
+        return "\n".join(text for start in self.starts for text in start.said.values())
+
+    @property
+    def resumed(self) -> list[int | None]:
+        """The step after which each start but the first went on."""
+        return [start.began_after for start in self.starts[1:]]
+
+    @property
+    def fired(self) -> set[str]:
+        """The faults that befell it, as their files are named; without the pace."""
+        return {path.name for path in (self.run / "faults").glob("*")}
+
+    @property
+    def repeated(self) -> list[int]:
+        """Recorded steps that each start but the first computed again."""
+        return [
+            before.reached - after.began_after
+            for before, after in zip(self.starts, self.starts[1:], strict=False)
+            if after.began_after is not None
+        ]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What a run is that nothing befell.
+
+    Args:
+        course: Its records without timings.
+        tensors: Of its last checkpoint, all parts in order.
+    """
+
+    course: list[dict[str, Any]]
+    tensors: Mapping[str, bytes]
+
+    @staticmethod
+    def of(history: History) -> Golden:
+        """What an uninterrupted run left."""
+        assert [start.code for start in history.starts] == [0], history.said
+        found = course(history.run)
+        return Golden(found, tensors(layout.step_path(history.checkpoints, found[-1]["step"])))
+
+
+def configure(folder: Path, *, steps: int = STEPS, every: int = EVERY, patience_s: float = PATIENCE_S) -> None:
+    """Write the configuration of a run that may fail as often as it likes, and its data."""
+    folder.mkdir(exist_ok=True)
+    path = write_config(folder, steps=steps, every=every, patience_s=patience_s)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("[recovery]\n", "[recovery]\nmax_same_step = 0\n"), encoding="utf-8")
+
+
+def start(
+    started_by: ForkServerContext,
+    folder: Path,
+    faults: Iterable[str] = (),
+    *,
+    overrides: Sequence[str] = (),
+    world: int = WORLD,
+    within_s: float = 60.0,
+    meanwhile: Callable[[Ranks], object] = lambda ranks: None,
+) -> Start:
+    """Start the ranks once, and see them all end.
+
+    Args:
+        started_by: Starts processes that have imported everything.
+        folder: With the configuration.
+        faults: For `NXTRAIN_FAULTS`.
+        overrides: Of the configuration.
+        world: How many ranks.
+        within_s: All must have ended.
+        meanwhile: Is called again and again while they run.
+    """
+    ended_at = 0.0
+    with Ranks(started_by, folder, injected=",".join(faults), overrides=overrides, world=world) as ranks:
+        begin = time.monotonic()
+        while any(process.is_alive() for process in ranks.processes):
+            now = time.monotonic()
+            assert now - begin < within_s, ranks.said()
+            codes = [process.exitcode for process in ranks.processes]
+            if any(codes):
+                ended_at = ended_at or now
+                if FINAL.intersection(codes) or now - ended_at > (within_s if STOPPED in codes else LAST_WORDS_S):
+                    break
+            meanwhile(ranks)
+            time.sleep(0.01)
+        codes_of = {rank: process.exitcode for rank, process in enumerate(ranks.processes)}
+        sessions = {process.pid or 0 for process in ranks.processes}
+    assert not (left := members(sessions)), f"processes {left} outlive their ranks"
+    said = ranks.said()
+    recovery_s = time.monotonic() - ended_at if ended_at else 0.0
+    return Start(codes_of, said, _began_after(said[0]), last_step(folder), recovery_s)
+
+
+def supervise(
+    started_by: ForkServerContext,
+    folder: Path,
+    faults: Iterable[str] = (),
+    *,
+    overrides: Sequence[str] = (),
+    most_restarts: int = 3,
+    within_s: float = 40.0,
+) -> History:
+    """Start a run with the same command until it is done, ends for good, or was started too often."""
+    history = History(folder)
+    begin = time.monotonic()
+    for _ in range(most_restarts + 1):
+        found = start(started_by, folder, (PACE, *faults), overrides=overrides, within_s=within_s)
+        history.starts.append(found)
+        if found.code == 0 or found.code in FINAL:
+            break
+    history.wall_s = time.monotonic() - begin
+    return history
+
+
+def assert_recovered(history: History, golden: Golden, *, restarts: int | None = 1, within_s: float = 40.0) -> None:
+    """The oracle: nothing is lost, and no one can tell from the run that something befell it.
+
+    Args:
+        history: The run.
+        golden: The same one, uninterrupted.
+        restarts: So many it took; None: any number.
+        within_s: That all of it may take.
+    """
+    said = history.said
+    assert history.starts[-1].code == 0, said
+    assert restarts is None or len(history.starts) == restarts + 1, said
+    assert course(history.run) == golden.course, said
+    newest = layout.newest(history.checkpoints)
+    assert newest == layout.step_path(history.checkpoints, golden.course[-1]["step"])
+    assert tensors(newest) == golden.tensors
+    meta = read_meta(newest)
+    assert meta.samples == meta.step * GLOBAL_BATCH
+    assert meta.tokens == meta.samples * SEQ_LEN
+    for before, after in zip(history.starts, history.starts[1:], strict=False):
+        assert_little_repeated(before, after)
+    assert_tidy(history.checkpoints)
+    assert history.wall_s < within_s, history.wall_s
+
+
+def assert_little_repeated(before: Start, after: Start) -> None:
+    """A start goes on from the last checkpoint or from the one before it, which may have been under way.
+
+    Those that were told to be left out do not count, nor those of steps that the record of no start has.
+    """
+    if after.began_after is None:
+        return
+    due = range(EVERY, before.reached + 1, EVERY)
+    missed = {step for step in due if f"no checkpoint of step {step}:" in before.said[0]}
+    written = [0, 0, *(step for step in due if step not in missed), before.began_after or 0]
+    aside = after.said[0].count("is put aside as")
+    assert after.began_after >= sorted(written)[-2 - aside], (before.said[0], after.said[0])
+
+
+def assert_tidy(checkpoints: Path) -> None:
+    """A folder of checkpoints has these and what was put aside, and `latest` names the newest."""
+    left = [path.name for path in checkpoints.iterdir() if ".tmp-" in path.name or path.name.endswith(".old")]
+    assert not left, left
+    newest = layout.newest(checkpoints)
+    assert newest is not None
+    assert (checkpoints / layout.LATEST).read_text(encoding="utf-8").strip() == newest.name
+
+
+def tensors(checkpoint: Path) -> dict[str, bytes]:
+    """The bytes of every part of every tensor of a checkpoint, by its name and offsets."""
+    manifest = read_manifest(checkpoint)
+    files = {name: (checkpoint / name).read_bytes() for name in manifest.files}
+    found = {}
+    for key, entry in manifest.tensors.items():
+        for offsets, sizes, file, begin in entry.parts:
+            size = Part(key, DTYPES[entry.dtype], offsets, sizes).num_bytes
+            found[f"{key}{list(offsets)}"] = files[file][begin : begin + size]
+    return found
+
+
+def last_step(folder: Path) -> int:
+    """The last step in a run's record, whose last line may be torn."""
+    file = folder / "run" / METRICS_FILE
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    for line in reversed(lines):
+        with suppress(ValueError):
+            return int(json.loads(line)["step"])
+    return 0
+
+
+def members(sessions: set[int]) -> list[int]:
+    """Living processes of some sessions; empty where there is no /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(session) in sessions and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def _began_after(said: str) -> int | None:
+    if "; data " not in said:
+        return None
+    line = said[said.index("; data ") :].splitlines()[0]
+    return int(line.rpartition(" ")[2]) if "continues after step" in line else 0
