@@ -18,7 +18,7 @@ from typing import Any
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.manifest import DTYPES, Part, read_manifest
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.launch.torchrun import FINAL, LAST_WORDS_S, STOPPED, blame
+from nxtrain.launch.torchrun import FINAL, STOPPED, blame
 from nxtrain.metrics.sinks import METRICS_FILE
 from tests.support.command_ranks import WORLD, Ranks, write_config
 from tests.support.runs import course
@@ -31,8 +31,14 @@ STEPS, EVERY = 12, 3
 PACE = "sleep@*:1:pre_step:0.02"
 """A fault that slows each step, so that checkpoints get written between some of them."""
 
-PATIENCE_S = 5.0
+PATIENCE_S = 4.0
 """Within which ranks find out that another hangs."""
+
+LAST_WORDS_S = 2.0
+"""What ranks have to end by themselves after another did."""
+
+RESTART_S = 10.0
+"""Within which all ranks are gone after the first."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Start:
         said: What each printed.
         began_after: The step from which the first rank went on; None: it ended before it knew.
         reached: The last step in the record at the end.
+        saved: The steps of the whole checkpoints at the end.
         recovery_s: From the first end of a rank to the next start; 0 if all went well.
     """
 
@@ -51,6 +58,7 @@ class Start:
     said: Mapping[int, str]
     began_after: int | None
     reached: int
+    saved: tuple[int, ...]
     recovery_s: float = 0.0
 
     @property
@@ -176,7 +184,8 @@ def start(
     assert not (left := members(sessions)), f"processes {left} outlive their ranks"
     said = ranks.said()
     recovery_s = time.monotonic() - ended_at if ended_at else 0.0
-    return Start(codes_of, said, _began_after(said[0]), last_step(folder), recovery_s)
+    saved = tuple(layout.step_of(path) for path in layout.list_checkpoints(folder / "run" / layout.FOLDER))
+    return Start(codes_of, said, _began_after(said[0]), last_step(folder), saved, recovery_s)
 
 
 def supervise(
@@ -220,23 +229,27 @@ def assert_recovered(history: History, golden: Golden, *, restarts: int | None =
     assert meta.samples == meta.step * GLOBAL_BATCH
     assert meta.tokens == meta.samples * SEQ_LEN
     for before, after in zip(history.starts, history.starts[1:], strict=False):
-        assert_little_repeated(before, after)
+        assert before.recovery_s < RESTART_S
+        assert_little_repeated(before, after, meta.step)
     assert_tidy(history.checkpoints)
     assert history.wall_s < within_s, history.wall_s
 
 
-def assert_little_repeated(before: Start, after: Start) -> None:
-    """A start goes on from the last checkpoint or from the one before it, which may have been under way.
+def assert_little_repeated(before: Start, after: Start, last: int) -> None:
+    """A start goes on from the newest checkpoint that is whole: the last that was due, or the one before it.
 
-    Those that were told to be left out do not count, nor those of steps that the record of no start has.
+    The last that was due may have been under way; those of which a line says why they are not there do not count. After
+    the last step of the run the one before is waited for, and may be what failed.
     """
-    if after.began_after is None:
-        return
-    due = range(EVERY, before.reached + 1, EVERY)
-    missed = {step for step in due if f"no checkpoint of step {step}:" in before.said[0]}
-    written = [0, 0, *(step for step in due if step not in missed), before.began_after or 0]
-    aside = after.said[0].count("is put aside as")
-    assert after.began_after >= sorted(written)[-2 - aside], (before.said[0], after.said[0])
+    said = (before.said[0], after.said[0])
+    if after.began_after is not None:
+        whole = (0, *before.saved)
+        assert after.began_after == whole[max(-1 - after.said[0].count("is put aside as"), -len(whole))], said
+    if before.began_after is not None:
+        due = range(EVERY, min(before.reached, last - 1) + 1, EVERY)
+        due_after = [step for step in due if step > before.began_after]
+        written = [step for step in due_after if f"no checkpoint of step {step}:" not in before.said[0]]
+        assert (0, *before.saved)[-1] >= [before.began_after, before.began_after, *written][-2], said
 
 
 def assert_tidy(checkpoints: Path) -> None:

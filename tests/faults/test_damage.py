@@ -1,0 +1,141 @@
+"""A checkpoint that is no longer what was written is found before it is used, and the one before it taken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.manifest import read_manifest
+from nxtrain.errors import CheckpointError
+from tests.support.recovery import Golden, History, Start, assert_recovered, configure, last_step, start, supervise
+
+WEIGHTS = "rank-00001.safetensors"
+PAGE_BYTES = 4096
+
+
+@pytest.fixture(scope="module")
+def killed(started_by: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Start]:
+    """A run with checkpoints of steps 3, 6 and 9."""
+    folder = tmp_path_factory.mktemp("killed")
+    configure(folder)
+    found = start(started_by, folder, ["kill@1:11:fwd"], overrides=["checkpoint.async=false"])
+    assert found.saved == (3, 6, 9)
+    return folder, found
+
+
+def copied(folder: Path, to: Path) -> list[Path]:
+    """A run as it was left, in another place; its checkpoints, the newest first."""
+    shutil.copytree(folder / "run", to / "run")
+    configure(to)
+    return layout.list_checkpoints(to / "run" / layout.FOLDER)[::-1]
+
+
+def cut(size: Callable[[int], int]) -> Callable[[Path], Path]:
+    def damage(checkpoint: Path) -> Path:
+        file = checkpoint / WEIGHTS
+        with file.open("r+b") as opened:
+            opened.truncate(size(file.stat().st_size))
+        return file
+
+    return damage
+
+
+def blank(checkpoint: Path) -> Path:
+    file = checkpoint / WEIGHTS
+    content = file.read_bytes()
+    middle = len(content) // 2 // PAGE_BYTES * PAGE_BYTES
+    file.write_bytes(content[:middle] + bytes(PAGE_BYTES) + content[middle + PAGE_BYTES :])
+    assert file.read_bytes() != content
+    return file
+
+
+def flip_in(kind: str) -> Callable[[Path], Path]:
+    """Turn over one bit of the last tensor of a kind."""
+
+    def damage(checkpoint: Path) -> Path:
+        tensors = read_manifest(checkpoint).tensors
+        _, _, file, first = [entry for key, entry in tensors.items() if key.startswith(f"{kind}/")][-1].parts[-1]
+        return flip(checkpoint / file, first)
+
+    return damage
+
+
+def flip(file: Path, at: int) -> Path:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def flip_manifest(checkpoint: Path) -> Path:
+    file = checkpoint / layout.MANIFEST
+    return flip(file, file.read_bytes().index(b'"xxh3"') + 10)
+
+
+def flip_cursor(checkpoint: Path) -> Path:
+    """Another number of samples, which is where the data goes on."""
+    file = checkpoint / layout.META
+    return flip(file, file.read_bytes().index(b'"samples": ') + 11)
+
+
+def remove(checkpoint: Path) -> Path:
+    (checkpoint / WEIGHTS).unlink()
+    return checkpoint / WEIGHTS
+
+
+DAMAGES: dict[str, Callable[[Path], Path]] = {
+    "one byte less": cut(lambda size: size - 1),
+    "half of it": cut(lambda size: size // 2),
+    "zeros": blank,
+    "absent": remove,
+    "weights": flip_in("model"),
+    "moments": flip_in("exp_avg_sq"),
+    "manifest": flip_manifest,
+    "cursor": flip_cursor,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_the_one_before_is_taken(
+    started_by: ForkServerContext,
+    tmp_path: Path,
+    golden: Golden,
+    killed: tuple[Path, Start],
+    damage: Callable[[Path], Path],
+) -> None:
+    folder, before = killed
+    file = damage(copied(folder, tmp_path)[0])
+    again = supervise(started_by, tmp_path)
+    assert_recovered(History(tmp_path, [before, *again.starts], again.wall_s), golden)
+    (found,) = again.starts
+    assert found.began_after == 6
+    (line,) = [line for line in found.said[0].splitlines() if "damaged" in line]
+    assert line.startswith(f"{file} is damaged: "), line
+    assert "put aside as step-00000009.corrupt, and the one before it is tried" in line
+    assert layout.quarantined(again.checkpoints) == [again.checkpoints / "step-00000009.corrupt"]
+
+
+def test_without_any_that_is_whole_nothing_starts(
+    started_by: ForkServerContext, tmp_path: Path, killed: tuple[Path, Start]
+) -> None:
+    """Not from scratch either, however often it is started: what was damaged may be what a person can mend."""
+    checkpoints = copied(killed[0], tmp_path)
+    for checkpoint, damage in zip(checkpoints, ("zeros", "manifest", "cursor"), strict=True):
+        DAMAGES[damage](checkpoint)
+    record = (tmp_path / "run/metrics.jsonl").read_bytes()
+    for _ in range(2):
+        found = start(started_by, tmp_path)
+        assert set(found.codes.values()) == {CheckpointError.exit_code}, found.said
+        assert found.began_after is None
+        assert "error: rank 0: every checkpoint of" in found.said[0], found.said
+        assert "checkpoint.resume=never" in found.said[0]
+        assert "Traceback" not in found.said[0] + found.said[1]
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == record
+    assert last_step(tmp_path) == killed[1].reached
+    aside = layout.quarantined(tmp_path / "run" / layout.FOLDER)
+    assert [path.name for path in aside] == [f"step-0000000{step}.corrupt" for step in (3, 6, 9)]
