@@ -26,6 +26,9 @@ GRACE_S = 2.0
 SOON_S = 0.3
 """How much later than others the neighbours of a rank that died may find it; those that wait for this one wait on."""
 
+LOOK_S = 0.02
+"""Between looks for what others left."""
+
 
 class LastWords:
     """The first failure of a run, and who waits for whom when ranks hang.
@@ -48,7 +51,15 @@ class LastWords:
 
     def await_first(self, seconds: float) -> str:
         """What another rank leaves now or within some time; empty if none does."""
-        return within(seconds, lambda: self._store.get("first").decode()) or ""
+        limit = time.monotonic() + seconds
+
+        def look() -> str:
+            # A look at a time: a store takes nothing else from this process while it waits for a key.
+            while not (first := self.first()) and time.monotonic() < limit:
+                time.sleep(LOOK_S)
+            return first
+
+        return within(seconds, look) or ""
 
     def who_hangs(self, rank: int, peer: int | None) -> int | None:
         """The rank that others wait for, and that waits for nobody; None if nobody can tell.

@@ -1,0 +1,18 @@
+"""Who looks for the words of others leaves its own at once."""
+
+from __future__ import annotations
+
+import time
+
+from torch.distributed import TCPStore
+
+from nxtrain.backends.last_words import ANSWER_S, LastWords
+
+
+def test_words_are_left_at_once_after_none_were_found() -> None:
+    words = LastWords(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    begin = time.monotonic()
+    assert words.await_first(0.1) == ""
+    assert words.leave("rank 1 failed") == "rank 1 failed"
+    assert time.monotonic() - begin < ANSWER_S / 2
+    assert words.await_first(0.1) == words.leave("rank 2 failed") == "rank 1 failed"
