@@ -119,7 +119,7 @@ def parse(text: str) -> list[Fault]:
 
 
 def _parse(text: str) -> Fault:
-    found = re.fullmatch(r"([a-z]+)(!?)@(\d+|\*):(\d+|\*):([a-z_]+)((?::[^:]+)*)", text)
+    found = re.fullmatch(r"([a-z]+\d?)(!?)@(\d+|\*):(\d+|\*):([a-z_]+)((?::[^:]+)*)", text)
     if found is None:
         raise _wrong(text, "a fault is kind@rank:step:point, with arguments behind further colons")
     kind, repeats, rank, step, point, rest = found.groups()

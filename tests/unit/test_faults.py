@@ -54,6 +54,13 @@ def test_what_is_no_fault_is_refused_with_the_rule_and_an_example(text: str, tol
     assert error.value.exit_code == 2
 
 
+@pytest.mark.parametrize("kind", fault_kinds.KINDS)
+def test_every_kind_can_be_written(kind: str) -> None:
+    arguments = {"sleep": ":0.5"}.get(kind, "")
+    point = {"flip": "pre_step", "oserror": "log"}.get(kind, "reduce")
+    assert parse(f"{kind}@0:1:{point}{arguments}")[0].kind == kind
+
+
 def test_the_example_is_a_fault() -> None:
     for example in faults.EXAMPLE.split(" or "):
         assert parse(example)

@@ -1,0 +1,47 @@
+"""Break runs every few seconds, in ways drawn from seeds, and prove that nobody can tell: `python scripts/soak.py 1 2`.
+
+Exit code 0 if each run was, bit for bit, the one that nothing befell; else what differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """Run the seeds that are asked for, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("seeds", type=int, nargs="+", metavar="SEED", help="of the faults of one run")
+    parser.add_argument("--steps", type=int, default=200, help="of each run")
+    parser.add_argument("--mean-steps", type=float, default=20.0, help="steps between one fault and the next")
+    parser.add_argument("--pace", type=float, default=0.1, metavar="SECONDS", help="added to each step")
+    options = parser.parse_args()
+
+    from tests.support.command_ranks import context
+    from tests.support.soak import soak
+
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory(prefix="nxtrain-soak-") as folder:
+            report = soak(
+                context(),
+                Path(folder),
+                seed,
+                steps=options.steps,
+                mean_steps=options.mean_steps,
+                pace_s=options.pace,
+                say=print,
+            )
+        print(report, flush=True)
+
+
+if __name__ == "__main__":
+    if str(ROOT) not in sys.path:  # for this process, and for those that it starts
+        sys.path.insert(0, str(ROOT))
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    main()

@@ -1,0 +1,24 @@
+"""A run that something befalls all the time; `scripts/soak.py` is the long one, of any seeds."""
+
+from __future__ import annotations
+
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from nxtrain.train.fault_kinds import KINDS
+from nxtrain.train.faults import POINTS, parse
+from tests.support.soak import drawn, soak
+
+
+def test_whatever_befalls_a_run_it_stays_what_it_was(started_by: ForkServerContext, tmp_path: Path) -> None:
+    report = soak(started_by, tmp_path, 4, steps=40, mean_steps=4.0, pace_s=0.05)
+    assert report.faults >= 8
+    assert report.restarts >= 4
+    assert 0.02 < report.goodput < 1.0
+
+
+def test_the_long_one_draws_all_that_ends_or_hinders_a_run_at_every_point() -> None:
+    found = [fault for seed in range(5) for text in drawn(seed, 2000, 20.0) for fault in parse(text)]
+    assert {fault.point for fault in found} == {*POINTS} - {"log"}
+    assert {fault.kind for fault in found} == {*KINDS} - {"sleep", "nan", "inf", "spike", "flip"}
+    assert drawn(3, 200, 20.0) == drawn(3, 200, 20.0) != drawn(4, 200, 20.0)

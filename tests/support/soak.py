@@ -1,0 +1,163 @@
+"""A run that something befalls every few seconds: what, where and when is drawn from a seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from random import Random
+
+from nxtrain.checkpoint import layout
+from tests.support.command_ranks import WORLD
+from tests.support.recovery import EVERY, Golden, History, assert_recovered, configure, start, supervise
+from tests.support.runs import records
+
+DEADLY = ("kill", "segv", "exit", "raise", "oom")
+HANGING = ("hang", "gil", "stop")
+STOPPING = ("term", "usr1", "int")
+IN_STEP = ("pre_step", "fwd", "bwd", "reduce", "opt", "post_step", "data")
+BY_ALL = ("ckpt_stage", "ckpt_write", "ckpt_fsync")
+BY_LEADER = ("ckpt_commit", "ckpt_rename", "ckpt_latest")
+ERRORS = ("ENOSPC", "EIO", "EROFS", "EACCES")
+
+DAMAGED_SHARE = 0.15
+"""Of the restarts, those before which a bit of the newest checkpoint is turned over."""
+
+PATIENCE_S = 3.0
+"""Within which ranks find out that another hangs."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a soak cost.
+
+    Args:
+        seed: Of its faults.
+        steps: Of the run.
+        faults: That befell it, damaged checkpoints among them.
+        restarts: That it took.
+        repeated: Steps that were computed again.
+        productive_s: Time of the steps that stand in the record.
+        wall_s: Time from the first start to the end of the run.
+    """
+
+    seed: int
+    steps: int
+    faults: int
+    restarts: int
+    repeated: int
+    productive_s: float
+    wall_s: float
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time in which the run got further."""
+        return self.productive_s / self.wall_s
+
+    def __str__(self) -> str:
+        return (
+            f"seed {self.seed}: {self.steps} steps as if nothing had happened; {self.faults} faults, "
+            f"{self.restarts} restarts, {self.repeated} steps repeated; {self.productive_s:.1f} s of steps in "
+            f"{self.wall_s:.1f} s: goodput {self.goodput:.0%}"
+        )
+
+
+def drawn(seed: int, steps: int, mean_steps: float) -> list[str]:
+    """Faults of all kinds at all points of a run.
+
+    Args:
+        seed: Of the draw.
+        steps: Of the run.
+        mean_steps: Between one and the next.
+    """
+    random = Random(seed)
+    found = [f"{random.choice(DEADLY)}@{random.randrange(WORLD)}:0:load"]
+    at = 0
+    while (at := at + 1 + round(random.expovariate(1 / mean_steps))) <= steps:
+        found.append(_drawn_at(random, at, steps))
+    return list(dict.fromkeys(found))
+
+
+def _drawn_at(random: Random, step: int, steps: int) -> str:
+    rank = random.randrange(WORLD)
+    (family,) = random.choices(("deadly", "checkpoint", "disk", "stopping", "hanging"), (5, 4, 2, 2, 1))
+    if family == "deadly":
+        return f"{random.choice(DEADLY)}@{rank}:{step}:{random.choice(IN_STEP)}"
+    if family == "stopping":
+        return f"{random.choice(STOPPING)}@{rank}:{step}:{random.choice(IN_STEP[:-1])}"
+    if family == "hanging":
+        return f"{random.choice(HANGING)}@{rank}:{step}:{random.choice(IN_STEP[:-1])}"
+    point = random.choice((*BY_ALL, *BY_LEADER))
+    where = f"{0 if point in BY_LEADER else rank}:{max(EVERY, step // EVERY * EVERY)}:{point}"
+    if family == "checkpoint" or point == "ckpt_stage":  # which touches no disk
+        return f"{random.choice(DEADLY)}@{where}" + f":{random.randrange(1 << 16)}" * (point == "ckpt_write")
+    # The last checkpoint must be there: what cannot be written then ends the run, and is tried again.
+    return f"oserror@{where}:{random.choice(ERRORS)}"
+
+
+def soak(
+    started_by: ForkServerContext,
+    folder: Path,
+    seed: int,
+    *,
+    steps: int,
+    mean_steps: float,
+    pace_s: float,
+    say: Callable[[str], object] = lambda line: None,
+) -> Report:
+    """Break a run again and again, start it again each time, and hold it against the uninterrupted one.
+
+    Args:
+        started_by: Starts processes that have imported everything.
+        folder: For the two runs.
+        seed: Of what befalls it.
+        steps: Of the run.
+        mean_steps: Between one fault and the next.
+        pace_s: What a step takes longer than it needs.
+        say: Takes a line for each start.
+
+    Raises:
+        AssertionError: The run is another one than if nothing had happened, or does not come to its end.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("golden", "soaked"):
+        configure(folder / name, steps=steps, patience_s=PATIENCE_S)
+    golden = Golden.of(supervise(started_by, folder / "golden", within_s=600.0))
+    faults, damages = drawn(seed, steps, mean_steps), Random(seed)
+    history = History(folder / "soaked")
+    armed = [f"sleep@*:1:pre_step:{pace_s}", *faults]
+    damaged = 0
+    begin = time.monotonic()
+    while not history.starts or history.starts[-1].code:
+        assert len(history.starts) <= len(faults) + damaged, history.said
+        if damages.random() < DAMAGED_SHARE:
+            damaged += _damage(history.checkpoints, damages)
+        found = start(started_by, history.folder, armed, within_s=600.0)
+        history.starts.append(found)
+        fires = [line for text in found.said.values() for line in text.splitlines() if " fires in step " in line]
+        say(f"after step {found.began_after} to {found.reached}, exit code {found.code}; {'; '.join(fires)}")
+    history.wall_s = time.monotonic() - begin
+    assert_recovered(history, golden, restarts=None, within_s=600.0)
+    return Report(
+        seed,
+        steps,
+        len(history.fired) + damaged,
+        len(history.starts) - 1,
+        sum(history.repeated),
+        sum(float(record["step_time_s"]) for record in records(history.run)),
+        history.wall_s,
+    )
+
+
+def _damage(checkpoints: Path, random: Random) -> bool:
+    """Turn over a bit of a file of the newest checkpoint, if there is another one."""
+    found = layout.list_checkpoints(checkpoints)
+    if len(found) == 1 or not found:
+        return False
+    file = random.choice(sorted(path for path in found[-1].iterdir() if path.name != layout.VERIFIED))
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+    return True
