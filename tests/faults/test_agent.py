@@ -21,6 +21,7 @@ from nxtrain.checkpoint import layout
 from nxtrain.errors import BackendError, StoppedBySignal
 from nxtrain.metrics.sinks import METRICS_FILE
 from tests.support.command_ranks import until, write_config
+from tests.support.recovery import Golden, History, Start, assert_recovered, configure
 from tests.support.runs import course
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ranks are found in Linux's /proc")
@@ -107,6 +108,28 @@ def test_ranks_of_an_agent_that_was_killed_end_too(tmp_path: Path) -> None:
         run.agent.kill()
         until(lambda: not any(map(is_alive, ranks.values())), 5.0, run.said)
     assert "the agent that started it is gone" in run.said()
+
+
+def test_the_same_command_goes_on_after_the_agent_and_all_ranks_were_killed(
+    tmp_path: Path, golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(tmp_path)
+    monkeypatch.setenv("NXTRAIN_FAULTS", "sleep@*:1:fwd:0.2")
+    with launched(tmp_path) as run:
+        run.await_step(4)
+        pids = (run.agent.pid, *run.ranks().values())
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        run.agent.wait()
+        assert len(pids) == 3
+        assert run.step() < len(golden.course)
+    monkeypatch.delenv("NXTRAIN_FAULTS")
+    with launched(tmp_path) as run:
+        assert run.agent.wait(60) == 0, run.said()
+        said = run.said()
+    saved = tuple(layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run" / layout.FOLDER))
+    done = Start({0: 0}, {0: said}, began_after=None, reached=saved[-1], saved=saved)
+    assert_recovered(History(tmp_path, [done]), golden, restarts=0)
 
 
 def test_restarts_are_counted_anew_when_a_run_gets_further(tmp_path: Path) -> None:
