@@ -80,6 +80,11 @@ class Checkpoints:
         if last and self._failed:
             raise CheckpointError(self._failed)
 
+    def report(self) -> None:
+        """Tell what became of the last checkpoint, if it is written; a strict run ends at the next, on all ranks."""
+        if not self._plan.config.checkpoint.strict:
+            self._saver.report()
+
     def settle(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
         self._saver.settle()

@@ -167,6 +167,7 @@ def train_on(
     def watch(step: int, work: Work) -> None:
         course.enter(step, work)
         recompiles.enter(step, work)
+        checkpoints.report()
 
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
     told = (goodput.saved,) if goodput else ()

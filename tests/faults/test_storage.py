@@ -143,6 +143,18 @@ def test_an_error_of_the_disk(
     assert words in line
 
 
+def test_an_error_of_the_disk_is_told_before_the_next_checkpoint_is_due(
+    started_by: ForkServerContext, tmp_path: Path, golden: Golden
+) -> None:
+    configure(tmp_path)
+    told_at: list[int] = []
+    look = once(LEFT_OUT.format(5), lambda ranks: told_at.append(last_step(tmp_path)))
+    faults = ["sleep@*:1:fwd:0.1", "oserror@1:5:ckpt_write"]
+    found = start(started_by, tmp_path, faults, overrides=["checkpoint.every=5"], meanwhile=look)
+    assert_recovered(History(tmp_path, [found]), golden, restarts=0)
+    assert told_at[0] < 10
+
+
 @pytest.mark.parametrize("written", ["checkpoint.async=false", "checkpoint.async=true"])
 def test_an_error_of_the_disk_ends_a_strict_run(
     started_by: ForkServerContext, tmp_path: Path, golden: Golden, written: str

@@ -7,6 +7,7 @@ the ranks of each start, a little time for those that outlive another, and no fu
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,9 @@ PATIENCE_S = 4.0
 
 LAST_WORDS_S = 2.0
 """What ranks have to end by themselves after another did."""
+
+FAILED_SAVE = re.compile(r"(?:no checkpoint of step|fault (?:oserror|raise|oom)@\S+:ckpt_\S+ fires in step) (\d+)")
+"""The step of a checkpoint that failed, or was left out."""
 
 RESTART_S = 10.0
 """Within which all ranks are gone after the first."""
@@ -238,8 +242,8 @@ def assert_recovered(history: History, golden: Golden, *, restarts: int | None =
 def assert_little_repeated(before: Start, after: Start, last: int) -> None:
     """A start goes on from the newest checkpoint that is whole: the last that was due, or the one before it.
 
-    The last that was due may have been under way; those of which a line says why they are not there do not count. After
-    the last step of the run the one before is waited for, and may be what failed.
+    The last that was due may have been under way. Those that failed, or of which a line says why they were left out, do
+    not count. After the last step of the run the one before is waited for, and may be what failed.
     """
     said = (before.said[0], after.said[0])
     if after.began_after is not None:
@@ -248,7 +252,8 @@ def assert_little_repeated(before: Start, after: Start, last: int) -> None:
     if before.began_after is not None:
         due = range(EVERY, min(before.reached, last - 1) + 1, EVERY)
         due_after = [step for step in due if step > before.began_after]
-        written = [step for step in due_after if f"no checkpoint of step {step}:" not in before.said[0]]
+        failed = FAILED_SAVE.findall("".join(before.said.values()))
+        written = [step for step in due_after if str(step) not in failed]
         assert (0, *before.saved)[-1] >= [before.began_after, before.began_after, *written][-2], said
 
 
