@@ -13,7 +13,7 @@ from torch import Tensor
 from nxtrain.checkpoint.chunks import MODEL, Chunk
 from nxtrain.checkpoint.convert import CHECKPOINT_FILES, dtype_name, refuse_to_overwrite
 from nxtrain.checkpoint.hf import CONFIG
-from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT, find_tag, open_file
 from nxtrain.checkpoint.nxd_states import NxdStates
 from nxtrain.checkpoint.nxd_weights import NxdWeights
@@ -103,7 +103,7 @@ def nxd_to_nxtrain(
     alone = Mesh(1, 0)
     order = sorted(chunks, key=lambda chunk: source.place(chunk.name))  # stage by stage, so that few files are open
     read_back(dst, write(dst, ChunkSavePlanner(order, read), meta, alone), alone, None)
-    return meta
+    return read_meta(dst)
 
 
 def _kept(file: Path) -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ class Broken:
         tables: dict[str, Any] = {
             "parallel": parallel,
             "precision": {"params": params, "update": update},
-            "checkpoint": {"every": 1, "keep": 100},
+            "checkpoint": {"every": 1, "keep": 100, "async": False},
             "train": {"global_batch": 12 if dp == 3 else GLOBAL_BATCH},
         }
         for key, table in sections.items():
