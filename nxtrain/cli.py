@@ -102,7 +102,7 @@ def _advise(config: RunConfig) -> None:
     """Say it if another checkpoint interval would save much."""
     from nxtrain.metrics.goodput import read
     from nxtrain.plan.goodput import advice
-    from nxtrain.train.attempts import LOGS
+    from nxtrain.train.recovery.attempts import LOGS
 
     if line := advice(read(config.run.dir / LOGS), config.checkpoint.every):
         typer.echo(line, err=True)
@@ -129,7 +129,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     loaded = _load(config, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
     from nxtrain.launch.neuron import adopt
     from nxtrain.metrics.uptime import process_began
-    from nxtrain.train.signals import noted
+    from nxtrain.train.recovery.signals import noted
 
     adopt(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with noted() as signals:  # from here on, since torch takes seconds to import

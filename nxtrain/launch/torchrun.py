@@ -36,7 +36,7 @@ from torch.distributed.launcher import api
 from nxtrain.config.load import load
 from nxtrain.config.schema import RecoveryConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
-from nxtrain.train.attempts import LOGS, PROGRESS_FILE, progress
+from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, progress
 
 FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
 """Exit codes of ranks that would end the same way again."""

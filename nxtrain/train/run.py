@@ -26,19 +26,19 @@ from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.uptime import Instant, now
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.attempts import LOGS, Attempts
 from nxtrain.train.build import mesh_of
 from nxtrain.train.checkpoints import Checkpoints
-from nxtrain.train.course import Course
 from nxtrain.train.guard import Guard
 from nxtrain.train.identity import Inputs
-from nxtrain.train.preflight import check_folder, check_space
 from nxtrain.train.recompiles import Recompiles
+from nxtrain.train.recovery.attempts import LOGS, Attempts
+from nxtrain.train.recovery.course import Course
+from nxtrain.train.recovery.preflight import check_folder, check_space
+from nxtrain.train.recovery.signals import Signals
+from nxtrain.train.recovery.watchdog import Watchdog
 from nxtrain.train.rehearsal import rehearse
-from nxtrain.train.signals import Signals
 from nxtrain.train.start import start
 from nxtrain.train.trainer import Trainer, Work, unmetered
-from nxtrain.train.watchdog import Watchdog
 
 CONFIG_FILE = "config.toml"
 SUMMARY_FILE = "summary.json"

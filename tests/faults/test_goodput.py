@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.metrics.goodput import account, read
-from nxtrain.train.attempts import LOGS
+from nxtrain.train.recovery.attempts import LOGS
 from tests.support.command_ranks import write_config
 from tests.support.runs import records
 

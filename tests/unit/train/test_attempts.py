@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.errors import CrashLoopError
-from nxtrain.train.attempts import ATTEMPTS_FILE, LOGS, PROGRESS_FILE, Attempts, progress
+from nxtrain.train.recovery.attempts import ATTEMPTS_FILE, LOGS, PROGRESS_FILE, Attempts, progress
 
 
 def attempt(folder: Path, outcome: str, step: int, config: str = "a = 1") -> None:

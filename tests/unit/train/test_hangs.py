@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from nxtrain.backends.board import Beat
-from nxtrain.train.hangs import judge, point, waits
-from nxtrain.train.stopping import Gate
+from nxtrain.train.recovery.hangs import judge, point, waits
+from nxtrain.train.recovery.stopping import Gate
 
 LIMIT = "recovery.hang_timeout_s=3"
 

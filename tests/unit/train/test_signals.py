@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from nxtrain.train.signals import STOPPING, noted
+from nxtrain.train.recovery.signals import STOPPING, noted
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -27,7 +27,7 @@ def test_a_signal_is_noted(number: signal.Signals) -> None:
 
 BUSY = """
 import ctypes
-from nxtrain.train.signals import noted
+from nxtrain.train.recovery.signals import noted
 with noted():
     print("ready", flush=True)
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)

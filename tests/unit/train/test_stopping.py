@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from nxtrain.errors import LostPeerError
-from nxtrain.train.stopping import Gate
+from nxtrain.train.recovery.stopping import Gate
 
 
 @pytest.mark.parametrize("seed", range(20))

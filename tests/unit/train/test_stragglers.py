@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nxtrain.backends.board import Beat
-from nxtrain.train.stragglers import Stragglers
+from nxtrain.train.recovery.stragglers import Stragglers
 
 FAST = {"data": 0.001, "training": 0.010}
 

@@ -20,11 +20,11 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.board import Beat, Board
 from nxtrain.backends.lost_peers import loss
 from nxtrain.errors import HangError, StoppedBySignal
-from nxtrain.train.hangs import judge, point, waits
 from nxtrain.train.recompiles import WARM_UP
-from nxtrain.train.signals import Signals
-from nxtrain.train.stopping import Gate
-from nxtrain.train.stragglers import Stragglers
+from nxtrain.train.recovery.hangs import judge, point, waits
+from nxtrain.train.recovery.signals import Signals
+from nxtrain.train.recovery.stopping import Gate
+from nxtrain.train.recovery.stragglers import Stragglers
 
 TICK_S = 0.25
 """Between looks at this rank."""

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.goodput import GoodputMeter
-from nxtrain.train.attempts import LOGS, Attempts
+from nxtrain.train.recovery.attempts import LOGS, Attempts
+from nxtrain.train.recovery.watchdog import Watchdog
 from nxtrain.train.trainer import Work
-from nxtrain.train.watchdog import Watchdog
 
 
 class Course:

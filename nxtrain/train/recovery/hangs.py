@@ -18,7 +18,7 @@ WAITING = ("/torch/distributed/", "/nxtrain/backends/")
 
 OURS = ("/nxtrain/", "/models/")
 
-GATE = "/nxtrain/train/stopping.py"
+GATE = "/nxtrain/train/recovery/stopping.py"
 """Where a rank waits for the others' word, in functions of Python's own."""
 
 
