@@ -85,10 +85,12 @@ finish_xla() {
     judge xla $(cat "$log.end")
 }
 
+has_lane() { [[ " ${lanes[*]} " == *" $1 "* ]]; }
+
 xla=
 for lane in "${lanes[@]}"; do
     if [ "$lane" = dist ] || [ "$lane" = unit ]; then
-        [ -n "$xla" ] || [[ " ${lanes[*]} " != *" dist "*" xla "* ]] || start_xla "$@"
+        [ -n "$xla" ] || ! has_lane xla || ! has_lane dist || start_xla "$@"
     elif [ "$lane" = xla ] && [ -n "$xla" ]; then
         finish_xla
         continue
