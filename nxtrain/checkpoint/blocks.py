@@ -6,6 +6,8 @@ a file system has no direct access, such as tmpfs, the same happens through the 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 from collections import deque
@@ -34,6 +36,9 @@ _THREADS = 2
 """One computes a checksum while the other has the disk."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+
+ROTTEN = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
+"""What disks and file systems with checksums say of bytes that they have lost."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,9 @@ class BlockWriter:
     """
 
     def __init__(self, path: Path) -> None:
+        self._free = deque(_memory(BLOCK_BYTES) for _ in range(_DEPTH))
         self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nxtrain-write")
-        self._free = deque(_memory(BLOCK_BYTES) for _ in range(_DEPTH))
         self._underway: deque[tuple[Future[str], mmap.mmap]] = deque()
         self._block, self._filled, self._num_bytes = self._free.popleft(), 0, 0
         self._checksums: list[str] = []
@@ -117,11 +122,18 @@ class BlockWriter:
 
     def _transfer(self, block: mmap.mmap, where: int, length: int) -> str:
         with memoryview(block) as view:
+            direct, sent = self._direct, 0
             # Direct access knows whole sectors only; what is too much is cut off in the end.
-            whole = -(-length // _SECTOR_BYTES) * _SECTOR_BYTES if self._direct else length
-            sent = 0
+            whole = -(-length // _SECTOR_BYTES) * _SECTOR_BYTES if direct else length
             while sent < whole:
-                sent += os.pwrite(self._file, view[sent:whole], where + sent)
+                try:
+                    sent += os.pwrite(self._file, view[sent:whole], where + sent)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not direct:
+                        raise
+                    _go_by_the_cache(self._file)
+                    self._direct = direct = False
+                    whole = length
             return xxh3_64_hexdigest(view[:length])
 
 
@@ -156,14 +168,22 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self.name = path
         try:
-            self._file, _ = _open(path, os.O_RDONLY)
+            self._file, self._direct = _open(path, os.O_RDONLY)
         except FileNotFoundError as error:
             raise DamagedError(path, "it is absent") from error
+        except OSError as error:
+            raise _damage(path, error) from error
         self.num_bytes = os.fstat(self._file).st_size
 
     def read(self, view: memoryview, start: int) -> int:
         """See `Source`."""
-        return os.preadv(self._file, [view], start)
+        try:
+            return os.preadv(self._file, [view], start)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise _damage(self.name, error) from error
+            _go_by_the_cache(self._file)  # by each thread that comes here, which changes nothing
+            return os.preadv(self._file, [view], start)
 
     def close(self) -> None:
         """See `Source`."""
@@ -286,10 +306,20 @@ def verify(path: Path, stored: Stored) -> None:
 
 def _memory(num_bytes: int) -> mmap.mmap:
     """Memory for a block, aligned as direct access wants it."""
-    memory = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # of systems that have no such pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # mapped and pinned in a few steps, not in thousands
     return memory
+
+
+def _go_by_the_cache(file: int) -> None:
+    """Leave direct access, where a file system takes it when a file is opened and refuses it later."""
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
+
+
+def _damage(path: Path | str, error: OSError) -> OSError | DamagedError:
+    """What an error of reading is: damage, where the disk has lost what it held; else an error of the storage."""
+    return DamagedError(path, f"it cannot be read: {error.strerror}") if error.errno in ROTTEN else error
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

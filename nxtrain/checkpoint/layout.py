@@ -24,7 +24,8 @@ MIN_VERIFIED = 2
 """So many of the newest verified checkpoints are never deleted."""
 
 _COMMITTED = re.compile(r"step-\d{8,}")
-_LEFTOVER = re.compile(r"step-\d{8,}\.(tmp-\w+|old)")
+_ASIDE = re.compile(r"(tmp|old)-\w+")
+"""What becomes of a name while a folder is written or deleted, and while it is replaced."""
 _CORRUPT = re.compile(r"step-\d{8,}\.corrupt(-\d+)?")
 
 
@@ -83,12 +84,27 @@ def draft_of(path: Path) -> Path:
 def prepare(path: Path, staged: Path | None = None) -> Path:
     """Make an empty folder of a name that `draft_of` gave, by default a new one; removes what broken attempts left."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.iterdir():
-        if _LEFTOVER.fullmatch(leftover.name) or leftover.name.startswith(f"{path.name}.tmp-"):
-            shutil.rmtree(leftover)
+    clear(path.parent, path.name)
     staged = staged or draft_of(path)
     staged.mkdir()
     return staged
+
+
+def clear(directory: Path, own: str = "") -> None:
+    """Remove what broken attempts left, as much of it as possible, and give its name back to what one was replacing.
+
+    Args:
+        directory: A `checkpoints` folder, or one that holds a folder of another name.
+        own: That other name.
+    """
+    for left in sorted(directory.iterdir()) if directory.is_dir() else ():
+        name, _, rest = left.name.rpartition(".")
+        if not _ASIDE.fullmatch(rest) or not (name == own or _COMMITTED.fullmatch(name)):
+            continue
+        if rest.startswith("old-") and not left.with_name(name).exists():
+            left.rename(left.with_name(name))
+        else:
+            discard(left)
 
 
 def discard(staged: Path) -> None:
@@ -99,11 +115,11 @@ def discard(staged: Path) -> None:
 def publish(staged: Path, path: Path) -> None:
     """Give a staged folder its name, in one step for whoever looks; a folder that had it before is replaced."""
     sync_folder(staged)
-    old = _set_aside(path) if path.exists() else None
+    old = _set_aside(path, "old") if path.exists() else None
     staged.rename(path)
     sync_folder(path.parent)
     if old is not None:
-        shutil.rmtree(old)
+        discard(old)
 
 
 def point_to(path: Path) -> None:
@@ -115,10 +131,14 @@ def point_to(path: Path) -> None:
 
 def quarantine(path: Path) -> Path:
     """Put a damaged checkpoint aside, where nobody takes it for one, and tell its new name."""
-    number = 0
-    while (aside := path.with_name(f"{path.name}.corrupt{f'-{number}' if number else ''}")).exists():
-        number += 1
-    return path.rename(aside)
+    return _put_aside(path, "corrupt")
+
+
+def abandon(directory: Path, after: int) -> None:
+    """Put the checkpoints after a step aside, since a run goes back to it and will make others of the same names."""
+    for path in list_checkpoints(directory):
+        if step_of(path) > after:
+            _put_aside(path, "abandoned")
 
 
 def quarantined(directory: Path) -> list[Path]:
@@ -154,7 +174,7 @@ def doomed_steps(steps: list[int], verified: Container[int], keep: int, keep_eve
 def prune(directory: Path, keep: int, keep_every: int = 0) -> None:
     """Delete the checkpoints of a `checkpoints` folder that make room; see `doomed`."""
     for path in doomed(list_checkpoints(directory), keep, keep_every):
-        shutil.rmtree(_set_aside(path))
+        discard(_set_aside(path, "tmp"))
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
@@ -173,7 +193,14 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _set_aside(path: Path) -> Path:
+def _put_aside(path: Path, why: str) -> Path:
+    number = 0
+    while (aside := path.with_name(f"{path.name}.{why}{f'-{number}' if number else ''}")).exists():
+        number += 1
+    return path.rename(aside)
+
+
+def _set_aside(path: Path, kind: str) -> Path:
     # A folder dies by rename first: cut off halfway, a plain delete would leave one that still looks complete. The new
-    # name is nobody else's, and one that `prepare` removes.
-    return path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
+    # name is nobody else's, and one that `clear` knows.
+    return path.rename(path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}"))

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from nxtrain.checkpoint.blocks import ROTTEN
 from nxtrain.checkpoint.layout import META
 from nxtrain.checkpoint.places import Place
 from nxtrain.errors import CheckpointError, DamagedError
@@ -84,6 +85,8 @@ def read_meta(path: Place) -> Meta:
         text = file.read_bytes().decode()
         content = json.loads(text)
     except OSError as error:
+        if error.errno in ROTTEN:
+            raise DamagedError(file, f"it cannot be read: {error.strerror}") from error
         raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {META}: {error.strerror}") from error
     except ValueError as error:
         raise DamagedError(file, f"it is no JSON: {error}") from error

@@ -120,9 +120,11 @@ class Saver:
 
     def close(self) -> None:
         """Wait for the last checkpoint; none can be written after it."""
-        self.settle()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        try:
+            self.settle()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
 
     def _is_busy(self) -> bool:
         # The leader ends last: it commits and makes room when all others have written.

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from nxtrain.checkpoint import layout, mirror
+from nxtrain.checkpoint.blocks import verify
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.places import Place
-from nxtrain.checkpoint.ranks import Group, by_leader, gather, together
+from nxtrain.checkpoint.ranks import Group, by_leader, gather, shared_disk, together
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import CheckpointError, DamagedError, NxtrainError
 from nxtrain.mesh import Mesh
@@ -58,11 +59,31 @@ class Resumption:
         mesh: The axes of this rank.
         group: Group of all ranks that can carry host objects; None for the default group.
         say: Takes lines for people.
+        restarted: An agent or a scheduler started the same command again.
+
+    Attributes:
+        own: The checkpoints are those of this run: damaged ones are put aside. Otherwise they are another's, or the run
+            goes back on purpose.
     """
 
-    def __init__(self, config: RunConfig, mirrored: Mirrored | None, mesh: Mesh, group: Group, say: Say) -> None:
+    def __init__(
+        self, config: RunConfig, mirrored: Mirrored | None, mesh: Mesh, group: Group, say: Say, *, restarted: bool
+    ) -> None:
         self._resume, self._folder = config.checkpoint.resume, config.run.dir / layout.FOLDER
         self._mirrored, self._mesh, self._group, self._say = mirrored, mesh, group, say
+        self.own = by_leader(lambda: self._goes_on(restarted), mesh, group, "cannot look for checkpoints")
+
+    def _goes_on(self, restarted: bool) -> bool:
+        """Whether the run goes on from its own checkpoints: if told to, or restarted when it already has some."""
+        newest = layout.newest(self._folder) if restarted else None
+        if self._resume == "auto" or newest is None:
+            return self._resume == "auto"
+        if self._resume == "never":
+            return True
+        try:
+            return layout.step_of(newest) > read_meta(mirror.resolve(self._resume)).step
+        except CheckpointError:  # it was one of this run's, and has made room since
+            return True
 
     def choose(self) -> Found | None:
         """The checkpoint to continue; None: start from scratch.
@@ -70,9 +91,9 @@ class Resumption:
         Raises:
             CheckpointError: There is none at the path that was asked for; or there were some, and all are damaged.
         """
-        if self._resume == "never":
+        if self._resume == "never" and not self.own:
             return None
-        if self._mirrored is not None and self._resume == "auto":
+        if self._mirrored is not None and self.own:
             return self._newest(self._mirrored)
         place = by_leader(self._place, self._mesh, self._group, "cannot look for checkpoints")
         return Found(place) if place is not None else None
@@ -93,8 +114,24 @@ class Resumption:
         by_leader(lambda: step in there.steps() and there.put_aside(step), self._mesh, self._group, failure)
         return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
 
+    def abandon(self, step: int) -> None:
+        """Where the run goes back on purpose, put what lies after a step aside: it is no part of this run any more."""
+        if self.own:
+            return
+        failure = f"cannot put aside what lies after step {step} in {self._folder}"
+        disk = self._mirrored.disk if self._mirrored else shared_disk(self._mesh)
+        disk.on_each(lambda: layout.abandon(self._folder, step), self._mesh, self._group, failure)
+        if self._mirrored is not None:
+            there = self._mirrored.mirror
+            by_leader(
+                lambda: [there.put_aside(other) for other in there.steps() if other > step],
+                self._mesh,
+                self._group,
+                failure,
+            )
+
     def _place(self) -> Place | None:
-        if self._resume != "auto":
+        if not self.own:
             return mirror.resolve(self._resume)
         found = layout.newest(self._folder)
         if found is None:
@@ -156,6 +193,11 @@ class Resumption:
         if mirrored.disk.number == 1:
             return True
 
+        def check() -> None:
+            for name in holdings[self._mesh.rank].present:
+                if holders[name] == self._mesh.rank and manifest is not None:
+                    verify(path / name, manifest.files[name].stored)
+
         def add() -> None:
             for name in holdings[self._mesh.rank].present:
                 if holders[name] == self._mesh.rank and manifest is not None:
@@ -167,6 +209,7 @@ class Resumption:
 
         failure = f"cannot copy {path.name} to {there}"
         try:
+            together(check, self._mesh, self._group, failure)  # before a copy of the same step makes room
             by_leader(lambda: there.begin(step), self._mesh, self._group, failure)
             together(add, self._mesh, self._group, failure)
             together(finish, self._mesh, self._group, failure)

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
-from nxtrain.checkpoint.layout import FOLDER
+from nxtrain.checkpoint.layout import FOLDER, clear, prune
 from nxtrain.checkpoint.mirror import open_mirrored
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.data import Loader, Samples, open_data, unigram_entropy
-from nxtrain.errors import DivergedError, RestartError, StoppedBySignal
+from nxtrain.errors import CheckpointError, DivergedError, RestartError, StoppedBySignal
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.goodput import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
@@ -141,6 +141,9 @@ def train_on(
     )
 
     if leader and config.checkpoint.every:
+        # What a start that was killed left, and what it would have deleted next, must not keep this one from going on.
+        clear(config.run.dir / FOLDER)
+        prune(config.run.dir / FOLDER, config.checkpoint.keep, config.checkpoint.keep_every)
         check_space(config.run.dir, state)
 
     def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"], origin: int = 0) -> Loader:
@@ -196,8 +199,14 @@ def train_on(
             val_loss = trainer.run(meta.step)
             recompiles.leave()
             checkpoints.close()
-    except (DivergedError, RestartError, StoppedBySignal):
-        checkpoints.close()  # all ranks end here, so that they can wait for the last checkpoint
+    except (DivergedError, RestartError) as ended:
+        try:
+            checkpoints.close()  # all ranks end here, so that they can wait for the last checkpoint
+        except CheckpointError as error:
+            say(f"WARNING: {error}")
+        raise ended from None
+    except StoppedBySignal:
+        checkpoints.close()  # here as well, and what is not saved is no stop
         raise
     finally:
         for sink in sinks:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -49,20 +50,28 @@ def start(
     """
     fresh = meta_at(0, plan, inputs)
 
-    resumption = Resumption(plan.config, mirrored, mesh, backend.host_group, say)
+    resumption = Resumption(plan.config, mirrored, mesh, backend.host_group, say, restarted=is_restart(os.environ))
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")
     state = build_state(plan, model, backend, mesh)
     while checkpoint is not None:
         try:
-            return state, _resume(state, checkpoint, fresh, plan, say if mirrored else None)
+            meta = _resume(state, checkpoint, fresh, plan, say if mirrored else None)
+            resumption.abandon(meta.step)
+            return state, meta
         except DamagedError as error:
-            if plan.config.checkpoint.resume != "auto":
+            if not resumption.own:
                 raise
             say(f"{error}; {resumption.put_aside(checkpoint)}")
         checkpoint = resumption.choose()
+    resumption.abandon(0)
     return state, fresh
+
+
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent, or Slurm, started the same command before."""
+    return any(environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def _resume(

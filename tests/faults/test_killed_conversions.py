@@ -71,8 +71,8 @@ def _kill_before_publishing() -> None:
 def _kill_between_renames() -> None:
     aside = layout._set_aside
 
-    def and_killed(path: Path) -> Path:
-        aside(path)
+    def and_killed(path: Path, kind: str) -> Path:
+        aside(path, kind)
         _killed()
         return path
 
@@ -94,7 +94,7 @@ def test_a_conversion_that_was_killed_does_its_work_at_the_next_start(
         assert code == 0, told
         assert digests(target) == digests(outputs / direction)
         assert [path.name for path in target.parent.iterdir()] == [direction]
-        assert not [path for path in target.rglob("*") if ".tmp-" in path.name or path.name.endswith(".old")]
+        assert not [path for path in target.rglob("*") if ".tmp-" in path.name or ".old-" in path.name]
 
     for first in (partial(_kill_at_sync, 1), partial(_kill_at_sync, 2), _kill_before_publishing):
         kill(first)

@@ -259,7 +259,7 @@ def assert_little_repeated(before: Start, after: Start, last: int) -> None:
 
 def assert_tidy(checkpoints: Path) -> None:
     """A folder of checkpoints has these and what was put aside, and `latest` names the newest."""
-    left = [path.name for path in checkpoints.iterdir() if ".tmp-" in path.name or path.name.endswith(".old")]
+    left = [path.name for path in checkpoints.iterdir() if ".tmp-" in path.name or ".old-" in path.name]
     assert not left, left
     newest = layout.newest(checkpoints)
     assert newest is not None

@@ -72,7 +72,8 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
     alone_degrees = {"tp": 1, "pp": 1, "virtual_pp": 1, "pipeline_cuts": (), "dp": 1, "sequence_parallel": False}
     parallel = config.parallel.model_copy(update=alone_degrees)
     checkpoint = config.checkpoint.model_copy(update={"resume": str(path)})
-    alone = config.model_copy(update={"parallel": parallel, "checkpoint": checkpoint})
+    elsewhere = config.run.model_copy(update={"dir": run_dir / "read"})  # in the folder itself the run would go back
+    alone = config.model_copy(update={"run": elsewhere, "parallel": parallel, "checkpoint": checkpoint})
     saved = read_meta(path)
     inputs = Inputs(saved.data_fingerprint, saved.tokenizer_fingerprint)
     state, _ = start(Resolved(alone, resolved.family, resolved.model), backend, Mesh.build(1, 0), inputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,3 +107,47 @@ def test_a_disk_that_takes_parts_of_a_block_gets_the_rest(path: Path, monkeypatc
     content = os.urandom(3 * BLOCK + 17)
     verify(path, write(path, content))
     assert path.read_bytes() == content
+
+
+@pytest.mark.skipif(not blocks._DIRECT, reason="a system without direct access")
+def test_direct_access_that_is_refused_after_the_file_was_opened_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems."""
+    put, get, refused = os.pwrite, os.preadv, []
+
+    def direct(file: int) -> bool:
+        return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def write_part(file: int, data: memoryview, where: int) -> int:
+        if direct(file):
+            refused.append("write")
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return put(file, data, where)
+
+    def read_part(file: int, views: list[memoryview], where: int) -> int:
+        if direct(file):
+            refused.append("read")
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return get(file, views, where)
+
+    monkeypatch.setattr(os, "pwrite", write_part)
+    monkeypatch.setattr(os, "preadv", read_part)
+    content = os.urandom(5 * BLOCK + 123)
+    verify(tmp_path / "file", write(tmp_path / "file", content))
+    assert (tmp_path / "file").read_bytes() == content
+    assert {"write", "read"} <= {*refused} or not refused  # where direct access cannot be had at all
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EIO, DamagedError), (errno.ESTALE, OSError)])
+def test_what_a_disk_has_lost_is_damage_and_a_lost_disk_is_not(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    stored = write(path, os.urandom(100))
+
+    def fail(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(error, match=os.strerror(number)):
+        verify(path, stored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,8 @@ def test_the_newest_is_named_for_people_and_nothing_relies_on_it(tmp_path: Path)
 def test_publishing_replaces_and_preparing_removes_leftovers(tmp_path: Path) -> None:
     path = make(layout.step_path(tmp_path, 10))
     (path / "stale").touch()
-    make(tmp_path / "step-00000005.old")
+    make(layout.step_path(tmp_path, 5))
+    make(tmp_path / "step-00000005.old-3c4d")
     make(tmp_path / "step-00000007.tmp-12ab")
     make(tmp_path / "mine.old")
     abandoned = layout.prepare(path)
@@ -107,4 +109,37 @@ def test_publishing_replaces_and_preparing_removes_leftovers(tmp_path: Path) -> 
     (staged / "fresh").touch()
     layout.publish(staged, path)
     assert [file.name for file in path.iterdir()] == ["fresh"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine.old", "step-00000010"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [*("mine.old", "step-00000005", "step-00000010")]
+
+
+def test_what_a_kill_left_between_two_renames_gets_its_name_back(tmp_path: Path) -> None:
+    make(tmp_path / "step-00000005.old-3c4d")
+    make(tmp_path / "step-00000005.tmp-5e6f")
+    make(tmp_path / "llama-3.2.old-1a2b")
+    layout.clear(tmp_path)
+    assert layout.list_checkpoints(tmp_path) == [layout.step_path(tmp_path, 5)]
+    layout.clear(tmp_path, "llama-3.2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-3.2", "step-00000005"]
+
+
+def test_what_cannot_be_deleted_keeps_nobody_from_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "step-00000005.tmp-5e6f")
+    monkeypatch.setattr(os, "rmdir", refuse)
+    staged = layout.prepare(layout.step_path(tmp_path, 10))
+    (staged / layout.META).touch()
+    layout.publish(staged, layout.step_path(tmp_path, 10))
+    assert layout.newest(tmp_path) == layout.step_path(tmp_path, 10)
+
+
+def refuse(*args: object, **kwargs: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_a_run_that_goes_back_keeps_what_it_leaves_under_another_name(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make(layout.step_path(tmp_path, step))
+    layout.abandon(tmp_path, 10)
+    assert layout.list_checkpoints(tmp_path) == [layout.step_path(tmp_path, 10)]
+    assert {path.name for path in tmp_path.glob("*.abandoned")} == {
+        *("step-00000020.abandoned", "step-00000030.abandoned")
+    }
