@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -42,7 +42,9 @@ class Signals:
             self.asked = signal.Signals(number).name
             self.news.set()
         elif now - self._asked_at > REPEAT_S:
-            os.write(2, f"{signal.Signals(number).name} again: leaving at once, without another checkpoint\n".encode())
+            with suppress(OSError):  # the screen may be gone
+                name = signal.Signals(number).name
+                os.write(2, f"{name} again: leaving at once, without another checkpoint\n".encode())
             os._exit(128 + number)
 
     def follow(self, pipe: int) -> None:

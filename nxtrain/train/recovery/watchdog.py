@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
@@ -268,7 +269,8 @@ class Watchdog:
             self._board = None
         self.on_hang(verdict)
         _say(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
-        sys.stdout.flush()
+        with suppress(OSError, ValueError):  # whoever read it may be gone
+            sys.stdout.flush()
         os._exit(HangError.exit_code)
 
     def _dump(self) -> None:
@@ -290,5 +292,6 @@ def _has_descriptor() -> bool:
 
 
 def _say(line: str) -> None:
-    """Print without the lock of Python's stream, which another thread may hold for ever."""
-    os.write(2, f"{line}\n".encode())
+    """Print without the lock of Python's stream, which another thread may hold for ever; a screen may be gone."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())
