@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from nxtrain.checkpoint.ranks import by_leader
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import DivergedError, RestartError
 from nxtrain.metrics.stability import Stability
@@ -71,11 +73,21 @@ class Guard:
         self._vote = Vote(state) if config.recovery.vote_every else None
         self._verdicts: dict[int, str] = {}
         if heeds and config.recovery.non_finite == "rollback":
-            self._verdicts = {line["step"]: line["verdict"] for line in _lines(self._file(NON_FINITE))}
+            # By one rank: where each node has a disk of its own, the others' do not tell.
+            lines = by_leader(
+                lambda: _lines(self._file(NON_FINITE)),
+                state.mesh,
+                state.backend.host_group,
+                f"cannot read {self._file(NON_FINITE)}",
+            )
+            self._verdicts = {line["step"]: line["verdict"] for line in lines}
 
     def begin(self, finished: int, stability: Mapping[str, Any]) -> None:
         """Go on after some finished steps, with what a checkpoint kept of `stability`."""
         self._last_read = finished
+        self._in_a_row = 0
+        while self._verdicts.get(finished - self._in_a_row) == "persistent":
+            self._in_a_row += 1
         self.stability.restore(stability)
 
     def values(self) -> dict[str, Tensor]:
@@ -148,11 +160,13 @@ class Guard:
         dissents = self._vote.dissents(of_all)
         if not dissents:
             return f"others found it, see {file}"
-        before = Counter(rank for line in _lines(file) for rank in line["ranks"])
+        before: Counter[int] = Counter()
+        with suppress(OSError):  # that ranks differ is to be told whatever the disk does
+            before.update(rank for line in _lines(file) for rank in line["ranks"])
         if rank == self._vote.axis.group_of(rank)[0]:
             for found in dissents:
                 line = {"step": step, "ranks": found.ranks, "tensors": found.tensors, "attempt": self._attempt}
-                _append(file, line)
+                self._keep(file, line)
         named = {rank: before[rank] for found in dissents for rank in found.ranks}
         again = [f"rank {rank} was named {times} times before" for rank, times in named.items() if times]
         return "; ".join([*map(str, dissents), *again])
@@ -210,7 +224,14 @@ class Guard:
         loss, grad_norm = (x if x is None or math.isfinite(x) else str(x) for x in numbers)
         positions = [(step - 1) * rows, step * rows]
         line = {"step": step, "loss": loss, "grad_norm": grad_norm, "positions": positions, "attempt": self._attempt}
-        _append(self._file(NON_FINITE), {**line, "verdict": verdict})
+        self._keep(self._file(NON_FINITE), {**line, "verdict": verdict})
+
+    def _keep(self, file: Path, line: Mapping[str, Any]) -> None:
+        """Write down a line; a disk that is full costs the line, not the run."""
+        try:
+            _append(file, line)
+        except OSError as error:
+            self._warn(f"{file} cannot be written: {error.strerror or error}; it lacks {json.dumps(line)}")
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}", style="yellow", markup=False)

@@ -1,0 +1,86 @@
+"""What the guard decides where disks are full, or where each node has its own; the device's answers are made up."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import DivergedError, RestartError
+from nxtrain.train import guard as guards
+from nxtrain.train.guard import HOPELESS, LOGS, NON_FINITE, Guard
+from nxtrain.train.skipped import BadSteps
+from nxtrain.train.step import TrainState
+
+BAD = {"loss": float("nan"), "grad_norm": 1.0}
+
+
+def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | None = None) -> Guard:
+    """One that sees nothing but bad steps."""
+    config = SimpleNamespace(
+        recovery=SimpleNamespace(non_finite=policy, vote_every=0, on_divergence="warn"),
+        run=SimpleNamespace(dir=folder),
+        train=SimpleNamespace(global_batch=4),
+    )
+    collectives = SimpleNamespace(barrier=lambda: None)
+    state = SimpleNamespace(
+        mesh=SimpleNamespace(rank=rank, world=1),
+        backend=SimpleNamespace(host_group=None, collectives=collectives),
+        skipped=SimpleNamespace(take=lambda step, last, read: BadSteps(tuple(range(last + 1, step + 1)), **BAD)),
+    )
+    console = Console(file=screen or io.StringIO(), soft_wrap=True)
+    return Guard(cast("RunConfig", config), cast("TrainState", state), console=console)
+
+
+def write(folder: Path, verdicts: dict[int, str]) -> None:
+    (folder / LOGS).mkdir()
+    lines = [json.dumps({"step": step, "verdict": verdict}) + "\n" for step, verdict in verdicts.items()]
+    (folder / LOGS / NON_FINITE).write_text("".join(lines), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("policy", "ends"), [("skip", False), ("rollback", True)])
+def test_a_full_disk_changes_nothing_about_what_is_decided(tmp_path: Path, policy: str, ends: bool) -> None:
+    screen = io.StringIO()
+    watch = guard(tmp_path, policy, screen=screen)
+    watch.begin(6, {})
+    (tmp_path / LOGS).write_text("no folder", encoding="utf-8")
+    if ends:
+        with pytest.raises(RestartError, match="step 7"):
+            watch.judge(7, dict(BAD), recorded=False)
+    else:
+        assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
+    assert 'cannot be written: File exists; it lacks {"step": 7' in screen.getvalue()
+
+
+def test_a_rank_knows_what_the_leader_wrote_though_its_own_disk_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = [{"step": 7, "verdict": "persistent"}]
+    monkeypatch.setattr(guards, "by_leader", lambda action, mesh, group, failure: told)
+    watch = guard(tmp_path, "rollback", rank=1)
+    watch.begin(6, {})
+    assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
+
+
+def test_bad_steps_in_a_row_count_over_starts(tmp_path: Path) -> None:
+    finished = 60
+    write(tmp_path, {step: "persistent" for step in range(finished - HOPELESS + 2, finished + 1)})
+    watch = guard(tmp_path, "rollback")
+    watch.begin(finished, {})
+    with pytest.raises(DivergedError, match=f"the {HOPELESS}th in a row"):
+        watch.judge(finished + 1, dict(BAD), recorded=False)
+
+
+def test_bad_steps_before_a_good_one_do_not_count(tmp_path: Path) -> None:
+    finished = 60
+    write(tmp_path, {step: "persistent" for step in range(1, finished)})
+    watch = guard(tmp_path, "rollback")
+    watch.begin(finished, {})
+    with pytest.raises(RestartError):
+        watch.judge(finished + 1, dict(BAD), recorded=False)
