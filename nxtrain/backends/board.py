@@ -66,9 +66,14 @@ class Board:
         own: Any = store
         own = own.clone()
         own.set_timeout(timedelta(seconds=PATIENCE_S))
+        self._own = own
         self._store: Any = PrefixStore("nxtrain/board", own)  # torch's stubs lack a part of a store
         self._words = LastWords(own)
         self._rank, self._world = rank, world
+
+    def again(self) -> Board:
+        """The same over a new connection; one that was too slow once may be out of step with its answers."""
+        return Board(self._own, self._rank, self._world)
 
     def beat(self, beat: Beat) -> None:
         """Say what this rank does."""
@@ -95,11 +100,12 @@ class Board:
         return self._text("stop/why")
 
     def say_begun(self, step: int) -> None:
-        """Say which step this rank has begun last; who is the last to say so decides for all."""
+        """Say which step this rank has begun last; who is the last to say so decides for all. May be said again."""
         self._store.set(f"stop/begun/{self._rank}", str(step))
-        if self._store.add("stop/number", 1) == self._world:
-            begun = self._store.multi_get([f"stop/begun/{rank}" for rank in range(self._world)])
-            self._store.set("stop/step", str(max(map(int, begun))))
+        # Who says it twice counts twice, so that the number tells only when it is time to look.
+        keys = [f"stop/begun/{rank}" for rank in range(self._world)]
+        if self._store.add("stop/number", 1) >= self._world and self._store.check(keys):
+            self._store.set("stop/step", str(max(map(int, self._store.multi_get(keys)))))
 
     def stop_step(self) -> int | None:
         """The step after which all stop, once that is decided."""

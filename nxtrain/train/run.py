@@ -27,7 +27,7 @@ from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.uptime import Instant, now
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import mesh_of
-from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.checkpoints import MIRROR_TIMEOUT_S, Checkpoints
 from nxtrain.train.guard import Guard
 from nxtrain.train.identity import Inputs
 from nxtrain.train.recompiles import Recompiles
@@ -119,6 +119,8 @@ def train_on(
         if config.checkpoint.mirror
         else None
     )
+    if watchdog is not None and mirrored is not None:
+        watchdog.patience = {"checkpoint": MIRROR_TIMEOUT_S}
     if leader:
         check_folder(config.run.dir)
         attempts.refuse_loop(config.recovery.max_same_step)
@@ -198,14 +200,17 @@ def train_on(
             )
             val_loss = trainer.run(meta.step)
             recompiles.leave()
+            course.close()
             checkpoints.close()
     except (DivergedError, RestartError) as ended:
+        course.close()
         try:
             checkpoints.close()  # all ranks end here, so that they can wait for the last checkpoint
         except CheckpointError as error:
             say(f"WARNING: {error}")
         raise ended from None
     except StoppedBySignal:
+        course.close()
         checkpoints.close()  # here as well, and what is not saved is no stop
         raise
     finally:

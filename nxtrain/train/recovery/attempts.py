@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -101,11 +102,12 @@ class Attempts:
         """Note the end.
 
         Args:
-            outcome: `done`, `stopped` or `failed`.
+            outcome: `done`, `stopped` or `failed`. Of several for one start the first counts.
             step: The last finished step.
             why: What is told to people.
         """
-        self.reach(step, now=True)
+        with suppress(OSError):  # another thread may write it at the same time
+            self.reach(step, now=True)
         self._append({"event": "end", "outcome": outcome, "step": step, "why": why[:SHOWN_CHARACTERS]})
 
     def _ends(self) -> list[Ended]:

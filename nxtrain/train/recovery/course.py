@@ -51,6 +51,11 @@ class Course:
         self._watchdog.enter(step + 1, "data")
         return False
 
+    def close(self) -> None:
+        """The steps are over, and the last checkpoint is waited for."""
+        if self._watchdog is not None:
+            self._watchdog.enter(self._finished, "checkpoint")
+
     def __enter__(self) -> None:
         attempts = self._attempts
         if attempts is None:
@@ -63,6 +68,9 @@ class Course:
             self._goodput.begin(self._finished)
         if self._watchdog is not None:
             self._watchdog.on_tick = lambda: self._refresh(attempts)
+            self._watchdog.on_stop = lambda why: _note(attempts, "stopped", self._finished, why)
+            if self._watchdog.stopped_by:
+                self._watchdog.on_stop(self._watchdog.stopped_by)
             self._watchdog.on_hang = lambda verdict: self._end(attempts, "failed", verdict)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -81,10 +89,14 @@ class Course:
             self._goodput.beat()
 
     def _end(self, attempts: Attempts, outcome: str, why: str) -> None:
-        with suppress(OSError):
-            attempts.end(outcome, self._finished, why)
+        _note(attempts, outcome, self._finished, why)
         if self._goodput is not None:
             self._goodput.end(outcome)
+
+
+def _note(attempts: Attempts, outcome: str, step: int, why: str) -> None:
+    with suppress(OSError):
+        attempts.end(outcome, step, why)
 
 
 def _tell(line: str) -> None:

@@ -13,15 +13,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.board import Beat, Board
+from nxtrain.backends.board import PATIENCE_S, Beat, Board
+from nxtrain.backends.last_words import within
 from nxtrain.backends.lost_peers import loss
 from nxtrain.errors import HangError, StoppedBySignal
 from nxtrain.train.recompiles import WARM_UP
+from nxtrain.train.recovery.aside import Aside
 from nxtrain.train.recovery.hangs import judge, point, waits
 from nxtrain.train.recovery.signals import Signals
 from nxtrain.train.recovery.stopping import Gate
@@ -38,6 +40,12 @@ SOON_S, SOON_S_PER_RANK = 0.05, 0.25e-3
 
 COMPILE_PATIENCE = 4.0
 """Times the limit for the start and for work that may still compile, on devices that compile whole steps."""
+
+GIVE_UP_S = 1.5 * PATIENCE_S
+"""For a store that is lost while the run is to stop: more than a new connection takes."""
+
+FILES_S = 5.0
+"""For what is written when a run hangs, which a disk may be the cause of."""
 
 DUMP = getattr(signal, "SIGUSR2", None)
 """Asks a process for the stacks of its threads."""
@@ -58,14 +66,25 @@ class Watchdog:
     Attributes:
         gate: Before each step.
         on_hang: Is called with the verdict before the process ends.
+        on_stop: Is called with the reason once the run is to stop.
+        on_tick: Is called all the time, if there is one.
+        patience: Seconds that a section may take, where that is more than the limit.
+        stopped_by: Which signal, at which rank; empty: none.
     """
 
     def __init__(self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals) -> None:
         self.gate = Gate()
         self.on_hang: Callable[[str], None] = lambda verdict: None
-        self.on_tick: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[str], None] = lambda why: None
+        self.on_tick: Callable[[], None] | None = None
+        self.patience: Mapping[str, float] = {}
+        self.stopped_by = ""
         self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
         self._board: Board | None = backend.board()
+        self._lost: Board | None = None
+        self._lost_at = 0.0
+        self._is_alone = self._board is None
+        self._ticking, self._noting, self._connecting = (Aside(f"nxtrain-{work}") for work in ("tick", "note", "reach"))
         self._words: Callable[[int], str] = "rank {}".format
         self._compiles = backend.compiler is None
         self._stragglers: Stragglers | None = None
@@ -73,7 +92,7 @@ class Watchdog:
         self._spent: dict[str, float] = {}
         self._at = (0, "start", time.monotonic(), 0.0)
         self._limited = not backend.extracts  # whose whole run is one compilation
-        self._frozen = self._decided = self._told_asked = False
+        self._frozen = self._decided = self._told_asked = self._told_begun = False
         self._late = self._hanging = False
         self._ended = threading.Event()
         self._next_beat = 0.0
@@ -114,6 +133,8 @@ class Watchdog:
             self._close()
         elif isinstance(error, Exception):
             self._yield_to(error)
+        else:
+            self._end()
 
     def _yield_to(self, error: Exception) -> None:
         """Leave the end of the run to the main thread, unless it is a hang, of which the watchdogs tell more.
@@ -140,7 +161,7 @@ class Watchdog:
         if self._board is not None:
             try:
                 self._board.answer(Beat(self._at[0], "end", 0.0, waits=True))
-                if not self._frozen:
+                if not self._told_begun:
                     self._board.say_begun(self.gate.freeze())
             except RuntimeError:  # the store went with its rank
                 return
@@ -148,7 +169,7 @@ class Watchdog:
     def _end(self) -> None:
         self._ended.set()
         self._signals.news.set()
-        self._thread.join()
+        self._thread.join(3 * PATIENCE_S)  # unless the screen keeps it waiting, or the store more than once
         faulthandler.cancel_dump_traceback_later()
         if DUMP is not None and _has_descriptor():
             faulthandler.unregister(DUMP)
@@ -161,7 +182,8 @@ class Watchdog:
             if self._agent is not None and os.getppid() != self._agent:
                 _say(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
                 os._exit(1)
-            self.on_tick()
+            if self.on_tick is not None:
+                self._ticking.start(self.on_tick)
             if self._limited and (self._late or self._age() > self._limit()):
                 self._hang()
             self._look_for_stop()
@@ -180,8 +202,9 @@ class Watchdog:
         return time.monotonic() - self._at[2]
 
     def _limit(self) -> float:
-        compiles = self._compiles and self._times[self._at[1]] <= WARM_UP
-        return self._limit_s * (COMPILE_PATIENCE if compiles else 1.0)
+        section = self._at[1]
+        compiles = self._compiles and self._times[section] <= WARM_UP
+        return max(self._limit_s * (COMPILE_PATIENCE if compiles else 1.0), self.patience.get(section, 0.0))
 
     def _beat(self) -> Beat:
         step, section, *_ = self._at
@@ -195,47 +218,75 @@ class Watchdog:
         slow_s = min(SLOWEST_BEAT_S, max(1.0, self._limit_s / BEATS))
         near = self._age() > min(0.5 * self._limit_s, self._limit_s - 2 * slow_s)
         self._next_beat = time.monotonic() + (FASTEST_BEAT_S if near else slow_s)
-        if self._board is None:
+        board = self._board
+        if board is None:
+            self._reach()
             return
         try:
-            self._board.beat(self._beat())
+            board.beat(self._beat())
             if self._stragglers is not None:
-                for line in self._stragglers.tell(self._board.beats()):
+                for line in self._stragglers.tell(board.beats()):
                     _say(line)
-            if self._limited and self._board.calls() and self._board.hang_declared():
+            if self._limited and board.calls() and board.hang_declared():
                 self._hang()
-        except RuntimeError:  # the store went with its rank, and that will be noticed
-            self._board = None
+        except RuntimeError:  # slow, or gone with its rank, and that will be noticed
+            self._lose_board()
 
     def _look_for_stop(self) -> None:
-        board, asked = self._board, self._signals.asked
+        asked = self._signals.asked
+        if self._decided or self._is_alone:
+            if asked and not self._decided:
+                self._freeze(asked)
+                self.gate.decide(self.gate.freeze())
+                self._decided = True
+                self._tell_stop()
+            return
+        board = self._board
+        if board is None:
+            if (asked or self._frozen) and time.monotonic() - self._lost_at > GIVE_UP_S:
+                self.gate.freeze()  # what the others do is unknown, so that no step can be agreed upon
+                self.gate.lose("the store in which the ranks met does not answer")
+                self._decided = True
+            return
         try:
             if asked and not self._told_asked:
+                board.ask_stop(f"{asked} at rank {self._backend.rank}")
                 self._told_asked = True
-                why = f"{asked} at rank {self._backend.rank}" if self._backend.world > 1 else asked
-                if board is not None:
-                    board.ask_stop(why)
-                else:
-                    self._freeze(why)
-                    self.gate.decide(self.gate.freeze())
+            if self._told_begun:
+                if (step := board.stop_step()) is not None:
+                    self.gate.decide(step)
                     self._decided = True
-            if board is None or self._decided:
+                elif words := board.failure():
+                    self.gate.lose(words)
                 return
-            if not self._frozen:
-                # Not at every tick: many ranks ask one store.
-                due = self._told_asked or time.monotonic() >= self._next_beat
-                if due and board.calls() and (why := board.stop_asked()):
-                    self._freeze(why)
-                    board.say_begun(self.gate.freeze())
-                return
-            if (step := board.stop_step()) is not None:
-                self.gate.decide(step)
-                self._decided = True
-            elif words := board.failure():
-                self.gate.lose(words)
+            # Not at every tick: many ranks ask one store.
+            due = self._told_asked or time.monotonic() >= self._next_beat
+            if not self._frozen and due and board.calls() and (why := board.stop_asked()):
+                self._freeze(why)
+            if self._frozen:
+                board.say_begun(self.gate.freeze())
+                self._told_begun = True
+                self._tell_stop()
         except RuntimeError:
-            self._board = None
-            self.gate.lose("the store in which the ranks met is gone")
+            self._lose_board()
+
+    def _tell_stop(self) -> None:
+        """Let it be noted now: a run that is killed before its step ends was stopped, and has not failed."""
+        self._noting.start(lambda: self.on_stop(self.stopped_by))
+
+    def _lose_board(self) -> None:
+        """Do without the store, and look for it again: it may have been slow for once."""
+        if self._board is not None:
+            self._lost, self._board, self._lost_at = self._board, None, time.monotonic()
+        self._reach()
+
+    def _reach(self) -> None:
+        def connect() -> None:
+            with suppress(RuntimeError):  # tried again at the next beat
+                self._board = self._lost.again() if self._lost is not None else None
+
+        if self._board is None and self._lost is not None:
+            self._connecting.start(connect)
 
     def _freeze(self, why: str) -> None:
         self._frozen = True
@@ -243,14 +294,14 @@ class Watchdog:
         if self._backend.rank == 0:
             _say(f"{why}: the run stops at the end of this step; a second signal ends it at once")
 
-    stopped_by = ""
-    """Which signal, at which rank."""
-
     def _hang(self) -> None:
         """End the process: all ranks dump their stacks, the first to find the hang says who causes it."""
         self._hanging = True
         beat = self._beat()
-        self._dump()
+        if _has_descriptor():
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+            # More than all that follows takes.
+            faulthandler.dump_traceback_later(4 * PATIENCE_S + 2 * FILES_S, exit=True, file=sys.__stderr__ or 2)
         limit = f"recovery.hang_timeout_s={self._limit_s:g}"
         me = self._backend.rank
         verdict = f"{self._words(me)} did not get on within {limit} seconds: {beat}"
@@ -267,15 +318,14 @@ class Watchdog:
                     verdict = self._board.verdict() or verdict
         except RuntimeError:
             self._board = None
-        self.on_hang(verdict)
+        within(FILES_S, self._dump)
+        within(FILES_S, lambda: self.on_hang(verdict))
         _say(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
         with suppress(OSError, ValueError):  # whoever read it may be gone
             sys.stdout.flush()
         os._exit(HangError.exit_code)
 
     def _dump(self) -> None:
-        if _has_descriptor():
-            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
             with (self._logs / f"hang-rank-{self._backend.rank}.txt").open("w", encoding="utf-8") as file:
