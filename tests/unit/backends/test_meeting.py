@@ -94,6 +94,16 @@ def test_the_last_to_say_what_it_has_begun_decides() -> None:
     assert {board.stop_step() for board in boards} == {5}
 
 
+def test_who_says_it_again_over_a_new_connection_counts_once() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (Board(store, rank, 2) for rank in range(2))
+    first.say_begun(4)
+    first.again().say_begun(4)
+    assert first.stop_step() is None
+    second.say_begun(6)
+    assert first.stop_step() == 6
+
+
 def test_one_declares_a_hang_and_hears_those_that_live() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     boards = [Board(store, rank, 3) for rank in range(3)]

@@ -1,30 +1,188 @@
-"""What the watchdog's thread outlives."""
+"""What the watchdog outlives: a screen that is gone, a store that is slow, a disk that does not answer."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from nxtrain.train.recovery import watchdog
+from nxtrain.backends.base import Backend
+from nxtrain.backends.board import Board
+from nxtrain.errors import HangError, LostPeerError
+from nxtrain.train.recovery import watchdog as watchdogs
+from nxtrain.train.recovery.aside import Aside
+from nxtrain.train.recovery.attempts import LOGS, Attempts
+from nxtrain.train.recovery.course import Course
 from nxtrain.train.recovery.signals import Signals
+from nxtrain.train.recovery.watchdog import Watchdog
 
 
-@pytest.fixture
-def dead_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowStore:
+    """A board whose store does not answer some questions in time.
+
+    Args:
+        failures: So many, over all connections.
+    """
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.said = failures, list[str]()
+
+    def again(self) -> SlowStore:
+        return self
+
+    def _answer(self, what: str) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("timed out")
+        self.said.append(what)
+
+    def ask_stop(self, why: str) -> None:
+        self._answer(why)
+
+    def calls(self) -> bool:
+        return True
+
+    def stop_asked(self) -> str:
+        return self.said[0]
+
+    def say_begun(self, step: int) -> None:
+        self._answer(f"begun {step}")
+
+    def stop_step(self) -> int:
+        return 4
+
+    def declare_hang(self) -> bool:
+        raise RuntimeError("gone")
+
+
+def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0) -> Watchdog:
+    backend = SimpleNamespace(
+        rank=1 if board else 0,
+        world=2 if board else 1,
+        compiler="",
+        extracts=False,
+        board=lambda: cast("Board | None", board),
+        waited_s=lambda: 0.0,
+    )
+    return Watchdog(cast("Backend", backend), limit_s, folder / LOGS, Signals())
+
+
+def until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_a_screen_that_is_gone_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(descriptor: int, data: bytes) -> int:
         raise BrokenPipeError
 
-    monkeypatch.setattr(os, "write", write)
-
-
-@pytest.mark.usefixtures("dead_screen")
-def test_a_screen_that_is_gone_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    watchdog._say("a line")
     ended: list[int] = []
+    monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "_exit", ended.append)
+    watchdogs._say("a line")
     signals = Signals()
     signals.note(15)
     signals._asked_at -= 2
     signals.note(10)
     assert ended == [128 + 10]
+
+
+@pytest.mark.parametrize("failures", range(4))
+def test_a_store_that_was_slow_is_asked_again(tmp_path: Path, failures: int) -> None:
+    board = SlowStore(failures)
+    watchdog = watch(tmp_path, board)
+    watchdog.gate.resume(4)
+    watchdog._signals.asked = "SIGTERM"
+    for _ in range(failures + 2):
+        watchdog._look_for_stop()
+        watchdog._reach()
+        until(lambda: watchdog._board is not None)
+    assert board.said == ["SIGTERM at rank 1", "begun 4"]
+    assert watchdog.gate.stops(4)
+
+
+def test_without_the_store_no_rank_of_many_decides_alone(tmp_path: Path) -> None:
+    watchdog = watch(tmp_path, SlowStore(0))
+    watchdog._lost, watchdog._board, watchdog._lost_at = watchdog._board, None, time.monotonic()
+    watchdog._signals.asked = "SIGTERM"
+    watchdog._look_for_stop()
+    assert not watchdog.gate.stops(1), "it may come back"
+    watchdog._lost_at -= watchdogs.GIVE_UP_S
+    watchdog._look_for_stop()
+    with pytest.raises(LostPeerError, match="does not answer"):
+        watchdog.gate.stops(2)
+
+
+def test_a_section_may_take_longer_than_the_limit(tmp_path: Path) -> None:
+    watchdog = watch(tmp_path)
+    watchdog.patience = {"checkpoint": 60.0}
+    Course(3, watchdog, None, None).close()
+    assert watchdog._at[:2] == (3, "checkpoint")
+    assert watchdog._limit() == 60.0
+    watchdog.enter(4, "data")
+    assert watchdog._limit() == 3.0
+
+
+def test_a_run_that_is_killed_after_it_was_asked_to_stop_has_not_failed(tmp_path: Path) -> None:
+    for _ in range(3):  # each killed in its first step
+        attempts, watchdog = Attempts(tmp_path, "config"), watch(tmp_path)
+        attempts.refuse_loop(2)
+        Course(0, watchdog, attempts, None).__enter__()
+        watchdog._signals.asked = "SIGTERM"
+        watchdog._look_for_stop()
+        until(lambda: not any(thread.name == "nxtrain-note" for thread in threading.enumerate()))
+
+
+def test_a_stop_that_was_asked_for_before_the_first_step_is_noted_too(tmp_path: Path) -> None:
+    attempts, watchdog = Attempts(tmp_path, "config"), watch(tmp_path)
+    watchdog._signals.asked = "SIGTERM"
+    watchdog._look_for_stop()
+    Course(0, watchdog, attempts, None).__enter__()
+    assert '"outcome": "stopped"' in (tmp_path / LOGS / "attempts.jsonl").read_text(encoding="utf-8")
+
+
+def test_a_disk_that_does_not_answer_hides_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never, ended, said = threading.Event(), list[int](), list[str]()
+    monkeypatch.setattr(watchdogs, "FILES_S", 0.05)
+    monkeypatch.setattr(watchdogs, "_say", said.append)
+    watchdog = watch(tmp_path, limit_s=0.1)
+    monkeypatch.setattr(watchdogs.os, "_exit", lambda code: (ended.append(code), watchdog._ended.set()))
+
+    def wait() -> None:
+        never.wait(10)
+
+    watchdog.on_tick = watchdog._dump = wait  # type: ignore[method-assign]
+    watchdog.on_hang = lambda verdict: wait()
+    with watchdog:
+        until(lambda: bool(ended))
+    never.set()
+    assert ended == [HangError.exit_code]
+    assert "did not get on within recovery.hang_timeout_s=0.1 seconds" in said[-1]
+
+
+def test_any_end_ends_the_watch(tmp_path: Path) -> None:
+    watchdog = watch(tmp_path)
+    with pytest.raises(SystemExit), watchdog:
+        raise SystemExit(1)
+    assert not watchdog._thread.is_alive()
+
+
+def test_one_call_at_a_time_is_under_way() -> None:
+    aside, begun, free = Aside("nxtrain-test"), list[int](), threading.Event()
+
+    def work() -> None:
+        begun.append(1)
+        free.wait(10)
+
+    for _ in range(3):
+        aside.start(work)
+    free.set()
+    assert begun == [1]
