@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -62,8 +63,9 @@ def _end(code: int) -> NoReturn:
     """End the process; among several ranks at once, since an orderly end waits for what is under way with others."""
     if _is_alone():
         sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it may be gone, and the code is what a scheduler goes by
+            stream.flush()
     os._exit(code)
 
 
@@ -72,8 +74,9 @@ def _is_alone() -> bool:
 
 
 def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:
-    from rich.console import Console
     from rich.text import Text
+
+    from nxtrain.metrics.screen import standard_error
 
     # Every rank of a node finds the same mistake in configuration and environment; other failures are a rank's own.
     if isinstance(error, ConfigError) and (local_rank or rank) not in {None, "0"}:
@@ -81,9 +84,9 @@ def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> No
     # All ranks stop together, which is no error.
     if isinstance(error, StoppedBySignal):
         if rank in {None, "0"}:
-            Console(stderr=True, soft_wrap=True, highlight=False).print(str(error), markup=False)
+            standard_error().print(str(error), markup=False)
         return
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = standard_error()
     who = "" if rank is None or (isinstance(error, ConfigError) and rank == "0") else f"rank {rank}: "
     for block in error.problems if isinstance(error, ConfigError) else (error,):
         console.print(Text.assemble(("error: ", "bold red"), f"{who}{block}"))

@@ -77,7 +77,7 @@ class Start:
     seen: Instant
     spent: Spent
     outcome: str = ""
-    course: tuple[tuple[int, float], ...] = ()
+    course: list[tuple[int, float]] = field(default_factory=list)
 
     def train_s(self, step: int) -> float:
         """Seconds of training up to a step that it finished; between known steps all take alike."""
@@ -229,6 +229,9 @@ class GoodputMeter:
                 began = last.seen  # one process that started a run twice
         self._settled = began.up
         self._start = Start(resumed, began, present, Spent(resumed))
+        # Where earlier starts stand is known from here on, and all that is asked of their courses.
+        stands = zip(self._past, _standing([*self._past, self._start])[:-1], strict=True)
+        self._past = [replace(past, course=[(stood, past.train_s(stood))]) for past, stood in stands]
         self._append("start", self._start, began_wall=began.wall, resumed=resumed)
 
     def enter(self, step: int, work: str) -> None:
@@ -355,7 +358,7 @@ def _standing(starts: Sequence[Start]) -> list[int]:
 
 def _take(found: list[Start], line: dict[str, Any]) -> None:
     """Add what a line tells to the starts so far."""
-    spent = Spent(**{key: line[key] for key in asdict(Spent(0))})
+    spent = Spent(**{key: line[key] for key in _SPENT})
     if line["event"] == "start":
         began = Instant(line["boot"], line["began"], line["began_wall"])
         found.append(Start(line["resumed"], began, Instant(line["boot"], line["up"], line["wall"]), spent))
@@ -364,10 +367,9 @@ def _take(found: list[Start], line: dict[str, Any]) -> None:
     if last.outcome or (line["boot"], line["began"]) != (last.began.boot, last.began.up):
         return  # of a start whose first line is lost
     seen = Instant(last.began.boot, line["up"], line["wall"])
-    course = last.course
-    if spent.step > (course[-1][0] if course else last.resumed):
-        course = (*course, (spent.step, spent.train_s))
-    found[-1] = replace(last, seen=seen, spent=spent, outcome=line.get("outcome", ""), course=course)
+    if spent.step > (last.course[-1][0] if last.course else last.resumed):
+        last.course.append((spent.step, spent.train_s))
+    found[-1] = replace(last, seen=seen, spent=spent, outcome=line.get("outcome", ""))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -378,6 +380,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(line))
     return found
 
+
+_SPENT = tuple(asdict(Spent(0)))
 
 _SHOWN_S = 0.05
 """Rounds to more than nothing."""

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from nxtrain.metrics.meters import Clock
+from nxtrain.metrics.screen import standard_error
 
 if TYPE_CHECKING:
     from nxtrain.metrics.sinks import Sink
@@ -105,5 +104,4 @@ def refuse_deleted(descriptor: int, path: object) -> None:
 
 
 def _tell(line: str) -> None:
-    with suppress(OSError):  # the screen may be what is gone
-        Console(stderr=True, highlight=False, soft_wrap=True).print(line, markup=False)
+    standard_error().print(line, markup=False)

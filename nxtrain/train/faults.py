@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from torch import Tensor
 
 from nxtrain.errors import ConfigError
+from nxtrain.metrics.screen import standard_error
 from nxtrain.train import fault_kinds
 from nxtrain.train.fault_kinds import KINDS
 
@@ -162,7 +162,7 @@ def arm(text: str, run_dir: Path, rank: int) -> None:
         ConfigError: The variable is malformed.
     """
     faults = parse(text)
-    Console(stderr=True, highlight=False, soft_wrap=True, quiet=rank != 0).print(
+    standard_error(quiet=rank != 0).print(
         f"warning: {VARIABLE} is set, and this run will be broken on purpose: {', '.join(f.text for f in faults)}",
         style="yellow",
         markup=False,
@@ -283,7 +283,7 @@ class _Armed:
                 (self._folder / f"{name}.step{step}.rank{self._rank}").touch(exist_ok=False)
             except FileExistsError:
                 return False
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
+        standard_error().print(
             f"rank {self._rank}: fault {fault.text} fires in step {step}", style="yellow", markup=False
         )
         return True

@@ -18,6 +18,7 @@ from torch import Tensor
 from nxtrain.checkpoint.ranks import by_leader
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import DivergedError, RestartError
+from nxtrain.metrics.screen import standard_error
 from nxtrain.metrics.stability import Stability
 from nxtrain.train.skipped import BadSteps
 from nxtrain.train.step import TrainState
@@ -67,7 +68,7 @@ class Guard:
         self.stability = Stability()
         self._config, self._state, self._heeds = config, state, heeds
         self._leads = state.mesh.rank == 0
-        self._say = (console or Console(stderr=True, highlight=False, soft_wrap=True, quiet=not self._leads)).print
+        self._say = (console or standard_error(quiet=not self._leads)).print
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._last_read, self._in_a_row = 0, 0
         self._vote = Vote(state) if config.recovery.vote_every else None

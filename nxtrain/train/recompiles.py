@@ -8,6 +8,7 @@ from rich.console import Console
 
 from nxtrain.backends.base import Backend
 from nxtrain.errors import BackendError
+from nxtrain.metrics.screen import standard_error
 from nxtrain.train.trainer import Work
 
 WARM_UP = 2
@@ -30,7 +31,7 @@ class Recompiles:
 
     def __init__(self, backend: Backend, limit: int, console: Console | None = None) -> None:
         self._backend, self._limit = backend, limit
-        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = console or standard_error()
         self._work, self._step = "", 0
         self._times: Counter[str] = Counter()
         self._compiled = backend.num_compiled()

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
 from nxtrain.checkpoint.layout import FOLDER, clear, prune
@@ -23,6 +21,7 @@ from nxtrain.errors import CheckpointError, DivergedError, RestartError, Stopped
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.goodput import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
+from nxtrain.metrics.screen import Screen, standard_error
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.uptime import Instant, now
 from nxtrain.optim.schedule import Schedule
@@ -100,7 +99,7 @@ def train_on(
     batches = config.train
     mesh = mesh_of(plan, backend)
     leader = mesh.rank == 0
-    say = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not leader).print
+    say = standard_error(quiet=not leader).print
     degrees = _stages(config, mesh) + f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
     say(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
     backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.family, plan.model))
@@ -108,7 +107,7 @@ def train_on(
         say(note)
     if backend.extracts:
         # On every node, since the compiler's tool reads there what its own ranks say.
-        rehearse(plan, backend, mesh, Console(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0).print)
+        rehearse(plan, backend, mesh, Screen(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0).print)
         return
     if watchdog is not None:
         stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from rich.console import Console
-
 from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.goodput import GoodputMeter
+from nxtrain.metrics.screen import standard_error
 from nxtrain.train.recovery.attempts import LOGS, Attempts
 from nxtrain.train.recovery.watchdog import Watchdog
 from nxtrain.train.trainer import Work
@@ -100,4 +99,4 @@ def _note(attempts: Attempts, outcome: str, step: int, why: str) -> None:
 
 
 def _tell(line: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(line, markup=False)
+    standard_error().print(line, markup=False)

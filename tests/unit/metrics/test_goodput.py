@@ -259,6 +259,15 @@ def test_what_a_step_costs_the_meter_is_little(tmp_path: Path) -> None:
     assert len((tmp_path / GOODPUT_FILE).read_text().splitlines()) == 1
 
 
+def test_a_start_keeps_of_earlier_ones_only_where_they_stand(run: Run) -> None:
+    for resumed, last in ((0, 40), (20, 30), (24, 60)):
+        run.start(resumed, last, "failed")
+    meter = GoodputMeter(run.logs, clock=run.machine)
+    meter.begin(28)
+    assert [past.course for past in meter._past] == [[(20, 19.0)], [(24, 3.0)], [(28, 3.0)]]
+    assert math.isclose(meter.read().productive_s, run.parts().productive_s)
+
+
 def test_a_process_knows_when_it_was_started() -> None:
     """Half a second of sleep before Python begins counts, since exec leaves the process as it is."""
     code = "from nxtrain.metrics.uptime import *; print(now().since(process_began()))"
