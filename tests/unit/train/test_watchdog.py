@@ -154,7 +154,12 @@ def test_a_disk_that_does_not_answer_hides_no_hang(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(watchdogs, "FILES_S", 0.05)
     monkeypatch.setattr(watchdogs, "_say", said.append)
     watchdog = watch(tmp_path, limit_s=0.1)
-    monkeypatch.setattr(watchdogs.os, "_exit", lambda code: (ended.append(code), watchdog._ended.set()))
+
+    def leave(code: int) -> None:
+        ended.append(code)
+        watchdog._ended.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
 
     def wait() -> None:
         never.wait(10)
