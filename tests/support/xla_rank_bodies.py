@@ -27,6 +27,7 @@ from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.guard import Guard
 from nxtrain.train.identity import Inputs, meta_at
 from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.rehearsal import trainer
@@ -80,14 +81,14 @@ def _uneven_batch() -> AbstractContextManager[Any]:
 
 
 def _work_of_one_rank() -> AbstractContextManager[Any]:
-    sound = Trainer._health
+    sound = Guard.values
 
-    def health(self: Trainer, lr: float) -> dict[str, Tensor]:
-        if self.state.mesh.rank == 1:
-            self.state.backend.step_boundary()
-        return sound(self, lr)
+    def values(self: Guard) -> dict[str, Tensor]:  # the first of what is computed for a record
+        if self._state.mesh.rank == 1:
+            self._state.backend.step_boundary()
+        return sound(self)
 
-    return patch.object(Trainer, "_health", health)
+    return patch.object(Guard, "values", values)
 
 
 def _after_warm_up() -> AbstractContextManager[Any]:
