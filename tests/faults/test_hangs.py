@@ -49,7 +49,7 @@ def test_a_rank_that_sleeps_in_data_is_named_by_all(started_by: ForkServerContex
         # Rank 0 waits in a collective, whose own time may come to its end a little sooner.
         places = ["loader.py"] if rank else ["c10d_collectives.py", "in _yield_to"]
         assert any(place in stacks for place in places), stacks
-        assert stacks.splitlines()[1] in said, "stacks are on standard error too"
+        assert any(place in said for place in places), "stacks are on standard error too"
     (verdict,) = verdicts
     assert verdict.startswith(
         f"rank 1 did not come within recovery.hang_timeout_s={PATIENCE_S:g} seconds: rank 1 is in"

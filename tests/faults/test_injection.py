@@ -137,6 +137,7 @@ def test_a_kind_ends_the_process_in_its_way(kind: str, expected: int | str) -> N
 
 def test_an_interrupt_reaches_python() -> None:
     def interrupted() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs behind them ignore it
         try:
             fault_kinds.act("int", (), ())
             time.sleep(5)

@@ -70,7 +70,7 @@ def test_a_first_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
     write_config(tmp_path, steps=3)
     port = free_port()
     second = rank(tmp_path, 1, port)
-    time.sleep(LIMIT_S - 1.0)
+    time.sleep(LIMIT_S / 2)  # the rest is for the start of the process, on a busy machine
     first = rank(tmp_path, 0, port)
     told = ended(tmp_path, {0: first, 1: second}, 30.0)
     assert (first.exitcode, second.exitcode) == (0, 0), told
