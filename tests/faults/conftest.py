@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
 import pytest
 
+from tests.support import commands
 from tests.support.command_ranks import context
 from tests.support.recovery import Golden, configure, supervise
+from tests.support.runs import course
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +24,13 @@ def golden(started_by: ForkServerContext, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("golden")
     configure(folder)
     return Golden.of(supervise(started_by, folder))
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of twelve steps of one rank that nothing befell."""
+    folder = tmp_path_factory.mktemp("straight")
+    commands.write_config(folder, steps=12)
+    code, told = commands.train(folder)
+    assert code == 0, told
+    return course(folder / "run")

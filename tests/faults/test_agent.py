@@ -24,7 +24,9 @@ from tests.support.command_ranks import until, write_config
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure
 from tests.support.runs import course
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ranks are found in Linux's /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="finds ranks in /proc, which Linux has; runs there"
+)
 
 
 class Launched:

@@ -24,15 +24,6 @@ HOUR_S, DAY_S = 3600.0, 86400.0
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("straight")
-    write_config(folder, steps=STEPS)
-    code, told = train(folder)
-    assert code == 0, told
-    return course(folder / "run")
-
-
 def _jump(seconds: float) -> None:
     true = time.time
     time.time = lambda: true() + seconds

@@ -25,15 +25,6 @@ from tests.support.runs import course
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("straight")
-    write_config(folder, steps=STEPS)
-    code, told = train(folder)
-    assert code == 0, told
-    return course(folder / "run")
-
-
 @pytest.mark.parametrize(
     ("kind", "ends_with", "says"),
     [

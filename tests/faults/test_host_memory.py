@@ -21,15 +21,6 @@ STEPS = 12
 LEAK_MIB_PER_100_STEPS = 1.0
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("straight")
-    write_config(folder, steps=STEPS)
-    code, told = train(folder)
-    assert code == 0, told
-    return course(folder / "run")
-
-
 def together(folder: Path, armed: str) -> tuple[list[int | None], dict[int, str]]:
     port = free_port()
     processes = {number: start_rank(folder, number, port, armed=armed) for number in range(2)}

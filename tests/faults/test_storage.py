@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
     mount = ("mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "none", str(folder))
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this process may not mount a file system")
+        pytest.skip("only root may mount a tmpfs, and not in every container; the tests below need none")
     yield folder
     subprocess.run(("umount", "--lazy", str(folder)), check=True)
 
