@@ -47,11 +47,16 @@ def runs(ranks: RankPool, tmp_path: Path) -> Runs:
     return Runs(ranks, tmp_path)
 
 
+# Of 0.3 million parameters: an update of half a unit in the last place is lost or not by the last bit of its gradient,
+# and so by the order of a sum. A share is a count, and may differ by a few of these.
+COUNTED = {"lost_update_frac": 2e-5}
+
+
 def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], *, rel: float = 2e-5) -> None:
     """Hold two courses against each other, whose sums over the model may have other orders."""
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours == {key: pytest.approx(value, rel=rel, abs=1e-9) for key, value in theirs.items()}
+        assert ours == {key: pytest.approx(value, rel=rel, abs=COUNTED.get(key, 1e-9)) for key, value in theirs.items()}
 
 
 @pytest.mark.parametrize(
