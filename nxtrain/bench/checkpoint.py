@@ -28,7 +28,8 @@ from nxtrain.checkpoint.blocks import BLOCK_BYTES
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.planner import ChunkSavePlanner
-from nxtrain.checkpoint.save import Staging, read_back, write
+from nxtrain.checkpoint.save import read_back, write
+from nxtrain.checkpoint.staging import Staging
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 
@@ -110,6 +111,7 @@ def measure(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for turn in range(rounds + 1):
+        state.clear()
         for name, act in turns.items():
             state.forget()
             began = time.perf_counter()
@@ -135,6 +137,11 @@ class State:
         self._block = mmap.mmap(-1, BLOCK_BYTES)
         self._num_blocks = max(1, sum(x.nbytes for x in self._flat.values()) // BLOCK_BYTES)
         self._meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
+
+    def clear(self) -> None:
+        """Delete what was written, so that no turn pays for it: a checkpoint of a run replaces none."""
+        for file in self._place.iterdir():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
 
     def forget(self) -> None:
         """Let the page cache forget every file, so that reading finds a cold disk."""
@@ -171,8 +178,9 @@ class State:
 
     def save(self) -> None:
         """A checkpoint, until it is committed."""
-        planner = ChunkSavePlanner(tuple(self._staged), self._staged.__getitem__)
-        self._written = write(layout.step_path(self._place, 1), planner, self._meta, Mesh(1, 0))
+        tensors, memory = self._staged.tensors, self._staged.memory
+        planner = ChunkSavePlanner(tuple(tensors), tensors.__getitem__)
+        self._written = write(layout.step_path(self._place, 1), planner, self._meta, Mesh(1, 0), memory=memory)
 
     def read_back(self) -> None:
         """What proves that the disk holds it."""

@@ -1,7 +1,7 @@
 """Files that know when they are damaged: written and read in blocks, each with its checksum, past the page cache.
 
-A block is copied, checked and transferred at the same time, each by another thread, so that the disk never waits. Where
-a file system has no direct access, such as tmpfs, the same happens through the page cache.
+A block is transferred by one thread while another checks the next, so that the disk never waits. Where a file system
+has no direct access, such as tmpfs, the same happens through the page cache.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BLOCK_BYTES = 1 << 24
 _SECTOR_BYTES = 4096
 _DEPTH = 4
 """Blocks underway: one is filled or used, the others are transferred and checked."""
-_THREADS = 2
-"""One computes a checksum while the other has the disk."""
+_READERS = 2
+"""Threads: one computes a checksum while the other has the disk."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -69,19 +69,32 @@ class BlockWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._free = deque(_memory(BLOCK_BYTES) for _ in range(_DEPTH))
         self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nxtrain-write")
-        self._underway: deque[tuple[Future[str], mmap.mmap]] = deque()
-        self._block, self._filled, self._num_bytes = self._free.popleft(), 0, 0
+        # One thread, so that the disk sees one block after the other, as it likes best.
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-write")
+        self._underway: deque[tuple[Future[None], mmap.mmap | None]] = deque()
+        self._free: deque[mmap.mmap] = deque()
+        self._block: mmap.mmap | None = None
+        self._filled, self._num_bytes = 0, 0
         self._checksums: list[str] = []
 
-    def write(self, data: memoryview) -> None:
-        """Append bytes."""
+    def write(self, data: memoryview, *, stays: bool = False) -> None:
+        """Append bytes.
+
+        Args:
+            data: The bytes.
+            stays: They stay as they are until `close`, so that whole blocks can be written from where they lie.
+        """
         rest = np.frombuffer(data, np.uint8)
         while len(rest):
+            if stays and not self._filled and len(rest) >= BLOCK_BYTES and _address(rest) % _SECTOR_BYTES == 0:
+                self._send(rest.data, BLOCK_BYTES)
+                rest = rest[BLOCK_BYTES:]
+                continue
+            if self._block is None:
+                self._block = self._free.popleft() if self._free else aligned_memory(BLOCK_BYTES)
             part = rest[: BLOCK_BYTES - self._filled]
-            # numpy copies without Python's lock, for which the other threads would wait between their calls.
+            # numpy copies without Python's lock, for which the other thread would wait between its calls.
             np.frombuffer(self._block, np.uint8)[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
             rest = rest[len(part) :]
@@ -90,8 +103,7 @@ class BlockWriter:
 
     def close(self) -> Stored:
         """Wait until the disk holds the file, and tell what it is."""
-        if self._filled:
-            self._flush()
+        self._flush()
         while self._underway:
             self._await()
         os.ftruncate(self._file, self._num_bytes)
@@ -104,37 +116,41 @@ class BlockWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._disk.shutdown(cancel_futures=True)
         os.close(self._file)
 
     def _flush(self) -> None:
-        where, length = self._num_bytes, self._filled
-        self._underway.append((self._pool.submit(self._transfer, self._block, where, length), self._block))
-        self._num_bytes, self._filled = where + length, 0
-        if not self._free:
+        if self._block is not None:
+            self._send(memoryview(self._block), self._filled, self._block)
+            self._block, self._filled = None, 0
+
+    def _send(self, block: memoryview, length: int, own: mmap.mmap | None = None) -> None:
+        """Let the disk have what fills a block so far; if it is a block of our own, it is free again afterwards."""
+        self._underway.append((self._disk.submit(self._transfer, block, self._num_bytes, length), own))
+        self._checksums.append(xxh3_64_hexdigest(block[:length]))
+        self._num_bytes += length
+        if len(self._underway) == _DEPTH:
             self._await()
-        self._block = self._free.popleft()
 
     def _await(self) -> None:
-        checksum, block = self._underway.popleft()
-        self._checksums.append(checksum.result())
-        self._free.append(block)
+        written, own = self._underway.popleft()
+        written.result()
+        if own is not None:
+            self._free.append(own)
 
-    def _transfer(self, block: mmap.mmap, where: int, length: int) -> str:
-        with memoryview(block) as view:
-            direct, sent = self._direct, 0
-            # Direct access knows whole sectors only; what is too much is cut off in the end.
-            whole = -(-length // _SECTOR_BYTES) * _SECTOR_BYTES if direct else length
-            while sent < whole:
-                try:
-                    sent += os.pwrite(self._file, view[sent:whole], where + sent)
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not direct:
-                        raise
-                    _go_by_the_cache(self._file)
-                    self._direct = direct = False
-                    whole = length
-            return xxh3_64_hexdigest(view[:length])
+    def _transfer(self, block: memoryview, where: int, length: int) -> None:
+        direct, sent = self._direct, 0
+        # Direct access knows whole sectors only; what is too much is cut off in the end.
+        whole = -(-length // _SECTOR_BYTES) * _SECTOR_BYTES if direct else length
+        while sent < whole:
+            try:
+                sent += os.pwrite(self._file, block[sent:whole], where + sent)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                _go_by_the_cache(self._file)
+                self._direct = direct = False
+                whole = length
 
 
 class Source(Protocol):
@@ -221,8 +237,8 @@ class BlockReader:
         Raises:
             DamagedError: A block is not what was written.
         """
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nxtrain-read")
-        free = deque(_memory(self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
+        pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nxtrain-read")
+        free = deque(aligned_memory(self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
         underway: deque[tuple[int, Future[memoryview], mmap.mmap]] = deque()
         queue = deque(wanted)
         try:
@@ -304,12 +320,16 @@ def verify(path: Path, stored: Stored) -> None:
             pass
 
 
-def _memory(num_bytes: int) -> mmap.mmap:
-    """Memory for a block, aligned as direct access wants it."""
+def aligned_memory(num_bytes: int) -> mmap.mmap:
+    """Memory as direct access wants it."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # of systems that have no such pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # mapped and pinned in a few steps, not in thousands
     return memory
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _go_by_the_cache(file: int) -> None:

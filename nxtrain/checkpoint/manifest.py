@@ -42,7 +42,10 @@ CODES = {
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
-_ALIGNMENT_BYTES = 8
+_LENGTH = struct.Struct("<Q")
+"""Of the header, before it."""
+_ALIGNMENT_BYTES = 4096
+"""A sector of a disk, so that what follows the header can be written from memory that is aligned as well."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ def header(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
     saved = {part.key: {"saved_offsets": part.offsets} for part in parts}
     entries["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(saved)}
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    first = struct.pack("<Q", len(text)) + text
+    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT_BYTES)
+    first = _LENGTH.pack(len(text)) + text
     return first, [len(first) + start for start in starts]
 
 

@@ -6,20 +6,19 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.blocks import Stored, verify
-from nxtrain.checkpoint.chunks import Chunk, Shards, chunks, owned
+from nxtrain.checkpoint.chunks import Shards
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, copy
 from nxtrain.checkpoint.planner import ChunkSavePlanner
 from nxtrain.checkpoint.ranks import Disk, Group, by_leader, collective, is_distributed, shared_disk, together
+from nxtrain.checkpoint.staging import Staged, Staging
 from nxtrain.checkpoint.storage import FileWriter
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
@@ -70,44 +69,9 @@ def save(
     write_state(path, staged, cut.mesh, meta, tuple(shards), tokenizer, retention, process_group)
 
 
-class Staging:
-    """Host memory for the chunks that a rank writes, kept from one checkpoint to the next.
-
-    Args:
-        cut: Where the rank's tensors lie in the model.
-    """
-
-    def __init__(self, cut: Layout) -> None:
-        self._cut = cut
-        self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._staged: dict[Chunk, Tensor] = {}
-
-    def fill(self, shards: Shards) -> Mapping[Chunk, Tensor]:
-        """Bring the chunks to the host, each local tensor in one transfer.
-
-        Args:
-            shards: Kind to parameter name to local tensor, on any device; the same ones in each call.
-
-        Returns:
-            What this rank writes; valid until the next call.
-        """
-        if not self._buffers:
-            self._prepare(shards)
-        for (kind, parameter), buffer in self._buffers.items():
-            buffer.copy_(shards[kind][parameter].detach())
-        return self._staged
-
-    def _prepare(self, shards: Shards) -> None:
-        mine = owned(tuple(chunks(shards, self._cut)))
-        for place, group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter)):
-            local = shards[place[0]][place[1]]
-            buffer = self._buffers[place] = torch.empty(local.shape, dtype=local.dtype)
-            self._staged.update({chunk: chunk.of(buffer) for chunk in group})
-
-
 def write_state(
     path: Path,
-    staged: Mapping[Chunk, Tensor],
+    staged: Staged,
     mesh: Mesh,
     meta: Meta,
     kinds: tuple[str, ...],
@@ -127,8 +91,8 @@ def write_state(
     degrees = {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}
     meta = meta.model_copy(update={"mesh": degrees, "kinds": kinds})
     disk = mirrored.disk if mirrored else shared_disk(mesh)
-    planner = ChunkSavePlanner(tuple(staged), staged.__getitem__)
-    written = write(path, planner, meta, mesh, tokenizer, group, disk)
+    planner = ChunkSavePlanner(tuple(staged.tensors), staged.tensors.__getitem__)
+    written = write(path, planner, meta, mesh, tokenizer, group, disk, staged.memory)
     read_back(path, written, mesh, group, disk)
 
     def make_room() -> None:
@@ -151,6 +115,7 @@ def write(
     tokenizer: Path | None = None,
     process_group: Group = None,
     disk: Disk | None = None,
+    memory: Tensor | None = None,
 ) -> Mapping[str, Stored]:
     """Write what a planner holds into a staging folder, then commit it.
 
@@ -162,6 +127,7 @@ def write(
         tokenizer: A `tokenizer.json` to keep with it.
         process_group: Group of all ranks that can carry host objects.
         disk: Who acts in the folder; None: rank 0 for all.
+        memory: Bytes that stay as they are meanwhile, if the planner's tensors lie in them: they are not copied.
 
     Returns:
         The files that this rank wrote.
@@ -169,7 +135,7 @@ def write(
     failure = f"cannot write {path}"
     disk = disk or shared_disk(mesh)
     staged = _prepare(path, disk, mesh, process_group, failure)
-    writer = FileWriter(staged, mesh.rank)
+    writer = FileWriter(staged, mesh.rank, memory)
     try:
         with collective(failure):
             dcp.save(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
 import torch.distributed as dist
-from torch import Tensor
 
 from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.chunks import Chunk, Shards
+from nxtrain.checkpoint.chunks import Shards
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.ranks import Group, by_leader
-from nxtrain.checkpoint.save import Retention, Staging, write_state
+from nxtrain.checkpoint.save import Retention, write_state
+from nxtrain.checkpoint.staging import Staged, Staging
 from nxtrain.errors import CheckpointError
 from nxtrain.sharding import Layout
 
@@ -135,7 +135,7 @@ class Saver:
             "cannot ask for the checkpoint before",
         )
 
-    def _write(self, staged: Mapping[Chunk, Tensor], meta: Meta, kinds: tuple[str, ...]) -> str:
+    def _write(self, staged: Staged, meta: Meta, kinds: tuple[str, ...]) -> str:
         path, mesh = layout.step_path(self._folder, meta.step), self._cut.mesh
         keep, group, mirrored = self._retention, self._group, self._mirrored
         return write_state(path, staged, mesh, meta, kinds, self._tokenizer, keep, group, mirrored)

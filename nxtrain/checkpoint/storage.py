@@ -42,14 +42,16 @@ class FileWriter(StorageWriter):
     Args:
         folder: Where; it exists.
         rank: This one, which names the file.
+        memory: Bytes that stay as they are until all is written; tensors that lie in them are not copied.
 
     Attributes:
         stored: The file that this rank wrote, by name; at most one.
         manifest: Of all ranks, on the coordinator when all is written.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, memory: Tensor | None = None) -> None:
         self._folder, self._name = folder, f"rank-{rank:05d}.safetensors"
+        self._memory = torch.empty(0, dtype=torch.uint8) if memory is None else memory
         self.stored: dict[str, Stored] = {}
         self.manifest: Manifest | None = None
 
@@ -77,16 +79,31 @@ class FileWriter(StorageWriter):
         first, starts = header([_part(item) for item in plan.items])
         with BlockWriter(self._folder / self._name) as writer:
             writer.write(memoryview(first))
+            low = high = 0  # of the memory: adjacent tensors that are not written yet
             for item in plan.items:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
-                writer.write(bytes_of(tensor.contiguous()))
+                start = self._offset(tensor)
+                if start != high:
+                    writer.write(bytes_of(self._memory[low:high]), stays=True)
+                    low = high = start or 0
+                if start is None:
+                    writer.write(bytes_of(tensor.contiguous()))
+                else:
+                    high += tensor.nbytes
+            writer.write(bytes_of(self._memory[low:high]), stays=True)
             stored = self.stored[self._name] = writer.close()
         places = (_Place(self._name, start, stored) for start in starts)
         return [
             WriteResult(item.index, _part(item).num_bytes, place)
             for item, place in zip(plan.items, places, strict=True)
         ]
+
+    def _offset(self, tensor: Tensor) -> int | None:
+        """Where in the memory a tensor lies in one piece, if it does."""
+        offset = tensor.data_ptr() - self._memory.data_ptr()
+        within = 0 <= offset <= self._memory.nbytes - tensor.nbytes
+        return offset if within and tensor.is_contiguous() and tensor.is_cpu else None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Join what all ranks wrote."""

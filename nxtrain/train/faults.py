@@ -59,7 +59,7 @@ POINTS = {
     "reduce": Place("nxtrain.parallel.grads:Gradients", "reduce"),
     "opt": Place("nxtrain.optim.adamw:AdamW", "step"),
     "post_step": Place("nxtrain.train.trainer", "train_step", "after"),
-    "ckpt_stage": Place("nxtrain.checkpoint.save:Staging", "fill"),
+    "ckpt_stage": Place("nxtrain.checkpoint.staging:Staging", "fill"),
     "ckpt_write": Place("nxtrain.checkpoint.blocks:BlockWriter", "_transfer", "writing"),
     "ckpt_fsync": Place("nxtrain.checkpoint.blocks:BlockWriter", "close"),
     "ckpt_commit": Place("nxtrain.checkpoint.save", "_commit"),

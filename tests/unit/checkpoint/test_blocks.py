@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nxtrain.checkpoint import blocks
@@ -48,6 +49,37 @@ def test_what_is_written_is_read(path: Path, size: int, piece: int) -> None:
     with BlockReader(path, stored) as reader:
         read = b"".join(bytes(view) for _, view in reader.blocks(range(len(stored.checksums))))
     assert read == content
+
+
+@pytest.mark.parametrize(("first", "shift"), [(4096, 0), (4096, 4096), (4096, 100), (77, 0), (0, 0)])
+def test_memory_that_stays_is_written_from_where_it_lies_if_it_is_aligned(path: Path, first: int, shift: int) -> None:
+    """Behind a header of some length, beginning at some place; a few bytes follow that are copied again."""
+    size = 7 * BLOCK + 30
+    memory = np.frombuffer(blocks.aligned_memory(size + shift), np.uint8)[shift:]
+    memory[:] = np.frombuffer(os.urandom(size), np.uint8)
+    copied = list[int]()
+    with BlockWriter(path) as writer:
+        put = writer._transfer
+        address = memory.__array_interface__["data"][0]
+
+        def transfer(block: memoryview, where: int, length: int) -> None:
+            at = np.frombuffer(block, np.uint8).__array_interface__["data"][0]
+            if not address <= at < address + size:
+                copied.append(where)
+            put(block, where, length)
+
+        writer._transfer = transfer  # type: ignore[method-assign]
+        writer.write(memoryview(b"h" * first))
+        writer.write(memory.data, stays=True)
+        writer.write(memoryview(b"end"))
+        stored = writer.close()
+    assert path.read_bytes() == b"h" * first + memory.tobytes() + b"end"
+    verify(path, stored)
+    if (first + shift) % 4096:
+        assert len(copied) == len(stored.checksums)
+    else:
+        ends = [7 * BLOCK] if first == 0 else [0, 7 * BLOCK]
+        assert copied == ends
 
 
 def test_only_the_blocks_that_are_asked_for_are_read_and_verified(path: Path) -> None:

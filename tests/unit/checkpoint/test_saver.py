@@ -13,6 +13,7 @@ from nxtrain.checkpoint import layout, saver
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.save import Retention, write_state
 from nxtrain.checkpoint.saver import Outcome, Saver
+from nxtrain.checkpoint.staging import Staged
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
@@ -145,8 +146,8 @@ def test_a_mistake_of_ours_is_no_problem_of_the_disk(tmp_path: Path, monkeypatch
 def test_the_copy_uses_the_same_memory_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[int]()
 
-    def note(path: Path, staged: dict[object, torch.Tensor], *rest: object) -> None:
-        seen.extend(tensor.data_ptr() for tensor in staged.values())
+    def note(path: Path, staged: Staged, *rest: object) -> None:
+        seen.extend(tensor.data_ptr() for tensor in staged.tensors.values())
 
     monkeypatch.setattr("nxtrain.checkpoint.saver.write_state", note)
     saver = make(tmp_path, lambda outcome: None)
