@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -66,11 +67,16 @@ def load(
     targets: dict[Chunk, Tensor] = {
         chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in chunks(shards, cut)
     }
-    planner = ChunkLoadPlanner(
-        targets,
-        complete=tuple(shards),
-        padded=[buffer for tensors in buffers.values() for buffer in tensors.values()],
-    )
+    filled = Counter[tuple[str, str]]()
+    for chunk, target in targets.items():
+        filled[chunk.kind, chunk.parameter] += target.numel()
+    padded = [
+        buffer
+        for kind, tensors in buffers.items()
+        for name, buffer in tensors.items()
+        if filled[kind, name] < buffer.numel()
+    ]
+    planner = ChunkLoadPlanner(targets, complete=tuple(shards), padded=padded)
     reader = FileReader(path, manifest, copies)
     with collective(action):
         dcp.load(
