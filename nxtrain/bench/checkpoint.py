@@ -178,9 +178,9 @@ class State:
 
     def save(self) -> None:
         """A checkpoint, until it is committed."""
-        tensors, memory = self._staged.tensors, self._staged.memory
+        tensors = self._staged.tensors
         planner = ChunkSavePlanner(tuple(tensors), tensors.__getitem__)
-        self._written = write(layout.step_path(self._place, 1), planner, self._meta, Mesh(1, 0), memory=memory)
+        self._written = write(layout.step_path(self._place, 1), planner, self._meta, Mesh(1, 0), staged=self._staged)
 
     def read_back(self) -> None:
         """What proves that the disk holds it."""

@@ -150,7 +150,8 @@ def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
 def _write_file(checkpoint: Place, manifest: Manifest, chunks: list[Chunk], file: Path) -> None:
     targets = {chunk: torch.empty(chunk.shape, dtype=chunk.dtype) for chunk in chunks}
     with collective(f"cannot read {checkpoint}"):
-        dcp.load({}, storage_reader=FileReader(checkpoint, manifest), planner=ChunkLoadPlanner(targets), no_dist=True)
+        reader = FileReader(checkpoint, manifest, targets)
+        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
     save_file({chunk.name: tensor for chunk, tensor in targets.items()}, file, {"format": "pt"})
 
 

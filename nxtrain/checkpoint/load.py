@@ -77,7 +77,7 @@ def load(
         if filled[kind, name] < buffer.numel()
     ]
     planner = ChunkLoadPlanner(targets, complete=tuple(shards), padded=padded)
-    reader = FileReader(path, manifest, copies)
+    reader = FileReader(path, manifest, targets, copies)
     with collective(action):
         dcp.load(
             {},

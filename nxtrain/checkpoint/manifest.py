@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.checkpoint.metadata import (
@@ -46,6 +47,15 @@ _LENGTH = struct.Struct("<Q")
 """Of the header, before it."""
 _ALIGNMENT_BYTES = 4096
 """A sector of a disk, so that what follows the header can be written from memory that is aligned as well."""
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of entries in a whole tensor."""
+
+
+def file_of(rank: int) -> str:
+    """Name of what a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -106,14 +116,58 @@ class FileEntry(BaseModel):
         return Stored(self.num_bytes, self.block_bytes, self.xxh3)
 
 
+Column = int | tuple[int, ...]
+"""One number for each part of a tensor; a single one if all have the same."""
+
+
 class TensorEntry(BaseModel):
-    """A whole tensor: its type, its shape, and its parts as (offsets, sizes, file, first byte)."""
+    """A whole tensor, and its parts by columns, since a tensor may have thousands of them.
+
+    Args:
+        dtype: Its type, as safetensors calls it.
+        shape: Its shape.
+        ranks: Whose files the parts are in.
+        starts: Their first bytes there.
+        offsets, sizes: Their boxes, a column for each dimension.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], str, int], ...]
+    ranks: tuple[int, ...]
+    starts: Column
+    offsets: tuple[Column, ...]
+    sizes: tuple[Column, ...]
+
+    @staticmethod
+    def of(
+        dtype: str, shape: tuple[int, ...], ranks: Sequence[int], starts: Sequence[int], boxes: Sequence[Box]
+    ) -> TensorEntry:
+        """From what is known of each part."""
+        offsets, sizes = (
+            tuple(_column([box[which][dim] for box in boxes]) for dim in range(len(shape))) for which in (0, 1)
+        )
+        return TensorEntry(
+            dtype=dtype, shape=shape, ranks=tuple(ranks), starts=_column(starts), offsets=offsets, sizes=sizes
+        )
+
+    def parts(self, wanted: Sequence[Box] | None = None) -> Iterator[tuple[Box, str, int]]:
+        """The box, file and first byte of each part; of those only that overlap some box, if any is given."""
+        num = len(self.ranks)
+        offsets, sizes = (
+            np.stack([np.broadcast_to(np.asarray(column, np.int64), num) for column in columns], axis=1)
+            if columns
+            else np.zeros((num, 0), np.int64)
+            for columns in (self.offsets, self.sizes)
+        )
+        found = np.full(num, wanted is None)
+        for first, lengths in wanted or ():
+            found |= ((offsets < np.add(first, lengths)) & (offsets + sizes > first)).all(axis=1)
+        starts = np.broadcast_to(np.asarray(self.starts, np.int64), num)
+        for index in np.flatnonzero(found):
+            box = tuple(offsets[index].tolist()), tuple(sizes[index].tolist())
+            yield box, file_of(self.ranks[index]), int(starts[index])
 
 
 class Manifest(BaseModel):
@@ -129,19 +183,27 @@ class Manifest(BaseModel):
         """Size of all files."""
         return sum(file.num_bytes for file in self.files.values())
 
-    def metadata(self) -> Metadata:
-        """The tensors as `torch.distributed.checkpoint` describes them; each part's storage is (file, first byte)."""
+    def metadata(self, wanted: Mapping[str, Sequence[Box]]) -> Metadata:
+        """The tensors as `torch.distributed.checkpoint` describes them; each part's storage is (file, first byte).
+
+        Args:
+            wanted: Boxes of tensors that are to be read; parts that have nothing of them are left out.
+        """
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         places = {}
         for key, tensor in self.tensors.items():
             boxes = []
-            for offsets, sizes, file, start in tensor.parts:
+            for (offsets, sizes), file, start in tensor.parts(wanted.get(key, ())):
                 box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                 boxes.append(box)
                 places[MetadataIndex(key, box.offsets)] = (file, start)
             properties = TensorProperties(dtype=DTYPES[tensor.dtype])
             tensors[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), boxes)
         return Metadata(tensors, storage_data=places)
+
+
+def _column(numbers: Sequence[int]) -> Column:
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
 def read_manifest(path: Place) -> Manifest:

@@ -16,7 +16,9 @@ from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import MODEL, Chunk
 from nxtrain.checkpoint.convert import new_folder, refuse_to_overwrite, whole_shapes, write_json
 from nxtrain.checkpoint.hf import CONFIG
-from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.manifest import Manifest
+from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.nxd_files import (
     BASE_STATE,
     BEGUN,
@@ -92,7 +94,7 @@ def nxtrain_to_nxd(src: Path, dst: Path, target: Target, *, rates: Rates | None)
         ConfigError: NxD has no place for it, or `dst` holds something else.
     """
     src = layout.resolve(src)
-    meta = read_meta(src)
+    meta, manifest = open_checkpoint(src)
     family, config = meta.model()
     if family.name != FAMILY:
         raise ConfigError(f"{src} is a {family.name}; NeuronX Distributed's example is a {FAMILY}")
@@ -102,7 +104,7 @@ def nxtrain_to_nxd(src: Path, dst: Path, target: Target, *, rates: Rates | None)
     qkv = target.qkv or ("grouped" if copies > 1 else "separate")
     pp, dp = (getattr(target, axis) or meta.mesh.get(axis, 1) for axis in ("pp", "dp"))
     places = NxdLayout(whole_shapes(family, config), values, tp, pp, copies, qkv, target.platform)
-    writer = _Writer(src, meta, places, dp if target.zero1 else 1, target.zero1)
+    writer = _Writer(src, meta, manifest, places, dp if target.zero1 else 1, target.zero1)
     if rates is not None:
         writer.check_states()
     tag = dst / f"step_{meta.step}"
@@ -127,6 +129,7 @@ class _Writer:
     Args:
         src: The checkpoint.
         meta: What it says about itself.
+        manifest: What it holds.
         layout: Where its tensors lie on the ranks.
         dp: Ranks that cut the optimizer's state.
         zero1: Whether they do.
@@ -134,6 +137,7 @@ class _Writer:
 
     src: Path
     meta: Meta
+    manifest: Manifest
     layout: NxdLayout
     dp: int
     zero1: bool
@@ -215,7 +219,7 @@ class _Writer:
                     else:
                         targets[chunk] = first[chunk.index] = target
         with collective(f"cannot read {self.src}"):
-            reader = FileReader(self.src)
+            reader = FileReader(self.src, self.manifest, targets)
             dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
         for target, source in again:
             target.copy_(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     ReadItem,
@@ -61,12 +59,8 @@ class ChunkSavePlanner(SavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Join the ranks' plans, and make sure that they add up to whole tensors."""
-        plans, metadata = create_default_global_save_plan(all_plans)
-        for key, tensor in _tensors(metadata).items():
-            planned = sum(math.prod(box.sizes) for box in tensor.chunks)
-            assert planned == math.prod(tensor.size), f"{key} {tuple(tensor.size)}: ranks hold {planned} entries"
-        return plans, metadata
+        """Nothing: what is written where is up to the storage."""
+        return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Accept the joint plan."""
@@ -92,6 +86,7 @@ class ChunkLoadPlanner(LoadPlanner):
         self._chunks = tuple(targets)
         self._targets = {chunk.index: target for chunk, target in targets.items()}
         self._complete, self._padded = complete, padded
+        self._items: list[ReadItem] = []
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -108,8 +103,9 @@ class ChunkLoadPlanner(LoadPlanner):
             if chunk.key in self._stored
             for item in create_read_items_for_chunk_list(chunk.key, self._stored[chunk.key], [chunk.box])
         ]
+        self._items = items  # not told, since the coordinator would hear of those of all ranks
         wanted = {chunk.key: describe(chunk.shape, chunk.dtype) for chunk in self._chunks}
-        return LoadPlan(items, planner_data=wanted)
+        return LoadPlan([], planner_data=wanted)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse a checkpoint that is not what the ranks expect, before anything is read."""
@@ -123,13 +119,13 @@ class ChunkLoadPlanner(LoadPlanner):
         if problems:
             kinds = ", ".join(sorted({key.partition("/")[0] for key in self._stored}))
             raise CheckpointError("\n".join(["it does not fit the model", *problems, f"it holds: {kinds}"]))
-        return global_plan
+        return [LoadPlan([]) for _ in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Accept the joint plan."""
+        """What this rank reads."""
         for tensor in self._padded:
             tensor.zero_()
-        return central_plan
+        return LoadPlan(self._items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Never called: a checkpoint holds tensors only."""

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.blocks import Stored, verify
@@ -92,7 +91,7 @@ def write_state(
     meta = meta.model_copy(update={"mesh": degrees, "kinds": kinds})
     disk = mirrored.disk if mirrored else shared_disk(mesh)
     planner = ChunkSavePlanner(tuple(staged.tensors), staged.tensors.__getitem__)
-    written = write(path, planner, meta, mesh, tokenizer, group, disk, staged.memory)
+    written = write(path, planner, meta, mesh, tokenizer, group, disk, staged)
     read_back(path, written, mesh, group, disk)
 
     def make_room() -> None:
@@ -115,7 +114,7 @@ def write(
     tokenizer: Path | None = None,
     process_group: Group = None,
     disk: Disk | None = None,
-    memory: Tensor | None = None,
+    staged: Staged | None = None,
 ) -> Mapping[str, Stored]:
     """Write what a planner holds into a staging folder, then commit it.
 
@@ -127,15 +126,15 @@ def write(
         tokenizer: A `tokenizer.json` to keep with it.
         process_group: Group of all ranks that can carry host objects.
         disk: Who acts in the folder; None: rank 0 for all.
-        memory: Bytes that stay as they are meanwhile, if the planner's tensors lie in them: they are not copied.
+        staged: Where the planner's tensors stay as they are meanwhile; None: they are copied.
 
     Returns:
         The files that this rank wrote.
     """
     failure = f"cannot write {path}"
     disk = disk or shared_disk(mesh)
-    staged = _prepare(path, disk, mesh, process_group, failure)
-    writer = FileWriter(staged, mesh.rank, memory)
+    draft = _prepare(path, disk, mesh, process_group, failure)
+    writer = FileWriter(draft, mesh.rank, *((staged.memory, staged.joint) if staged else ()))
     try:
         with collective(failure):
             dcp.save(
@@ -145,14 +144,16 @@ def write(
                 process_group=process_group,
                 no_dist=not is_distributed(mesh),
             )
+        if staged:
+            staged.joint.told = True
         if disk.number == 1:
-            by_leader(lambda: _commit(staged, path, _seal(writer, meta, tokenizer)), mesh, process_group, failure)
+            by_leader(lambda: _commit(draft, path, _seal(writer, meta, tokenizer)), mesh, process_group, failure)
         else:
             seal = by_leader(lambda: _seal(writer, meta, tokenizer), mesh, process_group, failure)
-            disk.on_each(lambda: _commit(staged, path, seal), mesh, process_group, failure)
+            disk.on_each(lambda: _commit(draft, path, seal), mesh, process_group, failure)
     except CheckpointError:
         if disk.leads:
-            layout.discard(staged)
+            layout.discard(draft)
         raise
     return writer.stored
 
@@ -160,9 +161,9 @@ def write(
 def _prepare(path: Path, disk: Disk, mesh: Mesh, group: Group, failure: str) -> Path:
     if disk.number == 1:
         return by_leader(lambda: layout.prepare(path), mesh, group, failure)
-    staged = path.with_name(by_leader(lambda: layout.draft_of(path).name, mesh, group, failure))
-    disk.on_each(lambda: layout.prepare(path, staged), mesh, group, failure)
-    return staged
+    draft = path.with_name(by_leader(lambda: layout.draft_of(path).name, mesh, group, failure))
+    disk.on_each(lambda: layout.prepare(path, draft), mesh, group, failure)
+    return draft
 
 
 def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, bytes]:
@@ -174,11 +175,11 @@ def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, b
     return {**kept, layout.MANIFEST: manifest, layout.META: sealed.encode()}
 
 
-def _commit(staged: Path, path: Path, seal: Mapping[str, bytes]) -> None:
+def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
     """Seal the files that ranks have written, and give them their name."""
     for name, content in seal.items():
-        layout.write_durably(staged / name, partial(Path.write_bytes, data=content))
-    layout.publish(staged, path)
+        layout.write_durably(draft / name, partial(Path.write_bytes, data=content))
+    layout.publish(draft, path)
 
 
 def read_back(path: Path, written: Mapping[str, Stored], mesh: Mesh, group: Group, disk: Disk | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nxtrain.checkpoint.blocks import aligned_memory
 from nxtrain.checkpoint.chunks import Chunk, Shards, chunks, owned
+from nxtrain.checkpoint.storage import Joint
 from nxtrain.sharding import Layout
 
 
@@ -21,10 +22,12 @@ class Staged:
     Args:
         tensors: By chunk.
         memory: The bytes in which all of them lie.
+        joint: What all ranks write, the same each time.
     """
 
     tensors: Mapping[Chunk, Tensor]
     memory: Tensor
+    joint: Joint = field(default_factory=Joint)
 
 
 class Staging:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, Stored, verify
-from nxtrain.checkpoint.manifest import CODES, FileEntry, Manifest, Part, TensorEntry, header, read_manifest
+from nxtrain.checkpoint.chunks import Chunk
+from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, Part, TensorEntry, file_of, header
 from nxtrain.checkpoint.places import Place, open_source
 from nxtrain.errors import DamagedError
 
@@ -27,13 +29,17 @@ PIECE_BYTES = 1 << 26
 """Most bytes of a tensor that wait for being copied to where they go."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a part was written."""
+class Joint:
+    """What all ranks write, which they tell each other once: a run writes the same parts in each checkpoint.
 
-    file: str
-    start: int
-    stored: Stored
+    Attributes:
+        told: This rank has told its parts.
+        tensors: All of them, by key; on the coordinator, once it was told.
+    """
+
+    def __init__(self) -> None:
+        self.told = False
+        self.tensors: dict[str, TensorEntry] = {}
 
 
 class FileWriter(StorageWriter):
@@ -43,15 +49,19 @@ class FileWriter(StorageWriter):
         folder: Where; it exists.
         rank: This one, which names the file.
         memory: Bytes that stay as they are until all is written; tensors that lie in them are not copied.
+        joint: Of an earlier writer of the same parts; None: there was none.
 
     Attributes:
         stored: The file that this rank wrote, by name; at most one.
         manifest: Of all ranks, on the coordinator when all is written.
     """
 
-    def __init__(self, folder: Path, rank: int, memory: Tensor | None = None) -> None:
-        self._folder, self._name = folder, f"rank-{rank:05d}.safetensors"
+    def __init__(self, folder: Path, rank: int, memory: Tensor | None = None, joint: Joint | None = None) -> None:
+        self._folder, self._name = folder, file_of(rank)
         self._memory = torch.empty(0, dtype=torch.uint8) if memory is None else memory
+        self._joint = joint or Joint()
+        self._items: list[WriteItem] = []
+        self._header = b""
         self.stored: dict[str, Stored] = {}
         self.manifest: Manifest | None = None
 
@@ -62,25 +72,32 @@ class FileWriter(StorageWriter):
         """Nothing: the folder is there."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Put wide types first, so that every entry lies at a multiple of its size."""
-        return SavePlan(sorted(plan.items, key=lambda item: -_part(item).dtype.itemsize))
+        """Keep the plan, and tell where each part will lie, in few words: the coordinator hears it of every rank."""
+        # Wide types first, so that every entry lies at a multiple of its size.
+        self._items = sorted(plan.items, key=lambda item: -_part(item).dtype.itemsize)
+        self._header, starts = header([_part(item) for item in self._items])
+        if self._joint.told:
+            return SavePlan([])
+        told = [_told(item, start) for item, start in zip(self._items, starts, strict=True)]
+        return SavePlan([], planner_data=told)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Accept the plans."""
-        return plans
+        """Join what all ranks tell, and make sure that it adds up to whole tensors."""
+        if not self._joint.told:
+            self._joint.tensors = _join([plan.planner_data for plan in plans])
+        return [SavePlan([]) for _ in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan, planner) if plan.items else [])
+        done.set_result(self._write(planner) if self._items else [])
         return done
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        first, starts = header([_part(item) for item in plan.items])
+    def _write(self, planner: SavePlanner) -> list[WriteResult]:
         with BlockWriter(self._folder / self._name) as writer:
-            writer.write(memoryview(first))
+            writer.write(memoryview(self._header))
             low = high = 0  # of the memory: adjacent tensors that are not written yet
-            for item in plan.items:
+            for item in self._items:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
                 start = self._offset(tensor)
@@ -93,11 +110,7 @@ class FileWriter(StorageWriter):
                     high += tensor.nbytes
             writer.write(bytes_of(self._memory[low:high]), stays=True)
             stored = self.stored[self._name] = writer.close()
-        places = (_Place(self._name, start, stored) for start in starts)
-        return [
-            WriteResult(item.index, _part(item).num_bytes, place)
-            for item, place in zip(plan.items, places, strict=True)
-        ]
+        return [WriteResult(MetadataIndex(self._name), stored.num_bytes, stored)]
 
     def _offset(self, tensor: Tensor) -> int | None:
         """Where in the memory a tensor lies in one piece, if it does."""
@@ -106,18 +119,9 @@ class FileWriter(StorageWriter):
         return offset if within and tensor.is_contiguous() and tensor.is_cpu else None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Join what all ranks wrote."""
-        places: dict[MetadataIndex, _Place] = {
-            result.index: result.storage_data for written in results for result in written
-        }
-        files = {place.file: FileEntry.of(place.stored) for place in places.values()}
-        tensors = {}
-        for key, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            found = [(box, places[MetadataIndex(key, box.offsets)]) for box in tensor.chunks]
-            parts = tuple((tuple(box.offsets), tuple(box.sizes), place.file, place.start) for box, place in found)
-            tensors[key] = TensorEntry(dtype=CODES[tensor.properties.dtype], shape=tuple(tensor.size), parts=parts)
-        self.manifest = Manifest(files=dict(sorted(files.items())), tensors=tensors)
+        """List what all ranks wrote."""
+        files = {result.index.fqn: FileEntry.of(result.storage_data) for written in results for result in written}
+        self.manifest = Manifest(files=dict(sorted(files.items())), tensors=self._joint.tensors)
 
     def verify(self) -> None:
         """Read back what this rank wrote.
@@ -139,18 +143,24 @@ class FileReader(StorageReader):
 
     Args:
         folder: The checkpoint.
-        manifest: Its manifest; None: it is read.
+        manifest: Its manifest.
+        wanted: What is to be read.
         copies: Other places of the same checkpoint, for the blocks that this one lacks or has damaged.
 
     Attributes:
         damage: What was wrong in one place and right in another.
     """
 
-    def __init__(self, folder: Place, manifest: Manifest | None = None, copies: Sequence[Place] = ()) -> None:
+    def __init__(
+        self, folder: Place, manifest: Manifest, wanted: Iterable[Chunk], copies: Sequence[Place] = ()
+    ) -> None:
         self._places = (folder, *copies)
         self.damage: list[DamagedError] = []
-        self._manifest = manifest or read_manifest(folder)
-        self._metadata = self._manifest.metadata()
+        self._manifest = manifest
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        for chunk in wanted:
+            boxes[chunk.key].append((chunk.block.offsets, chunk.block.sizes))
+        self._metadata = manifest.metadata(boxes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: each reader reads one checkpoint."""
@@ -270,3 +280,30 @@ def _part(item: WriteItem) -> Part:
     assert data is not None
     box = data.chunk
     return Part(item.index.fqn, data.properties.dtype, tuple(box.offsets), tuple(box.sizes))
+
+
+_Told = tuple[str, str, tuple[int, ...], Box, int]
+"""Key, type and shape of a tensor; a box of it, and where in a rank's file it begins."""
+
+
+def _told(item: WriteItem, start: int) -> _Told:
+    data, part = item.tensor_data, _part(item)
+    assert data is not None
+    return part.key, CODES[part.dtype], tuple(data.size), (part.offsets, part.sizes), start
+
+
+def _join(told: Sequence[Sequence[_Told]]) -> dict[str, TensorEntry]:
+    """What all ranks tell, by key; each tensor's parts in the order of ranks."""
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found: dict[str, list[tuple[int, Box, int]]] = defaultdict(list)
+    for rank, ours in enumerate(told):
+        for key, dtype, shape, box, start in ours:
+            assert shapes.setdefault(key, (dtype, shape)) == (dtype, shape), f"{key}: ranks differ in type or shape"
+            found[key].append((rank, box, start))
+    joint = {}
+    for key, parts in found.items():
+        (dtype, shape), (ranks, boxes, starts) = shapes[key], zip(*parts, strict=True)
+        planned = sum(math.prod(sizes) for _, sizes in boxes)
+        assert planned == math.prod(shape), f"{key} {shape}: ranks hold {planned} entries"
+        joint[key] = TensorEntry.of(dtype, shape, ranks, starts, boxes)
+    return joint

@@ -116,7 +116,7 @@ def test_stages_are_no_part_of_a_checkpoint(
         inside = sorted(
             (start, Part(key, DTYPES[tensor.dtype], offsets, sizes))
             for key, tensor in manifest.tensors.items()
-            for offsets, sizes, where, start in tensor.parts
+            for (offsets, sizes), where, start in tensor.parts()
             if where == name
         )
         parts = [part for _, part in inside]

@@ -59,7 +59,8 @@ def flip_in(kind: str) -> Callable[[Path], Path]:
 
     def damage(checkpoint: Path) -> Path:
         tensors = read_manifest(checkpoint).tensors
-        _, _, file, first = [entry for key, entry in tensors.items() if key.startswith(f"{kind}/")][-1].parts[-1]
+        entry = [entry for key, entry in tensors.items() if key.startswith(f"{kind}/")][-1]
+        _, file, first = [*entry.parts()][-1]
         return flip(checkpoint / file, first)
 
     return damage

@@ -272,7 +272,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     files = {name: (checkpoint / name).read_bytes() for name in manifest.files}
     found = {}
     for key, entry in manifest.tensors.items():
-        for offsets, sizes, file, begin in entry.parts:
+        for (offsets, sizes), file, begin in entry.parts():
             size = Part(key, DTYPES[entry.dtype], offsets, sizes).num_bytes
             found[f"{key}{list(offsets)}"] = files[file][begin : begin + size]
     return found
