@@ -103,7 +103,7 @@ def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
 
 def _advise(config: RunConfig) -> None:
     """Say it if another checkpoint interval would save much."""
-    from nxtrain.metrics.goodput import read
+    from nxtrain.metrics.goodput_log import read
     from nxtrain.plan.goodput import advice
     from nxtrain.train.recovery.attempts import LOGS
 

@@ -1,32 +1,18 @@
 """Goodput: which share of the time since a run's first start went into steps that stand, and where the rest went.
 
-`logs/goodput.jsonl` has what each start spent, added up, whenever it logs or saves; `logs/goodput.json` the same a
-second ago or so, since who is killed says nothing. What a killed start did after that, and how long it took to notice
-that it was gone, counts as restart. On devices that compute behind the host, a step that is not logged counts as
-finished when it is queued.
+`goodput_meter` counts what a start spends, and `goodput_log` keeps it in the run folder.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
-from nxtrain.metrics.uptime import Instant, now
+from nxtrain.metrics.uptime import Instant
 
-GOODPUT_FILE = "goodput.jsonl"
-LATEST_FILE = "goodput.json"
-
-REFRESH_S = 1.0
-"""Between writes of the latest state."""
-
-PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
-"""Work of a run that is no training, and where its time is counted."""
+MOST_POINTS, EXACT_POINTS = 48, 16
+"""Steps of a start that are kept with the time until then, and the newest of them, which stay when there are more."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ class Start:
         seen: When it last said something.
         spent: What it had spent by then.
         outcome: How it ended: `done`, `stopped`, `failed`, `killed`; empty while it runs.
-        course: Some finished steps, each with `train_s` by then.
+        course: Finished steps at which it saved, each with `train_s` by then; of the older ones some.
     """
 
     resumed: int
@@ -77,16 +63,25 @@ class Start:
     seen: Instant
     spent: Spent
     outcome: str = ""
-    course: list[tuple[int, float]] = field(default_factory=list)
+    course: tuple[tuple[int, float], ...] = ()
 
     def train_s(self, step: int) -> float:
         """Seconds of training up to a step that it finished; between known steps all take alike."""
-        known = [(self.resumed, 0.0), *self.course, (self.spent.step, self.spent.train_s)]
-        after = bisect_right([at for at, _ in known], step)
-        if after == len(known):
+        # The first step counts as start.
+        known = {self.resumed: 0.0, self.resumed + 1: 0.0, **dict(self.course), self.spent.step: self.spent.train_s}
+        points = sorted(known.items())
+        after = bisect_right([at for at, _ in points], step)
+        if after == len(points):
             return self.spent.train_s
-        (first, begin_s), (last, end_s) = known[after - 1], known[after]
+        (first, begin_s), (last, end_s) = points[after - 1], points[after]
         return begin_s + (end_s - begin_s) * (step - first) / (last - first)
+
+    def with_save(self) -> Start:
+        """The same, which has saved after its last step."""
+        points = tuple(sorted({**dict(self.course), self.spent.step: self.spent.train_s}.items()))
+        if len(points) > MOST_POINTS:  # a later start begins near the end; further back every second point will do
+            points = (*points[:-EXACT_POINTS:2], *points[-EXACT_POINTS:])
+        return replace(self, course=points)
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def account(starts: Sequence[Start]) -> Goodput:
     """Add up what the starts of a run spent."""
     found: dict[str, float] = dict.fromkeys((part for part in asdict(Goodput()) if part.endswith("_s")), 0.0)
     lost_steps = 0
-    stands = _standing(starts)
+    stands = standing(starts)
     for index, (start, stood) in enumerate(zip(starts, stands, strict=True)):
         spent, elapsed_s = start.spent, start.seen.up - start.began.up
         begins = "restart_s" if index else "start_s"
@@ -176,178 +171,7 @@ def account(starts: Sequence[Start]) -> Goodput:
     return Goodput(starts=len(starts), lost_steps=lost_steps, **found)
 
 
-def read(logs: Path) -> list[Start]:
-    """The starts that a folder tells of; the last one that does not say how it ended ends with what was last seen.
-
-    Args:
-        logs: Where the files are.
-    """
-    found: list[Start] = []
-    for line in _lines(logs / GOODPUT_FILE):
-        with suppress(KeyError, TypeError, IndexError):  # a line that is none of ours, or whose start is missing
-            _take(found, line)
-    if found and not found[-1].outcome:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            latest = json.loads((logs / LATEST_FILE).read_text(encoding="utf-8"))
-            if latest["up"] > found[-1].seen.up:
-                _take(found, latest)
-    return found
-
-
-@dataclass
-class GoodputMeter:
-    """Counts the time of a run into its folder; the leader has one. A disk that fails costs the count, not the run.
-
-    Args:
-        logs: Folder of the files.
-        told: Takes lines for people.
-        began: When this process was started; None: when it begins to train.
-        clock: Gives the moment.
-    """
-
-    logs: Path
-    told: Callable[[str], None] = lambda line: None
-    began: Instant | None = None
-    clock: Callable[[], Instant] = now
-    _past: list[Start] = field(default_factory=list, init=False)
-    _start: Start | None = field(default=None, init=False)
-    _section: str = field(default="train_s", init=False)
-    _settled: float = field(default=0.0, init=False)
-    _next_beat: float = field(default=0.0, init=False)
-
-    def begin(self, resumed: int) -> None:
-        """Note a start, which goes on after a step."""
-        self._past = read(self.logs)
-        present = self.clock()
-        began = self.began or present
-        if self._past:
-            last = self._past[-1]
-            if not last.outcome:
-                last = self._past[-1] = replace(last, outcome="killed")
-                self._append("end", last, outcome="killed")
-            if began.boot and began.boot == last.seen.boot and began.up < last.seen.up:
-                began = last.seen  # one process that started a run twice
-        self._settled = began.up
-        self._start = Start(resumed, began, present, Spent(resumed))
-        # Where earlier starts stand is known from here on, and all that is asked of their courses.
-        stands = zip(self._past, _standing([*self._past, self._start])[:-1], strict=True)
-        self._past = [replace(past, course=[(stood, past.train_s(stood))]) for past, stood in stands]
-        self._append("start", self._start, began_wall=began.wall, resumed=resumed)
-
-    def enter(self, step: int, work: str) -> None:
-        """Begin some work; an evaluation and a checkpoint come after their step."""
-        if self._start is not None and work in PAUSES:
-            self._finish(step)
-            self._settle()
-            self._section = PAUSES[work]
-
-    def finish(self, step: int) -> None:
-        """Note that a step is finished, and all that follows it; the next one begins."""
-        if self._start is None:
-            return
-        saved = self._section == "stall_s"
-        self._finish(step)
-        self._settle()
-        self._section = "train_s"
-        if saved:
-            self._append("saved", self._start)
-
-    def log(self, step: int) -> float:
-        """Note that a step is finished and that its results were read; the goodput so far."""
-        if self._start is None:
-            return 0.0
-        self.finish(step)
-        self._append("log", self._start)
-        return self.read().goodput
-
-    def saved(self, stall_s: float, write_s: float) -> None:
-        """Note that a checkpoint was committed.
-
-        Args:
-            stall_s: What training waited for it.
-            write_s: What it took to be written after that.
-        """
-        if self._start is not None:
-            spent = self._start.spent
-            self._spend(
-                saves=spent.saves + 1,
-                save_stall_s=spent.save_stall_s + stall_s,
-                save_write_s=spent.save_write_s + write_s,
-            )
-
-    def beat(self) -> None:
-        """Leave what is known now for whoever comes after; written once in a while, from any thread."""
-        start = self._start
-        if start is None or start.outcome or time.monotonic() < self._next_beat:
-            return
-        self._next_beat = time.monotonic() + REFRESH_S
-        new = self.logs / f"{LATEST_FILE}.tmp"
-        line = self._line("beat", replace(start, seen=self.clock()))
-        with suppress(OSError):
-            new.write_text(json.dumps(line) + "\n", encoding="utf-8")
-            new.replace(self.logs / LATEST_FILE)
-
-    def end(self, outcome: str) -> None:
-        """Note the end: `done`, `stopped` or `failed`."""
-        if self._start is None:
-            return
-        if outcome != "failed" and self._section in PAUSES.values():
-            self._settle()
-        self._start = replace(self._start, outcome=outcome, seen=self.clock())
-        found = self.read()
-        self._append("end", self._start, outcome=outcome, **found.record())
-        if outcome != "failed":  # of which the next start tells
-            self.told(str(found))
-
-    def read(self) -> Goodput:
-        """Where the time went, up to now."""
-        present = [] if self._start is None else [self._start]
-        if present and not present[0].outcome:
-            present = [replace(present[0], seen=self.clock())]
-        return account([*self._past, *present])
-
-    def _finish(self, step: int) -> None:
-        """Count the time since the last progress as that of a step."""
-        assert self._start is not None
-        first = self._start.spent.step == self._start.resumed
-        if step == self._start.spent.step:
-            return
-        self._section = "start_s" if first else "train_s"
-        self._spend(step=step)
-        self._settle()
-        if first and self._past:
-            self.told(str(self.read()))
-
-    def _settle(self) -> None:
-        """Count the time since the last progress to the present section."""
-        assert self._start is not None
-        if self._start.spent.step > self._start.resumed:
-            up = self.clock().up
-            self._spend(**{self._section: getattr(self._start.spent, self._section) + up - self._settled})
-            self._settled = up
-
-    def _spend(self, **changed: Any) -> None:
-        assert self._start is not None
-        self._start = replace(self._start, spent=replace(self._start.spent, **changed))
-
-    def _append(self, event: str, start: Start, **more: Any) -> None:
-        file = self.logs / GOODPUT_FILE
-        with suppress(OSError):
-            self.logs.mkdir(parents=True, exist_ok=True)
-            # Whatever was torn off before ends here, and readers skip empty lines.
-            with file.open("a", encoding="utf-8") as lines:
-                before = "\n" * (event in {"start", "end"} and lines.tell() > 0)
-                line = self._line(event, replace(start, seen=start.seen if start.outcome else self.clock()))
-                lines.write(before + json.dumps({**line, **more}) + "\n")
-
-    @staticmethod
-    def _line(event: str, start: Start) -> dict[str, Any]:
-        rounded = {key: round(value, 6) for key, value in asdict(start.spent).items()}
-        seen, began = start.seen, start.began
-        return {"event": event, "boot": began.boot, "began": began.up, "up": seen.up, "wall": seen.wall, **rounded}
-
-
-def _standing(starts: Sequence[Start]) -> list[int]:
+def standing(starts: Sequence[Start]) -> list[int]:
     """Of each start the last step that no later one did again."""
     found, least = [], max((start.spent.step for start in starts), default=0)
     for start in reversed(starts):
@@ -355,33 +179,6 @@ def _standing(starts: Sequence[Start]) -> list[int]:
         least = min(least, start.resumed)
     return found[::-1]
 
-
-def _take(found: list[Start], line: dict[str, Any]) -> None:
-    """Add what a line tells to the starts so far."""
-    spent = Spent(**{key: line[key] for key in _SPENT})
-    if line["event"] == "start":
-        began = Instant(line["boot"], line["began"], line["began_wall"])
-        found.append(Start(line["resumed"], began, Instant(line["boot"], line["up"], line["wall"]), spent))
-        return
-    last = found[-1]
-    if last.outcome or (line["boot"], line["began"]) != (last.began.boot, last.began.up):
-        return  # of a start whose first line is lost
-    seen = Instant(last.began.boot, line["up"], line["wall"])
-    if spent.step > (last.course[-1][0] if last.course else last.resumed):
-        last.course.append((spent.step, spent.train_s))
-    found[-1] = replace(last, seen=seen, spent=spent, outcome=line.get("outcome", ""))
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; one that was torn is left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
-
-_SPENT = tuple(asdict(Spent(0)))
 
 _SHOWN_S = 0.05
 """Rounds to more than nothing."""

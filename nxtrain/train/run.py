@@ -19,7 +19,7 @@ from nxtrain.config.show import dump
 from nxtrain.data import Loader, Samples, open_data, unigram_entropy
 from nxtrain.errors import CheckpointError, DivergedError, RestartError, StoppedBySignal
 from nxtrain.mesh import Mesh
-from nxtrain.metrics.goodput import GoodputMeter
+from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.screen import Screen, standard_error
 from nxtrain.metrics.sinks import open_sinks

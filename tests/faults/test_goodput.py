@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.metrics.goodput import account, read
+from nxtrain.metrics.goodput import account
+from nxtrain.metrics.goodput_log import read
 from nxtrain.train.recovery.attempts import LOGS
 from tests.support.command_ranks import write_config
 from tests.support.runs import records

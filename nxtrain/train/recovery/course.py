@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from nxtrain.errors import StoppedBySignal
-from nxtrain.metrics.goodput import GoodputMeter
+from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.screen import standard_error
 from nxtrain.train.recovery.attempts import LOGS, Attempts
 from nxtrain.train.recovery.watchdog import Watchdog

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from nxtrain.metrics import uptime
-from nxtrain.metrics.goodput import GOODPUT_FILE, LATEST_FILE, Goodput, GoodputMeter, account, read
+from nxtrain.metrics.goodput import EXACT_POINTS, MOST_POINTS, Goodput, account
+from nxtrain.metrics.goodput_log import GOODPUT_FILE, LATEST_FILE, read
+from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.uptime import Instant, process_began
 
 
@@ -216,23 +218,161 @@ def test_torn_and_foreign_lines_are_left_out(run: Run, file: str) -> None:
     whole = (run.logs / file).read_bytes()
     for size in range(0, len(whole), 7):
         (run.logs / file).write_bytes(whole[:size])
-        assert len(read(run.logs)) == (size > whole.find(b"}") or file == LATEST_FILE)
+        (start,) = read(run.logs)
+        assert start.spent.step == 10 * (file == GOODPUT_FILE)  # a file of the two has all that is known of a start
     (run.logs / file).write_bytes(whole[:-20] + b'\xff\x00\n[]\n7\n{}\n{"event": "log"')
     run.start(8, 12, "done")
     found = run.parts()
     assert [start.outcome for start in read(run.logs)] == ["killed", "done"]
     assert found.wall_s == pytest.approx(total(found), abs=1e-9)
-    assert found.productive_s == 10.0
+    assert found.productive_s == (10.0 if file == GOODPUT_FILE else 3.0)
 
 
-def test_a_start_whose_first_line_is_lost_spoils_no_other(run: Run) -> None:
+@pytest.mark.parametrize("event", ["start", "end"])
+def test_either_line_of_a_start_tells_all_of_it(run: Run, event: str) -> None:
+    """An end that nobody tells is that of a start that was killed."""
     run.start(0, 8, "stopped")
-    before = run.parts()
     run.start(8, 12, "done")
-    lines = [line for line in (run.logs / GOODPUT_FILE).read_text().splitlines() if line]
-    second = next(i for i, line in enumerate(lines) if '"start"' in line and i)
-    (run.logs / GOODPUT_FILE).write_text("\n".join([*lines[:second], *lines[second + 1 :]]))
-    assert run.parts() == before
+    before, lines = run.parts(), [line for line in (run.logs / GOODPUT_FILE).read_text().splitlines() if line]
+    assert [json.loads(line)["event"] for line in lines] == ["start", "end"] * 2
+    del lines[2 if event == "start" else 1]
+    (run.logs / GOODPUT_FILE).write_text("\n".join(lines))
+    if event == "start":
+        assert run.parts() == before
+    else:
+        assert [(start.outcome, start.spent.step) for start in read(run.logs)] == [("killed", 0), ("done", 12)]
+
+
+def test_a_start_that_is_killed_as_it_writes_keeps_what_the_one_before_left(run: Run) -> None:
+    """Whatever part of its first lines is there: its own, and that by which it closes the one before."""
+    run.start(0, 10, "killed")
+    known, latest = (run.logs / GOODPUT_FILE).read_bytes(), (run.logs / LATEST_FILE).read_bytes()
+    (expected,) = read(run.logs)
+    run.machine.wait(5.0)
+    GoodputMeter(run.logs, clock=run.machine).begin(8)
+    added = (run.logs / GOODPUT_FILE).read_bytes()[len(known) :]
+    for size in range(0, len(added) + 1, 5):
+        (run.logs / GOODPUT_FILE).write_bytes(known + added[:size])
+        assert (run.logs / LATEST_FILE).read_bytes() == latest
+        first, *later = read(run.logs)
+        assert replace(first, outcome="") == expected
+        assert len(later) == (size >= len(added) - 1)
+        GoodputMeter(run.logs, clock=run.machine).begin(8)
+        assert read(run.logs)[0] == replace(expected, outcome="killed")
+        assert all(not start.spent.total_s for start in read(run.logs)[1:])
+        (run.logs / LATEST_FILE).write_bytes(latest)
+
+
+def test_what_cannot_be_written_now_is_before_anything_takes_its_place(run: Run) -> None:
+    run.start(0, 10, "killed")
+    file = run.logs / GOODPUT_FILE
+    begun = file.read_bytes()
+    file.unlink()
+    file.mkdir()  # no file can be opened there
+    meter = GoodputMeter(run.logs, clock=run.machine)
+    meter.begin(8)
+    meter.log(9)
+    assert read(run.logs)[-1].spent.step == 10
+    file.rmdir()
+    file.write_bytes(begun)
+    meter.log(10)
+    assert [(start.outcome, start.resumed, start.spent.step) for start in read(run.logs)] == [
+        ("killed", 0, 10),
+        ("", 8, 10),
+    ]
+
+
+def test_the_files_do_not_grow_with_the_run(run: Run) -> None:
+    """10 000 logged steps, a fourth of them with a checkpoint, of which the newest tell exactly what was lost."""
+    meter = GoodputMeter(run.logs, began=run.machine(), clock=run.machine)
+    meter.begin(0)
+    for step in range(1, 10_001):
+        run.machine.wait(1.0 + step % 7 / 8)
+        meter.log(step)
+        if step % 4 == 0:
+            meter.enter(step, "checkpoint")
+            meter.saved(0.5, 3.0)
+            meter.finish(step)
+    sizes = [(run.logs / name).stat().st_size for name in (GOODPUT_FILE, LATEST_FILE)]
+    assert max(sizes) < 2048, sizes
+    (start,) = read(run.logs)
+    assert len(start.course) <= MOST_POINTS
+    steps = [step for step, _ in start.course]
+    assert steps[-EXACT_POINTS:] == list(range(10_004 - 4 * EXACT_POINTS, 10_001, 4))
+    meter.end("failed")
+    run.machine.wait(5.0)
+    resumed = 9_996
+    GoodputMeter(run.logs, clock=run.machine).begin(resumed)
+    lost_s = sum(1.0 + step % 7 / 8 for step in range(resumed + 1, 10_001))
+    assert run.parts().lost_s == pytest.approx(lost_s, abs=1e-9)
+    # Further back than checkpoints are kept, to within what a step differs from others.
+    (run.logs / GOODPUT_FILE).write_text((run.logs / GOODPUT_FILE).read_text().replace(f": {resumed}", ": 5002"))
+    exact_s = sum(1.0 + step % 7 / 8 for step in range(5003, 10_001))
+    assert run.parts().lost_s == pytest.approx(exact_s, abs=2.0)
+
+
+WRITER = """
+import sys, pathlib
+from nxtrain.metrics.goodput_meter import GoodputMeter
+meter = GoodputMeter(pathlib.Path(sys.argv[1]))
+meter.begin(int(sys.argv[2]))
+for step in range(int(sys.argv[2]) + 1, 1_000_000):
+    if step % 5 == 0:
+        meter.enter(step, "checkpoint")
+    meter.log(step)
+    print(step, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_at_any_instant_has_told_each_step_that_it_logged(tmp_path: Path) -> None:
+    """By SIGKILL, after so many steps that others were told before; also in the midst of a write."""
+    told = list[int]()
+    for number in range(4):
+        began = told[-1] if told else 0
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(began)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(20 + 7 * number):
+                process.stdout.readline()
+            process.kill()
+            rest = [line for line in process.stdout.read().splitlines() if line]
+        told.append(began + 20 + 7 * number + len(rest))
+        starts = read(tmp_path)
+        assert len(starts) == number + 1
+        # The last that it logged it may not have lived to say.
+        assert [start.spent.step - last for start, last in zip(starts, told, strict=True)][-1] in {0, 1}
+        told[-1] = starts[-1].spent.step
+        assert [start.spent.step for start in starts] == told
+    assert [start.outcome for start in starts] == ["killed"] * 3 + [""]
+
+
+EARLIER = """
+{"event": "start", "boot": "b", "began": 0.0, "up": 9.0, "wall": 109.0, "step": 0, "start_s": 0.0, "train_s": 0.0, \
+"eval_s": 0.0, "stall_s": 0.0, "saves": 0, "save_stall_s": 0.0, "save_write_s": 0.0, "began_wall": 100.0, "resumed": 0}
+{"event": "saved", "boot": "b", "began": 0.0, "up": 15.5, "wall": 115.5, "step": 4, "start_s": 10.0, "train_s": 5.0, \
+"eval_s": 0.0, "stall_s": 0.5, "saves": 1, "save_stall_s": 0.5, "save_write_s": 1.0}
+{"event": "log", "boot": "b", "began": 0.0, "up": 16.5, "wall": 116.5, "step": 5, "start_s": 10.0, "train_s": 6.0, \
+"eval_s": 0.0, "stall_s": 0.5, "saves": 1, "save_stall_s": 0.5, "save_write_s": 1.0}
+{"event": "log", "boot": "b", "began":"""
+
+EARLIER_LATEST = """
+{"event": "beat", "boot": "b", "began": 0.0, "up": 19.5, "wall": 119.5, "step": 7, "start_s": 10.0, "train_s": 9.0, \
+"eval_s": 0.0, "stall_s": 0.5, "saves": 1, "save_stall_s": 0.5, "save_write_s": 1.0}
+"""
+
+
+def test_files_of_earlier_versions_tell_what_they_told(run: Run) -> None:
+    """With a line for each log and each checkpoint; torn by a kill."""
+    run.logs.mkdir()
+    (run.logs / GOODPUT_FILE).write_text(EARLIER)
+    (run.logs / LATEST_FILE).write_text(EARLIER_LATEST)
+    run.machine = Machine("b", 21.5, 121.5)
+    run.start(4, 8, "done", tail_s=0.0)
+    found = run.parts()
+    assert (found.starts, found.start_s, found.lost_steps, found.lost_s) == (2, 10.0, 3, 4.0)
+    assert (found.productive_s, found.restart_s) == (5.0 + 3.0, 2.0 + 11.0)
+    assert total(found) == pytest.approx(found.wall_s, abs=1e-9)
 
 
 def test_a_disk_that_fails_costs_the_count_and_not_the_run(run: Run) -> None:
@@ -264,7 +404,7 @@ def test_a_start_keeps_of_earlier_ones_only_where_they_stand(run: Run) -> None:
         run.start(resumed, last, "failed")
     meter = GoodputMeter(run.logs, clock=run.machine)
     meter.begin(28)
-    assert [past.course for past in meter._past] == [[(20, 19.0)], [(24, 3.0)], [(28, 3.0)]]
+    assert [past.course for past in meter._past] == [((20, 19.0),), ((24, 3.0),), ((28, 3.0),)]
     assert math.isclose(meter.read().productive_s, run.parts().productive_s)
 
 

@@ -1,0 +1,122 @@
+"""What each start of a run spent, in the run folder; its size does not depend on how long they last.
+
+`logs/goodput.jsonl` gets a line when a start begins and one when it ends, if only by what its successor knows of it.
+`logs/goodput.json` is the present start so far, replaced as a whole; a line of both tells all of its start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from nxtrain.metrics.goodput import Spent, Start
+from nxtrain.metrics.uptime import Instant
+
+GOODPUT_FILE = "goodput.jsonl"
+LATEST_FILE = "goodput.json"
+
+
+class GoodputLog:
+    """Writes the starts of a run; a disk that fails costs what it lacks in the end, not the run.
+
+    Args:
+        logs: Folder of the files.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._waiting: list[str] = []
+        self._writing = Lock()
+
+    def add(self, event: str, start: Start, more: Mapping[str, float] | None = None) -> None:
+        """Write for good how a start begins or ends."""
+        with self._writing:
+            self._waiting.append(json.dumps({"event": event, **_line(start), **(more or {})}))
+            self._flush()
+
+    def replace(self, present: Callable[[], Start | None]) -> None:
+        """Write how far the present start is, if there is one; from any thread.
+
+        It takes the place of what was known of the start before only once that is written for good.
+        """
+        new = self._logs / f"{LATEST_FILE}.tmp"
+        with self._writing, suppress(OSError):
+            if self._flush() and (start := present()):
+                new.write_text(json.dumps({"event": "beat", **_line(start)}) + "\n", encoding="utf-8")
+                new.replace(self._logs / LATEST_FILE)
+
+    def _flush(self) -> bool:
+        """Write what waits, and tell whether nothing does any more."""
+        with suppress(OSError):
+            self._logs.mkdir(parents=True, exist_ok=True)
+            while self._waiting:
+                with (self._logs / GOODPUT_FILE).open("a", encoding="utf-8") as file:
+                    # Whatever was torn off before ends here, and readers skip empty lines.
+                    file.write("\n" * (file.tell() > 0) + self._waiting[0] + "\n")
+                self._waiting.pop(0)
+        return not self._waiting
+
+
+def read(logs: Path) -> list[Start]:
+    """The starts that a folder tells of; the last one that does not say how it ended ends with what was last seen.
+
+    Args:
+        logs: Where the files are.
+    """
+    found: list[Start] = []
+    for line in _lines(logs / GOODPUT_FILE):
+        _take(found, line)
+    for line in _lines(logs / LATEST_FILE):
+        _take(found, line)
+    return found
+
+
+def _line(start: Start) -> dict[str, Any]:
+    spent = {key: round(value, 6) for key, value in asdict(start.spent).items()}
+    began, seen = start.began, start.seen
+    line: dict[str, Any] = {"boot": began.boot, "began": began.up, "began_wall": began.wall, "resumed": start.resumed}
+    line |= {"up": seen.up, "wall": seen.wall, **spent}
+    line["course"] = [(step, round(train_s, 6)) for step, train_s in start.course]
+    return line | ({"outcome": start.outcome} if start.outcome else {})
+
+
+def _take(found: list[Start], line: Any) -> None:
+    """Add what a line tells to the starts so far; one that is none of ours, or of a start before, is left out."""
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        spent = Spent(**{key: line[key] for key in _SPENT})
+        seen, outcome = Instant(line["boot"], line["up"], line["wall"]), line.get("outcome", "")
+        key = (line["boot"], line["began"])
+        known = next((start for start in found if (start.began.boot, start.began.up) == key), None)
+        if known is None:
+            began = Instant(*key, line["began_wall"])
+            start = Start(line["resumed"], began, seen, spent, outcome, _course(line))
+            if found and not found[-1].outcome:
+                found[-1] = replace(found[-1], outcome="killed")
+            found.append(start)
+        elif known is found[-1] and not known.outcome and seen.up >= known.seen.up:
+            present = replace(known, seen=seen, spent=spent, outcome=outcome)
+            if "course" in line:
+                present = replace(present, course=_course(line))
+            elif line["event"] == "saved":  # as earlier versions told each
+                present = present.with_save()
+            found[-1] = present
+
+
+def _course(line: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    return tuple((step, train_s) for step, train_s in line.get("course", ()))
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """The whole lines of a file; one that was torn is left out."""
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
+
+
+_SPENT = tuple(asdict(Spent(0)))
