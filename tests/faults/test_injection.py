@@ -20,9 +20,9 @@ import pytest
 from nxtrain import cli
 from nxtrain.train import (
     fault_kinds,
-    faults,
     run,  # noqa: F401  # so that the processes need not import it
 )
+from nxtrain.train.fault_points import POINTS, VARIABLE
 from tests.support.runs import token_file
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -63,7 +63,7 @@ def config(folder: Path) -> Path:
 def command(folder: Path, armed: str, *overrides: str, recorded: Path | None = None) -> tuple[int, str]:
     """`nxtrain train` in a process of its own: its exit code and what it told."""
     told = folder / "told.txt"
-    environ = {faults.VARIABLE: armed} if armed else {}
+    environ = {VARIABLE: armed} if armed else {}
     argv = ["nxtrain", "train", str(folder / "run.toml"), *overrides]
     process = CONTEXT.Process(target=_command, args=(argv, environ, told, recorded))
     process.start()
@@ -177,7 +177,7 @@ def test_every_point_is_reached_at_its_step_and_the_run_stays_what_it_was(tmp_pa
     for folder in (quiet, watched):
         folder.mkdir()
         config(folder)
-    armed = ",".join(f"oom@0:{0 if p == 'load' else 4}:{p}:{p}" for p in faults.POINTS)
+    armed = ",".join(f"oom@0:{0 if p == 'load' else 4}:{p}:{p}" for p in POINTS)
     assert command(quiet, "")[0] == 0
     assert command(watched, "", "train.steps=2", "optim.decay_steps=4")[0] == 0
     code, told = command(watched, armed, recorded=tmp_path / "seen")
@@ -190,7 +190,7 @@ def test_every_point_is_reached_at_its_step_and_the_run_stays_what_it_was(tmp_pa
     save = ["ckpt_stage", "ckpt_fsync", "ckpt_write", "ckpt_commit", "ckpt_rename", "ckpt_latest"]
     assert [point for point in seen if point not in {"load", "data"}] == step + save
     assert losses(watched) == losses(quiet)
-    assert len(list((watched / "run/faults").iterdir())) == len(faults.POINTS)
+    assert len(list((watched / "run/faults").iterdir())) == len(POINTS)
 
 
 def test_a_process_killed_in_the_midst_of_a_checkpoint_goes_on_when_it_is_started_again(tmp_path: Path) -> None:

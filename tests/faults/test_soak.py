@@ -6,7 +6,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from nxtrain.train.fault_kinds import KINDS
-from nxtrain.train.faults import POINTS, parse
+from nxtrain.train.fault_points import POINTS, parse
 from tests.support.soak import drawn, soak
 
 

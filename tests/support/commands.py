@@ -18,6 +18,7 @@ from nxtrain import cli
 from nxtrain.checkpoint import convert, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
 from nxtrain.data.loader import Batch, Loader
 from nxtrain.train import faults, run  # noqa: F401
+from nxtrain.train.fault_points import VARIABLE
 from tests.support.runs import SEQ_LEN, token_file
 
 CONFIG = """
@@ -101,7 +102,7 @@ def command(
 
 def train(folder: Path, *overrides: str, armed: str = "", first: Callable[[], object] | None = None) -> tuple[int, str]:
     """`nxtrain train` on the run of a folder, perhaps with faults."""
-    environ = {faults.VARIABLE: armed} if armed else {}
+    environ = {VARIABLE: armed} if armed else {}
     return command(folder, "train", folder / "run.toml", *overrides, environ=environ, first=first)
 
 
@@ -110,7 +111,7 @@ def start_rank(
 ) -> ForkServerProcess:
     """Start one rank of the run of a folder, where rank 0 makes the store; what it tells is in a folder of its own."""
     place: dict[str, object] = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    place |= {"MASTER_ADDR": host, "MASTER_PORT": port, **({faults.VARIABLE: armed} if armed else {})}
+    place |= {"MASTER_ADDR": host, "MASTER_PORT": port, **({VARIABLE: armed} if armed else {})}
     (folder / str(number)).mkdir(exist_ok=True)
     (folder / str(number) / TOLD).write_text("")
     cut = (f"parallel.dp={world}", f"train.global_batch={2 * world if world > 2 else 2}")

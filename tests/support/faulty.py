@@ -11,6 +11,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.errors import NxtrainError
 from nxtrain.train import faults, run
+from nxtrain.train.fault_points import Place
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def armed(text: str, run_dir: Path, rank: int) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     replace = faults._replace
 
-    def recorded(place: faults.Place, wrapper: Any) -> None:
+    def recorded(place: Place, wrapper: Any) -> None:
         owner, attribute = faults._owner(place), place.attribute
         before = getattr(owner, attribute)
         undo.append(lambda: setattr(owner, attribute, before))

@@ -14,7 +14,7 @@ from torch import nn
 from nxtrain.checkpoint.blocks import BlockWriter
 from nxtrain.errors import ConfigError
 from nxtrain.train import fault_kinds, faults
-from nxtrain.train.faults import POINTS, Fault, parse
+from nxtrain.train.fault_points import EXAMPLE, GRADIENTS, LOSS, POINTS, VARIABLE, Fault, Place, parse
 
 
 def test_every_part_of_a_fault_is_read() -> None:
@@ -50,7 +50,7 @@ def test_every_part_of_a_fault_is_read() -> None:
 def test_what_is_no_fault_is_refused_with_the_rule_and_an_example(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told) as error:
         parse(text)
-    assert faults.EXAMPLE in str(error.value)
+    assert EXAMPLE in str(error.value)
     assert error.value.exit_code == 2
 
 
@@ -62,14 +62,14 @@ def test_every_kind_can_be_written(kind: str) -> None:
 
 
 def test_the_example_is_a_fault() -> None:
-    for example in faults.EXAMPLE.split(" or "):
+    for example in EXAMPLE.split(" or "):
         assert parse(example)
     lines = [line.split()[0] for line in str(faults.__doc__).split("Examples:")[1].strip().splitlines()]
     assert [fault.text for line in lines for fault in parse(line)] == lines
 
 
-@pytest.mark.parametrize("place", [*POINTS.values(), *faults.GRADIENTS, faults.LOSS])
-def test_every_point_is_a_function_of_the_run(place: faults.Place) -> None:
+@pytest.mark.parametrize("place", [*POINTS.values(), *GRADIENTS, LOSS])
+def test_every_point_is_a_function_of_the_run(place: Place) -> None:
     assert callable(vars(faults._owner(place))[place.attribute])
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_is_told_nothing_does_not_even_load_this() -> None:
 
 
 def test_the_variable_has_one_name() -> None:
-    assert f'"{faults.VARIABLE}"' in (Path(faults.__file__).parents[1] / "cli.py").read_text(encoding="utf-8")
+    assert f'"{VARIABLE}"' in (Path(faults.__file__).parents[1] / "cli.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

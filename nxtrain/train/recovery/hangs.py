@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from types import FrameType
 
-from nxtrain.backends.board import Beat
+from nxtrain.backends.board import Beat, Board
 from nxtrain.backends.host_group import spans
 
 SHOWN = 4
@@ -48,6 +48,33 @@ def point(frame: FrameType | None) -> str:
 
 def _place(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def agree(board: Board, beat: Beat, world: int, words: Callable[[int], str], limit: str) -> str:
+    """Say that the run hangs, and find with all ranks that still live who causes it; the first to say so judges.
+
+    Args:
+        board: Where the ranks meet.
+        beat: What this rank does.
+        world: How many there are.
+        words: Names a rank.
+        limit: Name and value of the time that a rank has.
+
+    Returns:
+        The verdict; empty if the rank that judges does not get to it.
+
+    Raises:
+        RuntimeError: The store is gone.
+    """
+    first = board.declare_hang()
+    board.answer(beat)
+    if not first:
+        return board.verdict()
+    found = board.answers()
+    silent = set(range(world)) - found.keys()
+    verdict = judge(found, silent, board.last_beats(silent), words, limit)
+    board.judge(verdict)
+    return verdict
 
 
 def judge(

@@ -6,9 +6,7 @@ lock cannot run it, and is ended by a timer of the interpreter, which needs no l
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,15 +16,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.board import PATIENCE_S, Beat, Board
+from nxtrain.backends.board import PATIENCE_S, Beat
 from nxtrain.backends.last_words import within
 from nxtrain.backends.lost_peers import loss
 from nxtrain.errors import HangError, StoppedBySignal
 from nxtrain.train.recompiles import WARM_UP
+from nxtrain.train.recovery import stacks
 from nxtrain.train.recovery.aside import Aside
-from nxtrain.train.recovery.hangs import judge, point, waits
+from nxtrain.train.recovery.hangs import agree, point, waits
+from nxtrain.train.recovery.link import Link
 from nxtrain.train.recovery.signals import Signals
-from nxtrain.train.recovery.stopping import Gate
+from nxtrain.train.recovery.stacks import say
+from nxtrain.train.recovery.stopping import Stop
 from nxtrain.train.recovery.stragglers import Stragglers
 
 TICK_S = 0.25
@@ -35,20 +36,11 @@ TICK_S = 0.25
 SLOWEST_BEAT_S, FASTEST_BEAT_S, BEATS = 10.0, 0.5, 180
 """Between looks at the others: so often within the limit, so that thousands of ranks do not trouble the store."""
 
-SOON_S, SOON_S_PER_RANK = 0.05, 0.25e-3
-"""Between looks for the step after which all stop."""
-
 COMPILE_PATIENCE = 4.0
 """Times the limit for the start and for work that may still compile, on devices that compile whole steps."""
 
-GIVE_UP_S = 1.5 * PATIENCE_S
-"""For a store that is lost while the run is to stop: more than a new connection takes."""
-
 FILES_S = 5.0
 """For what is written when a run hangs, which a disk may be the cause of."""
-
-DUMP = getattr(signal, "SIGUSR2", None)
-"""Asks a process for the stacks of its threads."""
 
 TIMED = {"data", "training"}
 """What all ranks of a stage do alike in each step, so that it can be compared."""
@@ -69,22 +61,18 @@ class Watchdog:
         on_stop: Is called with the reason once the run is to stop.
         on_tick: Is called all the time, if there is one.
         patience: Seconds that a section may take, where that is more than the limit.
-        stopped_by: Which signal, at which rank; empty: none.
     """
 
     def __init__(self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals) -> None:
-        self.gate = Gate()
         self.on_hang: Callable[[str], None] = lambda verdict: None
         self.on_stop: Callable[[str], None] = lambda why: None
         self.on_tick: Callable[[], None] | None = None
         self.patience: Mapping[str, float] = {}
-        self.stopped_by = ""
         self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
-        self._board: Board | None = backend.board()
-        self._lost: Board | None = None
-        self._lost_at = 0.0
-        self._is_alone = self._board is None
-        self._ticking, self._noting, self._connecting = (Aside(f"nxtrain-{work}") for work in ("tick", "note", "reach"))
+        self._link = Link(backend.board())
+        self._stop = Stop(backend.rank, backend.world, signals, self._link, self._tell_stop)
+        self.gate = self._stop.gate
+        self._ticking = Aside("nxtrain-tick")
         self._words: Callable[[int], str] = "rank {}".format
         self._compiles = backend.compiler is None
         self._stragglers: Stragglers | None = None
@@ -92,15 +80,18 @@ class Watchdog:
         self._spent: dict[str, float] = {}
         self._at = (0, "start", time.monotonic(), 0.0)
         self._limited = not backend.extracts  # whose whole run is one compilation
-        self._frozen = self._decided = self._told_asked = self._told_begun = False
         self._late = self._hanging = False
         self._ended = threading.Event()
         self._next_beat = 0.0
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._run, name="nxtrain-watchdog", daemon=True)
-        if DUMP is not None and _has_descriptor():
-            faulthandler.register(DUMP, file=sys.__stderr__ or 2, all_threads=True)
+        stacks.answer_requests()
+
+    @property
+    def stopped_by(self) -> str:
+        """Which signal, at which rank; empty: none."""
+        return self._stop.why
 
     def enter(self, step: int, section: str) -> None:
         """Note what the main thread does now; costs two looks at clocks."""
@@ -142,7 +133,7 @@ class Watchdog:
         Args:
             error: What ended the run here. If it is a hang, this does not return where ranks share a store.
         """
-        board = self._board
+        board = self._link.board
         if board is not None and self._thread.is_alive():
             hangs = isinstance(loss(error), HangError)
             try:
@@ -158,11 +149,10 @@ class Watchdog:
     def _close(self) -> None:
         """End, after a run that ended well; the other ranks need not wait for this one."""
         self._end()
-        if self._board is not None:
+        if (board := self._link.board) is not None:
             try:
-                self._board.answer(Beat(self._at[0], "end", 0.0, waits=True))
-                if not self._told_begun:
-                    self._board.say_begun(self.gate.freeze())
+                board.answer(Beat(self._at[0], "end", 0.0, waits=True))
+                self._stop.leave(board)
             except RuntimeError:  # the store went with its rank
                 return
 
@@ -170,31 +160,28 @@ class Watchdog:
         self._ended.set()
         self._signals.news.set()
         self._thread.join(3 * PATIENCE_S)  # unless the screen keeps it waiting, or the store more than once
-        faulthandler.cancel_dump_traceback_later()
-        if DUMP is not None and _has_descriptor():
-            faulthandler.unregister(DUMP)
+        stacks.dismiss()
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            if _has_descriptor() and self._limited:
-                # Ends a rank that holds Python's lock, after the others have named it.
-                faulthandler.dump_traceback_later(self._limit() + 2.0, exit=True, file=sys.__stderr__ or 2)
+            if self._limited:
+                stacks.end_in(self._limit() + 2.0)  # a rank that holds Python's lock, after the others have named it
             if self._agent is not None and os.getppid() != self._agent:
-                _say(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
+                say(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
                 os._exit(1)
             if self.on_tick is not None:
                 self._ticking.start(self.on_tick)
             if self._limited and (self._late or self._age() > self._limit()):
                 self._hang()
-            self._look_for_stop()
+            self._stop.look(due=time.monotonic() >= self._next_beat)
             if time.monotonic() >= self._next_beat:
                 self._look_at_others()
             self._signals.news.wait(self._pause())
             self._signals.news.clear()
 
     def _pause(self) -> float:
-        if self._frozen and not self._decided:
-            return SOON_S + self._backend.world * SOON_S_PER_RANK
+        if (soon_s := self._stop.pause_s) is not None:
+            return soon_s
         # Not after the limit but at it, and so before a collective gives up that began later.
         return min(TICK_S, max(0.01, self._limit() - self._age()))
 
@@ -218,130 +205,44 @@ class Watchdog:
         slow_s = min(SLOWEST_BEAT_S, max(1.0, self._limit_s / BEATS))
         near = self._age() > min(0.5 * self._limit_s, self._limit_s - 2 * slow_s)
         self._next_beat = time.monotonic() + (FASTEST_BEAT_S if near else slow_s)
-        board = self._board
+        board = self._link.board
         if board is None:
-            self._reach()
+            self._link.reach()
             return
         try:
             board.beat(self._beat())
             if self._stragglers is not None:
                 for line in self._stragglers.tell(board.beats()):
-                    _say(line)
+                    say(line)
             if self._limited and board.calls() and board.hang_declared():
                 self._hang()
         except RuntimeError:  # slow, or gone with its rank, and that will be noticed
-            self._lose_board()
+            self._link.lose()
 
-    def _look_for_stop(self) -> None:
-        asked = self._signals.asked
-        if self._decided or self._is_alone:
-            if asked and not self._decided:
-                self._freeze(asked)
-                self.gate.decide(self.gate.freeze())
-                self._decided = True
-                self._tell_stop()
-            return
-        board = self._board
-        if board is None:
-            if (asked or self._frozen) and time.monotonic() - self._lost_at > GIVE_UP_S:
-                self.gate.freeze()  # what the others do is unknown, so that no step can be agreed upon
-                self.gate.lose("the store in which the ranks met does not answer")
-                self._decided = True
-            return
-        try:
-            if asked and not self._told_asked:
-                board.ask_stop(f"{asked} at rank {self._backend.rank}")
-                self._told_asked = True
-            if self._told_begun:
-                if (step := board.stop_step()) is not None:
-                    self.gate.decide(step)
-                    self._decided = True
-                elif words := board.failure():
-                    self.gate.lose(words)
-                return
-            # Not at every tick: many ranks ask one store.
-            due = self._told_asked or time.monotonic() >= self._next_beat
-            if not self._frozen and due and board.calls() and (why := board.stop_asked()):
-                self._freeze(why)
-            if self._frozen:
-                board.say_begun(self.gate.freeze())
-                self._told_begun = True
-                self._tell_stop()
-        except RuntimeError:
-            self._lose_board()
-
-    def _tell_stop(self) -> None:
-        """Let it be noted now: a run that is killed before its step ends was stopped, and has not failed."""
-        self._noting.start(lambda: self.on_stop(self.stopped_by))
-
-    def _lose_board(self) -> None:
-        """Do without the store, and look for it again: it may have been slow for once."""
-        if self._board is not None:
-            self._lost, self._board, self._lost_at = self._board, None, time.monotonic()
-        self._reach()
-
-    def _reach(self) -> None:
-        def connect() -> None:
-            with suppress(RuntimeError):  # tried again at the next beat
-                self._board = self._lost.again() if self._lost is not None else None
-
-        if self._board is None and self._lost is not None:
-            self._connecting.start(connect)
-
-    def _freeze(self, why: str) -> None:
-        self._frozen = True
-        self.stopped_by = why
-        if self._backend.rank == 0:
-            _say(f"{why}: the run stops at the end of this step; a second signal ends it at once")
+    def _tell_stop(self, why: str) -> None:
+        self.on_stop(why)
 
     def _hang(self) -> None:
         """End the process: all ranks dump their stacks, the first to find the hang says who causes it."""
         self._hanging = True
         beat = self._beat()
-        if _has_descriptor():
-            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-            # More than all that follows takes.
-            faulthandler.dump_traceback_later(4 * PATIENCE_S + 2 * FILES_S, exit=True, file=sys.__stderr__ or 2)
+        stacks.show()
+        stacks.end_in(4 * PATIENCE_S + 2 * FILES_S)  # more than all that follows takes
         limit = f"recovery.hang_timeout_s={self._limit_s:g}"
         me = self._backend.rank
         verdict = f"{self._words(me)} did not get on within {limit} seconds: {beat}"
-        try:
-            if self._board is not None:
-                first = self._board.declare_hang()
-                self._board.answer(beat)
-                if first:
-                    found = self._board.answers()
-                    silent = set(range(self._backend.world)) - found.keys()
-                    verdict = judge(found, silent, self._board.last_beats(silent), self._words, limit)
-                    self._board.judge(verdict)
-                else:
-                    verdict = self._board.verdict() or verdict
-        except RuntimeError:
-            self._board = None
+        with suppress(RuntimeError):  # the store went with its rank, and what is known here must do
+            if (board := self._link.board) is not None:
+                verdict = agree(board, beat, self._backend.world, self._words, limit) or verdict
         within(FILES_S, self._dump)
         within(FILES_S, lambda: self.on_hang(verdict))
-        _say(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
+        say(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
         with suppress(OSError, ValueError):  # whoever read it may be gone
             sys.stdout.flush()
         os._exit(HangError.exit_code)
 
     def _dump(self) -> None:
         try:
-            self._logs.mkdir(parents=True, exist_ok=True)
-            with (self._logs / f"hang-rank-{self._backend.rank}.txt").open("w", encoding="utf-8") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
+            stacks.write(self._logs / f"hang-rank-{self._backend.rank}.txt")
         except OSError as error:
-            _say(f"rank {self._backend.rank}: its stacks are not in {self._logs}: {error}")
-
-
-def _has_descriptor() -> bool:
-    try:
-        return sys.__stderr__ is not None and sys.__stderr__.fileno() >= 0
-    except (OSError, ValueError):
-        return False
-
-
-def _say(line: str) -> None:
-    """Print without the lock of Python's stream, which another thread may hold for ever; a screen may be gone."""
-    with suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+            say(f"rank {self._backend.rank}: its stacks are not in {self._logs}: {error}")

@@ -20,6 +20,8 @@ from nxtrain.train.recovery.aside import Aside
 from nxtrain.train.recovery.attempts import LOGS, Attempts
 from nxtrain.train.recovery.course import Course
 from nxtrain.train.recovery.signals import Signals
+from nxtrain.train.recovery.stacks import say
+from nxtrain.train.recovery.stopping import GIVE_UP_S
 from nxtrain.train.recovery.watchdog import Watchdog
 
 
@@ -87,7 +89,7 @@ def test_a_screen_that_is_gone_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -
     ended: list[int] = []
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "_exit", ended.append)
-    watchdogs._say("a line")
+    say("a line")
     signals = Signals()
     signals.note(15)
     signals._asked_at -= 2
@@ -102,21 +104,22 @@ def test_a_store_that_was_slow_is_asked_again(tmp_path: Path, failures: int) -> 
     watchdog.gate.resume(4)
     watchdog._signals.asked = "SIGTERM"
     for _ in range(failures + 2):
-        watchdog._look_for_stop()
-        watchdog._reach()
-        until(lambda: watchdog._board is not None)
+        watchdog._stop.look(due=True)
+        watchdog._link.reach()
+        until(lambda: watchdog._link.board is not None)
     assert board.said == ["SIGTERM at rank 1", "begun 4"]
     assert watchdog.gate.stops(4)
 
 
 def test_without_the_store_no_rank_of_many_decides_alone(tmp_path: Path) -> None:
     watchdog = watch(tmp_path, SlowStore(0))
-    watchdog._lost, watchdog._board, watchdog._lost_at = watchdog._board, None, time.monotonic()
+    link = watchdog._link
+    link._lost, link.board, link._lost_at = link.board, None, time.monotonic()
     watchdog._signals.asked = "SIGTERM"
-    watchdog._look_for_stop()
+    watchdog._stop.look(due=True)
     assert not watchdog.gate.stops(1), "it may come back"
-    watchdog._lost_at -= watchdogs.GIVE_UP_S
-    watchdog._look_for_stop()
+    link._lost_at -= GIVE_UP_S
+    watchdog._stop.look(due=True)
     with pytest.raises(LostPeerError, match="does not answer"):
         watchdog.gate.stops(2)
 
@@ -137,14 +140,14 @@ def test_a_run_that_is_killed_after_it_was_asked_to_stop_has_not_failed(tmp_path
         attempts.refuse_loop(2)
         Course(0, watchdog, attempts, None).__enter__()
         watchdog._signals.asked = "SIGTERM"
-        watchdog._look_for_stop()
+        watchdog._stop.look(due=True)
         until(lambda: not any(thread.name == "nxtrain-note" for thread in threading.enumerate()))
 
 
 def test_a_stop_that_was_asked_for_before_the_first_step_is_noted_too(tmp_path: Path) -> None:
     attempts, watchdog = Attempts(tmp_path, "config"), watch(tmp_path)
     watchdog._signals.asked = "SIGTERM"
-    watchdog._look_for_stop()
+    watchdog._stop.look(due=True)
     Course(0, watchdog, attempts, None).__enter__()
     assert '"outcome": "stopped"' in (tmp_path / LOGS / "attempts.jsonl").read_text(encoding="utf-8")
 
@@ -152,7 +155,7 @@ def test_a_stop_that_was_asked_for_before_the_first_step_is_noted_too(tmp_path: 
 def test_a_disk_that_does_not_answer_hides_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     never, ended, said = threading.Event(), list[int](), list[str]()
     monkeypatch.setattr(watchdogs, "FILES_S", 0.05)
-    monkeypatch.setattr(watchdogs, "_say", said.append)
+    monkeypatch.setattr(watchdogs, "say", said.append)
     watchdog = watch(tmp_path, limit_s=0.1)
 
     def leave(code: int) -> None:
