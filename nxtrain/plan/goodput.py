@@ -90,6 +90,26 @@ class Failures:
         restart = self.mtbf_s / (self.mtbf_s + self.detect_s) * -math.expm1(-self.restart_s / self.mtbf_s)
         return Shares(goodput, stall, 1.0 - goodput - stall - detect - restart, detect, restart)
 
+    def run_s(self, work_s: float, interval_s: float, start_s: float) -> float:
+        """Expected seconds of a run that ends, from its first start until its last checkpoint is committed.
+
+        The first commit comes after a start, which may fail as any other, and has none before it; from there on it is
+        `wall_s` each.
+
+        Args:
+            work_s: Training that is to be done; at least an interval.
+            interval_s: Of it, between checkpoints.
+            start_s: From the first start to the first step.
+
+        Source: the model of `wall_s`, with a first attempt of another length a: it takes M (1 - exp(-a/M)) in the mean,
+            and if it fails, detection and as many attempts of the usual length follow as it takes.
+        """
+        assert work_s >= interval_s, "a run has an interval"
+        mtbf_s, saved_s = self.mtbf_s, interval_s + self.stall_s + self.write_s
+        fails = -math.expm1(-(start_s + saved_s) / mtbf_s)
+        first_s = (mtbf_s + self.detect_s) * fails * math.exp((self.restart_s + saved_s) / mtbf_s)
+        return first_s + (work_s / interval_s - 1.0) * self.wall_s(interval_s)
+
     def best_interval_s(self) -> float:
         """The seconds of training between checkpoints that lose least; for small stalls about sqrt(2 * stall * mtbf).
 

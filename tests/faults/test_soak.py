@@ -7,14 +7,15 @@ from pathlib import Path
 
 from nxtrain.train.fault_kinds import KINDS
 from nxtrain.train.fault_points import POINTS, parse
-from tests.support.soak import drawn, soak
+from tests.support.soak import MARGIN, drawn, soak
 
 
 def test_whatever_befalls_a_run_it_stays_what_it_was(started_by: ForkServerContext, tmp_path: Path) -> None:
-    report = soak(started_by, tmp_path, 6, steps=40, mean_steps=6.0, pace_s=0.05)
+    report = soak(started_by, tmp_path, 6, steps=40, mean_steps=6.0, pace_s=0.1)
     assert report.faults >= 5
     assert report.restarts >= 3
-    assert 0.02 < report.goodput < 1.0
+    assert 2 * MARGIN < report.expected < 1.0, "what `soak` holds the goodput against says nothing here"
+    assert report.goodput < 1.0
 
 
 def test_the_long_one_draws_all_that_ends_or_hinders_a_run_at_every_point() -> None:

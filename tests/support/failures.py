@@ -18,14 +18,19 @@ class Job:
         costs: What each of them takes.
         interval_s: Training between checkpoints.
         next_failure: Gives the moment of the first failure after a moment at which the job runs.
+        start_s: Until it trains for the first time.
     """
 
     costs: Failures
     interval_s: float
     next_failure: Callable[[float], float]
+    start_s: float = 0.0
 
     def play(self, intervals: int) -> tuple[Shares, int]:
-        """Until so many checkpoints are committed; the shares of the time, and how often it failed."""
+        """Until so many checkpoints are committed; the shares of the time, and how often it failed.
+
+        What the first start takes counts as lost.
+        """
         costs = self.costs
         now = detect_s = restart_s = 0.0
         committed = failures = 0
@@ -44,6 +49,10 @@ class Job:
                     now += costs.restart_s
                     return
 
+        if fails_at < self.start_s:
+            restart()
+        else:
+            now = self.start_s
         writing_until = None  # of the checkpoint after the last committed one
         while committed < intervals:
             if writing_until is not None:  # trains on meanwhile
@@ -54,6 +63,8 @@ class Job:
                 committed += 1
                 ready = now + self.interval_s + costs.stall_s
                 now = writing_until
+                if committed == intervals:
+                    break
             else:
                 ready = now + self.interval_s + costs.stall_s
             if fails_at < ready:

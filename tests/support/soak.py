@@ -10,8 +10,12 @@ from pathlib import Path
 from random import Random
 
 from nxtrain.checkpoint import layout
+from nxtrain.metrics.goodput import account
+from nxtrain.metrics.goodput_log import read
+from nxtrain.plan.goodput import Failures
+from nxtrain.train.recovery.attempts import LOGS
 from tests.support.command_ranks import WORLD
-from tests.support.recovery import EVERY, Golden, History, assert_recovered, configure, start, supervise
+from tests.support.recovery import EVERY, Golden, History, assert_recovered, configure, last_step, start, supervise
 from tests.support.runs import records
 
 DEADLY = ("kill", "segv", "exit", "raise", "oom")
@@ -24,6 +28,9 @@ ERRORS = ("ENOSPC", "EIO", "EROFS", "EACCES")
 
 DAMAGED_SHARE = 0.15
 """Of the restarts, those before which a bit of the newest checkpoint is turned over."""
+
+MARGIN = 0.10
+"""By which the goodput may be below that of the model, whose failures come at random in time, not at chosen points."""
 
 PATIENCE_S = 3.0
 """Within which ranks find out that another hangs."""
@@ -41,6 +48,8 @@ class Report:
         repeated: Steps that were computed again.
         productive_s: Time of the steps that stand in the record.
         wall_s: Time from the first start to the end of the run.
+        costs: What its failures and checkpoints cost, as the run itself told.
+        expected: The goodput that the model gives for a run of these costs.
     """
 
     seed: int
@@ -50,6 +59,8 @@ class Report:
     repeated: int
     productive_s: float
     wall_s: float
+    costs: Failures
+    expected: float
 
     @property
     def goodput(self) -> float:
@@ -60,7 +71,9 @@ class Report:
         return (
             f"seed {self.seed}: {self.steps} steps as if nothing had happened; {self.faults} faults, "
             f"{self.restarts} restarts, {self.repeated} steps repeated; {self.productive_s:.1f} s of steps in "
-            f"{self.wall_s:.1f} s: goodput {self.goodput:.0%}"
+            f"{self.wall_s:.1f} s: goodput {self.goodput:.1%}; the model says {self.expected:.1%}, at a failure after "
+            f"{self.costs.mtbf_s:.1f} s, {self.costs.detect_s:.1f} s until the next step, and checkpoints that stall "
+            f"{1e3 * self.costs.stall_s:.0f} ms and are written in {1e3 * self.costs.write_s:.0f} ms"
         )
 
 
@@ -119,7 +132,8 @@ def soak(
         say: Takes a line for each start.
 
     Raises:
-        AssertionError: The run is another one than if nothing had happened, or does not come to its end.
+        AssertionError: The run is another one than if nothing had happened, does not come to its end, or loses more
+            time than the model explains.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("golden", "soaked"):
@@ -140,7 +154,8 @@ def soak(
         say(f"after step {found.began_after} to {found.reached}, exit code {found.code}; {'; '.join(fires)}")
     history.wall_s = time.monotonic() - begin
     assert_recovered(history, golden, restarts=None, within_s=600.0)
-    return Report(
+    costs, expected = modelled(history)
+    report = Report(
         seed,
         steps,
         len(history.fired) + damaged,
@@ -148,7 +163,37 @@ def soak(
         sum(history.repeated),
         sum(float(record["step_time_s"]) for record in records(history.run)),
         history.wall_s,
+        costs,
+        expected,
     )
+    assert report.goodput >= report.expected - MARGIN, report
+    return report
+
+
+def modelled(history: History) -> tuple[Failures, float]:
+    """What failures and checkpoints cost in a run, and the goodput of the model for these costs.
+
+    Faults strike in steps and saves, so that the time between them is counted there, and nothing fails from one until
+    the next step; of the model's parts that is detection. All is measured by the run's own meter but the wall time and
+    the number of starts, of which some are killed before they tell anything.
+    """
+    starts = read(history.run / LOGS)
+    spent, parts, failures = [start.spent for start in starts], account(starts), len(history.starts) - 1
+    saves = max(1, sum(one.saves for one in spent))
+    step_s = sum(one.train_s for one in spent) / sum(
+        max(0, one.step - start.resumed - 1) for one, start in zip(spent, starts, strict=True)
+    )
+    untold_s = history.wall_s - parts.wall_s
+    response_s = (parts.detect_s + parts.restart_s + untold_s) / failures - step_s  # the meter counts first steps in
+    start_s = parts.start_s - step_s
+    costs = Failures(
+        mtbf_s=(history.wall_s - start_s) / failures - response_s,
+        stall_s=sum(one.save_stall_s for one in spent) / saves,
+        write_s=sum(one.save_write_s for one in spent) / saves,
+        detect_s=response_s,
+    )
+    work_s, interval_s = last_step(history.folder) * step_s, max(EVERY * step_s, costs.write_s)
+    return costs, work_s / (start_s + costs.run_s(work_s, interval_s, 0.0))
 
 
 def _damage(checkpoints: Path, random: Random) -> bool:

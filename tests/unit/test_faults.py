@@ -13,7 +13,7 @@ from torch import nn
 
 from nxtrain.checkpoint.blocks import BlockWriter
 from nxtrain.errors import ConfigError
-from nxtrain.train import fault_kinds, faults
+from nxtrain.train import fault_kinds, fault_points, faults
 from nxtrain.train.fault_points import EXAMPLE, GRADIENTS, LOSS, POINTS, VARIABLE, Fault, Place, parse
 
 
@@ -64,7 +64,7 @@ def test_every_kind_can_be_written(kind: str) -> None:
 def test_the_example_is_a_fault() -> None:
     for example in EXAMPLE.split(" or "):
         assert parse(example)
-    lines = [line.split()[0] for line in str(faults.__doc__).split("Examples:")[1].strip().splitlines()]
+    lines = [line.split()[0] for line in str(fault_points.__doc__).split("Examples:")[1].strip().splitlines()]
     assert [fault.text for line in lines for fault in parse(line)] == lines
 
 
