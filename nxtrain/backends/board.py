@@ -86,6 +86,10 @@ class Board:
         texts = self._store.multi_get([f"beat/{rank}" for rank in range(self._world)])
         return {rank: Beat(**json.loads(text)) for rank, text in enumerate(texts)}
 
+    def advance(self, amount: int) -> int:
+        """Add to what all ranks have received of a checkpoint, and tell the sum."""
+        return int(self._store.add("received", amount))
+
     def calls(self) -> bool:
         """Whether some rank has asked for a stop, or says that the run hangs."""
         return bool(self._store.check(["call"]))

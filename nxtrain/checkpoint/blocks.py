@@ -41,6 +41,27 @@ ROTTEN = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
 """What disks and file systems with checksums say of bytes that they have lost."""
 
 
+class Arrivals:
+    """Bytes that files and stores have given so far, to all threads: where one is slow, a sign that it lives."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_bytes = 0
+
+    def note(self, num_bytes: int) -> None:
+        """Count bytes."""
+        with self._lock:
+            self._num_bytes += num_bytes
+
+    def __call__(self) -> int:
+        """How many came."""
+        return self._num_bytes
+
+
+arrived = Arrivals()
+"""Those of this process."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """What a file is when it is whole.
@@ -194,12 +215,14 @@ class FileSource:
     def read(self, view: memoryview, start: int) -> int:
         """See `Source`."""
         try:
-            return os.preadv(self._file, [view], start)
+            count = os.preadv(self._file, [view], start)
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise _damage(self.name, error) from error
             _go_by_the_cache(self._file)  # by each thread that comes here, which changes nothing
-            return os.preadv(self._file, [view], start)
+            count = os.preadv(self._file, [view], start)
+        arrived.note(count)
+        return count
 
     def close(self) -> None:
         """See `Source`."""

@@ -125,6 +125,10 @@ def resolve(address: str) -> Place:
     return mirror.place(steps[-1])
 
 
+TIMEOUT_S = 24 * 3600.0
+"""Seconds that ranks wait for each other where one may read or write a mirror: a slow one is no hang."""
+
+
 @dataclass(frozen=True)
 class Mirrored:
     """The mirror of a run, and this rank's part in the folder that it mirrors.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, FileSource, Source, Stored, verify
+from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, FileSource, Source, Stored, arrived, verify
 from nxtrain.errors import BackendError, CheckpointError, DamagedError
 from nxtrain.s3 import SCHEME, explained, is_missing, open_client, split
 
@@ -22,6 +22,8 @@ _MAX_PARTS = 10_000
 """Of one upload, by S3's rules."""
 _DELETE = 1000
 """Names of one request, by S3's rules."""
+_PIECE_BYTES = 1 << 16
+"""Of an answer, received at once."""
 _ATTEMPTS = 3
 """To read a range, since an answer that breaks off is not asked for again by boto3."""
 
@@ -122,13 +124,11 @@ class S3Source:
             try:
                 with explained(self.name):
                     answer = self.name.client.get_object(**self.name.object, Range=f"bytes={start}-{stop - 1}")
-                    content = answer["Body"].read()
-                break
+                    return _receive(answer["Body"], view[: stop - start])
             except BackendError:
                 if attempt == _ATTEMPTS:
                     raise
-        view[: len(content)] = content
-        return len(content)
+        raise AssertionError("the last attempt returns or raises")
 
     def close(self) -> None:
         """See `Source`."""
@@ -291,6 +291,16 @@ class _Stream(io.RawIOBase):
             found += taken
             self._rest = self._rest[len(taken) :]
         return bytes(found)
+
+
+def _receive(body: Any, view: memoryview) -> int:
+    """Fill memory from an answer, in pieces so small that a slow one is seen to come; it raises if it breaks off."""
+    received = 0
+    while piece := body.read(min(_PIECE_BYTES, len(view) - received)):
+        view[received : received + len(piece)] = piece
+        received += len(piece)
+        arrived.note(len(piece))
+    return received
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import Shards
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.mirror import Mirrored
+from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.save import Retention
 from nxtrain.checkpoint.saver import Outcome, Saver
 from nxtrain.config.check import Resolved
@@ -17,9 +17,6 @@ from nxtrain.errors import CheckpointError
 from nxtrain.train.identity import Inputs, meta_at
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
-
-MIRROR_TIMEOUT_S = 24 * 3600.0
-"""Seconds that ranks wait for each other's copies: a slow mirror is no hang."""
 
 
 class Checkpoints:
@@ -58,7 +55,7 @@ class Checkpoints:
             state.layout,
             retention=Retention(config.checkpoint.keep, config.checkpoint.keep_every),
             tokenizer=tokenizer,
-            group=backend.background_group(max(config.recovery.hang_timeout_s, MIRROR_TIMEOUT_S if mirrored else 0.0)),
+            group=backend.background_group(max(config.recovery.hang_timeout_s, TIMEOUT_S if mirrored else 0.0)),
             talk=backend.host_group,
             background=config.checkpoint.async_,
             told=self._told,

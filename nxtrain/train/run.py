@@ -11,7 +11,7 @@ from typing import Literal
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
 from nxtrain.checkpoint.layout import FOLDER, clear, prune
-from nxtrain.checkpoint.mirror import open_mirrored
+from nxtrain.checkpoint.mirror import TIMEOUT_S, open_mirrored
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
@@ -26,7 +26,7 @@ from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.uptime import Instant, now
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import mesh_of
-from nxtrain.train.checkpoints import MIRROR_TIMEOUT_S, Checkpoints
+from nxtrain.train.checkpoints import Checkpoints
 from nxtrain.train.guard import Guard
 from nxtrain.train.identity import Inputs
 from nxtrain.train.recompiles import Recompiles
@@ -34,7 +34,7 @@ from nxtrain.train.recovery.attempts import LOGS, Attempts
 from nxtrain.train.recovery.course import Course
 from nxtrain.train.recovery.preflight import check_folder, check_space
 from nxtrain.train.recovery.signals import Signals
-from nxtrain.train.recovery.watchdog import Watchdog
+from nxtrain.train.recovery.watchdog import RESTORE, Watchdog
 from nxtrain.train.rehearsal import rehearse
 from nxtrain.train.start import start
 from nxtrain.train.trainer import Trainer, Work, unmetered
@@ -119,7 +119,7 @@ def train_on(
         else None
     )
     if watchdog is not None and mirrored is not None:
-        watchdog.patience = {"checkpoint": MIRROR_TIMEOUT_S}
+        watchdog.patience = {"checkpoint": TIMEOUT_S}
     if leader:
         check_folder(config.run.dir)
         attempts.refuse_loop(config.recovery.max_same_step)
@@ -135,7 +135,11 @@ def train_on(
     if data.skipped:
         say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
     inputs = Inputs.of(data.fingerprint, data.tokenizer)
+    if watchdog is not None:
+        watchdog.enter(0, RESTORE)
     state, meta = start(plan, backend, mesh, inputs, say, mirrored)
+    if watchdog is not None:
+        watchdog.enter(meta.step, "start")
     say(
         f"model {plan.family.name}, {state.num_params:,} parameters; data {data.train.num_rows:,} rows of "
         f"{batches.seq_len} tokens; " + (f"continues after step {meta.step}" if meta.step else "starts from scratch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,9 +13,9 @@ from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.chunks import MODEL, Shards
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.places import Place
-from nxtrain.checkpoint.ranks import by_leader, gather
+from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
+from nxtrain.checkpoint.places import Place, place_of
+from nxtrain.checkpoint.ranks import Group, by_leader, gather
 from nxtrain.config.check import Resolved
 from nxtrain.errors import DamagedError
 from nxtrain.mesh import Mesh
@@ -50,14 +51,17 @@ def start(
     """
     fresh = meta_at(0, plan, inputs)
 
-    resumption = Resumption(plan.config, mirrored, mesh, backend.host_group, say, restarted=is_restart(os.environ))
+    # Ranks whose part is there already wait for those that still read.
+    is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
+    group = (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group
+    resumption = Resumption(plan.config, mirrored, mesh, group, say, restarted=is_restart(os.environ))
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")
     state = build_state(plan, model, backend, mesh)
     while checkpoint is not None:
         try:
-            meta = _resume(state, checkpoint, fresh, plan, say if mirrored else None)
+            meta = _resume(state, checkpoint, fresh, plan, group, say if mirrored else None)
             resumption.abandon(meta.step)
             return state, meta
         except DamagedError as error:
@@ -75,15 +79,20 @@ def is_restart(environ: Mapping[str, str]) -> bool:
 
 
 def _resume(
-    state: TrainState, checkpoint: Found, fresh: Meta, plan: Resolved, say: Callable[[str], None] | None
+    state: TrainState,
+    checkpoint: Found,
+    fresh: Meta,
+    plan: Resolved,
+    group: Group,
+    say: Callable[[str], None] | None,
 ) -> Meta:
     backend, place = state.backend, checkpoint.place
-    meta = by_leader(lambda: read_meta(place), state.mesh, backend.host_group, f"cannot load {place}")
+    meta = by_leader(lambda: read_meta(place), state.mesh, group, f"cannot load {place}")
     refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan)
     weights_only = meta.step == 0  # it is a conversion
-    damaged = restore(state, place, weights_only=weights_only, copies=checkpoint.copies)
+    damaged = restore(state, place, weights_only=weights_only, group=group, copies=checkpoint.copies)
     if say is not None:  # there is a mirror
-        for each in (each for some in gather(damaged, state.mesh, backend.host_group) for each in some):
+        for each in (each for some in gather(damaged, state.mesh, group) for each in some):
             say(f"WARNING: {each}; it was read from the mirror instead")
     if meta.step == 0:
         return fresh
@@ -98,9 +107,16 @@ def shards_of(state: TrainState) -> Shards:
 
 
 def restore(
-    state: TrainState, checkpoint: Place, *, weights_only: bool, copies: Sequence[Place] = ()
+    state: TrainState, checkpoint: Place, *, weights_only: bool, group: Group = None, copies: Sequence[Place] = ()
 ) -> list[DamagedError]:
     """Fill a state from a checkpoint; copies serve for what is damaged or absent there.
+
+    Args:
+        state: What is filled.
+        checkpoint: Where it lies.
+        weights_only: Leave the optimizer as it is.
+        group: Group of all ranks that can carry host objects; None: that of the backend.
+        copies: Other places of it.
 
     Returns:
         What is damaged in one place, and was read in another.
@@ -112,7 +128,7 @@ def restore(
     shards = shards_of(state)
     kinds = {MODEL: shards[MODEL]} if weights_only else shards
     damaged = list[DamagedError]()
-    group = state.backend.host_group
+    group = group or state.backend.host_group
     load(checkpoint, kinds, state.layout, process_group=group, copies=copies, told=damaged.append)
     settle(state, shards, weights_only=weights_only)
     return damaged

@@ -107,7 +107,14 @@ def train(folder: Path, *overrides: str, armed: str = "", first: Callable[[], ob
 
 
 def start_rank(
-    folder: Path, number: int, port: int, *overrides: str, world: int = 2, host: str = "127.0.0.1", armed: str = ""
+    folder: Path,
+    number: int,
+    port: int,
+    *overrides: str,
+    world: int = 2,
+    host: str = "127.0.0.1",
+    armed: str = "",
+    environ: Mapping[str, str] | None = None,
 ) -> ForkServerProcess:
     """Start one rank of the run of a folder, where rank 0 makes the store; what it tells is in a folder of its own."""
     place: dict[str, object] = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -115,8 +122,15 @@ def start_rank(
     (folder / str(number)).mkdir(exist_ok=True)
     (folder / str(number) / TOLD).write_text("")
     cut = (f"parallel.dp={world}", f"train.global_batch={2 * world if world > 2 else 2}")
-    environ = {name: str(value) for name, value in place.items()}
-    return start(folder / str(number), "train", folder / "run.toml", *cut, *overrides, environ=environ)
+    place_of_rank = {name: str(value) for name, value in place.items()}
+    return start(
+        folder / str(number),
+        "train",
+        folder / "run.toml",
+        *cut,
+        *overrides,
+        environ={**place_of_rank, **(environ or {})},
+    )
 
 
 def ended(folder: Path, processes: Mapping[int, BaseProcess], within_s: float) -> dict[int, str]:

@@ -16,9 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.board import PATIENCE_S, Beat
+from nxtrain.backends.board import PATIENCE_S, Beat, Board
 from nxtrain.backends.last_words import within
 from nxtrain.backends.lost_peers import loss
+from nxtrain.checkpoint.blocks import arrived
 from nxtrain.errors import HangError, StoppedBySignal
 from nxtrain.train.recompiles import WARM_UP
 from nxtrain.train.recovery import stacks
@@ -42,8 +43,40 @@ COMPILE_PATIENCE = 4.0
 FILES_S = 5.0
 """For what is written when a run hangs, which a disk may be the cause of."""
 
+RESTORE = "restore"
+"""The section in which bytes that come, to whichever rank, are as good as steps: a slow store is no hang."""
+
 TIMED = {"data", "training"}
 """What all ranks of a stage do alike in each step, so that it can be compared."""
+
+
+class _Received:
+    """What came of a checkpoint, to this rank and to those for which it waits.
+
+    Args:
+        here: Tells the bytes that this process has received.
+
+    Attributes:
+        at: When something came last.
+    """
+
+    def __init__(self, here: Callable[[], int]) -> None:
+        self._here = here
+        self._seen = self._told = self._all = 0
+        self.at = time.monotonic()
+
+    def look(self) -> None:
+        """Look what came to this process."""
+        if (seen := self._here()) != self._seen:
+            self._seen, self.at = seen, time.monotonic()
+
+    def share(self, board: Board) -> None:
+        """Tell the other ranks, and hear of them."""
+        new = self._seen - self._told
+        together = board.advance(new)
+        self._told += new
+        if together != self._all:
+            self._all, self.at = together, time.monotonic()
 
 
 class Watchdog:
@@ -79,6 +112,7 @@ class Watchdog:
         self._times: Counter[str] = Counter()
         self._spent: dict[str, float] = {}
         self._at = (0, "start", time.monotonic(), 0.0)
+        self._received = _Received(arrived)
         self._limited = not backend.extracts  # whose whole run is one compilation
         self._late = self._hanging = False
         self._ended = threading.Event()
@@ -169,6 +203,7 @@ class Watchdog:
             if self._agent is not None and os.getppid() != self._agent:
                 say(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
                 os._exit(1)
+            self._received.look()
             if self.on_tick is not None:
                 self._ticking.start(self.on_tick)
             if self._limited and (self._late or self._age() > self._limit()):
@@ -186,7 +221,8 @@ class Watchdog:
         return min(TICK_S, max(0.01, self._limit() - self._age()))
 
     def _age(self) -> float:
-        return time.monotonic() - self._at[2]
+        _, section, since, _ = self._at
+        return time.monotonic() - (max(since, self._received.at) if section == RESTORE else since)
 
     def _limit(self) -> float:
         section = self._at[1]
@@ -211,6 +247,8 @@ class Watchdog:
             return
         try:
             board.beat(self._beat())
+            if self._at[1] == RESTORE:
+                self._received.share(board)
             if self._stragglers is not None:
                 for line in self._stragglers.tell(board.beats()):
                     say(line)

@@ -1,0 +1,77 @@
+"""A checkpoint that comes slowly from S3 is no hang, for whoever reads and whoever waits; one that stops coming is.
+
+S3 is moto's server, behind one that gives large answers in pieces. The reference is the run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.errors import HangError
+from tests.support.commands import command, ended, free_port, start_rank, write_config
+from tests.support.runs import course
+from tests.support.s3 import BUCKET, s3, s3_variables, slow_s3
+
+__all__ = ["s3", "s3_variables"]
+
+PATIENCE_S, SLOW_S = 3.0, 9.0
+
+MIRROR = f"checkpoint.mirror=s3://{BUCKET}/run"
+PATIENCE = f"recovery.hang_timeout_s={PATIENCE_S:g}"
+
+
+def begin(folder: Path, steps: int, *overrides: str, **environ: str) -> tuple[int, str]:
+    return command(
+        folder, "train", folder / "run.toml", f"train.steps={steps}", "optim.decay_steps=8", *overrides, environ=environ
+    )
+
+
+@pytest.fixture
+def lost(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
+    """The folder of a run whose disk was lost after step 4, and whose mirror has that step."""
+    write_config(tmp_path, every=4)
+    assert begin(tmp_path, 4, MIRROR, **s3_variables)[0] == 0
+    shutil.rmtree(tmp_path / "run")
+    return tmp_path
+
+
+def test_a_restoration_that_takes_three_times_the_limit_goes_on(lost: Path, s3_variables: dict[str, str]) -> None:
+    with slow_s3(s3_variables, SLOW_S, 1) as variables:
+        began = time.monotonic()
+        code, told = begin(lost, 8, MIRROR, PATIENCE, **variables)
+    assert code == 0, told
+    assert time.monotonic() - began > SLOW_S
+    assert "continues after step 4" in told
+    straight = lost / "straight"
+    write_config(straight)
+    assert begin(straight, 8)[0] == 0
+    assert course(lost / "run") == course(straight / "run")[4:]
+
+
+def test_a_rank_that_has_all_waits_for_one_that_still_reads(lost: Path, s3_variables: dict[str, str]) -> None:
+    """One slow answer, which one of the two gets; the other has nothing to read meanwhile."""
+    told = two_ranks(lost, s3_variables, SLOW_S)
+    assert all("did not" not in said for said in told.values()), told
+    assert "continues after step 4" in told[0]
+    assert [record["step"] for record in course(lost / "run")] == [5, 6, 7, 8]
+
+
+def two_ranks(folder: Path, variables: dict[str, str], seconds: float) -> dict[int, str]:
+    """What two ranks said that go on from the mirror, with one slow answer for both."""
+    port = free_port()
+    with slow_s3(variables, seconds, 1) as slow:
+        overrides = (MIRROR, PATIENCE, "train.steps=8", "optim.decay_steps=8", "checkpoint.every=0")
+        ranks = {number: start_rank(folder, number, port, *overrides, environ=slow) for number in range(2)}
+        return ended(folder, ranks, 60.0)
+
+
+def test_an_answer_that_stops_coming_is_a_hang(lost: Path, s3_variables: dict[str, str]) -> None:
+    with slow_s3(s3_variables, 0.0, 1) as variables:
+        code, told = begin(lost, 8, MIRROR, PATIENCE, **variables)
+    assert code == HangError.exit_code, told
+    assert f"did not come within recovery.hang_timeout_s={PATIENCE_S:g} seconds" in told or "(restore)" in told
