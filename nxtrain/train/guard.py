@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import DivergedError, RestartError
 from nxtrain.metrics.screen import standard_error
 from nxtrain.metrics.stability import Stability
+from nxtrain.train.notes import Notes
 from nxtrain.train.skipped import BadSteps
 from nxtrain.train.step import TrainState
 from nxtrain.train.vote import Vote
@@ -73,13 +73,11 @@ class Guard:
         self._last_read, self._in_a_row = 0, 0
         self._vote = Vote(state) if config.recovery.vote_every else None
         self._verdicts: dict[int, str] = {}
+        self._bad_steps, self._votes = (Notes(config.run.dir / LOGS / name) for name in (NON_FINITE, VOTES))
         if heeds and config.recovery.non_finite == "rollback":
             # By one rank: where each node has a disk of its own, the others' do not tell.
             lines = by_leader(
-                lambda: _lines(self._file(NON_FINITE)),
-                state.mesh,
-                state.backend.host_group,
-                f"cannot read {self._file(NON_FINITE)}",
+                self._bad_steps.read, state.mesh, state.backend.host_group, f"cannot read {self._bad_steps.file}"
             )
             self._verdicts = {line["step"]: line["verdict"] for line in lines}
 
@@ -112,6 +110,8 @@ class Guard:
         last_read, self._last_read = self._last_read, step
         if not self._heeds:
             return Verdict()
+        if len(self._bad_steps) and not self._bad_steps.write():
+            self._warn(f"{self._bad_steps.file} is written again, and lacks nothing")
         last_good = max(set(range(last_read + 1, step + 1)).difference(bad.steps), default=last_read - self._in_a_row)
         self._in_a_row = step - last_good
         self._settle(bad, last_read, step)
@@ -157,17 +157,17 @@ class Guard:
     def _name(self, step: int, of_all: Tensor) -> str:
         """Who differs in what; the first rank of those that compared writes it down."""
         assert self._vote is not None
-        rank, file = self._state.mesh.rank, self._file(VOTES)
+        rank = self._state.mesh.rank
         dissents = self._vote.dissents(of_all)
         if not dissents:
-            return f"others found it, see {file}"
+            return f"others found it, see {self._votes.file}"
         before: Counter[int] = Counter()
         with suppress(OSError):  # that ranks differ is to be told whatever the disk does
-            before.update(rank for line in _lines(file) for rank in line["ranks"])
+            before.update(rank for line in self._votes.read() for rank in line["ranks"])
         if rank == self._vote.axis.group_of(rank)[0]:
             for found in dissents:
                 line = {"step": step, "ranks": found.ranks, "tensors": found.tensors, "attempt": self._attempt}
-                self._keep(file, line)
+                self._keep(self._votes, line)
         named = {rank: before[rank] for found in dissents for rank in found.ranks}
         again = [f"rank {rank} was named {times} times before" for rank, times in named.items() if times]
         return "; ".join([*map(str, dissents), *again])
@@ -200,7 +200,7 @@ class Guard:
         if policy == "rollback" and new:
             for step in new:
                 self._note(step, bad, "rolled_back")
-            self._state.backend.collectives.barrier()  # what was found is on disk before the first rank ends
+            self._make_sure(bad)
             raise RestartError(
                 f"{self._told(bad)}; recovery.non_finite=rollback: a run whose ranks are started again "
                 "(recovery.max_restarts) goes on from its newest checkpoint and finds out whether that recurs"
@@ -209,6 +209,20 @@ class Guard:
             for step in new:
                 self._note(step, bad, "skipped")
         self._warn(f"{self._told(bad)}; recovery.non_finite={policy}: the run goes on")
+
+    def _make_sure(self, bad: BadSteps) -> None:
+        """Have what was found on the disk before the first rank ends: who comes after decides by it.
+
+        Raises:
+            DivergedError: It cannot be written, so that a start from the checkpoint would come here again and again.
+        """
+        file, state = self._bad_steps.file, self._state
+        problem = by_leader(self._bad_steps.write, state.mesh, state.backend.host_group, f"cannot write {file}")
+        if problem:
+            raise DivergedError(
+                f"{self._told(bad)}; recovery.non_finite=rollback is not possible, since {file} cannot be written: "
+                f"{problem}. Make room for it and start the run again, which goes on from its newest checkpoint"
+            )
 
     def _told(self, bad: BadSteps) -> str:
         steps = ", ".join(map(str, bad.steps))
@@ -225,38 +239,12 @@ class Guard:
         loss, grad_norm = (x if x is None or math.isfinite(x) else str(x) for x in numbers)
         positions = [(step - 1) * rows, step * rows]
         line = {"step": step, "loss": loss, "grad_norm": grad_norm, "positions": positions, "attempt": self._attempt}
-        self._keep(self._file(NON_FINITE), {**line, "verdict": verdict})
+        self._keep(self._bad_steps, {**line, "verdict": verdict})
 
-    def _keep(self, file: Path, line: Mapping[str, Any]) -> None:
-        """Write down a line; a disk that is full costs the line, not the run."""
-        try:
-            _append(file, line)
-        except OSError as error:
-            self._warn(f"{file} cannot be written: {error.strerror or error}; it lacks {json.dumps(line)}")
+    def _keep(self, notes: Notes, line: Mapping[str, Any]) -> None:
+        """Write down a line; if the disk is full, once there is room."""
+        if problem := notes.add(line):
+            self._warn(f"{notes.file} cannot be written: {problem}; until it is, it lacks {json.dumps(line)}")
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}", style="yellow", markup=False)
-
-    def _file(self, name: str) -> Path:
-        return self._config.run.dir / LOGS / name
-
-
-def _append(file: Path, line: Mapping[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(line, allow_nan=False) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file; of one that a killed process left torn, none."""
-    if not file.exists():
-        return []
-    found = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found

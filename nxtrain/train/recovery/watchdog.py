@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.board import PATIENCE_S, Beat, Board
+from nxtrain.backends.board import PATIENCE_S, Beat
 from nxtrain.backends.last_words import within
 from nxtrain.backends.lost_peers import loss
 from nxtrain.checkpoint.blocks import arrived
@@ -26,6 +26,7 @@ from nxtrain.train.recovery import stacks
 from nxtrain.train.recovery.aside import Aside
 from nxtrain.train.recovery.hangs import agree, point, waits
 from nxtrain.train.recovery.link import Link
+from nxtrain.train.recovery.received import Received
 from nxtrain.train.recovery.signals import Signals
 from nxtrain.train.recovery.stacks import say
 from nxtrain.train.recovery.stopping import Stop
@@ -48,35 +49,6 @@ RESTORE = "restore"
 
 TIMED = {"data", "training"}
 """What all ranks of a stage do alike in each step, so that it can be compared."""
-
-
-class _Received:
-    """What came of a checkpoint, to this rank and to those for which it waits.
-
-    Args:
-        here: Tells the bytes that this process has received.
-
-    Attributes:
-        at: When something came last.
-    """
-
-    def __init__(self, here: Callable[[], int]) -> None:
-        self._here = here
-        self._seen = self._told = self._all = 0
-        self.at = time.monotonic()
-
-    def look(self) -> None:
-        """Look what came to this process."""
-        if (seen := self._here()) != self._seen:
-            self._seen, self.at = seen, time.monotonic()
-
-    def share(self, board: Board) -> None:
-        """Tell the other ranks, and hear of them."""
-        new = self._seen - self._told
-        together = board.advance(new)
-        self._told += new
-        if together != self._all:
-            self._all, self.at = together, time.monotonic()
 
 
 class Watchdog:
@@ -112,7 +84,7 @@ class Watchdog:
         self._times: Counter[str] = Counter()
         self._spent: dict[str, float] = {}
         self._at = (0, "start", time.monotonic(), 0.0)
-        self._received = _Received(arrived)
+        self._received = Received(arrived)
         self._limited = not backend.extracts  # whose whole run is one compilation
         self._late = self._hanging = False
         self._ended = threading.Event()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,14 +17,19 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import DivergedError, RestartError
 from nxtrain.train import guard as guards
 from nxtrain.train.guard import HOPELESS, LOGS, NON_FINITE, Guard
+from nxtrain.train.notes import Notes
 from nxtrain.train.skipped import BadSteps
 from nxtrain.train.step import TrainState
 
-BAD = {"loss": float("nan"), "grad_norm": 1.0}
+BAD, GOOD = {"loss": float("nan"), "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 1.0}
 
 
 def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | None = None) -> Guard:
-    """One that sees nothing but bad steps."""
+    """One that sees nothing but bad steps, unless a loss is finite."""
+
+    def take(step: int, last: int, read: dict[str, float]) -> BadSteps:
+        return BadSteps() if math.isfinite(read["loss"]) else BadSteps(tuple(range(last + 1, step + 1)), **BAD)
+
     config = SimpleNamespace(
         recovery=SimpleNamespace(non_finite=policy, vote_every=0, on_divergence="warn"),
         run=SimpleNamespace(dir=folder),
@@ -32,7 +39,7 @@ def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | Non
     state = SimpleNamespace(
         mesh=SimpleNamespace(rank=rank, world=1),
         backend=SimpleNamespace(host_group=None, collectives=collectives),
-        skipped=SimpleNamespace(take=lambda step, last, read: BadSteps(tuple(range(last + 1, step + 1)), **BAD)),
+        skipped=SimpleNamespace(take=take),
     )
     console = Console(file=screen or io.StringIO(), soft_wrap=True)
     return Guard(cast("RunConfig", config), cast("TrainState", state), console=console)
@@ -44,18 +51,35 @@ def write(folder: Path, verdicts: dict[int, str]) -> None:
     (folder / LOGS / NON_FINITE).write_text("".join(lines), encoding="utf-8")
 
 
-@pytest.mark.parametrize(("policy", "ends"), [("skip", False), ("rollback", True)])
-def test_a_full_disk_changes_nothing_about_what_is_decided(tmp_path: Path, policy: str, ends: bool) -> None:
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_what_was_decided_is_written_once_the_disk_takes_it(tmp_path: Path, policy: str) -> None:
+    """A step that was skipped, or that was bad again after a rollback."""
     screen = io.StringIO()
+    if policy == "rollback":
+        write(tmp_path, {7: "rolled_back"})
     watch = guard(tmp_path, policy, screen=screen)
     watch.begin(6, {})
+    file = tmp_path / LOGS / NON_FINITE
+    known = file.read_text() if file.exists() else ""
+    shutil.rmtree(file.parent, ignore_errors=True)
+    file.parent.write_text("no folder", encoding="utf-8")
+    assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
+    assert 'cannot be written: File exists; until it is, it lacks {"step": 7' in screen.getvalue()
+    file.parent.unlink()
+    file.parent.mkdir()
+    file.write_text(known + '{"step": 6, "torn', encoding="utf-8")
+    watch.judge(8, dict(GOOD), recorded=False)
+    assert "is written again, and lacks nothing" in screen.getvalue()
+    expected = {"skip": ["skipped"], "rollback": ["rolled_back", "persistent"]}[policy]
+    assert [line["verdict"] for line in Notes(file).read()] == expected
+
+
+def test_a_rollback_that_nobody_after_it_would_know_of_ends_the_run(tmp_path: Path) -> None:
+    watch = guard(tmp_path, "rollback")
+    watch.begin(6, {})
     (tmp_path / LOGS).write_text("no folder", encoding="utf-8")
-    if ends:
-        with pytest.raises(RestartError, match="step 7"):
-            watch.judge(7, dict(BAD), recorded=False)
-    else:
-        assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
-    assert 'cannot be written: File exists; it lacks {"step": 7' in screen.getvalue()
+    with pytest.raises(DivergedError, match=r"rollback is not possible.* cannot be written: File exists\. Make"):
+        watch.judge(7, dict(BAD), recorded=False)
 
 
 def test_a_rank_knows_what_the_leader_wrote_though_its_own_disk_does_not(

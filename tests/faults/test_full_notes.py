@@ -1,0 +1,88 @@
+"""A disk that is full when a bad step is rolled back: nothing is decided that the next start would not know.
+
+The disk is a tmpfs of its own under the logs, filled to its last page. The reference is the run that skips the step.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from nxtrain.errors import DivergedError, RestartError
+from nxtrain.train.guard import NON_FINITE
+from nxtrain.train.notes import Notes
+from tests.support.commands import at_batch, train, write_config
+from tests.support.runs import course
+
+ROOM_BYTES = 1 << 20
+BAD_STEP = 6
+ALWAYS_BAD = f"nan!@0:{BAD_STEP}:reduce,sleep@0:1:pre_step:0.05"
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own under a run's logs."""
+    folder = tmp_path / "run" / "logs"
+    folder.mkdir(parents=True)
+    mount = ("mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "none", str(folder))
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a tmpfs, and not in every container")
+    yield folder
+    subprocess.run(("umount", "--lazy", str(folder)), check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no byte free, nor any at the end of the last page of the notes."""
+    notes = folder / NON_FINITE
+    if notes.exists():
+        with notes.open("ab") as file:
+            file.write(b"\n" * (-notes.stat().st_size % os.sysconf("SC_PAGE_SIZE")))
+    with (folder / "filler").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
+def fill_and_free(folder: Path) -> None:
+    """Fill it before the bad step, and give room behind it."""
+    at_batch(BAD_STEP + 4, (folder / "filler").unlink)
+    at_batch(BAD_STEP - 1, partial(fill, folder))
+
+
+def verdicts(logs: Path) -> list[str]:
+    return [line["verdict"] for line in Notes(logs / NON_FINITE).read()]
+
+
+def test_no_verdict_is_forgotten_on_a_full_disk(tmp_path: Path, logs: Path) -> None:
+    write_config(tmp_path, steps=12, every=2)
+    policy = "recovery.non_finite=rollback"
+    code, told = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(at_batch, 2, partial(fill, logs)))
+    assert code == DivergedError.exit_code, told
+    assert "recovery.non_finite=rollback is not possible, since" in told
+    assert f"{NON_FINITE} cannot be written: No space left on device. Make room for it" in told
+    assert verdicts(logs) == []
+
+    (logs / "filler").unlink()
+    code, told = train(tmp_path, policy, armed=ALWAYS_BAD)
+    assert code == RestartError.exit_code, told
+    assert verdicts(logs) == ["rolled_back"]
+
+    code, told = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(fill_and_free, logs))
+    assert code == 0, told
+    assert f"step {BAD_STEP} is not finite again" in told
+    assert "until it is, it lacks {" in told
+    assert "is written again, and lacks nothing" in told
+    assert verdicts(logs) == ["rolled_back", "persistent"]
+
+    skips = tmp_path / "skips"
+    write_config(skips, steps=12, every=2)
+    assert train(skips, "recovery.non_finite=skip", armed=ALWAYS_BAD)[0] == 0
+    assert course(tmp_path / "run") == course(skips / "run")
