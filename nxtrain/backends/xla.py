@@ -40,20 +40,20 @@ class XlaCollectives(Collectives):
 
     Args:
         boundary: Of the backend: hands over what was recorded.
-        hosts: The ranks, where each is a process; None: one process has all.
+        meet: Waits for all ranks on the host; None: a collective of torch-xla's own does.
 
     Source: src/neuronx_distributed/pipeline/comm.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.
     """
 
     lazy = True
 
-    def __init__(self, boundary: Callable[[], None], hosts: HostGroup | None = None) -> None:
+    def __init__(self, boundary: Callable[[], None], meet: Callable[[], None] | None = None) -> None:
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
         self._xm: Any = xm
         self._xr: Any = xr
-        self._boundary, self._hosts = boundary, hosts
+        self._boundary, self._meet = boundary, meet
         self._is_first: dict[int, Tensor] = {}  # by position in a pair
 
     def part(self) -> None:
@@ -128,8 +128,8 @@ class XlaCollectives(Collectives):
         return fresh
 
     def barrier(self) -> None:
-        if self._hosts is not None:
-            self._hosts.barrier()
+        if self._meet is not None:
+            self._meet()
         elif self._xr.world_size() > 1:
             self._xm.rendezvous("nxtrain")
 
@@ -173,13 +173,20 @@ class XlaBackend(Backend):
 
     Args:
         sync: Cuts and runs the graph at a step boundary; tests with several devices in one process pass their own.
+        meet: Waits for all ranks on the host; such tests pass their own, where each process is a rank the hosts do.
         hang_timeout_s: Seconds that the hosts wait for each other; the runtime's own limit holds for collectives inside
             a graph.
     """
 
     name = "xla"
 
-    def __init__(self, *, sync: Callable[[], None] | None = None, hang_timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self,
+        *,
+        sync: Callable[[], None] | None = None,
+        meet: Callable[[], None] | None = None,
+        hang_timeout_s: float = 1800.0,
+    ) -> None:
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name={self.name} cannot run here: {support.reason}")
@@ -200,7 +207,8 @@ class XlaBackend(Backend):
             self.host_group = self._hosts.group
             self.local_rank, self.local_world = place.local_rank, place.local_world
             freeze_older_objects()
-        self.collectives = XlaCollectives(self.step_boundary, self._hosts)
+            meet = self._hosts.barrier
+        self.collectives = XlaCollectives(self.step_boundary, meet)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
     @staticmethod

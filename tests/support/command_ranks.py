@@ -116,6 +116,7 @@ class Ranks:
         injected: The value of `NXTRAIN_FAULTS`.
         overrides: Of the configuration, as on the command line.
         world: How many there are.
+        first: Is called in each before the command, and must be known by a module's name.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Ranks:
         injected: str = "",
         overrides: Sequence[str] = (),
         world: int = WORLD,
+        first: Callable[[], object] | None = None,
     ) -> None:
         self._store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         self.folder, self.world = folder, world
@@ -139,7 +141,7 @@ class Ranks:
         self.processes: list[BaseProcess] = [
             started_by.Process(
                 target=_rank,
-                args=(folder, place | {"RANK": rank, "LOCAL_RANK": rank}, fault, tuple(overrides)),
+                args=(folder, place | {"RANK": rank, "LOCAL_RANK": rank}, fault, tuple(overrides), first),
             )
             for rank in range(world)
         ]
@@ -190,7 +192,13 @@ def until(condition: Callable[[], object], within_s: float, said: Callable[[], o
         time.sleep(0.02)
 
 
-def _rank(folder: Path, place: Mapping[str, object], fault: Fault | None, overrides: Sequence[str]) -> None:
+def _rank(
+    folder: Path,
+    place: Mapping[str, object],
+    fault: Fault | None,
+    overrides: Sequence[str],
+    first: Callable[[], object] | None,
+) -> None:
     os.setsid()  # so that whatever it may start is known by its session
     os.environ.update({name: str(value) for name, value in place.items()})
     rank = int(os.environ["RANK"])
@@ -198,6 +206,8 @@ def _rank(folder: Path, place: Mapping[str, object], fault: Fault | None, overri
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
+    if first is not None:
+        first()
     if fault is not None and fault.rank in {None, rank}:
         _arm(fault, folder)
     sys.argv = ["nxtrain", "train", str(folder / "config.toml"), *overrides]

@@ -158,6 +158,7 @@ def start(
     world: int = WORLD,
     within_s: float = 60.0,
     meanwhile: Callable[[Ranks], object] = lambda ranks: None,
+    first: Callable[[], object] | None = None,
 ) -> Start:
     """Start the ranks once, and see them all end.
 
@@ -169,9 +170,10 @@ def start(
         world: How many ranks.
         within_s: All must have ended.
         meanwhile: Is called again and again while they run.
+        first: Is called in each rank before the command.
     """
     ended_at = 0.0
-    with Ranks(started_by, folder, injected=",".join(faults), overrides=overrides, world=world) as ranks:
+    with Ranks(started_by, folder, injected=",".join(faults), overrides=overrides, world=world, first=first) as ranks:
         begin = time.monotonic()
         while any(process.is_alive() for process in ranks.processes):
             now = time.monotonic()
@@ -200,12 +202,16 @@ def supervise(
     overrides: Sequence[str] = (),
     most_restarts: int = 3,
     within_s: float = 40.0,
+    world: int = WORLD,
+    first: Callable[[], object] | None = None,
 ) -> History:
     """Start a run with the same command until it is done, ends for good, or was started too often."""
     history = History(folder)
     begin = time.monotonic()
     for _ in range(most_restarts + 1):
-        found = start(started_by, folder, (PACE, *faults), overrides=overrides, within_s=within_s)
+        found = start(
+            started_by, folder, (PACE, *faults), overrides=overrides, world=world, within_s=within_s, first=first
+        )
         history.starts.append(found)
         if found.code == 0 or found.code in FINAL:
             break

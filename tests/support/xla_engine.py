@@ -49,10 +49,21 @@ def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) 
 
 
 class Devices:
-    """The threads of one process."""
+    """The threads of one process.
 
-    def __init__(self) -> None:
+    They meet on the host, since torch-xla's own rendezvous is a collective that each of them would compile.
+
+    Args:
+        world: How many.
+    """
+
+    def __init__(self, world: int) -> None:
         self._compiling = threading.Lock()
+        self._meeting = threading.Barrier(world)
+
+    def meet(self) -> None:
+        """Wait for all threads."""
+        self._meeting.wait(TIMEOUT_S)
 
     def sync(self) -> None:
         """Step boundary: run what this thread recorded, by a module that no other thread compiles as well."""
@@ -81,7 +92,7 @@ class Devices:
 
         def play() -> Any:
             try:
-                return body(XlaBackend(sync=self.sync), *args)
+                return body(XlaBackend(sync=self.sync, meet=self.meet), *args)
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
@@ -96,7 +107,8 @@ class Devices:
 def main(job: Path, result: Path) -> None:
     """Run a job file."""
     body, args = pickle.loads(job.read_bytes())
-    result.write_bytes(pickle.dumps(Devices().run(body, args)))
+    devices = Devices(int(os.environ["CPU_NUM_DEVICES"]))
+    result.write_bytes(pickle.dumps(devices.run(body, args)))
     sys.stdout.flush()
     os._exit(0)  # the runtime's threads do not join
 
