@@ -108,11 +108,15 @@ def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
         _ACTIONS[kind]()
 
 
-def spoiled(x: Tensor, kind: str) -> Tensor:
-    """A copy whose first entry is NaN or infinite."""
-    copy = x.detach().clone()
-    copy.view(-1)[:1].fill_(float(kind))
-    return copy
+def altered(x: Tensor, factor: float = 1.0, first: float | None = None) -> Tensor:
+    """A copy times a factor, perhaps with another first entry.
+
+    The numbers are uploaded, so that on a lazy device a step with a fault is the graph of one without.
+    """
+    replaces = 0.0 if first is None else 1.0
+    numbers = torch.tensor([factor, replaces, first or 0.0]).to(x.device)
+    flat = x.detach().reshape(-1) * numbers[0]
+    return torch.cat([torch.where(numbers[1] > 0, numbers[2], flat[:1]), flat[1:]]).view(x.shape)
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ POINTS = {
     "bwd": Place("torch.autograd", "backward"),
     "reduce": Place("nxtrain.parallel.grads:Gradients", "reduce"),
     "opt": Place("nxtrain.optim.adamw:AdamW", "step"),
-    "post_step": Place("nxtrain.train.trainer", "train_step", "after"),
+    "post_step": Place("nxtrain.train.trainer", "update", "after"),
     "ckpt_stage": Place("nxtrain.checkpoint.staging:Staging", "fill"),
     "ckpt_write": Place("nxtrain.checkpoint.blocks:BlockWriter", "_transfer", "writing"),
     "ckpt_fsync": Place("nxtrain.checkpoint.blocks:BlockWriter", "close"),

@@ -56,6 +56,8 @@ class _Armed:
 
     def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
         self._faults, self._folder, self._rank = [f for f in faults if f.rank in {None, rank}], folder, rank
+        # Of any rank: what the others compute must stay the same work, since a lazy device makes a graph of it.
+        self._alters = any(fault.kind in fault_kinds.VALUES for fault in faults)
         self._step, self._in_step = 0, False
         self._saved = 0  # checkpoints are written while steps go on
         self._slept: dict[Fault, int] = {}
@@ -66,13 +68,13 @@ class _Armed:
         for point in {fault.point for fault in self._faults}:
             place = POINTS[point]
             _replace(place, functools.partial(self._at_point, point=point, when=place.when))
-        if any(fault.kind in fault_kinds.VALUES for fault in self._faults):
+        if self._alters:
             for place in GRADIENTS:
                 _replace(place, self._on_gradients)
             _replace(LOSS, self._on_loss)
         _replace(POINTS["ckpt_stage"], self._begin_save)
         # Outermost, so that whatever happens in a step belongs to it.
-        _replace(Place("nxtrain.train.trainer", "train_step"), self._count_steps)
+        _replace(Place("nxtrain.train.trainer", "update"), self._count_steps)
         _replace(Place("nxtrain.train.trainer:Trainer", "run"), self._begin_run)
 
     def _begin_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,14 +91,14 @@ class _Armed:
 
         return wrapped
 
-    def _count_steps(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+    def _count_steps(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             self._step += 1
             self._in_step = True
             self._spoiled.clear()
             self._values = [fault for fault in self._faults if self._changes_values_now(fault)]
             try:
-                return train_step(*args, **kwargs)
+                return update(*args, **kwargs)
             finally:
                 self._in_step = False
 
@@ -166,22 +168,23 @@ class _Armed:
     def _on_gradients(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapped(*args: Any, **kwargs: Any) -> Tensor:
             grad = function(*args, **kwargs)
+            factor, first = 1.0, None
             for fault in self._values:
                 if fault.kind == "spike":
-                    grad = grad * fault_kinds.spike_of(fault.arguments)[0]
+                    factor *= fault_kinds.spike_of(fault.arguments)[0]
                 elif fault.point != "bwd" and fault not in self._spoiled and grad.numel():
                     self._spoiled.add(fault)
-                    grad = fault_kinds.spoiled(grad, fault.kind)
-            return grad
+                    first = float(fault.kind)
+            return fault_kinds.altered(grad, factor, first)
 
         return wrapped
 
     def _on_loss(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapped(loss: Tensor, targets: Tensor) -> Tensor:
-            for fault in self._values if self._in_step else ():
-                if fault.point in {"fwd", "bwd"}:
-                    loss = fault_kinds.spoiled(loss.detach(), fault.kind)
-            return function(loss, targets)
+            if not self._in_step:
+                return function(loss, targets)
+            found = [float(fault.kind) for fault in self._values if fault.point in {"fwd", "bwd"}]
+            return function(fault_kinds.altered(loss.detach(), 1.0, found[0] if found else None), targets)
 
         return wrapped
 

@@ -91,8 +91,7 @@ class Trainer:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
                 self.watch(step, "training")
                 rate = self.schedule.at(step)
-                result = train_step(self.state, self._put(batch), rate)
-                backend.step_boundary()
+                result = update(self.state, self._put(batch), rate)
                 self.meter.add_step(step_tokens)
                 evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
                 saves = _due(step, config.checkpoint.every, total)
@@ -174,6 +173,13 @@ class Trainer:
     def _put(self, batch: Batch) -> DeviceBatch:
         put: Callable[[Tensor], Tensor] = self.state.backend.put
         return DeviceBatch.of(torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets), put)
+
+
+def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
+    """Take a step, and hand it over to the device."""
+    result = train_step(state, batch, lr)
+    state.backend.step_boundary()
+    return result
 
 
 def _total(backend: Backend, values: Sequence[Tensor]) -> float:

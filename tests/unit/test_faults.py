@@ -111,10 +111,21 @@ class _State:
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 def test_one_entry_of_a_copy_is_spoiled(kind: str) -> None:
     x = torch.ones(2, 3)
-    found = fault_kinds.spoiled(x, kind)
+    found = fault_kinds.altered(x, first=float(kind))
     assert str(found.flatten()[0].item()) == kind
     assert found.isfinite().sum() == x.numel() - 1
     assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_fault_no_bit_is_altered(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = -torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(dtype) * 0
+    y = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    for each in (x, y):
+        assert fault_kinds.altered(each).view(integers).equal(each.view(integers))
+    assert fault_kinds.altered(y, 10.0).equal(y * 10.0)
 
 
 def test_what_comes_before_a_fault_is_on_the_disk(tmp_path: Path) -> None:
