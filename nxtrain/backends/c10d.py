@@ -15,11 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxtrain.backends.base import Backend
 from nxtrain.backends.board import Board
 from nxtrain.backends.c10d_collectives import C10dCollectives
-from nxtrain.backends.last_words import GRACE_S, SOON_S, LastWords
-from nxtrain.backends.lost_peers import first_line, loss
 from nxtrain.backends.meeting import meet
+from nxtrain.backends.parting import Parting
 from nxtrain.backends.waits import WAITS
-from nxtrain.errors import HangError, LostPeerError
 from nxtrain.mesh import Mesh
 
 
@@ -48,7 +46,7 @@ class C10dBackend(Backend):
     """A backend whose ranks are processes of `torch.distributed`."""
 
     collectives: C10dCollectives
-    _last_words: LastWords | None = None
+    _parting: Parting | None = None
     _store: dist.Store | None = None
     _ends_early = False
 
@@ -63,7 +61,7 @@ class C10dBackend(Backend):
             timeout = timedelta(seconds=hang_timeout_s)
             # As without a store, but that this one can be talked to.
             self._store = store = meet(self.rank, self.world, timeout)
-            self._last_words = LastWords(store)
+            self._parting = Parting(store, self.rank, hang_timeout_s, self.collectives.words)
             dist.init_process_group(
                 process_group, store=store, rank=self.rank, world_size=self.world, timeout=timeout, device_id=device_id
             )
@@ -82,36 +80,10 @@ class C10dBackend(Backend):
         return WAITS.total_s
 
     def failed(self, error: Exception) -> Exception:
-        if self._last_words is None:
+        if self._parting is None:
             return error
         self._ends_early = True
-        words, me = self._last_words, self.collectives.words(self.rank)
-        lost = loss(error)
-        if lost is None:
-            text = first_line(error)
-            words.leave(text if text.startswith(me) else f"{me} failed: {type(error).__name__}: {text}")
-            return error
-        if isinstance(lost, HangError):
-            return self._hung(lost, words)
-        if lost.peer is None:
-            first = words.await_first(SOON_S) or words.leave(first_line(lost))
-        else:
-            first = words.leave(f"{self.collectives.words(lost.peer)} is gone")
-        if first in str(lost):
-            return lost
-        return LostPeerError(f"{first}\n{me} needs it, and ends too", lost.peer)
-
-    def _hung(self, error: HangError, words: LastWords) -> Exception:
-        """Name the rank that hangs, where this one waited for another that waits for it in turn."""
-        hangs = words.who_hangs(self.rank, error.peer)
-        if hangs is not None:
-            limit = f"recovery.hang_timeout_s={self.collectives.hang_timeout_s:g}"
-            words.leave(f"{self.collectives.words(hangs)} did not come within {limit} seconds")
-        if hangs is not None and hangs == error.peer:
-            return error
-        # Others may find it a little later, or wait for it themselves.
-        first = words.await_first(2 * GRACE_S)
-        return HangError(f"{first}\n{self.collectives.words(self.rank)} waited too: {error}") if first else error
+        return self._parting.failed(error)
 
     def close(self) -> None:
         super().close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
 
 import torch.distributed as dist
 
-from nxtrain.errors import BackendError, HangError
+from nxtrain.errors import BackendError, HangError, LostPeerError
 from nxtrain.mesh import Axis
 
 SHOWN_DIGITS = 12
@@ -17,6 +18,11 @@ SHOWN_DIGITS = 12
 
 SHOWN_GRAPHS = 4
 """Graphs of a disagreement that its message lists."""
+
+SOONER = 0.9
+"""Share of the limit within which nobody can be late yet, so that who is missing is gone."""
+
+_MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 
 
 class HostGroup:
@@ -46,17 +52,21 @@ class HostGroup:
 
         Raises:
             HangError: Some rank did not come in time.
+            LostPeerError: Some rank has ended.
         """
         self._meet(self.group, work)
 
     def _meet(self, group: dist.ProcessGroup, work: str) -> None:
+        began, limit_s = time.monotonic(), self._timeout.total_seconds()
         try:
             dist.monitored_barrier(group, self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             reason = in_world(str(error).strip().splitlines()[0].rstrip("."), dist.get_process_group_ranks(group))
+            if time.monotonic() - began < SOONER * limit_s:  # gloo says the same of a rank that is gone
+                raise _gone(reason, work) from error
             raise HangError(
                 f"some ranks are missing at {work}, where the others wait for "
-                f"recovery.hang_timeout_s={self._timeout.total_seconds():g} seconds: {reason}. A missing rank died, "
+                f"recovery.hang_timeout_s={limit_s:g} seconds: {reason}. A missing rank died, "
                 "or does other work than the rest; its own last lines say more"
             ) from error
 
@@ -70,6 +80,7 @@ class HostGroup:
         Raises:
             BackendError: They are not; the first of them says how they differ.
             HangError: Some rank did not come in time.
+            LostPeerError: Some rank has ended.
         """
         self._meet(self._alike, f"the comparison of graphs in {work}")
         members = dist.get_process_group_ranks(self._alike)
@@ -79,6 +90,15 @@ class HostGroup:
             first = members[0]
             see = f"ranks are about to run different graphs in {work}; see rank {first}"
             raise BackendError(problem if dist.get_rank() == first else see)
+
+
+def _gone(reason: str, work: str) -> LostPeerError:
+    """Who has ended, as far as the first rank of a group knows; the others only lose that one then."""
+    found = _MISSING.search(reason)
+    ranks = [int(rank) for rank in found[1].split(", ")] if found else []
+    names = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}" if ranks else "a rank that this one works with"
+    text = f"{names} {'are' if len(ranks) > 1 else 'is'} gone, which the others wait for at {work}: {reason}"
+    return LostPeerError(f"{text}. It died, or left early; its own last lines say why", ranks[0] if ranks else None)
 
 
 def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:

@@ -17,8 +17,8 @@ from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.board import Board
 from nxtrain.backends.c10d import Placement
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending
-from nxtrain.backends.host_group import HostGroup
 from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.parting import Parting
 from nxtrain.backends.rounding import RoundingKey, round_one_by_one
 from nxtrain.backends.shell import refuse_dead_variables
 from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
@@ -200,6 +200,9 @@ class XlaBackend(Backend):
         place = Placement.read()
         self._hosts = join(place, hang_timeout_s) if place.world > 1 else None
         self._compared, self._num_compared = "", 0
+        self._mesh: Mesh | None = None
+        self._parting: Parting | None = None
+        self._ends_early = False
         self.device = torch_xla.device()
         self.rank, self.world = xr.global_ordinal(), xr.world_size()
         self.local_rank, self.local_world = xr.local_ordinal(), xr.local_device_count()
@@ -208,6 +211,8 @@ class XlaBackend(Backend):
             self.local_rank, self.local_world = place.local_rank, place.local_world
             freeze_older_objects()
             meet = self._hosts.barrier
+            store = dist.distributed_c10d._get_default_store()
+            self._parting = Parting(store, place.rank, hang_timeout_s, self._words_of)
         self.collectives = XlaCollectives(self.step_boundary, meet)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
@@ -232,6 +237,7 @@ class XlaBackend(Backend):
         return tuple(uploaded[i] for i in range(len(values)))
 
     def lay_out(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         if mesh.pp_size > 1 and self._hosts is not None:
             self._hosts.compare_among(mesh.stage)
 
@@ -260,9 +266,18 @@ class XlaBackend(Backend):
             return None
         return Board(dist.distributed_c10d._get_default_store(), self.rank, self.world)
 
+    def failed(self, error: Exception) -> Exception:
+        if self._parting is None:
+            return error
+        self._ends_early = True
+        return self._parting.failed(error)
+
+    def _words_of(self, rank: int) -> str:
+        return self._mesh.words(rank) if self._mesh is not None else f"rank {rank}"
+
     def close(self) -> None:
         super().close()
-        if self._hosts is not None:
+        if self._hosts is not None and not self._ends_early:
             dist.destroy_process_group()
 
 

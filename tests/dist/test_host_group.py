@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.host_group import HostGroup
-from nxtrain.errors import NxtrainError
+from nxtrain.errors import LostPeerError, NxtrainError
 from nxtrain.mesh import Mesh
 from tests.support.ranks import RankPool
 
@@ -55,6 +56,32 @@ def test_a_rank_that_does_not_come_ends_the_others_in_time(ranks: RankPool) -> N
     assert found[0][1].startswith("some ranks are missing at the comparison of graphs in step 7, where the others wait")
     assert "Ranks 1 failed to pass" in found[0][1]
     assert all(PATIENCE_S * 0.9 < found[rank][2] < PATIENCE_S * 1.9 for rank in (0, 2))
+
+
+def left_alone(backend: Backend, leaves: int) -> tuple[str, str, int | None, float]:
+    """Compare what ranks see after one has left; class, message, blamed rank and seconds of what came of it."""
+    hosts = HostGroup(20 * PATIENCE_S)
+    hosts.barrier()
+    began = time.monotonic()
+    if backend.rank == leaves:
+        dist.destroy_process_group(hosts.group)
+        return "", "", None, 0.0
+    try:
+        hosts.compare("step 7", "aa")
+    except LostPeerError as error:
+        return type(error).__name__, str(error), error.peer, time.monotonic() - began
+    raise AssertionError("compared without it")
+
+
+def test_a_rank_that_is_gone_is_told_at_once_and_from_one_that_is_late(ranks: RankPool) -> None:
+    found = ranks.run(2, left_alone, 1)
+    kind, message, peer, seconds = found[0]
+    assert (kind, peer) == ("LostPeerError", 1)
+    assert message.startswith("rank 1 is gone, which the others wait for at the comparison of graphs in step 7: ")
+    assert seconds < PATIENCE_S
+    kind, message, peer, _ = ranks.run(2, left_alone, 0)[1]
+    assert (kind, peer) == ("LostPeerError", None)
+    assert message.startswith("a rank that this one works with is gone, which the others wait for at ")
 
 
 STAGES = Mesh(4, 0, pp_size=2, tp_size=2, order=(1, 2, 0, 3))
