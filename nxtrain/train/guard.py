@@ -146,7 +146,9 @@ class Guard:
         number = backend.fetch({"differing": differing})["differing"]
         if not self._heeds or number == 0:
             return
-        told = self._name(step, of_all)
+        before = self._named_before()
+        backend.collectives.barrier()  # nobody takes what is found now for something earlier
+        told = self._name(step, of_all, before)
         backend.collectives.barrier()  # what was found is on disk before the first rank ends
         raise RestartError(
             f"step {step}: the replicas of the model are no longer equal: {told}. A run whose ranks are started again "
@@ -154,22 +156,26 @@ class Guard:
             "again and again has a bad device"
         )
 
-    def _name(self, step: int, of_all: Tensor) -> str:
+    def _named_before(self) -> Counter[int]:
+        """How often each rank was named."""
+        found: Counter[int] = Counter()
+        with suppress(OSError):  # that ranks differ is to be told whatever the disk does
+            found.update(rank for line in self._votes.read() for rank in line["ranks"])
+        return found
+
+    def _name(self, step: int, of_all: Tensor, before: Counter[int]) -> str:
         """Who differs in what; the first rank of those that compared writes it down."""
         assert self._vote is not None
         rank = self._state.mesh.rank
         dissents = self._vote.dissents(of_all)
         if not dissents:
             return f"others found it, see {self._votes.file}"
-        before: Counter[int] = Counter()
-        with suppress(OSError):  # that ranks differ is to be told whatever the disk does
-            before.update(rank for line in self._votes.read() for rank in line["ranks"])
         if rank == self._vote.axis.group_of(rank)[0]:
             for found in dissents:
                 line = {"step": step, "ranks": found.ranks, "tensors": found.tensors, "attempt": self._attempt}
                 self._keep(self._votes, line)
         named = {rank: before[rank] for found in dissents for rank in found.ranks}
-        again = [f"rank {rank} was named {times} times before" for rank, times in named.items() if times]
+        again = [f"rank {rank} was named {_often(times)} before" for rank, times in named.items() if times]
         return "; ".join([*map(str, dissents), *again])
 
     def _settle(self, bad: BadSteps, last_read: int, step: int) -> None:
@@ -248,3 +254,7 @@ class Guard:
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}", style="yellow", markup=False)
+
+
+def _often(times: int) -> str:
+    return "once" if times == 1 else f"{times} times"

@@ -165,6 +165,7 @@ def test_a_flipped_bit_of_a_replica_is_found_before_it_is_saved(
     said = broken.run(plan, fault)
     assert {text.split(":")[0] for text in said} == {"RestartError"}
     assert sum(told in text for text in said) == (2 if shard == "hybrid" else dp)
+    assert not any("was named" in text for text in said), "never before"
     assert saved(plan) == [2]
     (noted,) = lines(plan, "votes.jsonl")
     assert (noted["step"], noted["ranks"]) == (4, named)
