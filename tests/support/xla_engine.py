@@ -30,7 +30,14 @@ def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) 
         args: Its arguments.
         folder: For the files that carry arguments and results.
     """
-    job, result = folder / f"job-{world}.pickle", folder / f"result-{world}.pickle"
+    done = start_devices(world, body, *args, folder=folder)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return pickle.loads(_result(folder, world).read_bytes())  # type: ignore[no-any-return]
+
+
+def start_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`run_devices` of a process that need not end well."""
+    job = folder / f"job-{world}.pickle"
     job.write_bytes(pickle.dumps((body, args)))
     pool = str(16 * world)  # a collective that waits keeps its thread
     env = {
@@ -41,11 +48,13 @@ def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) 
         "XLA_THREAD_POOL_SIZE": pool,
         "NPROC": pool,
     }
-    argv = [sys.executable, "-m", "tests.support.xla_engine", str(job), str(result)]
+    argv = [sys.executable, "-m", "tests.support.xla_engine", str(job), str(_result(folder, world))]
     root = Path(__file__).parents[2]
-    done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return pickle.loads(result.read_bytes())  # type: ignore[no-any-return]
+    return subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def _result(folder: Path, world: int) -> Path:
+    return folder / f"result-{world}.pickle"
 
 
 class Devices:

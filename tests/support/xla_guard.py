@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,12 +14,17 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.errors import NxtrainError
+from nxtrain.mesh import Mesh
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train import rehearsal
 from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.fault_kinds import flip
 from nxtrain.train.guard import Guard
-from nxtrain.train.recompiles import Recompiles
+from nxtrain.train.recompiles import WARM_UP, Recompiles
+from nxtrain.train.recovery.signals import Signals
+from nxtrain.train.recovery.watchdog import Watchdog
 from nxtrain.train.step import TrainState, train_step
+from nxtrain.train.trainer import Work
 from nxtrain.train.vote import checksums, factors
 from tests.support.models import tokens
 from tests.support.parity import GLOBAL_BATCH, LR, local_batch, start
@@ -93,14 +101,71 @@ def summed(backend: Backend, tensors: Mapping[str, Tensor]) -> list[int]:
     return [int(number) for number in found.cpu()]
 
 
-def voted(backend: Backend, resolved: Resolved) -> str:
-    """How a run ends that nothing befalls; empty if well."""
+@dataclass(frozen=True)
+class Voted:
+    """A run whose replicas vote.
+
+    Args:
+        told: How it ended; empty: well.
+        compiled, launched, read: Graphs that were new or run, and transfers to the host, on all devices together.
+    """
+
+    told: str
+    compiled: int
+    launched: int
+    read: int
+
+
+def voted(backend: Backend, resolved: Resolved, flipped: tuple[int, int] | None = None) -> Voted:
+    """Train; with a rank and a step at whose vote a bit of that rank's first parameter has turned over."""
     mesh = build_mesh(resolved, backend.world, backend.rank, backend.local_world)
     state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
+    backend.step_boundary()
     recompiles = Recompiles(backend, resolved.config.compile.max_recompiles)
-    loop = rehearsal.trainer(resolved, state, resolved.config, Schedule(1e-3, 1e-3, 0, 8, "constant"), recompiles.enter)
+
+    def watch(step: int, work: Work) -> None:
+        recompiles.enter(step, work)
+        if work == "vote" and (backend.rank, step) == flipped:
+            flip(state.model)
+
+    loop = rehearsal.trainer(resolved, state, resolved.config, Schedule(1e-3, 1e-3, 0, 8, "constant"), watch)
+    loop = replace(loop, guard=Guard(resolved.config, state))
+    backend.collectives.barrier()
+    before, read = Counts.now(), _read()
+    told = ""
+    backend.collectives.barrier()
     try:
-        replace(loop, guard=Guard(resolved.config, state)).run(0)
+        loop.run(0)
     except NxtrainError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        told = f"{type(error).__name__}: {error}"
+    backend.collectives.barrier()
+    after = Counts.now()
+    found = Voted(told, after.compiled - before.compiled, after.launched - before.launched, _read() - read)
+    backend.collectives.barrier()  # the next run counts for itself
+    return found
+
+
+def votes(backend: Backend, cases: Sequence[tuple[Resolved, tuple[int, int] | None]]) -> list[Voted]:
+    """`voted` of each case."""
+    return [voted(backend, *case) for case in cases]
+
+
+def _read() -> int:
+    """Transfers to the host so far."""
+    import torch_xla.debug.metrics as met
+
+    found = met.metric_data("TransferFromDeviceTime")
+    return int(found[0]) if found else 0
+
+
+def hung(backend: Backend, logs: Path) -> None:
+    """Wait on the device for the last rank, which never comes, with a watchdog beside the first."""
+    axis = Mesh.build(backend.world, backend.rank).dp
+    mine = backend.put(torch.ones(2))
+    if backend.rank == backend.world - 1:
+        time.sleep(60.0)
+    watchdog = Watchdog(backend, 1.5, logs, Signals())
+    for step in range(1, WARM_UP + 2):  # what may still compile has longer
+        watchdog.enter(step, "training")
+    with watchdog if backend.rank == 0 else nullcontext():
+        backend.fetch({"sum": backend.collectives.all_reduce(mine, axis).sum()})

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nxtrain.backends.cpu import CpuKernels
+from nxtrain.config.check import Resolved
+from nxtrain.errors import HangError
 from nxtrain.train.vote import checksums, factors
 from tests.support.layers import random
 from tests.support.models import changed, weights_of
 from tests.support.parity import layout
 from tests.support.runs import run_plan, token_file
-from tests.support.xla_engine import run_devices
-from tests.support.xla_guard import Skipping, skippings, summed, voted
+from tests.support.xla_engine import run_devices, start_devices
+from tests.support.xla_guard import Skipping, Voted, hung, skippings, summed, votes
+
+WORLD = 3
+"""So that there is a majority."""
 
 SPOILED = "param model.norm.weight"
 RULES: list[dict[str, Any]] = [
@@ -48,20 +55,49 @@ def test_bad_steps_of_two_ranks_with_cut_state_change_no_bit(tmp_path: Path) -> 
         check(course)
 
 
-def test_a_run_that_votes_finds_equal_replicas_equal_and_compiles_nothing_again(tmp_path: Path) -> None:
+def test_a_vote_finds_the_one_replica_with_another_bit_for_one_graph_and_one_read(tmp_path: Path) -> None:
+    """Of three runs on one process, so that what the first has compiled the others do not."""
     data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 40))}
-    plan = run_plan(
-        tmp_path / "run",
-        data,
-        steps=8,
-        train={"micro_batch": 2},
-        parallel={"tp": 1, "dp": 2},
-        metrics={"log_every": 3},
-        checkpoint={"every": 0},
-        compile={"max_recompiles": 0},
-        recovery={"vote_every": 2},
-    )
-    assert run_devices(2, voted, plan, folder=tmp_path) == ["", ""]
+
+    def plan(name: str, vote_every: int) -> Resolved:
+        return run_plan(
+            tmp_path / name,
+            data,
+            steps=8,
+            train={"global_batch": WORLD, "micro_batch": 1},
+            parallel={"tp": 1, "dp": WORLD},
+            metrics={"log_every": 3},
+            checkpoint={"every": 0},
+            compile={"max_recompiles": 0},
+            recovery={"vote_every": vote_every},
+        )
+
+    cases = [(plan("unvoted", 0), None), (plan("voted", 2), None), (plan("flipped", 2), (1, 4))]
+    by_rank: list[list[Voted]] = run_devices(WORLD, votes, cases, folder=tmp_path)
+    for rank, (unvoted, sound, flipped) in enumerate(by_rank):
+        assert unvoted.told == sound.told == ""
+        assert unvoted.compiled > 1
+        assert sound.compiled == 1
+        assert flipped.compiled == 0
+        num_votes = WORLD * 8 // 2
+        assert sound.launched - unvoted.launched == num_votes
+        assert sound.read - unvoted.read == num_votes
+        named = "rank 1 differs from ranks 0 and 2 in model.embed_tokens.weight"
+        assert flipped.told.startswith(
+            f"RestartError: step 4: the replicas of the model are no longer equal: {named}. "
+        )
+        assert by_rank[rank][0] == by_rank[0][0]
+    (noted,) = (tmp_path / "flipped/logs/votes.jsonl").read_text().splitlines()
+    assert json.loads(noted) == {"step": 4, "ranks": [1], "tensors": ["model.embed_tokens.weight"], "attempt": 0}
+
+
+def test_a_rank_that_waits_for_another_on_the_device_is_ended_by_its_watchdog(tmp_path: Path) -> None:
+    """Else XLA:CPU would end the process after ten seconds, and an accelerator never."""
+    done = start_devices(2, hung, tmp_path / "logs", folder=tmp_path)
+    assert done.returncode == HangError.exit_code, done.stderr[-3000:]
+    assert "did not get on within recovery.hang_timeout_s=1.5 seconds: step 3 (training)" in done.stderr
+    stacks = (tmp_path / "logs/hang-rank-0.txt").read_text(encoding="utf-8")
+    assert re.search(r"xla\.py\", line \d+ in fetch", stacks), stacks
 
 
 def test_checksums_are_those_of_the_cpu(tmp_path: Path) -> None:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.xla_link import compiled
+
 ROOT = Path(__file__).parents[2]
 COUNTED = "counted.txt"
-
-
-def compiled(folder: Path) -> int:
-    """New graphs by the last boundary that torch-xla reported in a folder, and no longer."""
-    report = folder / COUNTED
-    counts = re.findall(r"Counter: UncachedCompile\n  Value: (\d+)", report.read_text())
-    report.unlink()
-    return int(counts[-1])
 
 
 def train(folder: Path, backend: str, *overrides: str) -> list[dict[str, float]]:
@@ -50,13 +43,13 @@ def train(folder: Path, backend: str, *overrides: str) -> list[dict[str, float]]
 def test_a_run_on_xla_is_the_run_on_cpu_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     on_cpu, on_xla = train(tmp_path, "cpu"), train(tmp_path, "xla")
     # A micro-batch, the update, the parameters' health, the evaluation.
-    assert compiled(tmp_path) == 4
+    assert compiled(tmp_path / COUNTED) == 4
     for key in ("step", "loss", "grad_norm", "param_norm", "lr", "tokens"):
         assert [r[key] for r in on_xla] == pytest.approx([r[key] for r in on_cpu], rel=1e-5), key
     assert [r["val_loss"] for r in on_xla if "val_loss" in r] == pytest.approx(
         [r["val_loss"] for r in on_cpu if "val_loss" in r], rel=1e-5
     )
     resumed = train(tmp_path, "xla", f"checkpoint.resume={tmp_path / 'xla/checkpoints/step-00000004'}")
-    assert compiled(tmp_path) == 4
+    assert compiled(tmp_path / COUNTED) == 4
     kept = ("step", "loss", "grad_norm", "param_norm")
     assert [[r[key] for key in kept] for r in resumed] == [[r[key] for key in kept] for r in on_xla]
