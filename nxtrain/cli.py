@@ -15,6 +15,7 @@ import nxtrain
 from nxtrain.cli_bench import AsJson, bench
 from nxtrain.cli_convert import convert
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal
+from nxtrain.metrics.streams import outliving_readers
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
@@ -45,17 +46,21 @@ PLACE = "Folder, configuration file or s3://BUCKET/PREFIX."
 
 
 def main() -> None:
-    """Run the command line; a failure meant for people ends in its message and its exit code, without a traceback."""
-    try:
-        app()
-    except NxtrainError as error:
-        _report(error, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
-        _end(error.exit_code)
-    except Exception:
-        if _is_alone():
-            raise
-        sys.excepthook(*sys.exc_info())
-        _end(1)
+    """Run the command line; a failure meant for people ends in its message and its exit code, without a traceback.
+
+    A command comes to its end and its exit code whether or not somebody still reads what it prints.
+    """
+    with outliving_readers():
+        try:
+            app()
+        except NxtrainError as error:
+            _report(error, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
+            _end(error.exit_code)
+        except Exception:
+            if _is_alone():
+                raise
+            sys.excepthook(*sys.exc_info())
+            _end(1)
 
 
 def _end(code: int) -> NoReturn:
@@ -231,7 +236,9 @@ def graphs(
 
 @app.command(epilog='Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40')
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="Run folder or checkpoint.", show_default=False)],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="Run folder, checkpoint or mirror; s3:// too.", show_default=False)
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.", show_default=False)],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,

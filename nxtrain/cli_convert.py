@@ -7,10 +7,24 @@ from typing import Annotated, Literal
 
 import typer
 
+from nxtrain.errors import ConfigError
+from nxtrain.s3 import SCHEME
+
 convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False)]
-Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False)]
+
+def _on_disk(text: str) -> Path:
+    """A path of this machine; an address in S3 would be taken for one."""
+    if text.startswith(SCHEME):
+        raise ConfigError(f"{text} is no folder of this machine; fetch or bring it there with: aws s3 sync SRC DST")
+    return Path(text)
+
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False, parser=_on_disk)]
+Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False, parser=_on_disk)]
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="SRC", help="Run folder, checkpoint or mirror; s3:// too.", show_default=False)
+]
 WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")]
 
 
@@ -24,13 +38,13 @@ def hf_to_nxtrain(src: Source, dst: Target) -> None:
 
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf --verify")
 def nxtrain_to_hf(
-    src: Annotated[str, typer.Argument(metavar="SRC", show_default=False)],
+    src: Checkpoint,
     dst: Target,
     verify: Annotated[
         bool, typer.Option("--verify", help="Load the result in transformers and compare scores.")
     ] = False,
 ) -> None:
-    """Read a run folder, a checkpoint or a mirror (s3:// too), write a Hugging Face folder."""
+    """Read a checkpoint, the newest of a run folder or a mirror, write a Hugging Face folder."""
     from nxtrain.checkpoint.convert import nxtrain_to_hf
 
     checkpoint = nxtrain_to_hf(src, dst)
@@ -80,7 +94,7 @@ def nxd_to_nxtrain(
 
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-nxd runs/demo nxd_ckpts --tp 8 --pp 2 --dp 4")
 def nxtrain_to_nxd(
-    src: Source,
+    src: Checkpoint,
     dst: Target,
     tp: Annotated[int, typer.Option(min=0, help="Tensor parallel ranks; 0: as in the run.")] = 0,
     pp: Annotated[int, typer.Option(min=0, help="Pipeline stages, as equal as NxD cuts them; 0: as in the run.")] = 0,
@@ -100,7 +114,7 @@ def nxtrain_to_nxd(
     ] = None,
     weights_only: WeightsOnly = False,
 ) -> None:
-    """Read a run folder or a checkpoint, write NeuronX Distributed's rank files.
+    """Read a checkpoint, the newest of a run folder or a mirror, write NeuronX Distributed's rank files.
 
     In DST a tag step_<step> for its load_checkpoint, with config.json for the model of its Llama example. Its scripts
     go on with the optimizer and the schedule where the run was, and begin their data anew.

@@ -24,6 +24,7 @@ from typing import Protocol
 import numpy as np
 from xxhash import xxh3_64_hexdigest
 
+from nxtrain.checkpoint.arrivals import arrived
 from nxtrain.errors import DamagedError
 
 BLOCK_BYTES = 1 << 24
@@ -39,27 +40,6 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 ROTTEN = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
 """What disks and file systems with checksums say of bytes that they have lost."""
-
-
-class Arrivals:
-    """Bytes that files and stores have given so far, to all threads: where one is slow, a sign that it lives."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_bytes = 0
-
-    def note(self, num_bytes: int) -> None:
-        """Count bytes."""
-        with self._lock:
-            self._num_bytes += num_bytes
-
-    def __call__(self) -> int:
-        """How many came."""
-        return self._num_bytes
-
-
-arrived = Arrivals()
-"""Those of this process."""
 
 
 @dataclass(frozen=True)

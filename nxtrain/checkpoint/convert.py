@@ -101,7 +101,7 @@ def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_00
         CheckpointError: There is no such checkpoint, or it is damaged.
         ConfigError: `dst` holds something else.
     """
-    place = resolve(str(src))
+    place = resolve(src)
     meta, manifest = open_checkpoint(place)
     family, config = meta.model()
     refuse_to_overwrite(dst, _EXPORTED_FILES)

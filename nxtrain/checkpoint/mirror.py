@@ -108,21 +108,24 @@ class Mirror:
         self._store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {layout.META})])
 
 
-def resolve(address: str) -> Place:
-    """Find the checkpoint meant by a path or an address in S3; see `layout.resolve`.
+def resolve(address: str | Path) -> Place:
+    """Find the checkpoint meant by a path or an address in S3: itself, or the newest of a mirror or of a run folder.
 
     Raises:
         CheckpointError: There is none.
+        ConfigError: The address names no bucket.
+        BackendError: boto3 is not installed, or S3 refuses.
     """
-    place = place_of(address)
+    place = place_of(str(address))
     if isinstance(place, Path):
         return layout.resolve(place)
     if (place / layout.META).is_file():
         return place
-    mirror = Mirror(open_store(address))
-    if not (steps := mirror.steps()):
-        raise CheckpointError(f"{address} holds no complete checkpoint; give a checkpoint.mirror or a step in it")
-    return mirror.place(steps[-1])
+    for folder in (place, place / layout.FOLDER):
+        mirror = Mirror(open_store(folder))
+        if steps := mirror.steps():
+            return mirror.place(steps[-1])
+    raise CheckpointError(f"{place} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
 
 
 TIMEOUT_S = 24 * 3600.0

@@ -19,6 +19,7 @@ from nxtrain.checkpoint.hf import CONFIG
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.mirror import resolve
 from nxtrain.checkpoint.nxd_files import (
     BASE_STATE,
     BEGUN,
@@ -34,6 +35,7 @@ from nxtrain.checkpoint.nxd_files import (
 )
 from nxtrain.checkpoint.nxd_layout import EMBEDDING, HEAD, NxdLayout, Param, Platform, Qkv, default_copies
 from nxtrain.checkpoint.nxd_read import FAMILY, OURS
+from nxtrain.checkpoint.places import Place
 from nxtrain.checkpoint.planner import ChunkLoadPlanner
 from nxtrain.checkpoint.ranks import collective
 from nxtrain.checkpoint.storage import FileReader
@@ -77,11 +79,11 @@ class Rates:
     lr: float
 
 
-def nxtrain_to_nxd(src: Path, dst: Path, target: Target, *, rates: Rates | None) -> Path:
+def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: Rates | None) -> Path:
     """Turn a checkpoint into a tag that NeuronX Distributed's `load_checkpoint` reads.
 
     Args:
-        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken.
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or its address in S3.
         dst: Folder of tags; `step_<step>` is made in it, and replaced if a conversion made it.
         target: The ranks that will read it.
         rates: Of the optimizer, whose state is written; None: the weights alone.
@@ -93,7 +95,7 @@ def nxtrain_to_nxd(src: Path, dst: Path, target: Target, *, rates: Rates | None)
         CheckpointError: There is no such checkpoint, or it is damaged.
         ConfigError: NxD has no place for it, or `dst` holds something else.
     """
-    src = layout.resolve(src)
+    src = resolve(src)
     meta, manifest = open_checkpoint(src)
     family, config = meta.model()
     if family.name != FAMILY:
@@ -135,7 +137,7 @@ class _Writer:
         zero1: Whether they do.
     """
 
-    src: Path
+    src: Place
     meta: Meta
     manifest: Manifest
     layout: NxdLayout

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, FileSource, Source, Stored, arrived, verify
+from nxtrain.checkpoint.arrivals import arrived
+from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, FileSource, Source, Stored, verify
 from nxtrain.errors import BackendError, CheckpointError, DamagedError
 from nxtrain.s3 import SCHEME, explained, is_missing, open_client, split
 

@@ -53,6 +53,8 @@ REPEAT_S = 1.0
 """A signal that comes so soon after another is the same request."""
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+IGNORED = {number for number in (signal.SIGHUP,) if signal.getsignal(number) is signal.SIG_IGN}
+"""As nohup asks for; looked up before torchrun takes the signal."""
 
 
 class Ranks(SubprocessContext):
@@ -103,7 +105,7 @@ class Agent(LocalElasticAgent):
 
     def _listen(self) -> None:
         for number in STOPPING:
-            signal.signal(number, self._note)
+            signal.signal(number, signal.SIG_IGN if number in IGNORED else self._note)
         signal.signal(signal.SIGUSR2, lambda number, frame: self._send(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:

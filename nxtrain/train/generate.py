@@ -10,16 +10,19 @@ from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.mirror import resolve
 from nxtrain.checkpoint.model import open_model
 from nxtrain.data.tokenization import END_OF_TEXT
 from nxtrain.errors import ConfigError
 
 
-def generate(checkpoint: Path, prompt: str, max_new_tokens: int, temperature: float, top_k: int, seed: int) -> str:
+def generate(
+    checkpoint: Path | str, prompt: str, max_new_tokens: int, temperature: float, top_k: int, seed: int
+) -> str:
     """Sample a continuation; the whole text is computed again for each token.
 
     Args:
-        checkpoint: A checkpoint, or a run folder.
+        checkpoint: A checkpoint, or a run folder; or its address in S3.
         prompt: Text to continue.
         max_new_tokens: Tokens to add; fewer if the text ends.
         temperature: Divides the scores; 0 takes the likeliest token.
@@ -33,14 +36,14 @@ def generate(checkpoint: Path, prompt: str, max_new_tokens: int, temperature: fl
         CheckpointError: There is no checkpoint, or it is damaged.
         ConfigError: It carries no tokenizer.
     """
-    folder = layout.resolve(checkpoint)
-    file = folder / layout.TOKENIZER
-    if not file.exists():
-        raise ConfigError(f"{folder} carries no {layout.TOKENIZER}: it was trained on token ids alone")
-    tokenizer = Tokenizer.from_file(str(file))
+    place = resolve(checkpoint)
+    file = place / layout.TOKENIZER
+    if not file.is_file():
+        raise ConfigError(f"{place} carries no {layout.TOKENIZER}: it was trained on token ids alone")
+    tokenizer = Tokenizer.from_buffer(file.read_bytes())
     ids = tokenizer.encode(prompt).ids
     backend = open_backend(choose("auto")[0])
-    model = open_model(folder, backend, seq_len=max(1, len(ids)) + max_new_tokens)
+    model = open_model(place, backend, seq_len=max(1, len(ids)) + max_new_tokens)
     end = tokenizer.token_to_id(END_OF_TEXT)
     if not ids:
         raise ConfigError("--prompt is empty; give at least one character to continue")

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.skipif(
 class Launched:
     """The command `nxtrain launch`, in a session of its own as in a terminal."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, under: tuple[str, ...] = ()) -> None:
         self.folder, self.log = folder, folder / "launch.log"
-        command = (sys.executable, "-m", "nxtrain", "launch", str(folder / "config.toml"), *overrides)
+        command = (*under, sys.executable, "-m", "nxtrain", "launch", str(folder / "config.toml"), *overrides)
         with self.log.open("w", encoding="utf-8") as log:
             self.agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -66,9 +66,9 @@ class Launched:
 
 
 @contextmanager
-def launched(folder: Path, *overrides: str) -> Iterator[Launched]:
-    """Start the command, and leave nothing of it behind."""
-    found = Launched(folder, *overrides)
+def launched(folder: Path, *overrides: str, under: tuple[str, ...] = ()) -> Iterator[Launched]:
+    """Start the command, perhaps by another one, and leave nothing of it behind."""
+    found = Launched(folder, *overrides, under=under)
     ranks: dict[int, int] = {}
     try:
         yield found
@@ -99,6 +99,22 @@ def test_ctrl_c_once_stops_saves_and_ends_with_75(tmp_path: Path) -> None:
     newest = layout.newest(tmp_path / "run" / layout.FOLDER)
     assert newest == layout.step_path(tmp_path / "run" / layout.FOLDER, course(tmp_path / "run")[-1]["step"])
     assert "Traceback" not in run.said()
+
+
+@pytest.mark.parametrize(("under", "goes_on"), [((), False), (("nohup",), True)])
+def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_says_otherwise(
+    tmp_path: Path, under: tuple[str, ...], goes_on: bool
+) -> None:
+    write_config(tmp_path, every=1000)
+    with launched(tmp_path, under=under) as run:
+        run.await_step(3)
+        os.killpg(run.agent.pid, signal.SIGHUP)
+        if goes_on:
+            run.await_step(run.step() + 50)
+            os.killpg(run.agent.pid, signal.SIGTERM)
+        assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
+    newest = layout.newest(tmp_path / "run" / layout.FOLDER)
+    assert newest == layout.step_path(tmp_path / "run" / layout.FOLDER, course(tmp_path / "run")[-1]["step"])
 
 
 def test_ranks_of_an_agent_that_was_killed_end_too(tmp_path: Path) -> None:

@@ -258,3 +258,43 @@ def test_launch_checks_the_ranks_against_the_degrees() -> None:
 
 def test_launch_restarts_as_often_as_the_configuration_says() -> None:
     assert "--max-restarts=3" in render(DEMO, ["recovery.max_restarts=3"], None, {}).argv
+
+
+@pytest.mark.parametrize("end", ["pipe", "terminal"])
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (("--help",), 0),
+        (("config", "keys"), 0),
+        (("config", "show", TINY), 0),
+        (("config", "show", TINY, "a=1"), 2),
+        (("launch", TINY, "--dry-run"), 0),
+        (("nope",), 2),
+    ],
+)
+def test_a_command_outlives_whoever_reads_it(argv: tuple[str, ...], code: int, end: str) -> None:
+    """Both streams are a pipe without a reader, or a terminal that was closed under nohup."""
+    reading, writing = os.pipe() if end == "pipe" else os.openpty()
+    os.close(reading)
+    errors = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.dup2({}, 1); os.dup2({}, 2)\n"
+    said = subprocess.run(
+        [sys.executable, "-c", errors.format(writing, writing) + WITHOUT_TORCH, *argv],
+        pass_fds=[writing],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    os.close(writing)
+    assert said.returncode == code
+
+
+def test_a_full_disk_under_the_output_is_told() -> None:
+    """Which is no reader that has gone: half a table that looks whole would be worse than an error."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        said = subprocess.run(
+            [sys.executable, "-m", "nxtrain", "config", "keys"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert said.returncode
+    assert b"No space left on device" in said.stderr

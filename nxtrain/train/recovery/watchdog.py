@@ -19,7 +19,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.board import PATIENCE_S, Beat
 from nxtrain.backends.last_words import within
 from nxtrain.backends.lost_peers import loss
-from nxtrain.checkpoint.blocks import arrived
+from nxtrain.checkpoint.arrivals import arrived
 from nxtrain.errors import HangError, StoppedBySignal
 from nxtrain.train.recompiles import WARM_UP
 from nxtrain.train.recovery import stacks

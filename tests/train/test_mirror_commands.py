@@ -1,0 +1,72 @@
+"""Commands that take a checkpoint take its address in S3, and a run folder there, as they take one on a disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from nxtrain.checkpoint import layout
+from nxtrain.errors import CheckpointError, ConfigError
+from tests.support.commands import command, write_config
+from tests.support.s3 import BUCKET, s3, s3_variables
+
+__all__ = ["s3", "s3_variables"]
+
+RUN = f"s3://{BUCKET}/runs/one"
+
+
+@pytest.fixture
+def run(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
+    """The folder of a run whose last checkpoint has a tokenizer, and all of which lies in S3 too."""
+    write_config(tmp_path, steps=4, every=2)
+    code, told = command(tmp_path, "train", tmp_path / "run.toml")
+    assert code == 0, told
+    folder = tmp_path / "run"
+    newest = layout.newest(folder / layout.FOLDER)
+    assert newest is not None
+    letters = {letter: number for number, letter in enumerate("abcdefgh")}
+    Tokenizer(models.WordLevel(letters, unk_token="a")).save(str(newest / layout.TOKENIZER))
+    for file in folder.rglob("*"):
+        if file.is_file():
+            s3.upload_file(str(file), BUCKET, f"runs/one/{file.relative_to(folder).as_posix()}")
+    return folder
+
+
+def told(folder: Path, environ: dict[str, str], *argv: object, code: int = 0) -> str:
+    """What a command told that ends with a code."""
+    found, text = command(folder.parent, *argv, environ=environ)
+    assert found == code, text
+    return text
+
+
+def test_what_reads_a_checkpoint_reads_it_from_s3(run: Path, s3_variables: dict[str, str]) -> None:
+    options = ("--prompt", "b", "--max-new-tokens", 3, "--temperature", 0)
+    here = told(run, {}, "generate", run, *options)
+    step = f"{layout.FOLDER}/step-00000004"
+    for place in (RUN, f"{RUN}/{layout.FOLDER}", f"{RUN}/{step}"):
+        assert told(run, s3_variables, "generate", place, *options) == here
+
+    for name, place, environ in (("here", str(run), {}), ("there", RUN, s3_variables)):
+        out = run.parent / name
+        told(run, environ, "convert", "nxtrain-to-hf", place, out / "hf")
+        told(run, environ, "convert", "nxtrain-to-nxd", place, out / "nxd", "--run", run.parent / "run.toml")
+    files = [path.relative_to(run.parent / "here") for path in (run.parent / "here").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for file in files:
+        if file.suffix in {".safetensors", ".json"}:
+            assert (run.parent / "here" / file).read_bytes() == (run.parent / "there" / file).read_bytes(), file
+
+    more = ("train.steps=6", f"run.dir={run.parent / 'more'}", f"checkpoint.resume={RUN}")
+    assert "continues after step 4" in told(run, s3_variables, "train", run.parent / "run.toml", *more)
+
+
+def test_what_cannot_be_read_or_written_there_says_so(run: Path, s3_variables: dict[str, str]) -> None:
+    text = told(run, s3_variables, "generate", f"s3://{BUCKET}/none", "--prompt", "b", code=CheckpointError.exit_code)
+    assert f"error: s3://{BUCKET}/none holds no complete checkpoint; give a step, a checkpoint.mirror or a run" in text
+    text = told(run, s3_variables, "convert", "nxtrain-to-nxd", RUN, run.parent / "nxd", code=ConfigError.exit_code)
+    assert "there is no config.toml with it; name the configuration of its run: --run CONFIG" in text
+    text = told(run, s3_variables, "convert", "hf-to-nxtrain", run, RUN, code=ConfigError.exit_code)
+    assert f"error: {RUN} is no folder of this machine" in text
