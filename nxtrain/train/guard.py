@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nxtrain.checkpoint.ranks import by_leader
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import DivergedError, RestartError
+from nxtrain.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.metrics.screen import standard_error
 from nxtrain.metrics.stability import Stability
 from nxtrain.train.notes import Notes
@@ -105,6 +105,7 @@ class Guard:
         Raises:
             DivergedError: The run must not go on.
             RestartError: It must go on from its newest checkpoint.
+            CheckpointError: The same, and the disk does not take what is to be known then.
         """
         bad = self._state.skipped.take(step, self._last_read, read)
         last_read, self._last_read = self._last_read, step
@@ -220,12 +221,12 @@ class Guard:
         """Have what was found on the disk before the first rank ends: who comes after decides by it.
 
         Raises:
-            DivergedError: It cannot be written, so that a start from the checkpoint would come here again and again.
+            CheckpointError: It cannot be written, so that a start from the checkpoint would come here again and again.
         """
         file, state = self._bad_steps.file, self._state
         problem = by_leader(self._bad_steps.write, state.mesh, state.backend.host_group, f"cannot write {file}")
         if problem:
-            raise DivergedError(
+            raise CheckpointError(
                 f"{self._told(bad)}; recovery.non_finite=rollback is not possible, since {file} cannot be written: "
                 f"{problem}. Make room for it and start the run again, which goes on from its newest checkpoint"
             )

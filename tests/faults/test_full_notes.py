@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import DivergedError, RestartError
+from nxtrain.errors import CheckpointError, RestartError
 from nxtrain.train.guard import NON_FINITE
 from nxtrain.train.notes import Notes
 from tests.support.commands import at_batch, train, write_config
@@ -65,7 +65,7 @@ def test_no_verdict_is_forgotten_on_a_full_disk(tmp_path: Path, logs: Path) -> N
     write_config(tmp_path, steps=12, every=2)
     policy = "recovery.non_finite=rollback"
     code, told = train(tmp_path, policy, armed=ALWAYS_BAD, first=partial(at_batch, 2, partial(fill, logs)))
-    assert code == DivergedError.exit_code, told
+    assert code == CheckpointError.exit_code, told
     assert "recovery.non_finite=rollback is not possible, since" in told
     assert f"{NON_FINITE} cannot be written: No space left on device. Make room for it" in told
     assert verdicts(logs) == []

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import DivergedError, RestartError
+from nxtrain.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.train import guard as guards
 from nxtrain.train.guard import HOPELESS, LOGS, NON_FINITE, Guard
 from nxtrain.train.notes import Notes
@@ -78,7 +78,7 @@ def test_a_rollback_that_nobody_after_it_would_know_of_ends_the_run(tmp_path: Pa
     watch = guard(tmp_path, "rollback")
     watch.begin(6, {})
     (tmp_path / LOGS).write_text("no folder", encoding="utf-8")
-    with pytest.raises(DivergedError, match=r"rollback is not possible.* cannot be written: File exists\. Make"):
+    with pytest.raises(CheckpointError, match=r"rollback is not possible.* cannot be written: File exists\. Make"):
         watch.judge(7, dict(BAD), recorded=False)
 
 
