@@ -160,15 +160,21 @@ def launch(
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Ranks per machine; by default tp x pp x dp / nodes.")
     ] = None,
+    first_node: Annotated[
+        str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
+    ] = "",
     target: Annotated[str, typer.Option(help="Where: local is this machine.")] = "local",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
 ) -> None:
-    """Start every rank of a run, with the environment that its devices need."""
+    """Start every rank of a run on this machine, with the environment that its devices need.
+
+    Of several machines, start it on all of them with the same arguments, by srun or pdsh.
+    """
     if target != "local":
         raise ConfigError(f"--target {target} is not available in this release; use local")
     from nxtrain.launch.local import launch
 
-    launch(config, overrides or [], nproc, dry_run)
+    launch(config, overrides or [], nproc, dry_run, first_node)
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""Start every rank of a run on this machine."""
+"""Start every rank of a run on this machine, alone or beside other machines."""
 
 from __future__ import annotations
 
@@ -73,34 +73,34 @@ def render(
     loaded = load(path, overrides)
     command, problems = _render(loaded, path, overrides, nproc, environ, first_node or FIRST_NODE)
     if (nodes := loaded.config.cluster.nodes) > 1 and not first_node:
-        reason = f"nodes={nodes}, but the target local is one machine"
-        hint = "use cluster.nodes=1, or start on each node what --dry-run prints"
+        reason = f"nodes={nodes}, but this is one machine"
+        hint = "use cluster.nodes=1, or start it on each node with --first-node NAME, the name of one of them"
         problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], hint))
     if problems:
         raise ConfigError(problems)
     return command
 
 
-def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: bool) -> None:
+def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: bool, first_node: str = "") -> None:
     """Become the process that trains, so that its signals and its exit code need no relay.
 
     Args:
         path: Configuration file.
         overrides: `dotted.key=value` each.
         nproc: Number of ranks per machine; None: as many as the degrees ask for.
-        dry_run: Only print the environment and the command, though the configuration cannot run yet; of several
-            machines, what to start on each.
+        dry_run: Only print the environment and the command, though the configuration cannot run yet.
+        first_node: Of several machines, each of which has to call this, the name of one; see `render`.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
     """
     if dry_run:
-        command, problems = _render(load(path, overrides), path, overrides, nproc, os.environ)
+        command, problems = _render(load(path, overrides), path, overrides, nproc, os.environ, first_node or FIRST_NODE)
         print(command, flush=True)
         if problems:
             raise ConfigError(problems)
         return
-    command = render(path, overrides, nproc, os.environ)
+    command = render(path, overrides, nproc, os.environ, first_node=first_node)
     print(command, flush=True)
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
 

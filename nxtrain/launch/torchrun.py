@@ -3,7 +3,8 @@
 It starts ranks again as torchrun does, but not after what every start would find again, such as a mistake in the
 configuration or a graph that was not compiled: `--max-restarts` is for machines that fail, and counts anew once a run
 got further than before. When a rank fails, the others may say what they know of it before they are ended. A signal to
-stop goes to all ranks, which get time to save and then end with 75, as does this.
+stop goes to all ranks, which get time to save and then end with 75, as does this. Of several machines, an agent that
+has lost another waits for it to be started again, and the run goes on.
 
 A program and no library: the one module of this package that imports torch. It takes torchrun's options, as in
 `python -m nxtrain.launch.torchrun --nproc-per-node=2 -m nxtrain train CONFIG`.
@@ -25,23 +26,35 @@ from typing import Any
 
 from torch.distributed import DistError, run
 from torch.distributed.elastic import multiprocessing
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.launcher import api
 
 from nxtrain.config.load import load
 from nxtrain.config.schema import RecoveryConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
+from nxtrain.launch.meeting import Meeting, reasons, unmet
 from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, progress
 
 FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
 """Exit codes of ranks that would end the same way again."""
 
 STOPPED = StoppedBySignal.exit_code
+
+LOST = 1
+"""Exit code of an agent that others have left for good: as after a crash, the same command may help."""
+
+PORT = 29400
+"""Of torchrun's endpoints without one."""
 
 LAST_WORDS_S = 5.0
 """What the others have, once a rank failed, to name whom they lost and to end by themselves."""
@@ -89,18 +102,24 @@ class Agent(LocalElasticAgent):
     Attributes:
         recovery: How long ranks may take to stop, set before the agent is made.
         progress: File that tells the last step of a run; None: nothing does.
+        meeting: Where it meets the agents of other machines.
         stop: The signal that asks for a stop; 0: none came.
+        starts: Times that agents of this process have started ranks.
     """
 
     recovery = RecoveryConfig()
     progress: Path | None = None
+    meeting = Meeting()
     stop = 0
+    starts = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._asked_at = self._limit = 0.0
         self._budget = self._remaining_restarts
         self._furthest = self._reached()
+        if self.starts:
+            self._count_restart()
         self._listen()
 
     def _listen(self) -> None:
@@ -134,12 +153,35 @@ class Agent(LocalElasticAgent):
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, DynamicRendezvousHandler):
             handler._bootstrap_store_info = None
-        super()._rendezvous(worker_group)
+        with self.meeting.told():
+            super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
+        Agent.starts += 1
         self._listen()  # torch has put its own handlers in place
         return started
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:  # another agent was started again
+            self._count_restart()
+        super()._restart_workers(worker_group)
+
+    def _count_restart(self) -> None:
+        """Let ranks know that they are started again, where torch counts only what follows a failure of theirs."""
+        self._worker_group.spec.max_restarts += 1
+
+    def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
+        try:
+            result: RunResult = super()._invoke_run(*args, **kwargs)
+        except (RendezvousError, DistError):
+            # The agent with the store is gone: perhaps since its ranks have stopped, as these are about to.
+            self._let_end()
+            codes = self._codes()
+            if not codes or any(code not in {0, STOPPED} for code in codes):
+                raise
+            result = super()._monitor_workers(self._worker_group)
+        return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._let_stop()
@@ -192,6 +234,13 @@ class Agent(LocalElasticAgent):
                 return
             time.sleep(0.05)
 
+    def _let_end(self) -> None:
+        """Wait a little for ranks that end by themselves, and as long as it takes for those that stop."""
+        limit = time.monotonic() + LAST_WORDS_S
+        while self._alive() and time.monotonic() < limit:
+            self._let_stop()
+            time.sleep(0.05)
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this node under torch's elastic agent and return the exit code."""
@@ -200,6 +249,24 @@ def main(argv: Sequence[str]) -> int:
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
     _configure(options)
+    limit = 0.0
+    try:
+        while True:
+            starts = Agent.starts
+            code = _run(options)
+            if code is not None:
+                return code
+            if Agent.starts > starts:
+                limit = time.monotonic() + Agent.meeting.patience_s
+            if not Agent.meeting.await_store(limit):
+                print(f"error: the agent at {Agent.meeting} did not come back in time", file=sys.stderr)
+                return LOST
+    except SignalException:
+        return STOPPED
+
+
+def _run(options: Namespace) -> int | None:
+    """Have an agent run the ranks until they end for good; None: the one that holds the store is lost."""
     try:
         run.run(options)
     except ChildFailedError as error:
@@ -210,35 +277,40 @@ def main(argv: Sequence[str]) -> int:
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # with which the agent ends the others
                 print(f"error: rank {rank}: ended by {failure.signal_name()}", file=sys.stderr)
         return blame(codes)
-    except SignalException:
-        return STOPPED
     except (RendezvousError, DistError, OSError) as error:
-        print(f"error: {unmet(options.rdzv_endpoint or options.master_addr, error)}", file=sys.stderr)
-        return BackendError.exit_code
+        if Agent.stop:
+            return STOPPED
+        if not Agent.starts or isinstance(error, OSError):
+            print(f"error: {unmet(options.rdzv_endpoint or options.master_addr, error)}", file=sys.stderr)
+            return BackendError.exit_code
+        if isinstance(error, RendezvousClosedError):
+            print("error: the agent of another machine has ended, and says why; this one ends, too", file=sys.stderr)
+            return LOST
+        if isinstance(error, RendezvousTimeoutError):
+            seconds = f"{Agent.meeting.patience_s:g} seconds"
+            print(f"error: agents of other machines are gone, and did not come back in {seconds}", file=sys.stderr)
+            return LOST
+        print(
+            f"the agent at {Agent.meeting} is gone ({reasons(error)}); waiting for it to be started again, for up to "
+            f"{Agent.meeting.patience_s:g} seconds",
+            file=sys.stderr,
+        )
+        return None
     return 0
 
 
 def _configure(options: Namespace) -> None:
     """Learn from the run's configuration what the agent needs of it; what is no run of ours has the defaults."""
+    if options.rdzv_backend == "c10d" and not options.standalone:
+        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=PORT)
+        patience_s = _parse_rendezvous_config(options.rdzv_conf).get("join_timeout", Meeting.patience_s)
+        Agent.meeting = Meeting(host, port, float(patience_s))
     arguments = options.training_script_args
     if not (options.module and options.training_script == "nxtrain" and arguments[:1] == ["train"]):
         return
     with suppress(ConfigError):  # which the ranks will tell
         config = load(Path(arguments[1]), arguments[2:]).config
         Agent.recovery, Agent.progress = config.recovery, config.run.dir / LOGS / PROGRESS_FILE
-
-
-def unmet(where: str, error: Exception) -> str:
-    """Say why the agents of a run do not meet, and the way out."""
-    causes = [error]
-    while (cause := causes[-1].__cause__) is not None and isinstance(cause, Exception):
-        causes.append(cause)
-    reasons = "; ".join(dict.fromkeys(str(cause).strip().splitlines()[0] for cause in causes if str(cause).strip()))
-    return (
-        f"the agents of the run do not meet at {where}: {reasons}. It must name one of the machines as all others know "
-        "it, with a port that nothing else uses there and no firewall closes; start the same command on all of them, "
-        "and use --rdzv-endpoint NAME:PORT with another port where another program holds it"
-    )
 
 
 def blame(exit_codes: Sequence[int]) -> int:

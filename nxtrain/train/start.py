@@ -54,7 +54,9 @@ def start(
     # Ranks whose part is there already wait for those that still read.
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
     group = (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group
-    resumption = Resumption(plan.config, mirrored, mesh, group, say, restarted=is_restart(os.environ))
+    # Of several machines' agents, one that was itself started again knows of no earlier start.
+    restarted = any(gather(is_restart(os.environ), mesh, backend.host_group))
+    resumption = Resumption(plan.config, mirrored, mesh, group, say, restarted=restarted)
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")

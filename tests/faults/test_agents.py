@@ -1,0 +1,147 @@
+"""Two agents of one run, each for a node of its own: what becomes of both when parts of either stop or die.
+
+The reference is the uninterrupted run of as many ranks under no agent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+from nxtrain.errors import StoppedBySignal
+from tests.support.command_ranks import until
+from tests.support.commands import free_port
+from tests.support.recovery import Golden, History, assert_recovered, configure, last_step, members, start
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="finds ranks in /proc, which Linux has; runs there"
+)
+
+PACE = "sleep@*:1:fwd:0.2"
+WITHIN_S = 60.0
+
+
+class Agents:
+    """`nxtrain.launch.torchrun` for two nodes with a rank each; the first one holds the store in which they meet.
+
+    Args:
+        folder: With the configuration.
+        overrides: Of it.
+        patience_s: Time that they wait for one another.
+    """
+
+    def __init__(self, folder: Path, *overrides: str, patience_s: int = 60) -> None:
+        self.folder, self._overrides, self._patience_s = folder, overrides, patience_s
+        self._port = free_port()
+        self.agents = [self._start(0), self._start(1)]
+        self._sessions = {agent.pid for agent in self.agents}
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        options = (
+            *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--local-addr=127.0.0.1"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"),
+            f"--rdzv-conf=is_host={1 - number},join_timeout={self._patience_s}",
+        )
+        train = ("-m", "nxtrain", "train", str(self.folder / "config.toml"), *self._overrides)
+        env = {**os.environ, "NXTRAIN_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
+        with self._log(number).open("ab") as log:
+            return subprocess.Popen(
+                (sys.executable, "-m", "nxtrain.launch.torchrun", *options, *train),
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+            )
+
+    def start_again(self, number: int) -> None:
+        """What supervises an agent starts it again."""
+        self.agents[number] = self._start(number)
+        self._sessions.add(self.agents[number].pid)
+
+    def rank(self, number: int) -> int:
+        """The process of an agent's rank."""
+        pid = self.agents[number].pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+    def kill_node(self, number: int) -> None:
+        """Kill an agent and its rank."""
+        for pid in (self.agents[number].pid, self.rank(number)):
+            os.kill(pid, signal.SIGKILL)
+        self.agents[number].wait()
+
+    def await_step(self, step: int) -> None:
+        until(lambda: last_step(self.folder) >= step, WITHIN_S, self.said)
+
+    def ended(self) -> list[int]:
+        """The exit codes of both."""
+        until(lambda: all(agent.poll() is not None for agent in self.agents), WITHIN_S, self.said)
+        return [agent.returncode for agent in self.agents]
+
+    def said(self) -> str:
+        return "\n".join(self._log(number).read_text(encoding="utf-8") for number in (0, 1))
+
+    def kill(self) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        until(lambda: not members(self._sessions), WITHIN_S, self.said)
+
+    def _log(self, number: int) -> Path:
+        return self.folder / f"agent{number}.log"
+
+
+@contextmanager
+def agents(folder: Path, *overrides: str, patience_s: int = 60) -> Iterator[Agents]:
+    """Start both, and leave nothing of them behind."""
+    found = Agents(folder, *overrides, patience_s=patience_s)
+    try:
+        yield found
+    finally:
+        found.kill()
+
+
+def test_a_rank_dies_then_the_node_with_the_store_and_the_run_goes_on_until_one_agent_is_told_to_stop(
+    tmp_path: Path, golden: Golden, started_by: ForkServerContext
+) -> None:
+    """It goes back on purpose, to the start: what is started again goes on from what the run itself has reached."""
+    configure(tmp_path, patience_s=30.0)
+    with agents(tmp_path, "checkpoint.resume=never") as run:
+        run.await_step(4)
+        os.kill(run.rank(1), signal.SIGKILL)
+        run.await_step(5)
+        until(lambda: run.said().count("continues after step 3") == 1, WITHIN_S, run.said)
+        run.await_step(7)
+        run.kill_node(0)
+        until(lambda: "waiting for it to be started again" in run.said(), WITHIN_S, run.said)
+        assert run.agents[1].poll() is None
+        run.start_again(0)
+        until(lambda: run.said().count("continues after step 6") == 1, WITHIN_S, run.said)
+        run.await_step(8)
+        run.agents[1].send_signal(signal.SIGTERM)
+        assert run.ended() == [StoppedBySignal.exit_code] * 2, run.said()
+        stopped = last_step(tmp_path)
+        assert f"stopped after step {stopped}, whose checkpoint is saved" in run.said()
+    assert stopped < len(golden.course)
+    done = start(started_by, tmp_path)
+    assert done.began_after == stopped
+    assert_recovered(History(tmp_path, [done]), golden, restarts=0)
+
+
+def test_an_agent_whose_partner_does_not_come_back_says_so_and_ends_as_after_a_crash(tmp_path: Path) -> None:
+    configure(tmp_path, steps=1000, patience_s=30.0)
+    with agents(tmp_path, patience_s=12) as run:
+        run.await_step(2)
+        run.kill_node(1)
+        assert run.ended()[0] == 1, run.said()
+        said = run.said()
+    assert "waiting at 127.0.0.1:" in said
+    assert "error: agents of other machines are gone, and did not come back in 12 seconds" in said
+    assert "Traceback" not in said

@@ -1,0 +1,183 @@
+"""The README's script under a real Slurm: what is preempted, out of time, or dead goes on by itself, bit for bit.
+
+The reference is the uninterrupted run on as many ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+from nxtrain.checkpoint import layout
+from nxtrain.errors import ConfigError
+from tests.support import slurm
+from tests.support.command_ranks import until
+from tests.support.recovery import Golden, History, Start, assert_recovered, configure, last_step, start
+
+pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
+
+README = Path(__file__).parents[2] / "README.md"
+ONE_RANK = ("--nproc=1", "parallel.dp=1")
+PACE = "sleep@*:1:fwd:0.3"
+WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+    """Three nodes, one of which is there for another that dies."""
+    with slurm.Cluster(tmp_path_factory.mktemp("slurm"), ("n1", "n2", "n3")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the README tells people to give to sbatch."""
+    block = re.search(r"(?m)^    #!/bin/bash\n(?:    .*\n)+", README.read_text(encoding="utf-8"))
+    assert block is not None
+    path = tmp_path_factory.mktemp("script") / "train.sbatch"
+    path.write_text(textwrap.dedent(block[0]), encoding="utf-8")
+    return path
+
+
+class Job:
+    """A run that was submitted."""
+
+    def __init__(self, cluster: slurm.Cluster, script: Path, folder: Path, *argv: str, nodes: int = 1) -> None:
+        self.cluster, self.folder = cluster, folder
+        options = (f"--nodes={nodes}", f"--output={folder / 'job.log'}", "--time=10")
+        environ = {"NXTRAIN_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
+        self.number = cluster.submit(*options, script, folder / "config.toml", *argv, environ=environ)
+
+    def said(self) -> str:
+        log = self.folder / "job.log"
+        return log.read_text(encoding="utf-8") if log.exists() else ""
+
+    def await_step(self, step: int) -> None:
+        until(lambda: last_step(self.folder) >= step, WITHIN_S, self._all)
+
+    def await_restart(self, times: int) -> None:
+        """Wait until Slurm has queued it again so many times, and nothing of the start before is left."""
+        until(self._is_queued_again(times), WITHIN_S, self._all)
+
+    def _is_queued_again(self, times: int) -> Callable[[], bool]:
+        return lambda: self.state("Restarts") == str(times) and self.state("JobState") in {"PENDING", "RUNNING"}
+
+    def await_end(self) -> str:
+        """How it ended, with its exit code."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        until(lambda: self.state("JobState") in over, WITHIN_S, self._all)
+        return f"{self.state('JobState')} {self.state('ExitCode')}"
+
+    def state(self, key: str) -> str:
+        return self.cluster.job(self.number)[key]
+
+    def _all(self) -> object:
+        return self.cluster.job(self.number), self.said(), self.cluster.said()
+
+    @property
+    def resumed(self) -> list[int]:
+        """The steps after which its starts went on, but for what started from scratch."""
+        return [int(step) for step in re.findall(r"continues after step (\d+)", self.said())]
+
+    def assert_recovered(self, golden: Golden) -> None:
+        """The oracle of runs that were broken."""
+        saved = tuple(layout.step_of(path) for path in layout.list_checkpoints(self.folder / "run" / layout.FOLDER))
+        done = Start({0: 0}, {0: self.said()}, began_after=None, reached=saved[-1], saved=saved)
+        assert_recovered(History(self.folder, [done]), golden, restarts=0)
+
+
+@pytest.fixture(scope="module")
+def golden_of_one(started_by: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    """The same run on one rank."""
+    folder = tmp_path_factory.mktemp("golden-of-one")
+    configure(folder)
+    return Golden.of(History(folder, [start(started_by, folder, overrides=ONE_RANK[1:], world=1)]))
+
+
+@pytest.fixture
+def submit(cluster: slurm.Cluster, script: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Submits a run of this test, of which nothing is left on the cluster when that is over."""
+    jobs: list[Job] = []
+
+    def found(*argv: str, nodes: int = 1) -> Job:
+        configure(tmp_path, patience_s=30.0)
+        jobs.append(Job(cluster, script, tmp_path, *argv, nodes=nodes))
+        return jobs[-1]
+
+    yield found
+    for job in jobs:
+        cluster.ask("scancel", "--signal=KILL", "--full", str(job.number))
+        cluster.ask("scancel", str(job.number))
+
+
+def test_two_nodes_go_on_with_a_spare_one_when_one_dies(
+    submit: Callable[..., Job], cluster: slurm.Cluster, golden: Golden
+) -> None:
+    job = submit("--nproc=1", nodes=2)
+    job.await_step(5)
+    assert job.state("NodeList") == "n[1-2]"
+    cluster.kill_node("n2")
+    job.await_restart(1)
+    assert job.await_end() == "COMPLETED 0:0", job.said()
+    assert job.state("NodeList") == "n[1,3]"
+    assert job.state("Restarts") == "1"
+    assert job.resumed[0] in {3, 6}, job.said()
+    job.assert_recovered(golden)
+    cluster.start_node("n2")
+    until(lambda: cluster.ask("sinfo", "--noheader", "--nodes=n2", "--format=%T") == "idle", WITHIN_S, cluster.said)
+
+
+def test_one_that_is_warned_or_killed_queues_itself_again(
+    submit: Callable[..., Job], cluster: slurm.Cluster, golden_of_one: Golden
+) -> None:
+    """It goes back on purpose, to the start: what Slurm starts again goes on from what the run itself has reached."""
+    job = submit(*ONE_RANK, "checkpoint.resume=never")
+    job.await_step(4)
+    cluster.ask("scancel", "--batch", "--signal=USR1", str(job.number))  # as --signal=B:USR1@120 does
+    job.await_restart(1)
+    stopped = last_step(job.folder)
+    assert "SIGUSR1: the run stops" in job.said()
+    assert f"stopped after step {stopped}, whose checkpoint is saved" in job.said()
+    job.await_step(8)
+    cluster.ask("scancel", "--signal=KILL", f"{job.number}.0")  # the step that srun began
+    job.await_restart(2)
+    assert job.await_end() == "COMPLETED 0:0", job.said()
+    assert job.state("Restarts") == "2"
+    assert job.resumed[0] == stopped
+    assert job.resumed[1] in {3, 6}
+    job.assert_recovered(golden_of_one)
+
+
+def test_what_is_requeued_from_outside_goes_on_and_what_is_cancelled_does_not(
+    submit: Callable[..., Job], cluster: slurm.Cluster, golden_of_one: Golden, started_by: ForkServerContext
+) -> None:
+    job = submit(*ONE_RANK)
+    job.await_step(3)
+    cluster.ask("scontrol", "requeue", str(job.number))
+    job.await_restart(1)
+    requeued = last_step(job.folder)
+    assert job.said().count("SIGTERM: the run stops") == 1, job.said()
+    assert f"stopped after step {requeued}, whose checkpoint is saved" in job.said()
+    job.await_step(requeued + 2)
+    assert job.resumed == [requeued]
+    cluster.ask("scancel", str(job.number))
+    until(lambda: not cluster.ask("squeue", "--noheader"), WITHIN_S, job.said)
+    cancelled = last_step(job.folder)
+    assert f"stopped after step {cancelled}, whose checkpoint is saved" in job.said()
+    assert job.await_end().startswith("CANCELLED"), job.said()
+    assert job.state("Restarts") == "1", "Slurm requeues it, and the script does not once more"
+    done = start(started_by, job.folder, overrides=ONE_RANK[1:], world=1)
+    assert done.began_after == cancelled
+    job.assert_recovered(golden_of_one)
+
+
+def test_a_mistake_is_not_repeated(submit: Callable[..., Job]) -> None:
+    job = submit("parallel.tpp=2")
+    assert job.await_end() == f"FAILED {ConfigError.exit_code}:0", job.said()
+    assert job.state("Restarts") == "0"
+    assert "parallel.tpp" in job.said()

@@ -1,0 +1,172 @@
+"""A Slurm cluster on this machine: a controller, and nodes that die as machines do.
+
+Every daemon is Debian's. A node is a slurmd in namespaces of its own, which has its own name and processes, so that one
+SIGKILL takes all of it away. Waiting times are as short as Slurm allows.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from tests.support.command_ranks import until
+from tests.support.commands import free_port
+
+PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
+"""What is needed, by Debian's packages."""
+
+NAMESPACES = ("unshare", "--pid", "--mount", "--uts", "--fork", "--mount-proc", "--kill-child")
+
+NODE_TIMEOUT_S = 5
+"""After which the controller gives up a node that does not answer."""
+
+REQUEUED_WAITS_S = 5
+"""Least that Slurm lets a requeued job wait; it takes less for its default of 120."""
+
+PATIENCE_S = 60.0
+
+CONF = """
+ClusterName=nxtrain
+SlurmctldHost=localhost
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire={waits}
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1
+SlurmdTimeout={timeout}
+MessageTimeout=3
+TreeWidth=1
+ReturnToService=2
+"""
+
+
+def missing() -> str:
+    """Why there can be no cluster here; empty if there can."""
+    packages = sorted({package for program, package in PROGRAMS.items() if shutil.which(program, path=_path()) is None})
+    if packages:
+        return f"needs Debian's packages {' '.join(packages)}; runs where scripts/test.sh may install them as root"
+    done = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, check=False)
+    return f"needs namespaces, which root has: {done.stderr.strip()}; runs on a machine of its own" * bool(
+        done.returncode
+    )
+
+
+def _path() -> str:
+    # Daemons lie where users' paths do not lead, and jobs need the command of this environment.
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
+
+
+class Cluster:
+    """The daemons, as a context which leaves none behind.
+
+    Args:
+        folder: For all their files; its path is short, since a socket lies in it.
+        nodes: Names.
+    """
+
+    def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
+        self.folder, self.nodes = folder, tuple(nodes)
+        self.environ = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Cluster:
+        folder = self.folder
+        (folder / "state").mkdir()
+        text = CONF.format(folder=folder, port=free_port(), waits=REQUEUED_WAITS_S, timeout=NODE_TIMEOUT_S)
+        for node in self.nodes:
+            (folder / node).mkdir()
+            text += f"NodeName={node} NodeAddr=127.0.0.1 Port={free_port()} CPUs=1\n"
+        text += f"PartitionName=all Nodes={','.join(self.nodes)} Default=YES State=UP\n"
+        (folder / "slurm.conf").write_text(text, encoding="utf-8")
+        (folder / "hosts").write_text(f"127.0.0.1 {' '.join(self.nodes)} localhost\n", encoding="utf-8")
+        key = folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        try:
+            places = [f"--{name}={folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+            self._start("munged", "munged", "--foreground", "--force", f"--key-file={key}", *places)
+            until((folder / "munge.socket").exists, PATIENCE_S, self.said)
+            self._start("slurmctld", "slurmctld", "-D")
+            for node in self.nodes:
+                self.start_node(node)
+            until(
+                lambda: self.ask("sinfo", "--noheader", "--format=%D %T") == f"{len(self.nodes)} idle",
+                PATIENCE_S,
+                self.said,
+            )
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop()
+
+    def start_node(self, node: str) -> None:
+        """Start a machine."""
+        begin = 'mount --bind "$2" /etc/hosts && hostname "$1" && exec slurmd -D -N "$1"'
+        self._start(node, *NAMESPACES, "sh", "-c", begin, "sh", node, str(self.folder / "hosts"))
+
+    def kill_node(self, node: str) -> None:
+        """Take a machine away, with all that runs there."""
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+
+    def submit(self, *argv: object, environ: Mapping[str, str] | None = None) -> int:
+        """Have sbatch queue a job; its number."""
+        return int(self.ask("sbatch", "--parsable", *map(str, argv), environ=environ))
+
+    def job(self, number: int) -> dict[str, str]:
+        """What the controller says of a job."""
+        words = self.ask("scontrol", "--oneliner", "show", "job", str(number)).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def ask(self, *argv: str, environ: Mapping[str, str] | None = None) -> str:
+        """What one of Slurm's commands prints; empty if it fails."""
+        env = {**self.environ, **(environ or {})}
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env, timeout=PATIENCE_S)
+        return done.stdout.strip()
+
+    def said(self) -> dict[str, str]:
+        """The logs of all daemons."""
+        return {path.name: path.read_text(encoding="utf-8", errors="replace") for path in self.folder.glob("*.log")}
+
+    def _start(self, name: str, *argv: str) -> None:
+        with (self.folder / f"{name}.out.log").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ, start_new_session=True
+            )
+
+    def _stop(self) -> None:
+        for node in self.nodes:
+            if node in self._daemons:
+                self.kill_node(node)
+        for daemon in reversed([*self._daemons.values()]):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(10.0)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
