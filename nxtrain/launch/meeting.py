@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-LATE_S = 10.0
+LATE_S = 5.0
 """After which people hear that others are waited for."""
 
 POLL_S = 1.0

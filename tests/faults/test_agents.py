@@ -28,6 +28,17 @@ pytestmark = pytest.mark.skipif(
 PACE = "sleep@*:1:fwd:0.2"
 WITHIN_S = 60.0
 
+LEAVES_LATE = """
+import os, time
+leave = os._exit
+def late(code):
+    time.sleep(1.5)
+    leave(code)
+if "RANK" in os.environ:
+    os._exit = late
+"""
+"""What Python imports as it starts a rank of the second node, so that the agent with the store is gone before it."""
+
 
 class Agents:
     """`nxtrain.launch.torchrun` for two nodes with a rank each; the first one holds the store in which they meet.
@@ -41,6 +52,8 @@ class Agents:
     def __init__(self, folder: Path, *overrides: str, patience_s: int = 60) -> None:
         self.folder, self._overrides, self._patience_s = folder, overrides, patience_s
         self._port = free_port()
+        (folder / "late").mkdir()
+        (folder / "late/sitecustomize.py").write_text(LEAVES_LATE, encoding="utf-8")
         self.agents = [self._start(0), self._start(1)]
         self._sessions = {agent.pid for agent in self.agents}
 
@@ -52,6 +65,8 @@ class Agents:
         )
         train = ("-m", "nxtrain", "train", str(self.folder / "config.toml"), *self._overrides)
         env = {**os.environ, "NXTRAIN_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
+        if number == 1:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.folder / "late"), env.get("PYTHONPATH"))))
         with self._log(number).open("ab") as log:
             return subprocess.Popen(
                 (sys.executable, "-m", "nxtrain.launch.torchrun", *options, *train),
@@ -137,11 +152,11 @@ def test_a_rank_dies_then_the_node_with_the_store_and_the_run_goes_on_until_one_
 
 def test_an_agent_whose_partner_does_not_come_back_says_so_and_ends_as_after_a_crash(tmp_path: Path) -> None:
     configure(tmp_path, steps=1000, patience_s=30.0)
-    with agents(tmp_path, patience_s=12) as run:
+    with agents(tmp_path, patience_s=10) as run:
         run.await_step(2)
         run.kill_node(1)
         assert run.ended()[0] == 1, run.said()
         said = run.said()
     assert "waiting at 127.0.0.1:" in said
-    assert "error: agents of other machines are gone, and did not come back in 12 seconds" in said
+    assert "error: agents of other machines are gone, and did not come back in 10 seconds" in said
     assert "Traceback" not in said

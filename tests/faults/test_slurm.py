@@ -19,7 +19,8 @@ from tests.support import slurm
 from tests.support.command_ranks import until
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure, last_step, start
 
-pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())
+MISSING = slurm.missing()
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 README = Path(__file__).parents[2] / "README.md"
 ONE_RANK = ("--nproc=1", "parallel.dp=1")

@@ -19,7 +19,13 @@ from types import TracebackType
 from tests.support.command_ranks import until
 from tests.support.commands import free_port
 
-PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
+PROGRAMS = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "munged": "munge",
+    "unshare": "util-linux",
+}
 """What is needed, by Debian's packages."""
 
 NAMESPACES = ("unshare", "--pid", "--mount", "--uts", "--fork", "--mount-proc", "--kill-child")
@@ -65,11 +71,9 @@ def missing() -> str:
     """Why there can be no cluster here; empty if there can."""
     packages = sorted({package for program, package in PROGRAMS.items() if shutil.which(program, path=_path()) is None})
     if packages:
-        return f"needs Debian's packages {' '.join(packages)}; runs where scripts/test.sh may install them as root"
+        return f"needs Debian's packages {' '.join(packages)}; runs where bash scripts/slurm.sh has installed them"
     done = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, check=False)
-    return f"needs namespaces, which root has: {done.stderr.strip()}; runs on a machine of its own" * bool(
-        done.returncode
-    )
+    return f"needs namespaces, runs as root of a machine: {done.stderr.strip()}" if done.returncode else ""
 
 
 def _path() -> str:

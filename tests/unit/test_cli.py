@@ -252,7 +252,7 @@ def test_launch_starts_a_lone_rank_without_torchrun() -> None:
 def test_launch_checks_the_ranks_against_the_degrees() -> None:
     with pytest.raises(ConfigError, match="tp=2 x pp=1 = 2 does not divide the world of 3 ranks"):
         render(DEMO, (), 3, {})
-    with pytest.raises(ConfigError, match="nodes=2, but the target local is one machine"):
+    with pytest.raises(ConfigError, match="nodes=2, but this is one machine"):
         render(DEMO, ["cluster.nodes=2"], None, {})
 
 

@@ -86,8 +86,10 @@ def test_several_nodes_are_no_problem_of_a_dry_run(
     args = ("launch", str(TINY), "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
     assert main(monkeypatch, *args, "--dry-run") == 0
     assert " --nnodes=2 " in capsys.readouterr().out
+    assert main(monkeypatch, *args, "--dry-run", "--first-node", "node0") == 0
+    assert " --rdzv-endpoint=node0:29500 " in capsys.readouterr().out
     assert main(monkeypatch, *args) == 2
-    assert "start on each node what --dry-run prints" in capsys.readouterr().err
+    assert "start it on each node with --first-node NAME" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
