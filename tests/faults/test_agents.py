@@ -59,7 +59,7 @@ class Agents:
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         options = (
-            *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--local-addr=127.0.0.1"),
+            *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", f"--local-addr=127.0.0.{number + 1}"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"),
             f"--rdzv-conf=is_host={1 - number},join_timeout={self._patience_s}",
         )
@@ -132,13 +132,13 @@ def test_a_rank_dies_then_the_node_with_the_store_and_the_run_goes_on_until_one_
         run.await_step(4)
         os.kill(run.rank(1), signal.SIGKILL)
         run.await_step(5)
-        until(lambda: run.said().count("continues after step 3") == 1, WITHIN_S, run.said)
+        until(lambda: run.said().count("continues after step") == 1, WITHIN_S, run.said)
         run.await_step(7)
         run.kill_node(0)
         until(lambda: "waiting for it to be started again" in run.said(), WITHIN_S, run.said)
         assert run.agents[1].poll() is None
         run.start_again(0)
-        until(lambda: run.said().count("continues after step 6") == 1, WITHIN_S, run.said)
+        until(lambda: run.said().count("continues after step") == 2, WITHIN_S, run.said)
         run.await_step(8)
         run.agents[1].send_signal(signal.SIGTERM)
         assert run.ended() == [StoppedBySignal.exit_code] * 2, run.said()
