@@ -134,15 +134,28 @@ def quarantine(path: Path) -> Path:
     return _put_aside(path, "corrupt")
 
 
-def abandon(directory: Path, after: int) -> None:
-    """Put the checkpoints after a step aside, since a run goes back to it and will make others of the same names."""
-    for path in list_checkpoints(directory):
-        if step_of(path) > after:
+def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
+    """Put the checkpoints after a step aside, since a run goes on from there and will make others of the same names.
+
+    Args:
+        directory: A `checkpoints` folder.
+        after: The last step that stays.
+        damaged: Also those that were put aside because they are damaged: it is no longer this run that lacks them.
+
+    Returns:
+        The steps that were there.
+    """
+    found = [path for path in list_checkpoints(directory) if step_of(path) > after]
+    for path in quarantined(directory) if damaged else ():
+        if int(path.name.removeprefix("step-").partition(".")[0]) > after:
             _put_aside(path, "abandoned")
+    for path in found:
+        _put_aside(path, "abandoned")
+    return [step_of(path) for path in found]
 
 
 def quarantined(directory: Path) -> list[Path]:
-    """The checkpoints of a `checkpoints` folder that were put aside."""
+    """The checkpoints of a `checkpoints` folder that were put aside because they are damaged."""
     return sorted(path for path in directory.glob("step-*") if _CORRUPT.fullmatch(path.name))
 
 

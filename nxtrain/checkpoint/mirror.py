@@ -19,8 +19,11 @@ from nxtrain.checkpoint.ranks import Disk, Group, by_leader, gather, together
 from nxtrain.errors import CheckpointError, NxtrainError
 from nxtrain.mesh import Mesh
 
-_SPOILT = "meta.corrupt.json"
+_CORRUPT = "meta.corrupt.json"
 """What `meta.json` is called when its checkpoint was found to be damaged."""
+_ABANDONED = "meta.abandoned.json"
+"""The same when the run went back, so that its checkpoint is no part of it any more."""
+_FOLDER = re.compile(r"step-(\d{8,})")
 _STEP = re.compile(r"step-(\d{8,})/([^/]+)")
 
 
@@ -32,14 +35,14 @@ class Mirror:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
 
     def __str__(self) -> str:
-        return str(self._store.root)
+        return str(self.store.root)
 
     def place(self, step: int) -> Place:
         """The folder of a step."""
-        return self._store.root / _folder(step)
+        return self.store.root / _folder(step)
 
     def check(self) -> None:
         """Make sure that files can be added and removed.
@@ -49,21 +52,21 @@ class Mirror:
             OSError: The folder does.
         """
         name = f".nxtrain-{uuid.uuid4().hex[:8]}/check"
-        self._store.put(name, b"nxtrain")
-        self._store.delete([name])
+        self.store.put(name, b"nxtrain")
+        self.store.delete([name])
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
         return sorted(step for step, names in self._files().items() if layout.META in names)
 
     def spoilt(self) -> list[str]:
-        """The checkpoints that were put aside."""
-        return [str(self.place(step)) for step, names in sorted(self._files().items()) if _SPOILT in names]
+        """The checkpoints that were put aside because they are damaged."""
+        return [str(self.place(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 
     def begin(self, step: int) -> None:
         """Make room for a checkpoint: remove one of this step, and what broken attempts left of others."""
         for other, names in self._files().items():
-            if other == step or not names & {layout.META, _SPOILT}:
+            if other == step or not names & {layout.META, _CORRUPT, _ABANDONED}:
                 self._remove(other, names)
 
     def add(self, step: int, file: Path, stored: Stored) -> None:
@@ -72,20 +75,26 @@ class Mirror:
         Raises:
             DamagedError: It is no longer what was written.
         """
-        self._store.upload(f"{_folder(step)}/{file.name}", file, stored)
+        self.store.upload(f"{_folder(step)}/{file.name}", file, stored)
 
     def finish(self, step: int, checkpoint: Path) -> None:
         """Copy what seals a checkpoint, when all files of ranks are there."""
         for name in (layout.TOKENIZER, layout.MANIFEST, layout.META):
             if (checkpoint / name).exists():
-                self._store.put(f"{_folder(step)}/{name}", (checkpoint / name).read_bytes())
+                self.store.put(f"{_folder(step)}/{name}", (checkpoint / name).read_bytes())
 
     def put_aside(self, step: int) -> str:
         """Mark a checkpoint as damaged, so that nobody takes it, and tell its place."""
-        content = (self.place(step) / layout.META).read_bytes()
-        self._store.put(f"{_folder(step)}/{_SPOILT}", content)
-        self._store.delete([f"{_folder(step)}/{layout.META}"])
+        self._rename(step, layout.META, _CORRUPT)
         return str(self.place(step))
+
+    def abandon(self, after: int, *, damaged: bool = False) -> list[int]:
+        """Mark the checkpoints after a step as no part of the run any more; see `layout.abandon`."""
+        files = {step: names for step, names in sorted(self._files().items()) if step > after}
+        for step, names in files.items():
+            for name in names & {layout.META, *([_CORRUPT] if damaged else [])}:
+                self._rename(step, name, _ABANDONED)
+        return [step for step, names in files.items() if layout.META in names]
 
     def prune(self, keep: int, keep_every: int) -> None:
         """Remove the checkpoints that make room; see `layout.doomed`."""
@@ -94,9 +103,13 @@ class Mirror:
         for step in sorted(layout.doomed_steps(whole, whole, keep, keep_every)):
             self._remove(step, files[step])
 
+    def _rename(self, step: int, name: str, new: str) -> None:
+        self.store.put(f"{_folder(step)}/{new}", (self.place(step) / name).read_bytes())
+        self.store.delete([f"{_folder(step)}/{name}"])
+
     def _files(self) -> Mapping[int, set[str]]:
         found: dict[int, set[str]] = defaultdict(set)
-        for name in self._store.sizes():
+        for name in self.store.sizes():
             if match := _STEP.fullmatch(name):
                 found[int(match[1])].add(match[2])
         return found
@@ -104,8 +117,8 @@ class Mirror:
     def _remove(self, step: int, names: set[str]) -> None:
         # In two requests: cut off halfway, nothing is left that looks complete.
         if layout.META in names:
-            self._store.delete([f"{_folder(step)}/{layout.META}"])
-        self._store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {layout.META})])
+            self.store.delete([f"{_folder(step)}/{layout.META}"])
+        self.store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {layout.META})])
 
 
 def resolve(address: str | Path) -> Place:
@@ -126,6 +139,22 @@ def resolve(address: str | Path) -> Place:
         if steps := mirror.steps():
             return mirror.place(steps[-1])
     raise CheckpointError(f"{place} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
+
+
+def step_in(root: Place, place: Place) -> int | None:
+    """The step of a checkpoint of a `checkpoints` folder, or of a mirror; None: it lies elsewhere."""
+    match = _FOLDER.fullmatch(place.name)
+    return int(match[1]) if match and is_same(root, parent_of(place)) else None
+
+
+def is_same(one: Place, other: Place) -> bool:
+    """Whether two places are one."""
+    return one.resolve() == other.resolve() if isinstance(one, Path) and isinstance(other, Path) else one == other
+
+
+def parent_of(place: Place) -> Place:
+    """The folder of a place."""
+    return place.parent if isinstance(place, Path) else place_of(place.rpartition("/")[0])
 
 
 TIMEOUT_S = 24 * 3600.0

@@ -9,12 +9,13 @@ from typing import TypeVar
 
 from nxtrain.checkpoint import layout, mirror
 from nxtrain.checkpoint.blocks import verify
+from nxtrain.checkpoint.lineage import Records, Return
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.places import Place
-from nxtrain.checkpoint.ranks import Group, by_leader, gather, shared_disk, together
+from nxtrain.checkpoint.places import Place, place_of
+from nxtrain.checkpoint.ranks import Group, by_leader, gather, together
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import CheckpointError, DamagedError, NxtrainError
 from nxtrain.mesh import Mesh
@@ -51,7 +52,7 @@ class _Holding:
 
 
 class Resumption:
-    """Finds the checkpoint to continue, and puts damaged ones aside. Every rank makes one, and calls it alike.
+    """Finds the checkpoint to continue, and puts damaged and left ones aside. Every rank makes one, and calls it alike.
 
     Args:
         config: Of the run.
@@ -59,31 +60,51 @@ class Resumption:
         mesh: The axes of this rank.
         group: Group of all ranks that can carry host objects; None for the default group.
         say: Takes lines for people.
-        restarted: An agent or a scheduler started the same command again.
+        restarted: An agent or a scheduler started the same command again, as far as this rank was told.
+        job: Its name for what it starts again; empty if there is none.
 
     Attributes:
         own: The checkpoints are those of this run: damaged ones are put aside. Otherwise they are another's, or the run
             goes back on purpose.
+
+    Raises:
+        CheckpointError: The mirror, or a disk, is that of another run.
     """
 
     def __init__(
-        self, config: RunConfig, mirrored: Mirrored | None, mesh: Mesh, group: Group, say: Say, *, restarted: bool
+        self,
+        config: RunConfig,
+        mirrored: Mirrored | None,
+        mesh: Mesh,
+        group: Group,
+        say: Say,
+        *,
+        restarted: bool,
+        job: str = "",
     ) -> None:
         self._resume, self._folder = config.checkpoint.resume, config.run.dir / layout.FOLDER
         self._mirrored, self._mesh, self._group, self._say = mirrored, mesh, group, say
-        self.own = by_leader(lambda: self._goes_on(restarted), mesh, group, "cannot look for checkpoints")
-
-    def _goes_on(self, restarted: bool) -> bool:
-        """Whether the run goes on from its own checkpoints: if told to, or restarted when it already has some."""
-        newest = layout.newest(self._folder) if restarted else None
-        if self._resume == "auto" or newest is None:
-            return self._resume == "auto"
-        if self._resume == "never":
-            return True
-        try:
-            return layout.step_of(newest) > read_meta(mirror.resolve(self._resume)).step
-        except CheckpointError:  # it was one of this run's, and has made room since
-            return True
+        self._chosen: Found | None = None
+        # One rank that was started again is enough: an agent that replaces another has started nothing before.
+        told = gather((restarted, job), mesh, group)
+        is_restart, self._job = any(again for again, _ in told), told[0][1]
+        at_mirror = by_leader(self._aims_at_mirror, mesh, group, "cannot look for checkpoints")
+        records = self._records = Records(config.run.dir, mirrored, mesh, group, takes_over=at_mirror)
+        has_returned = records.newest.has_returned(self._resume, self._job)
+        self.own = self._resume == "auto" or (is_restart and has_returned)
+        if is_restart and not self.own and records.damaged:
+            raise CheckpointError(
+                f"{records.damaged[0]}; it would tell whether the run went back as checkpoint.resume={self._resume} "
+                "says, or is still to. Start it anew with the same to go back, or with checkpoint.resume=auto to go on "
+                "from its newest checkpoint"
+            )
+        self._tell(f"WARNING: {error}; it is written anew" for error in records.damaged)
+        if self.own:
+            self._tell_aside(records.put_aside_missed(), "the run went back where this was not seen")
+        elif has_returned:  # by another start that told the same: no restart may take that for what this one tells
+            known = len(records.newest.returns)
+            records.add(Return(told="", job=self._job))
+            records.write(known)
 
     def choose(self) -> Found | None:
         """The checkpoint to continue; None: start from scratch.
@@ -91,12 +112,17 @@ class Resumption:
         Raises:
             CheckpointError: There is none at the path that was asked for; or there were some, and all are damaged.
         """
-        if self._resume == "never" and not self.own:
-            return None
-        if self._mirrored is not None and self.own:
-            return self._newest(self._mirrored)
-        place = by_leader(self._place, self._mesh, self._group, "cannot look for checkpoints")
-        return Found(place) if place is not None else None
+        self._chosen = self._newest_own() if self.own else None
+        if self._chosen is not None or self._resume == "auto":
+            return self._chosen
+        if self.own:
+            self._say(f"nothing that the run reached since is left: it goes back to {self._resume} again")
+        self.own = False
+        if self._resume != "never":
+            self._chosen = Found(
+                by_leader(lambda: mirror.resolve(self._resume), self._mesh, self._group, "cannot look for checkpoints")
+            )
+        return self._chosen
 
     def put_aside(self, found: Found) -> str:
         """Put a damaged checkpoint where nobody takes it, and tell what was done."""
@@ -114,32 +140,63 @@ class Resumption:
         by_leader(lambda: step in there.steps() and there.put_aside(step), self._mesh, self._group, failure)
         return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
 
-    def abandon(self, step: int) -> None:
-        """Where the run goes back on purpose, put what lies after a step aside: it is no part of this run any more."""
-        if self.own:
-            return
-        failure = f"cannot put aside what lies after step {step} in {self._folder}"
-        disk = self._mirrored.disk if self._mirrored else shared_disk(self._mesh)
-        disk.on_each(lambda: layout.abandon(self._folder, step), self._mesh, self._group, failure)
-        if self._mirrored is not None:
-            there = self._mirrored.mirror
-            by_leader(
-                lambda: [there.put_aside(other) for other in there.steps() if other > step],
-                self._mesh,
-                self._group,
-                failure,
-            )
+    def begin(self) -> None:
+        """Go on from what was chosen and was loaded: put aside what is no part of the run from there on, and note that.
 
-    def _place(self) -> Place | None:
-        if not self.own:
-            return mirror.resolve(self._resume)
+        In this order: where it is cut off before the note, a restart goes back again.
+        """
+        keeps, in_folder, in_mirror = by_leader(
+            self._keeps, self._mesh, self._group, f"cannot look for checkpoints in {self._folder}"
+        )
+        gone = list[int]()
+        if not self.own:  # a disk that was away may be so on purpose: it holds what is gone back to
+            gone += self._records.put_aside_missed(on_disks=not in_folder, in_mirror=not in_mirror)
+            self._records.add(Return(told=self._resume, job=self._job, keeps=keeps))
+        gone += self._records.put_aside(keeps, damaged=not self.own)
+        where = self._chosen.place if self._chosen else "scratch"
+        self._tell_aside(sorted({*gone}), f"the run goes on from {where}")
+        self._records.write()
+
+    def _keeps(self) -> tuple[int, bool, bool]:
+        """The last step that stays part of the run, and whether what was chosen lies in its folder or in its mirror."""
+        if self._chosen is None:
+            return 0, False, False
+        place, there = self._chosen.place, self._mirrored.mirror.store.root if self._mirrored else None
+        here = mirror.step_in(self._folder, place)
+        copied = mirror.step_in(there, place) if there is not None else None
+        inside = [step for step in (here, copied) if step is not None]
+        return inside[0] if inside else -1, here is not None, copied is not None
+
+    def _aims_at_mirror(self) -> bool:
+        if self._mirrored is None or self._resume in {"auto", "never"}:
+            return False
+        place, root = place_of(self._resume), self._mirrored.mirror.store.root
+        return mirror.is_same(place, root) or mirror.step_in(root, place) is not None
+
+    def _newest_own(self) -> Found | None:
+        if self._mirrored is not None:
+            return self._newest(self._mirrored)
+        place = by_leader(self._newest_here, self._mesh, self._group, "cannot look for checkpoints")
+        return Found(place) if place is not None else None
+
+    def _newest_here(self) -> Path | None:
         found = layout.newest(self._folder)
-        if found is None:
-            self._refuse_scratch([path.name for path in layout.quarantined(self._folder)])
-        return found
+        if found is not None and self._is_own(layout.step_of(found)):
+            return found
+        self._refuse_scratch([path.name for path in layout.quarantined(self._folder)])
+        return None
+
+    def _is_own(self, step: int) -> bool:
+        """A run that is told to start from scratch leaves a conversion of step 0 in its place, and does not take it."""
+        return step > 0 or self._resume != "never"
+
+    def _tell_aside(self, steps: list[int], why: str) -> None:
+        if steps:
+            named = ", ".join(layout.step_path(Path(), step).name for step in steps)
+            self._say(f"{why}: put aside as abandoned, since no part of it any more: {named}")
 
     def _refuse_scratch(self, damaged: list[str]) -> None:
-        if damaged:
+        if damaged and self._resume in {"auto", "never"}:
             raise CheckpointError(
                 f"every checkpoint of {self._folder} is damaged: {', '.join(damaged)}. Use "
                 "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
@@ -152,7 +209,10 @@ class Resumption:
         self._tell(copied[1])
         # Where the same step was written twice, what lies on disks is the later one.
         candidates = {
-            (step, copied[0].get(step) != seal, seal) for held in (*here, copied[0]) for step, seal in held.items()
+            (step, copied[0].get(step) != seal, seal)
+            for held in (*here, copied[0])
+            for step, seal in held.items()
+            if self._is_own(step)
         }
         for step, only_here, seal in sorted(candidates, reverse=True):
             if not only_here or self._complete(mirrored, step, seal):

@@ -54,9 +54,8 @@ def start(
     # Ranks whose part is there already wait for those that still read.
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
     group = (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group
-    # Of several machines' agents, one that was itself started again knows of no earlier start.
-    restarted = any(gather(is_restart(os.environ), mesh, backend.host_group))
-    resumption = Resumption(plan.config, mirrored, mesh, group, say, restarted=restarted)
+    restarted, job = is_restart(os.environ), job_of(os.environ)
+    resumption = Resumption(plan.config, mirrored, mesh, group, say, restarted=restarted, job=job)
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")
@@ -64,20 +63,26 @@ def start(
     while checkpoint is not None:
         try:
             meta = _resume(state, checkpoint, fresh, plan, group, say if mirrored else None)
-            resumption.abandon(meta.step)
-            return state, meta
         except DamagedError as error:
             if not resumption.own:
                 raise
             say(f"{error}; {resumption.put_aside(checkpoint)}")
+        else:
+            resumption.begin()
+            return state, meta
         checkpoint = resumption.choose()
-    resumption.abandon(0)
+    resumption.begin()
     return state, fresh
 
 
 def is_restart(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent, or Slurm, started the same command before."""
+    """Whether torchrun's agent, or Slurm, started the same command before, as far as this rank is told."""
     return any(environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def job_of(environ: Mapping[str, str]) -> str:
+    """What they call that which they start again; it tells two commands of the same words apart."""
+    return environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _resume(

@@ -1,17 +1,95 @@
-"""Which checkpoint a start goes on from: told to, told another, and started again by an agent after either."""
+"""Which checkpoint a start goes on from: told to, told another, and started again by an agent after either.
+
+Starts are real but for the model: what each takes, and what is then in the folder and in the mirror, tells it all.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import layout, lineage
+from nxtrain.checkpoint.mirror import Mirror, Mirrored
+from nxtrain.checkpoint.places import FolderStore
+from nxtrain.checkpoint.ranks import Disk
+from nxtrain.checkpoint.save import Retention
+from nxtrain.checkpoint.saver import Saver
 from nxtrain.config.schema import RunConfig
+from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.train.resume import Resumption
-from nxtrain.train.start import is_restart
+from nxtrain.train.start import is_restart, job_of
 from tests.support.checkpoints import meta
+
+CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))
+RANK_FILE = "rank-00000.safetensors"
+
+
+class Run:
+    """A run of one rank.
+
+    Args:
+        folder: Where its own is.
+        mirror: Where copies are, if anywhere.
+        name: Of its folder.
+    """
+
+    def __init__(self, folder: Path, mirror: Path | None = None, name: str = "run") -> None:
+        self.dir, self.mirror, self.said = folder / name, mirror, list[str]()
+        self.folder = self.dir / layout.FOLDER
+        self.mirrored = Mirrored(Mirror(FolderStore(mirror)), Disk(True, 1)) if mirror else None
+
+    def start(
+        self, resume: str | Path = "auto", *, restarted: bool = False, job: str = "", killed: bool = False
+    ) -> Path | None:
+        """What a start takes; one that is killed has chosen it and done nothing else."""
+        config = RunConfig.model_validate({"run": {"dir": self.dir}, "checkpoint": {"resume": str(resume)}})
+        self.said.clear()
+        resumption = Resumption(config, self.mirrored, Mesh(1, 0), None, self.said.append, restarted=restarted, job=job)
+        found = resumption.choose()
+        if not killed:
+            resumption.begin()
+        place = found.place if found else None
+        assert place is None or isinstance(place, Path)
+        return place
+
+    def save(self, *steps: int, mirrored: bool = True) -> None:
+        """Reach some steps."""
+        saver = Saver(
+            self.folder,
+            CUT,
+            retention=Retention(9),
+            tokenizer=None,
+            group=None,
+            talk=None,
+            background=False,
+            told=lambda outcome: None,
+            mirrored=self.mirrored if mirrored else None,
+        )
+        for step in steps:
+            saver.save(lambda step=step: {"model": {"a.weight": torch.full((4, 2), step)}}, meta(step))  # type: ignore[misc]
+        saver.close()
+
+    def at(self, step: int) -> Path:
+        return layout.step_path(self.folder, step)
+
+    def copy(self, step: int) -> Path:
+        assert self.mirror is not None
+        return layout.step_path(self.mirror, step)
+
+    def steps(self) -> list[int]:
+        return [layout.step_of(path) for path in layout.list_checkpoints(self.folder)]
+
+    def mirror_steps(self) -> list[int]:
+        assert self.mirror is not None
+        return [layout.step_of(path) for path in layout.list_checkpoints(self.mirror)]
+
+    def move_disk(self, to: Path) -> None:
+        """Another node takes its place; what the first one's disk has is elsewhere."""
+        self.dir.rename(to)
 
 
 def make(path: Path, step: int) -> Path:
@@ -20,61 +98,272 @@ def make(path: Path, step: int) -> Path:
     return path
 
 
-def chosen(run: Path, resume: str, *, restarted: bool) -> tuple[Path | None, bool]:
-    """What a start takes, and whether it is its own; it then puts aside what it goes back from."""
-    config = RunConfig.model_validate({"run": {"dir": run}, "checkpoint": {"resume": resume}})
-    resumption = Resumption(config, None, Mesh(1, 0), None, print, restarted=restarted)
-    found = resumption.choose()
-    place = found.place if found else None
-    assert place is None or isinstance(place, Path)
-    resumption.abandon(layout.step_of(place) if place else 0)
-    return place, resumption.own
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
 
 
-def steps(run: Path) -> list[int]:
-    return [layout.step_of(path) for path in layout.list_checkpoints(run / layout.FOLDER)]
+@pytest.fixture
+def far(tmp_path: Path) -> Run:
+    """A run with a mirror."""
+    return Run(tmp_path, tmp_path / "mirror")
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "path"])
-def test_a_restart_goes_on_from_what_the_run_has_reached(tmp_path: Path, resume: str) -> None:
-    run = tmp_path / "run"
+def test_a_restart_goes_on_from_what_the_run_has_reached(run: Run, tmp_path: Path, resume: str) -> None:
     other = make(layout.step_path(tmp_path / "other", 500), 500)
     told = str(other) if resume == "path" else resume
     first = {"auto": None, "never": None, "path": other}[resume]
-    assert chosen(run, told, restarted=False)[0] == first
-    assert chosen(run, told, restarted=True)[0] == first, "it has reached nothing yet"
-    newest = make(layout.step_path(run / layout.FOLDER, 600), 600)
-    assert chosen(run, told, restarted=True) == (newest, True)
-    assert steps(run) == [600]
+    assert run.start(told) == first
+    assert run.start(told, restarted=True) == first, "it has reached nothing yet"
+    make(run.at(600), 600)
+    assert run.start(told, restarted=True) == run.at(600)
+    assert run.steps() == [600]
 
 
-def test_a_run_that_goes_back_leaves_nothing_that_would_be_taken_for_its_own(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_run_that_goes_back_leaves_nothing_that_would_be_taken_for_its_own(run: Run) -> None:
     for step in (300, 500, 800, 900):
-        make(layout.step_path(run / layout.FOLDER, step), step)
-    back = layout.step_path(run / layout.FOLDER, 500)
-    assert chosen(run, str(back), restarted=False) == (back, False)
-    assert steps(run) == [300, 500]
-    make(layout.step_path(run / layout.FOLDER, 600), 600)
-    assert chosen(run, "auto", restarted=False) == (layout.step_path(run / layout.FOLDER, 600), True)
+        make(run.at(step), step)
+    assert run.start(run.at(500)) == run.at(500)
+    assert run.steps() == [300, 500]
+    (line,) = run.said
+    assert line.startswith(f"the run goes on from {run.at(500)}: put aside as abandoned")
+    assert line.endswith("step-00000800, step-00000900")
+    make(run.at(600), 600)
+    assert run.start() == run.at(600)
+    assert run.said == []
 
 
-def test_older_checkpoints_of_the_folder_are_no_progress_of_a_run_that_came_from_elsewhere(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    make(layout.step_path(run / layout.FOLDER, 300), 300)
-    other = make(layout.step_path(tmp_path / "other", 500), 500)
-    assert chosen(run, str(other), restarted=True) == (other, False)
+@pytest.mark.parametrize("resume", ["never", "step-4"])
+def test_a_restart_of_a_start_that_was_killed_before_it_went_back_goes_back(run: Run, resume: str) -> None:
+    run.start()
+    run.save(4, 8, 12)
+    back = None if resume == "never" else run.at(4)
+    told = resume if back is None else back
+    assert run.start(told, killed=True) == back
+    assert run.start(told, restarted=True) == back
+    assert run.steps() == ([4] if back else [])
+    run.save(6)
+    assert run.start(told, restarted=True) == run.at(6)
 
 
-def test_what_it_came_from_may_have_made_room(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    newest = make(layout.step_path(run / layout.FOLDER, 600), 600)
-    gone = layout.step_path(run / layout.FOLDER, 500)
-    assert chosen(run, str(gone), restarted=True) == (newest, True)
+@pytest.mark.parametrize("jobs", [("", ""), ("100", "101")], ids=["without names", "named"])
+def test_what_was_told_before_is_told_anew(run: Run, jobs: tuple[str, str]) -> None:
+    first, second = jobs
+    run.start("never", job=first)
+    run.save(4)
+    if first == second:
+        assert run.start("never", job=second, killed=True) is None
+    assert run.start("never", job=second, restarted=True) is None, "it went back only for another start"
+    assert run.steps() == []
+    run.save(2)
+    assert run.start("never", job=second, restarted=True) == run.at(2)
 
 
-def test_agents_and_schedulers_tell_that_they_start_again() -> None:
+def test_a_path_that_holds_nothing_is_an_error_however_often_it_is_started(run: Run, tmp_path: Path) -> None:
+    run.start()
+    run.save(4)
+    for restarted in (False, True):
+        with pytest.raises(CheckpointError, match="typo/step-500 holds no complete checkpoint"):
+            run.start(tmp_path / "typo/step-500", restarted=restarted)
+    assert run.steps() == [4]
+
+
+def test_older_checkpoints_of_the_folder_are_no_part_of_a_run_that_came_from_elsewhere(
+    run: Run, tmp_path: Path
+) -> None:
+    run.save(4)
+    other = make(layout.step_path(tmp_path / "other", 8), 8)
+    assert run.start(other, restarted=True) == other
+    run.save(12)
+    assert run.start(other, restarted=True) == run.at(12)
+    layout.quarantine(run.at(12))
+    assert run.start(other, restarted=True) == other, "that is the one before it"
+    assert "nothing that the run reached since is left" in run.said[0]
+
+
+def test_what_it_came_from_may_have_made_room(run: Run) -> None:
+    run.save(4)
+    assert run.start(run.at(4)) == run.at(4)
+    run.save(8)
+    told = run.at(4)
+    told.rename(told.with_name("gone"))
+    assert run.start(told, restarted=True) == run.at(8)
+
+
+def test_a_run_from_scratch_takes_no_conversion_and_leaves_it(run: Run) -> None:
+    make(run.at(0), 0)
+    assert run.start("never") is None
+    assert run.start("never", restarted=True) is None
+    assert run.start("auto") == run.at(0)
+
+
+def test_damaged_checkpoints_of_what_was_left_do_not_keep_the_run_from_scratch(far: Run) -> None:
+    far.start()
+    far.save(4)
+    assert far.mirrored is not None
+    far.mirrored.mirror.put_aside(4)
+    layout.quarantine(far.at(4))
+    with pytest.raises(CheckpointError, match=r"every checkpoint of .* is damaged: step-00000004\.corrupt, .*mirror/"):
+        far.start()
+    assert far.start("never") is None
+    assert far.start() is None
+
+
+@pytest.mark.parametrize("resume", ["never", "path", "own"])
+def test_a_node_that_is_replaced_goes_on_from_the_mirror(far: Run, tmp_path: Path, resume: str) -> None:
+    far.start()
+    far.save(4, 8)
+    other = make(layout.step_path(tmp_path / "other", 2), 2)
+    told = {"never": "never", "path": str(other), "own": str(far.copy(4))}[resume]
+    far.start(told)
+    far.save(6)
+    far.move_disk(tmp_path / "lost")
+    assert far.start(told, restarted=True) == far.copy(6)
+    assert far.mirror_steps() == ([4, 6] if resume == "own" else [6])
+
+
+def test_a_disk_that_was_away_while_the_run_went_back_holds_nothing_of_it(far: Run, tmp_path: Path) -> None:
+    far.start()
+    far.save(4, 8)
+    far.save(12)
+    far.move_disk(tmp_path / "first")
+    assert far.start(far.copy(4)) == far.copy(4)
+    far.save(6)
+    far.move_disk(tmp_path / "second")
+    (tmp_path / "first").rename(far.dir)
+    assert far.start(killed=True) == far.copy(6)
+    assert far.said == [
+        "the run went back where this was not seen: put aside as abandoned, since no part of it any more: "
+        "step-00000008, step-00000012"
+    ]
+    assert far.start() == far.copy(6)
+    assert (far.steps(), far.mirror_steps()) == ([4], [4, 6])
+    far.save(8)
+    assert far.start() == far.at(8), "it is one of the run now"
+
+
+def test_a_mirror_that_was_away_while_the_run_went_back_holds_nothing_of_it(far: Run, tmp_path: Path) -> None:
+    far.start()
+    far.save(4, 8)
+    alone = Run(tmp_path)
+    alone.start(alone.at(4))
+    alone.save(6)
+    assert far.start() == far.at(6)
+    assert far.mirror_steps() == [4]
+
+
+def test_words_that_are_told_anew_do_not_tell_a_disk_that_it_missed_nothing(far: Run, tmp_path: Path) -> None:
+    far.start()
+    far.save(4, 8)
+    far.move_disk(tmp_path / "first")
+    far.start("never")
+    far.save(6)
+    (far.dir).rename(tmp_path / "second")
+    (tmp_path / "first").rename(far.dir)
+    far.start("never", killed=True)
+    assert far.start("auto") == far.copy(6)
+    assert far.steps() == []
+
+
+def test_a_mirror_of_another_run_is_refused(far: Run, tmp_path: Path) -> None:
+    far.start()
+    far.save(8)
+    other = Run(tmp_path, far.mirror, name="other")
+    for resume in ("auto", "never"):
+        with pytest.raises(CheckpointError) as refused:
+            other.start(resume)
+        for part in (f"mirror={far.mirror} belongs to another", f"run.dir={far.dir}", f"run.dir={other.dir}"):
+            assert part in str(refused.value)
+        assert f"checkpoint.resume={far.mirror} to go on" in str(refused.value)
+    assert far.mirror_steps() == [8]
+    assert far.start() == far.at(8)
+    assert far.mirror is not None
+    assert other.start(far.mirror) == far.copy(8)
+    other.save(10)
+    assert other.start() == other.at(10)
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        far.start()
+
+
+def test_a_run_that_takes_over_a_mirror_leaves_what_was_in_its_folder(far: Run, tmp_path: Path) -> None:
+    far.start()
+    far.save(8)
+    other = Run(tmp_path, far.mirror, name="other")
+    alone = Run(tmp_path, name="other")
+    alone.start()
+    alone.save(6, 10)
+    with pytest.raises(CheckpointError, match="belongs to another run"):
+        other.start()
+    assert other.start(far.copy(8)) == far.copy(8)
+    assert other.steps() == []
+    assert other.start() == far.copy(8)
+
+
+def test_a_run_whose_folder_was_moved_keeps_its_mirror(far: Run, tmp_path: Path) -> None:
+    far.start()
+    far.save(4)
+    far.move_disk(tmp_path / "moved")
+    moved = Run(tmp_path, far.mirror, name="moved")
+    assert moved.start() == moved.at(4)
+    moved.move_disk(tmp_path / "lost")
+    assert moved.start() == far.copy(4), "the mirror knows where the run lies now"
+
+
+def test_what_is_later_than_the_step_gone_on_from_is_put_aside(far: Run) -> None:
+    far.start()
+    far.save(4)
+    far.save(8, 12, 16, mirrored=False)
+    for step in (8, 12, 16):
+        (far.at(step) / RANK_FILE).write_bytes(b"torn")
+    assert far.start() == far.at(4)
+    assert far.steps() == [4]
+    assert far.said[-1] == (
+        f"the run goes on from {far.at(4)}: put aside as abandoned, since no part of it any more: "
+        "step-00000008, step-00000012, step-00000016"
+    )
+    far.save(6)
+    layout.prune(far.folder, keep=1)
+    assert far.steps() == [4, 6]
+
+
+def test_what_a_run_went_back_from_is_not_taken_for_damaged(far: Run) -> None:
+    far.start()
+    far.save(4, 8)
+    assert far.start("never") is None
+    assert far.start("auto") is None
+    assert far.mirror_steps() == []
+    assert (far.copy(8) / "meta.abandoned.json").is_file()
+
+
+@pytest.mark.parametrize("place", ["disk", "mirror"])
+def test_a_damaged_record_is_written_anew_from_the_other(far: Run, place: str) -> None:
+    far.start("never")
+    far.save(4)
+    file = (far.folder if place == "disk" else far.mirrored.mirror.store.root) / lineage.FILE  # type: ignore[union-attr]
+    assert isinstance(file, Path)
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"keeps": 0', b'"keeps": 1'))
+    with_record = far.start("auto")
+    assert with_record == far.at(4)
+    assert far.said[0].startswith(f"WARNING: {file} is damaged: its content is not what was written")
+    assert file.read_bytes() == whole
+
+
+def test_without_a_whole_record_no_restart_guesses_whether_it_went_back(run: Run) -> None:
+    run.start("never")
+    run.save(4)
+    (run.folder / lineage.FILE).write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"is damaged.*is still to.*checkpoint\.resume=auto to go on"):
+        run.start("never", restarted=True)
+    assert run.start("auto") == run.at(4)
+
+
+def test_agents_and_schedulers_tell_that_they_start_again_and_what() -> None:
     assert not is_restart({})
     assert not is_restart({"TORCHELASTIC_RESTART_COUNT": "0"})
     assert is_restart({"TORCHELASTIC_RESTART_COUNT": "2"})
     assert is_restart({"SLURM_RESTART_COUNT": "1"})
+    assert job_of({}) == ""
+    assert job_of({"TORCHELASTIC_RUN_ID": "a"}) == "a"
+    assert job_of({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "12"}) == "12"
