@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.blocks import ROTTEN
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.places import FolderStore, Place
+from nxtrain.checkpoint.places import Place
 from nxtrain.checkpoint.ranks import Group, by_leader, gather, shared_disk, together
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.mesh import Mesh
@@ -93,6 +93,15 @@ def read(root: Place) -> Lineage | None:
     if seal != found._checksum():
         raise DamagedError(file, "its content is not what was written")
     return found
+
+
+def write(folder: Path, lineage: Lineage) -> None:
+    """Write the record of a `checkpoints` folder, in one step for whoever looks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{FILE}"
+    layout.write_durably(draft, lambda file: file.write_bytes(lineage.sealed()))
+    draft.replace(folder / FILE)
+    layout.sync_folder(folder)
 
 
 class Records:
@@ -172,7 +181,7 @@ class Records:
 
         def write_here() -> None:
             if is_due(self._here):
-                FolderStore(self._folder).put(FILE, newest.sealed())
+                write(self._folder, newest)
                 self._here = newest
 
         if mirrored is not None and is_due(self._there):
