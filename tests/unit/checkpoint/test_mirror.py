@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxtrain.checkpoint import blocks, layout
+from nxtrain.checkpoint import blocks, layout, lineage
+from nxtrain.checkpoint.lineage import Lineage, Return
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.mirror import Mirror, Mirrored, open_mirrored, resolve
 from nxtrain.checkpoint.places import FolderStore, S3Store, Store, open_store, place_of
@@ -191,6 +192,38 @@ def test_a_copy_that_was_put_aside_is_taken_no_more_and_stays(address: str, tmp_
     run.save(3)
     assert (run.mirror.steps(), run.mirror.spoilt()) == ([1, 3], [aside])
     assert f"step-00000002/{FILE}" in open_store(address).sizes()
+
+
+def test_what_a_run_went_back_from_is_neither_taken_nor_damaged_and_stays(address: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", open_store(address), keep=9)
+    run.save(1, 2, 3)
+    aside = run.mirror.put_aside(2)
+    assert run.mirror.abandon(1) == [3]
+    assert (run.mirror.steps(), run.mirror.spoilt()) == ([1], [aside])
+    assert run.mirror.abandon(1, damaged=True) == []
+    assert (run.mirror.steps(), run.mirror.spoilt()) == ([1], [])
+    run.save(4)
+    assert {f"step-0000000{step}/{FILE}" for step in (1, 2, 3, 4)} <= open_store(address).sizes().keys()
+    run.save(3)
+    assert run.mirror.steps() == [1, 3, 4]
+    assert "step-00000003/meta.abandoned.json" not in open_store(address).sizes()
+
+
+@pytest.mark.parametrize("place", [".", "prefix"])
+def test_a_record_is_whole_or_damaged(s3: Any, tmp_path: Path, place: str) -> None:
+    kept = Lineage(run="a", run_dir="/b", returns=(Return(told="never", job="7", keeps=0), Return(told="")))
+    store = FolderStore(tmp_path) if place == "." else open_store(f"s3://{BUCKET}/{place}")
+    assert lineage.read(store.root) is None
+    store.put(lineage.FILE, kept.sealed())
+    assert lineage.read(store.root) == kept
+    for at in range(0, len(kept.sealed()), 7):
+        flipped = bytearray(kept.sealed())
+        flipped[at] ^= 1
+        store.put(lineage.FILE, bytes(flipped))
+        try:
+            assert lineage.read(store.root) == kept, "but for white space"
+        except DamagedError as error:
+            assert str(store.root / lineage.FILE) in str(error)
 
 
 def test_a_bit_that_flips_in_an_object_is_found(s3: Any, tmp_path: Path) -> None:
