@@ -64,8 +64,8 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End the process; among several ranks at once, since an orderly end waits for what is under way with others."""
-    if _is_alone():
+    """End the process; at once where an orderly end would wait for what is under way, with other ranks or a mirror."""
+    if _is_alone() and not _leaves_copies():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # whoever read it may be gone, and the code is what a scheduler goes by
@@ -75,6 +75,12 @@ def _end(code: int) -> NoReturn:
 
 def _is_alone() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def _leaves_copies() -> bool:
+    """Whether a mirror takes so long that the run does not wait for it."""
+    copies = sys.modules.get("nxtrain.checkpoint.copies")
+    return copies is not None and copies.are_underway()
 
 
 def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:
@@ -151,6 +157,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
             train(loaded, signals, process_began())
     if os.environ.get("RANK", "0") == "0":
         _advise(loaded.config)
+    if _leaves_copies():
+        _end(0)
 
 
 @app.command(epilog="Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine")

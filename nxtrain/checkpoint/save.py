@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.blocks import Stored, verify
 from nxtrain.checkpoint.chunks import Shards
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.mirror import Mirrored, copy
 from nxtrain.checkpoint.planner import ChunkSavePlanner
 from nxtrain.checkpoint.ranks import Disk, Group, by_leader, collective, is_distributed, shared_disk, together
 from nxtrain.checkpoint.staging import Staged, Staging
@@ -65,7 +64,8 @@ def save(
         CheckpointError: Any rank failed to write; older checkpoints are untouched.
     """
     staged = Staging(cut).fill(shards)
-    write_state(path, staged, cut.mesh, meta, tuple(shards), tokenizer, retention, process_group)
+    write_state(path, staged, cut.mesh, meta, tuple(shards), tokenizer, process_group)
+    tidy(path, retention, cut.mesh, process_group)
 
 
 def write_state(
@@ -75,35 +75,65 @@ def write_state(
     meta: Meta,
     kinds: tuple[str, ...],
     tokenizer: Path | None,
-    retention: Retention,
     group: Group,
-    mirrored: Mirrored | None = None,
-) -> str:
-    """Write what every rank has staged, read it back, only then make room, and copy it to the mirror, if there is one.
+    disk: Disk | None = None,
+) -> Mapping[str, Stored]:
+    """Write what every rank has staged, and read it back.
 
     Returns:
-        Why the mirror lacks it; empty if it does not.
+        The files that this rank wrote.
 
     Raises:
         CheckpointError: Any rank failed; older checkpoints are untouched.
     """
     degrees = {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}
     meta = meta.model_copy(update={"mesh": degrees, "kinds": kinds})
-    disk = mirrored.disk if mirrored else shared_disk(mesh)
     planner = ChunkSavePlanner(tuple(staged.tensors), staged.tensors.__getitem__)
     written = write(path, planner, meta, mesh, tokenizer, group, disk, staged)
     read_back(path, written, mesh, group, disk)
+    return written
 
-    def make_room() -> None:
-        layout.mark_verified(path)
-        layout.point_to(path)
-        layout.prune(path.parent, retention.keep, retention.keep_every)
 
-    disk.on_each(make_room, mesh, group, f"cannot delete in {path.parent}")
-    if mirrored is None:
-        return ""
-    keep, keep_every = retention.keep, retention.keep_every
-    return copy(mirrored, meta.step, path, written, mesh, group, keep=keep, keep_every=keep_every)
+def tidy(
+    path: Path,
+    retention: Retention,
+    mesh: Mesh,
+    group: Group,
+    disk: Disk | None = None,
+    underway: Collection[int] = (),
+) -> list[str]:
+    """Note that a checkpoint was read back, make room, and name it the newest. Every rank calls this.
+
+    Args:
+        path: Its folder.
+        retention: Checkpoints of the folder that stay.
+        mesh: The axes of this rank.
+        group: Group of all ranks that can carry host objects.
+        disk: Who acts in the folder; None: rank 0 for all.
+        underway: Steps that stay in any case, since they are being read.
+
+    Returns:
+        What of it failed, which costs no checkpoint.
+    """
+    folder, disk = path.parent, disk or shared_disk(mesh)
+    steps: dict[str, Callable[[], None]] = {
+        f"cannot note that {path} was read back": lambda: layout.mark_verified(path),
+        f"cannot make room in {folder}": lambda: _prune(folder, retention, underway),
+        f"cannot name {path.name} the newest of {folder}": lambda: layout.point_to(path),
+    }
+    failed = []
+    for failure, act in steps.items():
+        try:
+            disk.on_each(act, mesh, group, failure)
+        except CheckpointError as error:
+            failed.append(str(error))
+    return failed
+
+
+def _prune(folder: Path, retention: Retention, underway: Collection[int]) -> None:
+    for old in layout.doomed(layout.list_checkpoints(folder), retention.keep, retention.keep_every):
+        if layout.step_of(old) not in underway:
+            layout.discard(old.rename(layout.draft_of(old)))
 
 
 def write(

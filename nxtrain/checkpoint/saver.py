@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import Shards
+from nxtrain.checkpoint.copies import Copies, Patience
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.ranks import Group, by_leader
-from nxtrain.checkpoint.save import Retention, write_state
+from nxtrain.checkpoint.ranks import Disk, Group, by_leader
+from nxtrain.checkpoint.save import Retention, tidy, write_state
 from nxtrain.checkpoint.staging import Staged, Staging
 from nxtrain.errors import CheckpointError
 from nxtrain.sharding import Layout
@@ -28,16 +28,16 @@ class Outcome:
     Args:
         step: Its step.
         stall_s: Seconds that training waited for it.
-        write_s: Seconds until it was written, read back, committed and copied to the mirror; 0 if it was left out.
+        write_s: Seconds until it was written, committed and read back; 0 if it was left out.
         problem: Why it is not there; empty if it is.
-        unmirrored: Why the mirror lacks it although it is there; empty if it does not, or if there is no mirror.
+        untidy: What failed afterwards, and costs no checkpoint.
     """
 
     step: int
     stall_s: float
     write_s: float = 0.0
     problem: str = ""
-    unmirrored: str = ""
+    untidy: tuple[str, ...] = ()
 
 
 class Saver:
@@ -55,7 +55,9 @@ class Saver:
         talk: Group on which the ranks talk before they go on; None for the default group.
         background: Write while training goes on.
         told: Is told, between steps, what became of each checkpoint.
-        mirrored: Where a copy goes once a checkpoint is committed; None: nowhere.
+        copies: What brings checkpoints to a mirror once they are there; None: there is none.
+        disk: Who acts in the folder; None: rank 0 for all.
+        copied: Is told, between steps, the step of each copy and why it is not in the mirror; empty if it is.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class Saver:
         talk: Group,
         background: bool,
         told: Callable[[Outcome], None],
-        mirrored: Mirrored | None = None,
+        copies: Copies | None = None,
+        disk: Disk | None = None,
+        copied: Callable[[int, str], None] = lambda step, problem: None,
     ) -> None:
         self._folder, self._cut, self._retention, self._tokenizer = folder, cut, retention, tokenizer
         self._group, self._talk, self._told = group, talk, told
-        self._background, self._mirrored = background, mirrored
+        self._background, self._copies, self._disk, self._copied = background, copies, disk, copied
         self._staging = Staging(cut)
         self._underway: _Writing | None = None
         self._written: int | None = None
@@ -118,13 +122,31 @@ class Saver:
         if self._underway is not None and self._underway.done:
             self.settle()
 
-    def close(self) -> None:
-        """Wait for the last checkpoint; none can be written after it."""
+    def report_copies(self) -> None:
+        """Tell what became of copies; costs nothing."""
+        for step, problem in self._copies.ended() if self._copies is not None else ():
+            self._copied(step, problem)
+
+    def close(self, patience: Patience, alive: Callable[[], None] = lambda: None) -> None:
+        """Wait for the last checkpoint, and for its copy as long as there is patience; none can be written after it.
+
+        Args:
+            patience: For copies.
+            alive: Is called all the time while they are waited for.
+        """
         try:
             self.settle()
+            if self._copies is not None:
+                self._leave(self._copies, patience, alive)
         finally:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
+
+    def _leave(self, copies: Copies, patience: Patience, alive: Callable[[], None]) -> None:
+        copies.wait(patience, alive)
+        self.report_copies()
+        for step in sorted(copies.underway):
+            self._copied(step, "the run ends, and its copy is still under way")
 
     def _is_busy(self) -> bool:
         # The leader ends last: it commits and makes room when all others have written.
@@ -135,10 +157,14 @@ class Saver:
             "cannot ask for the checkpoint before",
         )
 
-    def _write(self, staged: Staged, meta: Meta, kinds: tuple[str, ...]) -> str:
-        path, mesh = layout.step_path(self._folder, meta.step), self._cut.mesh
-        keep, group, mirrored = self._retention, self._group, self._mirrored
-        return write_state(path, staged, mesh, meta, kinds, self._tokenizer, keep, group, mirrored)
+    def _write(self, staged: Staged, meta: Meta, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        path, mesh, group = layout.step_path(self._folder, meta.step), self._cut.mesh, self._group
+        written = write_state(path, staged, mesh, meta, kinds, self._tokenizer, group, self._disk)
+        underway = self._copies.underway if self._copies is not None else ()
+        failed = tidy(path, self._retention, mesh, group, self._disk, underway)
+        if self._copies is not None:
+            self._copies.offer(meta.step, path, written, group)
+        return tuple(failed)
 
 
 class _Writing(Thread):
@@ -147,23 +173,23 @@ class _Writing(Thread):
     Args:
         step: Its step.
         began: When training began to wait for it.
-        write: Writes it, and tells why the mirror lacks it.
+        write: Writes it, and tells what failed although it is there.
     """
 
-    def __init__(self, step: int, began: float, write: Callable[[], str]) -> None:
+    def __init__(self, step: int, began: float, write: Callable[[], tuple[str, ...]]) -> None:
         # A process that ends early, because a rank failed, waits for nothing: what is not committed does not count.
         super().__init__(name="nxtrain-checkpoint", daemon=True)
         self._step, self._began, self._work = step, began, write
         self._staged = time.monotonic()
         self._error: BaseException | None = None
-        self._unmirrored = ""
+        self._untidy: tuple[str, ...] = ()
         self._ended = self._staged
         self.done = False
 
     def run(self) -> None:
         """Write it."""
         try:
-            self._unmirrored = self._work()
+            self._untidy = self._work()
         except BaseException as error:  # it is raised where training waits
             self._error = error
         self._ended = time.monotonic()
@@ -177,4 +203,4 @@ class _Writing(Thread):
             raise self._error
         problem = str(self._error or "")
         stall_s, write_s = self._staged - self._began, self._ended - self._staged
-        return Outcome(self._step, stall_s, write_s, problem, self._unmirrored)
+        return Outcome(self._step, stall_s, write_s, problem, self._untidy)

@@ -254,7 +254,8 @@ class RecoveryConfig(Section):
     max_restarts: NonNegativeInt = 0
     """Times that the launcher starts failed ranks again; counted anew when a run gets further than before."""
     grace_s: PositiveFloat = 300.0
-    """Seconds that the launcher leaves ranks that are asked to stop, to finish a step and save; then it kills them."""
+    """Seconds that the launcher leaves ranks that are asked to stop, to finish a step and save; then it kills them.
+    Half of it may go into a copy in checkpoint.mirror. A run that is done waits as long for one that is stuck."""
     max_same_step: NonNegativeInt = 3
     """Failures in a row after one and the same step, with which a run starts no more; 0: it always does."""
     non_finite: Literal["stop", "skip", "rollback"] = "stop"

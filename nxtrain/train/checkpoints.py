@@ -8,6 +8,7 @@ from typing import Any
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import Shards
+from nxtrain.checkpoint.copies import Copies, Patience
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.save import Retention
@@ -50,16 +51,24 @@ class Checkpoints:
         self._plan, self._state, self._inputs, self._begun, self._say = plan, state, inputs, begun, say
         self._stability, self._saved = stability, saved
         self._failed = ""
+        retention, mesh = Retention(config.checkpoint.keep, config.checkpoint.keep_every), state.mesh
+        copies = (
+            Copies(mirrored, retention, mesh, backend.background_group(TIMEOUT_S), backend.host_group)
+            if mirrored
+            else None
+        )
         self._saver = Saver(
             config.run.dir / layout.FOLDER,
             state.layout,
-            retention=Retention(config.checkpoint.keep, config.checkpoint.keep_every),
+            retention=retention,
             tokenizer=tokenizer,
-            group=backend.background_group(max(config.recovery.hang_timeout_s, TIMEOUT_S if mirrored else 0.0)),
+            group=backend.background_group(config.recovery.hang_timeout_s),
             talk=backend.host_group,
             background=config.checkpoint.async_,
             told=self._told,
-            mirrored=mirrored,
+            copies=copies,
+            disk=mirrored.disk if mirrored else None,
+            copied=self._copied,
         )
 
     def save(self, step: int, last: bool) -> None:
@@ -79,20 +88,25 @@ class Checkpoints:
 
     def report(self) -> None:
         """Tell what became of the last checkpoint, if it is written; a strict run ends at the next, on all ranks."""
+        self._saver.report_copies()
         if not self._plan.config.checkpoint.strict:
             self._saver.report()
 
-    def settle(self) -> None:
-        """Wait for the checkpoint that is being written, if any."""
-        self._saver.settle()
+    def close(self, *, soon: bool = False, alive: Callable[[], None] = lambda: None) -> None:
+        """Wait for the last checkpoint, and for its copy in the mirror; none can be saved after it.
 
-    def close(self) -> None:
-        """Wait for the last checkpoint; none can be saved after it.
+        A copy is waited for while bytes of it go on to come from the disk of any rank, with pauses of
+        `recovery.grace_s` at most.
+
+        Args:
+            soon: The launcher may wait for the end: half of `recovery.grace_s` is for copies, and no more.
+            alive: Is called all the time while copies are waited for.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The last checkpoint could not be written.
         """
-        self._saver.close()
+        grace_s = self._plan.config.recovery.grace_s
+        self._saver.close(Patience(grace_s, 0.5 * grace_s) if soon else Patience(grace_s), alive)
         if self._failed:
             raise CheckpointError(self._failed)
 
@@ -109,6 +123,10 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
         if outcome.problem:
             self._say(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}; training goes on")
-        if outcome.unmirrored:
-            told = f"WARNING: the mirror lacks the checkpoint of step {outcome.step}: {outcome.unmirrored}"
-            self._say(f"{told}; it is in {self._plan.config.run.dir}, training goes on, and the next one is tried")
+        for failed in outcome.untidy:
+            self._say(f"WARNING: {failed}; the checkpoint of step {outcome.step} is there, and training goes on")
+
+    def _copied(self, step: int, problem: str) -> None:
+        if problem:
+            told = f"WARNING: the mirror lacks the checkpoint of step {step}: {problem}"
+            self._say(f"{told}; it is in {self._plan.config.run.dir}, and that is enough to go on")

@@ -11,7 +11,7 @@ from typing import Literal
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
 from nxtrain.checkpoint.layout import FOLDER, clear, prune
-from nxtrain.checkpoint.mirror import TIMEOUT_S, open_mirrored
+from nxtrain.checkpoint.mirror import open_mirrored
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
@@ -118,8 +118,6 @@ def train_on(
         if config.checkpoint.mirror
         else None
     )
-    if watchdog is not None and mirrored is not None:
-        watchdog.patience = {"checkpoint": TIMEOUT_S}
     if leader:
         check_folder(config.run.dir)
         attempts.refuse_loop(config.recovery.max_same_step)
@@ -204,17 +202,19 @@ def train_on(
             val_loss = trainer.run(meta.step)
             recompiles.leave()
             course.close()
-            checkpoints.close()
+            checkpoints.close(alive=course.close)
     except (DivergedError, RestartError) as ended:
         course.close()
         try:
-            checkpoints.close()  # all ranks end here, so that they can wait for the last checkpoint
+            checkpoints.close(
+                soon=True, alive=course.close
+            )  # all ranks end here, so that they can wait for the last checkpoint
         except CheckpointError as error:
             say(f"WARNING: {error}")
         raise ended from None
     except StoppedBySignal:
         course.close()
-        checkpoints.close()  # here as well, and what is not saved is no stop
+        checkpoints.close(soon=True, alive=course.close)  # here as well, and what is not saved is no stop
         raise
     finally:
         for sink in sinks:

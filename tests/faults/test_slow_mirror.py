@@ -1,5 +1,7 @@
 """A checkpoint that comes slowly from S3 is no hang, for whoever reads and whoever waits; one that stops coming is.
 
+A mirror that takes nothing any more costs neither a checkpoint nor a step, and hides no hang.
+
 S3 is moto's server, behind one that gives large answers in pieces. The reference is the run that was never interrupted.
 """
 
@@ -12,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from nxtrain.errors import HangError
-from tests.support.commands import command, ended, free_port, start_rank, write_config
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.places import FolderStore
+from nxtrain.errors import HangError, StoppedBySignal
+from tests.support.commands import command, ended, free_port, start_rank, train, write_config
 from tests.support.runs import course
 from tests.support.s3 import BUCKET, s3, s3_variables, slow_s3
 
@@ -75,3 +79,42 @@ def test_an_answer_that_stops_coming_is_a_hang(lost: Path, s3_variables: dict[st
         code, told = begin(lost, 8, MIRROR, PATIENCE, **variables)
     assert code == HangError.exit_code, told
     assert f"did not come within recovery.hang_timeout_s={PATIENCE_S:g} seconds" in told or "(restore)" in told
+
+
+def _take_nothing() -> None:
+    def upload(*args: object) -> None:
+        time.sleep(10**6)
+
+    FolderStore.upload = upload  # type: ignore[method-assign]
+
+
+def test_a_mirror_that_hangs_costs_neither_a_checkpoint_nor_a_step(tmp_path: Path) -> None:
+    write_config(tmp_path, steps=1000)
+    port, mirror = free_port(), f"checkpoint.mirror={tmp_path}/mirror"
+    ranks = {
+        number: start_rank(
+            tmp_path,
+            number,
+            port,
+            mirror,
+            "checkpoint.keep=9",
+            "checkpoint.async=false",
+            "recovery.grace_s=2",
+            armed="sleep@*:1:fwd:0.03,term@1:10:fwd",
+            first=_take_nothing,
+        )
+        for number in range(2)
+    }
+    told = ended(tmp_path, ranks, 40.0)
+    assert {process.exitcode for process in ranks.values()} == {StoppedBySignal.exit_code}, told
+    last = course(tmp_path / "run")[-1]["step"]
+    saved = [layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run" / layout.FOLDER)]
+    assert saved == [*range(4, last, 4), last]
+    assert f"WARNING: the mirror lacks the checkpoint of step {last}: the run ends" in told[0]
+
+
+def test_a_mirror_hides_no_hang(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    code, told = train(tmp_path, f"checkpoint.mirror={tmp_path}/mirror", PATIENCE, armed="hang@0:4:ckpt_stage")
+    assert code == HangError.exit_code, told
+    assert "(checkpoint)" in told

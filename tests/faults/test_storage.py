@@ -127,7 +127,6 @@ def test_files_that_may_not_grow_for_a_while(started_by: ForkServerContext, tmp_
         ("ckpt_fsync", 0, "EIO", "Input/output error"),
         ("ckpt_commit", 0, "EROFS", "Read-only file system"),
         ("ckpt_rename", 0, "EACCES", "Permission denied"),
-        ("ckpt_latest", 0, "ENOSPC", "No space left on device"),
     ],
 )
 def test_an_error_of_the_disk(
@@ -141,6 +140,18 @@ def test_an_error_of_the_disk(
     assert line.startswith(LEFT_OUT.format(6)), line
     assert line.endswith("; training goes on")
     assert words in line
+
+
+def test_a_name_for_the_newest_that_fails_is_told_and_costs_nothing(
+    started_by: ForkServerContext, tmp_path: Path, golden: Golden
+) -> None:
+    configure(tmp_path)
+    overrides = ("checkpoint.async=false", "checkpoint.strict=true")
+    history = supervise(started_by, tmp_path, ["oserror@0:6:ckpt_latest:ENOSPC"], overrides=overrides)
+    assert_recovered(history, golden, restarts=0)
+    (line,) = [line for line in history.said.splitlines() if "WARNING" in line]
+    assert "cannot name step-00000006 the newest of" in line
+    assert line.endswith("the checkpoint of step 6 is there, and training goes on")
 
 
 def test_an_error_of_the_disk_is_told_before_the_next_checkpoint_is_due(

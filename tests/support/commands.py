@@ -115,6 +115,7 @@ def start_rank(
     host: str = "127.0.0.1",
     armed: str = "",
     environ: Mapping[str, str] | None = None,
+    first: Callable[[], object] | None = None,
 ) -> ForkServerProcess:
     """Start one rank of the run of a folder, where rank 0 makes the store; what it tells is in a folder of its own."""
     place: dict[str, object] = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -130,6 +131,7 @@ def start_rank(
         *cut,
         *overrides,
         environ={**place_of_rank, **(environ or {})},
+        first=first,
     )
 
 

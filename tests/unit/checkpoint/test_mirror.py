@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import blocks, layout, lineage
+from nxtrain.checkpoint.copies import Copies, Patience
 from nxtrain.checkpoint.lineage import Lineage, Return
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.mirror import Mirror, Mirrored, open_mirrored, resolve
@@ -49,16 +52,20 @@ class Run:
         self.folder, self.mirror, self.told = folder, Mirror(store), list[Outcome]()
         self.cut = Layout(ParamTable({"a.weight": ShardSpec(shape, dim=0)}), Mesh(1, 0))
         self.shape = shape
+        self.copied = list[tuple[int, str]]()
+        retention, mirrored = Retention(keep, keep_every), Mirrored(self.mirror, Disk(True, 1))
+        self.copies = Copies(mirrored, retention, self.cut.mesh, None, None)
         self.saver = Saver(
             folder,
             self.cut,
-            retention=Retention(keep, keep_every),
+            retention=retention,
             tokenizer=None,
             group=None,
             talk=None,
             background=True,
             told=self.told.append,
-            mirrored=Mirrored(self.mirror, Disk(True, 1)),
+            copies=self.copies,
+            copied=lambda step, problem: self.copied.append((step, problem)),
         )
 
     def save(self, *steps: int) -> None:
@@ -66,6 +73,13 @@ class Run:
             weight = torch.arange(step, step + self.shape[0] * self.shape[1]).reshape(self.shape).float()
             self.saver.save(lambda weight=weight: {"model": {"a.weight": weight}}, meta(step))  # type: ignore[misc]
             self.saver.settle()
+            assert self.copies.wait(Patience(60.0), lambda: None)
+            self.saver.report_copies()
+
+    @property
+    def unmirrored(self) -> str:
+        """Why the mirror lacks the last checkpoint."""
+        return self.copied[-1][1]
 
     def load(self, *places: Any) -> tuple[torch.Tensor, list[DamagedError]]:
         read, damaged = torch.full(self.shape, -1.0), list[DamagedError]()
@@ -95,7 +109,8 @@ def counted(client: Any, operation: str, act: Callable[[], None] = lambda: None)
 def test_a_copy_is_the_checkpoint_byte_for_byte_and_loads(address: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", open_store(address))
     run.save(1)
-    assert [(outcome.problem, outcome.unmirrored) for outcome in run.told] == [("", "")]
+    assert [outcome.problem for outcome in run.told] == [""]
+    assert run.copied == [(1, "")]
     local, copied = layout.step_path(run.folder, 1), resolve(address)
     assert resolve(str(copied)) == copied == place_of(address) / local.name
     for name in (FILE, layout.MANIFEST, layout.META):
@@ -117,7 +132,7 @@ def test_meta_comes_last_and_without_it_there_is_no_checkpoint(
 
     monkeypatch.setattr(store, "put", cut_off)
     run.save(2)
-    assert "cannot copy step-00000002" in run.told[-1].unmirrored
+    assert "cannot copy step-00000002" in run.unmirrored
     assert f"step-00000002/{FILE}" in store.sizes()
     assert f"step-00000002/{layout.MANIFEST}" in store.sizes()
     assert run.mirror.steps() == [1]
@@ -163,7 +178,7 @@ def test_what_became_damaged_on_the_disk_is_not_copied(
 
     monkeypatch.setattr(run.mirror, "begin", decay)
     run.save(2)
-    assert f"{FILE} is damaged" in run.told[-1].unmirrored
+    assert f"{FILE} is damaged" in run.unmirrored
     assert run.mirror.steps() == [1]
 
 
@@ -256,7 +271,7 @@ def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path) -> None:
     place: Any = run.mirror.place(1)
     parts = counted(place.client, "UploadPart")
     run.save(1)
-    assert run.told[-1].unmirrored == ""
+    assert run.unmirrored == ""
     assert len(parts) == 2
     assert torch.equal(run.load(place)[0], run.load(layout.step_path(run.folder, 1))[0])
 
@@ -265,12 +280,12 @@ def test_a_bucket_that_is_gone_costs_the_copy_only_and_the_next_is_tried(s3: Any
     run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
     drop_bucket(s3)
     run.save(1)
-    assert (run.told[-1].problem, "NoSuchBucket" in run.told[-1].unmirrored) == ("", True)
-    assert f"s3://{BUCKET}/x" in run.told[-1].unmirrored
+    assert (run.told[-1].problem, "NoSuchBucket" in run.unmirrored) == ("", True)
+    assert f"s3://{BUCKET}/x" in run.unmirrored
     assert layout.newest(run.folder) == layout.step_path(run.folder, 1)
     s3.create_bucket(Bucket=BUCKET)
     run.save(2)
-    assert run.told[-1].unmirrored == ""
+    assert run.unmirrored == ""
     assert run.mirror.steps() == [2]
 
 
@@ -283,7 +298,7 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("nxtrain.checkpoint.places.BlockWriter.write", full)
     monkeypatch.setattr("nxtrain.checkpoint.storage.BlockWriter", type("Free", (blocks.BlockWriter,), {"write": WRITE}))
     run.save(1)
-    assert (run.told[-1].problem, "No space left" in run.told[-1].unmirrored) == ("", True)
+    assert (run.told[-1].problem, "No space left" in run.unmirrored) == ("", True)
     assert [path for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == []
 
 
@@ -296,12 +311,68 @@ def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
     assert time.monotonic() - began < 0.4
     while layout.newest(run.folder) is None:
         time.sleep(0.01)
-    assert run.told == [], "the checkpoint counts before its copy does"
-    assert run.mirror.steps() == []
     run.saver.settle()
-    assert run.told[-1].stall_s < 0.4
-    assert run.told[-1].write_s > 3 * 0.5, "three objects: the rank's, the manifest and meta.json"
+    assert run.told[-1].problem == "", "the checkpoint counts before its copy does"
+    assert run.told[-1].write_s < 0.4
+    assert run.mirror.steps() == []
+    run.saver.close(Patience(60.0))
+    assert time.monotonic() - began > 3 * 0.5, "three objects: the rank's, the manifest and meta.json"
+    assert run.copied == [(1, "")]
     assert run.mirror.steps() == [1]
+
+
+def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "run", FolderStore(tmp_path / "mirror"), keep=1)
+    add, gate = run.mirror.add, threading.Event()
+
+    def held(*args: Any) -> None:
+        assert gate.wait(20)
+        add(*args)
+
+    def local() -> list[int]:
+        return [layout.step_of(path) for path in layout.list_checkpoints(run.folder)]
+
+    def save(step: int) -> None:
+        run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(step))
+        run.saver.settle()
+
+    monkeypatch.setattr(run.mirror, "add", held)
+    for step in range(1, 7):
+        save(step)
+    assert [outcome.problem for outcome in run.told] == [""] * 6
+    assert local() == [1, 5, 6]
+    began = time.monotonic()
+    assert not run.copies.wait(Patience(0.3), lambda: None)
+    assert 0.3 < time.monotonic() - began < 3.0
+    gate.set()
+    assert run.copies.wait(Patience(20.0), lambda: None)
+    run.saver.report_copies()
+    assert [step for step, problem in run.copied if not problem] == [1, 6], "the newest takes the place of others"
+    assert [step for step, problem in run.copied if "took too long" in problem] == [2, 3, 4, 5]
+    assert run.mirror.steps() == [1, 6]
+    save(7)
+    assert local() == [6, 7]
+
+
+def test_the_end_waits_for_a_mirror_while_bytes_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run", FolderStore(tmp_path / "mirror"))
+    add, alive = run.mirror.add, list[float]()
+
+    def slowly(*args: Any) -> None:
+        for _ in range(10):
+            time.sleep(0.15)
+            blocks.arrived.note(1)
+        add(*args)
+
+    monkeypatch.setattr(run.mirror, "add", slowly)
+    run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
+    run.saver.settle()
+    assert not run.copies.wait(Patience(1.0, 0.3), lambda: None), "in all"
+    run.saver.close(Patience(1.0), lambda: alive.append(time.monotonic()))
+    assert run.copied == [(1, "")]
+    assert max(after - before for before, after in pairwise(alive)) < 1.0
 
 
 def test_what_cannot_be_a_mirror_is_told_before_the_first_step(s3: Any, tmp_path: Path) -> None:

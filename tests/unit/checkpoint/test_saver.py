@@ -27,9 +27,9 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Semaphore(0)
 
-        def write(*args: object) -> None:
+        def write(*args: object) -> object:
             assert self.gate.acquire(timeout=20)
-            write_state(*args)  # type: ignore[arg-type]
+            return write_state(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(saver, "write_state", write)
 
@@ -129,6 +129,27 @@ def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
     assert "put aside" in told[-1].problem
     assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [1, 2, 3]
     assert [path.name for path in layout.quarantined(tmp_path)] == ["step-00000004.corrupt"]
+
+
+@pytest.mark.parametrize("broken", ["mark_verified", "doomed", "point_to"])
+def test_what_fails_once_it_is_there_costs_no_checkpoint_and_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    told = list[Outcome]()
+    saver, weight = make(tmp_path, told.append, background=False), torch.ones(4, 2)
+    for step in (1, 2, 3):
+        saver.save(lambda: {"model": {"a.weight": weight}}, meta(step))
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(layout, broken, full)
+    saver.save(lambda: {"model": {"a.weight": weight}}, meta(4))
+    assert told[-1].problem == ""
+    (failed,) = told[-1].untidy
+    assert "No space left" in failed
+    left = [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)]
+    assert left == ([1, 2, 3, 4] if broken == "doomed" else [2, 3, 4])
 
 
 def test_a_mistake_of_ours_is_no_problem_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

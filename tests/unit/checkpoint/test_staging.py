@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from nxtrain.checkpoint import blocks, layout
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.save import KEEP_ALL, write_state
+from nxtrain.checkpoint.save import write_state
 from nxtrain.checkpoint.staging import Staging
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
@@ -51,7 +51,7 @@ def test_a_file_is_its_header_and_the_memory(tmp_path: Path, monkeypatch: pytest
     path = layout.step_path(tmp_path, 1)
     meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
     monkeypatch.setattr("nxtrain.checkpoint.save.read_back", lambda *args: None)
-    write_state(path, staged, cut.mesh, meta, tuple(shards), None, KEEP_ALL, None)
+    write_state(path, staged, cut.mesh, meta, tuple(shards), None, None)
 
     file = path / "rank-00000.safetensors"
     content = np.fromfile(file, np.uint8)
