@@ -67,15 +67,16 @@ class DamagedError(CheckpointError):
     Args:
         file: Which; a path, or an address.
         reason: What is wrong with it.
+        unread: The storage does not give it, again and again; what it holds is unknown.
     """
 
-    def __init__(self, file: Path | str, reason: str) -> None:
-        self.file, self.reason = file, reason
+    def __init__(self, file: Path | str, reason: str, unread: bool = False) -> None:
+        self.file, self.reason, self.unread = file, reason, unread
         super().__init__(f"{file} is damaged: {reason}")
 
-    def __reduce__(self) -> tuple[type[DamagedError], tuple[Path | str, str]]:
+    def __reduce__(self) -> tuple[type[DamagedError], tuple[Path | str, str, bool]]:
         """How it travels to other ranks."""
-        return DamagedError, (self.file, self.reason)
+        return DamagedError, (self.file, self.reason, self.unread)
 
 
 class BackendError(NxtrainError):

@@ -25,6 +25,7 @@ import numpy as np
 from xxhash import xxh3_64_hexdigest
 
 from nxtrain.checkpoint.arrivals import arrived
+from nxtrain.checkpoint.unsteady import damage, unsteady
 from nxtrain.errors import DamagedError
 
 BLOCK_BYTES = 1 << 24
@@ -37,9 +38,6 @@ _READERS = 2
 """Threads: one computes a checksum while the other has the disk."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-
-ROTTEN = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
-"""What disks and file systems with checksums say of bytes that they have lost."""
 
 
 @dataclass(frozen=True)
@@ -185,24 +183,28 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self.name = path
         try:
-            self._file, self._direct = _open(path, os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise DamagedError(path, "it is absent") from error
+            self._file, self._direct = unsteady.read(lambda: _open(path, os.O_RDONLY), path)
         except OSError as error:
-            raise _damage(path, error) from error
+            raise damage(path, error) from error
         self.num_bytes = os.fstat(self._file).st_size
 
     def read(self, view: memoryview, start: int) -> int:
         """See `Source`."""
         try:
-            count = os.preadv(self._file, [view], start)
+            count = unsteady.read(lambda: self._read(view, start), self.name)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._direct:
-                raise _damage(self.name, error) from error
-            _go_by_the_cache(self._file)  # by each thread that comes here, which changes nothing
-            count = os.preadv(self._file, [view], start)
+            raise damage(self.name, error) from error
         arrived.note(count)
         return count
+
+    def _read(self, view: memoryview, start: int) -> int:
+        try:
+            return os.preadv(self._file, [view], start)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+        _go_by_the_cache(self._file)  # by each thread that comes here, which changes nothing
+        return os.preadv(self._file, [view], start)
 
     def close(self) -> None:
         """See `Source`."""
@@ -338,11 +340,6 @@ def _address(array: np.ndarray) -> int:
 def _go_by_the_cache(file: int) -> None:
     """Leave direct access, where a file system takes it when a file is opened and refuses it later."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
-
-
-def _damage(path: Path | str, error: OSError) -> OSError | DamagedError:
-    """What an error of reading is: damage, where the disk has lost what it held; else an error of the storage."""
-    return DamagedError(path, f"it cannot be read: {error.strerror}") if error.errno in ROTTEN else error
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

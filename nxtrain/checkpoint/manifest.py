@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from nxtrain.checkpoint.blocks import Stored
 from nxtrain.checkpoint.layout import MANIFEST
 from nxtrain.checkpoint.places import Place
-from nxtrain.errors import DamagedError
+from nxtrain.checkpoint.unsteady import damage, unsteady
+from nxtrain.errors import CheckpointError, DamagedError
 
 CODES = {
     torch.float64: "F64",
@@ -210,12 +211,14 @@ def read_manifest(path: Place) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedError: It is absent, or no manifest.
+        DamagedError: It is absent, lost by the disk, or no manifest.
+        CheckpointError: The storage fails otherwise.
     """
     file = path / MANIFEST
     try:
-        return Manifest.model_validate_json(file.read_bytes())
+        return Manifest.model_validate_json(unsteady.read(file.read_bytes, file))
     except OSError as error:
-        raise DamagedError(file, f"cannot read it: {error.strerror}") from error
+        found = damage(file, error)
+        raise found if found is not error else CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except ValidationError as error:
         raise DamagedError(file, f"it is no manifest: {error.errors()[0]['msg']}") from error

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from nxtrain.checkpoint.blocks import ROTTEN
 from nxtrain.checkpoint.layout import META
 from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.unsteady import ROTTEN, damage, unsteady
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 
@@ -82,11 +82,11 @@ def read_meta(path: Place) -> Meta:
     """
     file = path / META
     try:
-        text = file.read_bytes().decode()
+        text = unsteady.read(file.read_bytes, file).decode()
         content = json.loads(text)
     except OSError as error:
         if error.errno in ROTTEN:
-            raise DamagedError(file, f"it cannot be read: {error.strerror}") from error
+            raise damage(file, error) from error
         raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {META}: {error.strerror}") from error
     except ValueError as error:
         raise DamagedError(file, f"it is no JSON: {error}") from error

@@ -16,6 +16,7 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.places import Place, place_of
 from nxtrain.checkpoint.ranks import Group, by_leader, gather, together
+from nxtrain.checkpoint.unsteady import unsteady
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import CheckpointError, DamagedError, NxtrainError
 from nxtrain.mesh import Mesh
@@ -303,6 +304,7 @@ class Resumption:
             try:
                 held[layout.step_of(path)] = read_meta(path).manifest_crc32
             except DamagedError as error:
+                unsteady.hold(error)
                 notes.append(f"{error}; it is put aside as {layout.quarantine(path).name}")
         return held
 
@@ -324,5 +326,6 @@ class Resumption:
             if layout.is_checkpoint(path) and read_meta(path).manifest_crc32 == seal:
                 return open_checkpoint(path)[1]
         except DamagedError as error:
+            unsteady.hold(error)
             notes.append(f"{error}; it is put aside as {layout.quarantine(path).name}")
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.places import Place, place_of
 from nxtrain.checkpoint.ranks import Group, by_leader, gather
+from nxtrain.checkpoint.unsteady import unsteady
 from nxtrain.config.check import Resolved
 from nxtrain.errors import DamagedError
 from nxtrain.mesh import Mesh
@@ -46,10 +48,11 @@ def start(
         mirrored: Where copies of its checkpoints are, if anywhere.
 
     Raises:
-        CheckpointError: The checkpoint to continue is damaged or belongs to another run.
+        CheckpointError: The checkpoint to continue is damaged or belongs to another run, or the storage fails.
         ConfigError: The Hugging Face folder of `model.init=hf` does not fit.
     """
     fresh = meta_at(0, plan, inputs)
+    unsteady.begin()
 
     # Ranks whose part is there already wait for those that still read.
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
@@ -66,6 +69,7 @@ def start(
         except DamagedError as error:
             if not resumption.own:
                 raise
+            by_leader(partial(unsteady.hold, error), mesh, group, f"cannot load {checkpoint.place}")
             say(f"{error}; {resumption.put_aside(checkpoint)}")
         else:
             resumption.begin()

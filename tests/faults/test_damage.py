@@ -1,18 +1,28 @@
-"""A checkpoint that is no longer what was written is found before it is used, and the one before it taken."""
+"""A checkpoint that is no longer what was written is found before it is used, and the one before it taken.
+
+A disk that cannot be read for a while has damaged nothing.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import signal
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import layout, unsteady
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.errors import CheckpointError
+from tests.support import commands
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure, last_step, start, supervise
+from tests.support.runs import course
 
 WEIGHTS = "rank-00001.safetensors"
 PAGE_BYTES = 4096
@@ -140,3 +150,38 @@ def test_without_any_that_is_whole_nothing_starts(
     assert last_step(tmp_path) == killed[1].reached
     aside = layout.quarantined(tmp_path / "run" / layout.FOLDER)
     assert [path.name for path in aside] == [f"step-0000000{step}.corrupt" for step in (3, 6, 9)]
+
+
+def _fail_reads(times: int) -> None:
+    """Let the first reads of files of checkpoints fail, with short pauses between them."""
+    read, left = os.preadv, times
+
+    def fail(file: int, *rest: Any) -> int:
+        nonlocal left
+        if ".safetensors" in os.readlink(f"/proc/self/fd/{file}"):
+            left -= 1
+            if left >= 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, *rest)
+
+    os.preadv = fail
+    unsteady.PAUSES_S = (0.01,) * 4
+
+
+def test_a_disk_that_fails_for_a_while_damages_nothing(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
+    commands.write_config(tmp_path)
+    assert commands.train(tmp_path, armed="kill@0:12:fwd,sleep@*:1:fwd:0.05")[0] == -signal.SIGKILL
+    checkpoints = tmp_path / "run" / layout.FOLDER
+    before = [path.name for path in layout.list_checkpoints(checkpoints)]
+    assert before == ["step-00000004", "step-00000008"]
+    code, told = commands.train(tmp_path, first=partial(_fail_reads, 10**6))
+    assert code == CheckpointError.exit_code, told
+    assert "it is the storage that fails" in told
+    assert "Traceback" not in told
+    assert [path.name for path in layout.quarantined(checkpoints)] == ["step-00000008.corrupt"]
+    assert [path.name for path in layout.list_checkpoints(checkpoints)] == ["step-00000004"]
+    code, told = commands.train(tmp_path, first=partial(_fail_reads, 2))
+    assert code == 0, told
+    assert "Input/output error; it is read again" in told
+    assert "continues after step 4" in told
+    assert course(tmp_path / "run") == straight

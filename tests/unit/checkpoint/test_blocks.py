@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nxtrain.checkpoint import blocks
+from nxtrain.checkpoint import blocks, unsteady
 from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, Stored, verify
 from nxtrain.errors import DamagedError
 
@@ -184,5 +184,6 @@ def test_what_a_disk_has_lost_is_damage_and_a_lost_disk_is_not(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(unsteady, "PAUSES_S", ())
     with pytest.raises(error, match=os.strerror(number)):
         verify(path, stored)
