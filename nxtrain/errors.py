@@ -79,6 +79,12 @@ class DamagedError(CheckpointError):
         return DamagedError, (self.file, self.reason, self.unread)
 
 
+class StorageError(NxtrainError):
+    """Storage that does not answer as it should, and may do so at the next start."""
+
+    exit_code = 4
+
+
 class BackendError(NxtrainError):
     """A device, driver, library or process group that is absent or does not fit."""
 

@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nxtrain.errors import BackendError, ConfigError
+from nxtrain.errors import BackendError, ConfigError, StorageError
 
 SCHEME = "s3://"
+
+_PASSING = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestThrottled"}
+"""Codes of answers below 500 that say that S3 is busy.
+
+Source: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+"""
+_FAILURE = 500
+"""From this status of HTTP on it is the server."""
 
 
 def split(url: str) -> tuple[str, str]:
@@ -39,13 +47,20 @@ def open_client(url: str) -> Any:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Give what S3 answers to people."""
+    """Give what S3 answers to people.
+
+    Raises:
+        StorageError: It fails, or cannot be reached; boto3 has tried it more than once.
+        BackendError: It refuses.
+    """
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         yield
     except (Boto3Error, BotoCoreError, ClientError) as error:
+        if _may_pass(error):
+            raise StorageError(f"{url}: {error}; S3 does not answer as it should, start again when it does") from error
         hint = "check the bucket's name, and your access with: aws s3 ls"
         raise BackendError(f"{url}: {error}; {hint} {SCHEME}{split(url)[0]}/") from error
 
@@ -53,3 +68,19 @@ def explained(url: str) -> Iterator[None]:
 def is_missing(error: Any) -> bool:
     """Whether a ClientError says that there is no such object."""
     return error.response["Error"]["Code"] in {"404", "NoSuchKey", "NotFound"}
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same request may be answered later: the server or the way to it failed, and not who asks."""
+    from boto3.exceptions import RetriesExceededError
+    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import ConnectionError as NoConnectionError
+
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return status >= _FAILURE or error.response.get("Error", {}).get("Code") in _PASSING
+    if isinstance(error, HTTPClientError | NoConnectionError | IncompleteReadError | RetriesExceededError):
+        return True
+    # boto3's own errors tell what they met in words, and have it as their cause.
+    cause = error.__cause__ or error.__context__
+    return cause is not None and _may_pass(cause)

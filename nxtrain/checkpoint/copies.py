@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from nxtrain.checkpoint.blocks import Stored, arrived
+from nxtrain.checkpoint.arrivals import arrived
+from nxtrain.checkpoint.blocks import Stored
 from nxtrain.checkpoint.mirror import Mirrored, copy
 from nxtrain.checkpoint.ranks import Group, by_leader, gather
 from nxtrain.checkpoint.save import Retention

@@ -17,10 +17,10 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.blocks import ROTTEN
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.places import Place
 from nxtrain.checkpoint.ranks import Group, by_leader, gather, shared_disk, together
+from nxtrain.checkpoint.unsteady import damage, unsteady
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.mesh import Mesh
 
@@ -79,15 +79,13 @@ def read(root: Place) -> Lineage | None:
     """
     file = root / FILE
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(unsteady.read(file.read_bytes, file))
         seal = content.pop(_SEAL)
         found = Lineage.model_validate_json(json.dumps(content))
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno in ROTTEN:
-            raise DamagedError(file, f"it cannot be read: {error.strerror}") from error
-        raise
+        raise damage(file, error) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(file, "it is no record of a run") from error
     if seal != found._checksum():

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.arrivals import arrived
 from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, FileSource, Source, Stored, verify
-from nxtrain.errors import BackendError, CheckpointError, DamagedError
+from nxtrain.errors import CheckpointError, DamagedError, StorageError
 from nxtrain.s3 import SCHEME, explained, is_missing, open_client, split
 
 _CHECKSUM = {"ChecksumAlgorithm": "CRC32"}
@@ -126,7 +126,7 @@ class S3Source:
                 with explained(self.name):
                     answer = self.name.client.get_object(**self.name.object, Range=f"bytes={start}-{stop - 1}")
                     return _receive(answer["Body"], view[: stop - start])
-            except BackendError:
+            except StorageError:
                 if attempt == _ATTEMPTS:
                     raise
         raise AssertionError("the last attempt returns or raises")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from nxtrain.data.files import unreadable
 from nxtrain.errors import DataError
 
 # Tests of the library and tables of character codes are no text that one reads.
@@ -48,6 +49,7 @@ class Corpus:
 
         Raises:
             DataError: A file that cannot be read or decoded, or a `.jsonl` line without text; names file and line.
+            StorageError: The storage fails.
         """
         for path in self.files:
             self.reading = path
@@ -55,7 +57,7 @@ class Corpus:
                 documents = _json_lines(path) if path.suffix in _JSON_LINES else self._whole(path)
                 yield from (document for document in documents if document.strip())
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+                raise unreadable(f"{path}", error) from error
 
     def _whole(self, path: Path) -> Iterator[str]:
         content = path.read_bytes()

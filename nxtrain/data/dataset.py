@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nxtrain.data.files import read_array, replacing
 from nxtrain.data.prepare import Prepared, digest, prepare
 from nxtrain.data.samples import FileSamples, Samples
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, LostPeerError
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
@@ -56,6 +56,8 @@ def open_data(
 
     Raises:
         DataError: Data that is missing, malformed, too short or outside of the vocabulary.
+        StorageError: The storage of it fails.
+        LostPeerError: The rank that prepares it failed.
     """
     settings = (config.source, config.path, config.tokenizer, config.validation_fraction, seq_len, vocab_size)
     receipt = workdir / f"prepared-{digest(*settings)}.json"
@@ -96,4 +98,4 @@ def _read_receipt(path: Path) -> Prepared:
     try:
         return Prepared.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise DataError("the rank that prepares the data failed; its message says why") from error
+        raise LostPeerError("the rank that prepares the data failed; its message says why") from error

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, NxtrainError, StorageError
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}")
 
@@ -76,16 +76,24 @@ def read_array(path: Path) -> NDArray[Any]:
 
     Raises:
         DataError: It is absent, torn, or no .npy array.
+        StorageError: The storage fails.
     """
     try:
         array = np.load(path, mmap_mode="r")
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise unreadable(f"{path}", error) from error
     except (ValueError, EOFError) as error:
         raise DataError(f"{path} is no .npy array of numbers, or is cut short: {error}") from error
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} is an archive of arrays; save the one that holds the ids with numpy.save")
     return array
+
+
+def unreadable(what: str, error: OSError) -> NxtrainError:
+    """What an error of reading is: a mistake in a name or its rights, or an error of the storage, which may pass."""
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+        return DataError(f"{what} cannot be read: {error.strerror}")
+    return StorageError(f"{what} cannot be read: {error.strerror}. Start again when the storage is back")
 
 
 def _write_header(file: BinaryIO, dtype: DTypeLike, num_tokens: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nxtrain.data.files import Tokens
+from nxtrain.data.files import Tokens, unreadable
 from nxtrain.errors import DataError
 
 # Tokens handled at once where a whole table is read; 32 MiB as int64.
@@ -89,7 +89,7 @@ class FileSamples:
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+            raise unreadable(f"{path}", error) from error
         weakref.finalize(self, os.close, self._file)
         self._dtype, shape, self._start = header(path, self._file)
         is_stream = len(shape) == 1
@@ -112,7 +112,8 @@ class FileSamples:
         """The rows at these indices: (n,) to (n, S + 1).
 
         Raises:
-            DataError: The file is not what it was, or cannot be read; names it, and the row.
+            DataError: The file is not what it was; names it, and the row.
+            StorageError: It cannot be read; the same.
         """
         if (version := self._stat()) != self._version:
             self._compare()
@@ -140,7 +141,7 @@ class FileSamples:
             try:
                 length = os.preadv(self._file, [content[done:]], start + done)
             except OSError as error:
-                raise DataError(f"{self._path}, row {row}, cannot be read: {error.strerror}") from error
+                raise unreadable(f"{self._path}, row {row},", error) from error
             if not length:
                 raise DataError(f"{self._path}, row {row}, is no longer there: the file is shorter: {_CHANGED}")
             done += length
@@ -167,7 +168,9 @@ def header(path: Path, descriptor: int) -> tuple[np.dtype[np.integer[Any]], tupl
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, is_fortran, dtype = read(file)
             start = file.tell()
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise unreadable(f"{path}", error) from error
+        except ValueError as error:
             raise DataError(f"{path} is no .npy array of numbers: {error}") from error
     if is_fortran and len(shape) > 1:
         raise DataError(

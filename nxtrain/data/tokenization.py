@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nxtrain.data.files import Tokens, replacing
+from nxtrain.data.files import Tokens, replacing, unreadable
 from nxtrain.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -90,7 +90,7 @@ def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
         content = file.read_bytes()
         tokenizer = Tokenizer.from_buffer(content)
     except OSError as error:
-        raise DataError(f"data.tokenizer: {file} cannot be read: {error.strerror}") from error
+        raise unreadable(f"data.tokenizer: {file}", error) from error
     except Exception as error:  # tokenizers raises nothing narrower
         raise DataError(f"data.tokenizer: {file} is no tokenizer.json of Hugging Face: {error}") from error
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -7,6 +7,7 @@ disturbed.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -18,7 +19,8 @@ import numpy as np
 import pytest
 
 from nxtrain.data import dataset, prepare
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, StorageError
+from nxtrain.launch.torchrun import FINAL
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course
 
@@ -43,6 +45,33 @@ def test_a_run_whose_reader_fails_goes_on_at_the_next_start(
     assert says in told
     assert len(course(tmp_path / "run")) <= 6
     code, told = train(tmp_path, armed=armed)
+    assert code == 0, told
+    assert course(tmp_path / "run") == straight
+
+
+def _fail_to_read(path: Path) -> None:
+    read = os.preadv
+
+    def fail(file: int, *rest: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{file}") == str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, *rest)
+
+    vars(os)["preadv"] = fail
+
+
+def test_storage_that_fails_under_a_reader_is_tried_again_by_the_launcher(
+    tmp_path: Path, straight: list[dict[str, Any]]
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    fail = partial(_fail_to_read, (tmp_path / "rows.npy").resolve())
+    code, told = train(tmp_path, first=partial(at_batch, 7, fail))
+    assert code == StorageError.exit_code, told
+    assert code not in FINAL
+    assert f"{tmp_path}/rows.npy, row " in told
+    assert "cannot be read: Input/output error. Start again when the storage is back" in told
+    assert "Traceback" not in told
+    code, told = train(tmp_path)
     assert code == 0, told
     assert course(tmp_path / "run") == straight
 

@@ -17,7 +17,7 @@ from nxtrain.data import prepare as prepare_module
 from nxtrain.data.files import writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Survey, sections
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, LostPeerError
 from tests.unit.data.conftest import OpenAlone
 
 END = 0
@@ -269,5 +269,5 @@ def test_when_the_leader_fails_no_rank_waits_or_takes_old_files(folder_of_text: 
     leader, follower = open_on_ranks(config, tmp_path / "work", 2)
     assert isinstance(leader, DataError)
     assert "00.txt, line 1, byte 0" in str(leader)
-    assert isinstance(follower, DataError)
+    assert isinstance(follower, LostPeerError)
     assert "the rank that prepares the data failed" in str(follower)
