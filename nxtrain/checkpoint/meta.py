@@ -48,6 +48,10 @@ class Meta(BaseModel):
     """The same of the optimizer's running means."""
     data_fingerprint: str = ""
     """Identity of the data."""
+    shuffle: bool | None = None
+    """Whether its rows came in an order of their own; None if that is not known."""
+    settings: dict[str, Any] = {}
+    """What else moves the course of a run, by its key; empty if that is not known."""
     tokenizer_fingerprint: str = ""
     """Identity of the tokenizer; empty if the data named none."""
     config_fingerprint: str = ""

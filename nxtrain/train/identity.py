@@ -7,28 +7,33 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from nxtrain.checkpoint.chunks import MODEL
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.places import Place
 from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.errors import CheckpointError
 from nxtrain.precision import Precision
 
 DRIFT = {
-    "seed": ("run.seed", "seed"),
-    "batch": ("train.global_batch", "global_batch"),
-    "tokenizer": ("the tokenizer's fingerprint", "tokenizer_fingerprint"),
-    "data": ("the data's fingerprint", "data_fingerprint"),
-    "code": ("the code's fingerprint", "code_fingerprint"),
+    "seed": {"seed": "run.seed"},
+    "batch": {"global_batch": "train.global_batch"},
+    "tokenizer": {"tokenizer_fingerprint": "the tokenizer's fingerprint"},
+    "data": {"data_fingerprint": "the data's fingerprint", "shuffle": "data.shuffle"},
+    "code": {"code_fingerprint": "the code's fingerprint"},
 }
-"""What `checkpoint.allow_drift` may allow: its name for people, and in `Meta`."""
+"""What `checkpoint.allow_drift` may allow: what it is in `Meta`, with its name for people."""
 
 UNTOLD: dict[str, object] = {
     "global_batch": 0,
     "tokenizer_fingerprint": "",
     "data_fingerprint": "",
+    "shuffle": None,
     "code_fingerprint": "",
 }
 """What a checkpoint says that does not know, such as one that NeuronX Distributed wrote."""
@@ -77,6 +82,8 @@ def meta_at(step: int, plan: Resolved, inputs: Inputs, before: Meta | None = Non
         dtype=precision.params_name,
         state_dtype=precision.state_name,
         data_fingerprint=inputs.data,
+        shuffle=config.data.shuffle,
+        settings=_settings(config),
         tokenizer_fingerprint=inputs.tokenizer,
         config_fingerprint=_digest([dump(config).encode()]),
         code_fingerprint=code_fingerprint(plan),
@@ -106,7 +113,11 @@ def refuse_drift(checkpoint: Place, meta: Meta, fresh: Meta, plan: Resolved) -> 
         there, here = (", ".join(sorted({*kinds} - {MODEL})) for kinds in (meta.kinds, fresh.kinds))
         update = plan.config.precision.update
         differences.append(f"its optimizer kept {there}, and precision.update={update} keeps {here} here")
-    drift = {key: _difference(name, field, meta, fresh) for key, (name, field) in DRIFT.items() if meta.step}
+    drift = {
+        key: "; ".join(filter(None, (_difference(name, field, meta, fresh) for field, name in fields.items())))
+        for key, fields in DRIFT.items()
+        if meta.step
+    }
     refused = {key: what for key, what in drift.items() if what and key not in plan.config.checkpoint.allow_drift}
     if not differences and not refused:
         return
@@ -116,6 +127,28 @@ def refuse_drift(checkpoint: Place, meta: Meta, fresh: Meta, plan: Resolved) -> 
         f"{checkpoint} belongs to another run: {'; '.join([*differences, *refused.values()])}. Use {way_out}another "
         "run.dir, checkpoint.resume=never, or the configuration that the checkpoint was made with"
     )
+
+
+def changes(meta: Meta, fresh: Meta) -> str:
+    """What is no longer as it was and may well be meant, in a line for people; empty if nothing is.
+
+    Args:
+        meta: What the checkpoint says about itself.
+        fresh: What this run would say at step 0.
+    """
+    there, here = meta.settings, fresh.settings
+    moved = [f"{key} {there[key]} there, {here[key]} here" for key in here if there.get(key, here[key]) != here[key]]
+    return f"settings have changed since step {meta.step}: {'; '.join(moved)}" if moved else ""
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    optim = {f"optim.{key}": value for key, value in config.optim.model_dump(mode="json").items()}
+    if config.optim.schedule == "constant":
+        del optim["optim.decay_steps"], optim["optim.min_lr"]
+    else:
+        optim["optim.decay_steps"] = config.optim.decay_steps or config.train.steps
+    precision = {f"precision.{key}": value for key, value in config.precision.model_dump(mode="json").items()}
+    return {**optim, **precision, "torch": torch.__version__}
 
 
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:

@@ -22,7 +22,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.errors import DamagedError
 from nxtrain.mesh import Mesh
 from nxtrain.train.build import build_model, build_state
-from nxtrain.train.identity import Inputs, meta_at, refuse_drift
+from nxtrain.train.identity import Inputs, changes, meta_at, refuse_drift
 from nxtrain.train.resume import Found, Resumption
 from nxtrain.train.step import TrainState
 
@@ -73,6 +73,8 @@ def start(
             say(f"{error}; {resumption.put_aside(checkpoint)}")
         else:
             resumption.begin()
+            if changed := changes(meta, fresh):
+                say(changed)
             return state, meta
         checkpoint = resumption.choose()
     resumption.begin()

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
 from nxtrain.train import identity
-from nxtrain.train.identity import Inputs, meta_at, refuse_drift
+from nxtrain.train.identity import Inputs, changes, meta_at, refuse_drift
 from tests.support.runs import run_plan
 
 HERE: dict[str, Any] = {"run": {"seed": 0}, "train": {"global_batch": 4}}
@@ -45,7 +46,8 @@ def planned(folder: Path, *sections: Mapping[str, Mapping[str, Any]], allowed: t
         for name, table in section.items():
             tables[name] = {**tables.get(name, {}), **table}
     run_dir = {"dir": folder, **tables.pop("run")}
-    return run_plan(folder, {"source": "tokens", "path": "rows.npy"}, steps=4, run=run_dir, **tables)
+    data = {"source": "tokens", "path": "rows.npy", **tables.pop("data", {})}
+    return run_plan(folder, data, steps=4, run=run_dir, **tables)
 
 
 def hold(
@@ -76,6 +78,40 @@ def test_what_has_drifted_is_refused_by_its_key_and_allowed_by_it(
     tokenizer.write_text("{}", encoding="utf-8")
     monkeypatch.undo()
     hold(tmp_path, tokenizer, (key,), (key,), monkeypatch)
+
+
+def test_another_order_of_the_rows_is_held_as_other_data(tmp_path: Path) -> None:
+    there = meta_at(2, planned(tmp_path), Inputs.of("rows", None))
+    assert there.shuffle is True
+
+    def hold_to(meta: Meta, *allowed: str) -> None:
+        plan = planned(tmp_path, {"data": {"shuffle": False}}, allowed=allowed)
+        refuse_drift(tmp_path / "step-00000002", meta, meta_at(0, plan, Inputs.of("rows", None)), plan)
+
+    with pytest.raises(CheckpointError, match=r"data.shuffle is True there and False here.*allow_drift=\[\"data\"\]"):
+        hold_to(there)
+    hold_to(there, "data")
+    hold_to(there.model_copy(update={"shuffle": None}))
+
+
+def test_settings_that_move_the_course_are_told_and_not_refused(tmp_path: Path) -> None:
+    there = meta_at(2, planned(tmp_path), Inputs.of("rows", None))
+    there = Meta.model_validate_json(there.model_dump_json())
+
+    def told(*sections: Mapping[str, Mapping[str, Any]], meta: Meta = there) -> str:
+        plan = planned(tmp_path, *sections)
+        fresh = meta_at(0, plan, Inputs.of("rows", None))
+        refuse_drift(tmp_path / "step-00000002", meta, fresh, plan)
+        return changes(meta, fresh)
+
+    assert told() == ""
+    assert told({"optim": {"lr": 1e-5}}) == "settings have changed since step 2: optim.lr 0.01 there, 1e-05 here"
+    assert told({"train": {"steps": 9}}) == "settings have changed since step 2: optim.decay_steps 4 there, 9 here"
+    assert told({"train": {"steps": 9}, "optim": {"decay_steps": 4}}) == ""
+    assert "precision.reduce fp32 there, bf16 here" in told({"precision": {"reduce": "bf16"}})
+    assert told({"optim": {"lr": 1e-5}}, meta=there.model_copy(update={"settings": {}})) == ""
+    other = there.model_copy(update={"settings": {**there.settings, "torch": "1.0"}})
+    assert f"torch 1.0 there, {torch.__version__} here" in told(meta=other)
 
 
 def test_all_that_has_drifted_is_told_at_once(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
