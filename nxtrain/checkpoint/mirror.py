@@ -246,7 +246,10 @@ def copy(
 
 
 def _find_disk(folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Disk:
-    """Let a rank of each node leave its number in the folder; the lowest that can be seen there is of the leader."""
+    """Let a rank of each node leave its number in the folder; the lowest that can be seen there is of the leader.
+
+    Each is looked for by its name, which a network file system asks its server for; a list may come from a cache.
+    """
     failure = f"cannot write in {folder}"
     sign = by_leader(lambda: f".disk-{uuid.uuid4().hex[:8]}-", mesh, group, failure)
     mine, leads = folder / f"{sign}{mesh.rank}", [False]
@@ -258,15 +261,24 @@ def _find_disk(folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Disk:
 
     def look() -> None:
         if local_rank == 0:
-            leads[0] = min(int(path.name.removeprefix(sign)) for path in folder.glob(f"{sign}*")) == mesh.rank
+            leads[0] = next(rank for rank in nodes if _can_open(folder / f"{sign}{rank}")) == mesh.rank
 
     try:
         together(leave, mesh, group, failure)
+        nodes = [rank for rank, first in enumerate(gather(local_rank == 0, mesh, group)) if first]
         together(look, mesh, group, failure)
     finally:
         if local_rank == 0:
             mine.unlink(missing_ok=True)
     return Disk(leads[0], sum(gather(leads[0], mesh, group)))
+
+
+def _can_open(path: Path) -> bool:
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _folder(step: int) -> str:

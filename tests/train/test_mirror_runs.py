@@ -16,9 +16,11 @@ from unittest.mock import patch
 import pytest
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import lineage
+from nxtrain.checkpoint import lineage, mirror
 from nxtrain.checkpoint.convert import nxtrain_to_hf
+from nxtrain.checkpoint.ranks import Disk
 from nxtrain.config.check import Resolved
+from nxtrain.mesh import Mesh
 from nxtrain.train.run import train_on
 from nxtrain.train.start import start
 from tests.support.ranks import RankPool
@@ -247,6 +249,24 @@ def test_nodes_that_share_their_folder_go_on_from_it_and_one_of_them_acts(ranks:
     told = ranks.run(2, node_rank, [nodes.plan("shared", STEPS, mirror=nodes.mirror)], {})[0]
     assert "continues after step 2" in told
     assert course(tmp_path / "shared") == nodes.straight()
+
+
+def find_disk(backend: Backend, folders: list[Path]) -> Disk:
+    """As on a node whose list of a folder is as old as its own file there."""
+    listed = Path.glob
+
+    def stale(self: Path, pattern: str) -> Any:
+        return (path for path in listed(self, pattern) if path.name.endswith(f"-{backend.rank}"))
+
+    with patch.object(Path, "glob", stale), patch.object(Path, "iterdir", lambda self: stale(self, "*")):
+        mesh = Mesh.build(2, backend.rank, tp=1, dp=2)
+        return mirror._find_disk(folders[backend.rank % len(folders)], mesh, 0, None)
+
+
+def test_nodes_find_out_by_name_that_they_share_a_folder(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, find_disk, [tmp_path / "shared"]) == [Disk(True, 1), Disk(False, 1)]
+    assert ranks.run(2, find_disk, [tmp_path / "a", tmp_path / "b"]) == [Disk(True, 2), Disk(True, 2)]
+    assert not [*tmp_path.glob("*/.disk-*")]
 
 
 def test_a_mirror_that_fails_is_told_and_the_run_ends_as_it_would(
