@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +37,7 @@ from nxtrain.train.recovery.preflight import check_folder, check_space
 from nxtrain.train.recovery.signals import Signals
 from nxtrain.train.recovery.watchdog import RESTORE, Watchdog
 from nxtrain.train.rehearsal import rehearse
+from nxtrain.train.run_lock import only_run
 from nxtrain.train.start import start
 from nxtrain.train.trainer import Trainer, Work, unmetered
 
@@ -65,7 +67,10 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
         reason += f"; layers {layers}: {why}" if why else ""
         plan = resolve(loaded, backend.world, backend.name)
         logs = plan.config.run.dir / LOGS
-        with Watchdog(backend, recovery.hang_timeout_s, logs, signals or Signals()) as watchdog:
+        # The leader's, unless the run is only to show its graphs.
+        locks = only_run(plan.config.run.dir, standard_error().print) if backend.rank == 0 else nullcontext()
+        watches = Watchdog(backend, recovery.hang_timeout_s, logs, signals or Signals())
+        with watches as watchdog, nullcontext() if backend.extracts else locks:
             train_on(backend, plan, reason, watchdog, began)
     except StoppedBySignal:
         raise

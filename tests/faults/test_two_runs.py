@@ -1,0 +1,38 @@
+"""A second start in the folder of a run that lives is refused, and disturbs nothing; one after its death is not."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from nxtrain.errors import BackendError
+from nxtrain.train.fault_points import VARIABLE
+from tests.support.commands import start, train, write_config
+from tests.support.runs import course
+
+
+def test_the_second_is_refused_while_the_first_lives(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
+    write_config(tmp_path)
+    (tmp_path / "first").mkdir()
+    armed = {VARIABLE: "hang@0:7:fwd"}
+    first = start(tmp_path / "first", "train", tmp_path / "run.toml", environ=armed)
+    try:
+        while len(course(tmp_path / "run") if (tmp_path / "run/metrics.jsonl").exists() else []) < 6:
+            assert first.is_alive()
+            time.sleep(0.05)
+        before = {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*/*")}
+        code, told = train(tmp_path)
+        assert code == BackendError.exit_code, told
+        assert f"is in use by process {first.pid} on " in told
+        assert "Traceback" not in told
+        assert {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*/*")} == before
+    finally:
+        first.kill()
+        first.join()
+    assert first.exitcode == -signal.SIGKILL
+    code, told = train(tmp_path)
+    assert code == 0, told
+    assert "continues after step 4" in told
+    assert course(tmp_path / "run") == straight

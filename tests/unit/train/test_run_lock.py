@@ -1,0 +1,71 @@
+"""A folder belongs to one run at a time, by a lock of the system that ends with its holder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nxtrain.errors import BackendError
+from nxtrain.train import run_lock
+from nxtrain.train.run_lock import LOCK_FILE, only_run
+
+
+def test_the_second_is_refused_with_the_holder_and_the_third_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "ENDING_S", 0.3)
+    said = list[str]()
+    with only_run(tmp_path / "run", said.append):
+        with pytest.raises(BackendError) as refused, only_run(tmp_path / "run", said.append):
+            pass
+        assert f"in use by process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
+        assert f"remove {tmp_path / 'run' / LOCK_FILE}" in str(refused.value)
+        assert len(said) == 1
+        with only_run(tmp_path / "other", said.append):
+            pass
+    with only_run(tmp_path / "run", said.append):
+        assert len(said) == 1
+
+
+def test_one_that_ends_is_waited_for(tmp_path: Path) -> None:
+    held = threading.Event()
+
+    def hold() -> None:
+        with only_run(tmp_path, lambda line: None):
+            held.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    with only_run(tmp_path, lambda line: None):
+        pass
+    thread.join()
+
+
+def test_one_on_another_machine_gets_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "AWAY_S", 0.5)
+    with only_run(tmp_path, lambda line: None):
+        (tmp_path / LOCK_FILE).write_text('{"host": "node-7", "pid": 12}')
+        began = time.monotonic()
+        with pytest.raises(BackendError, match="process 12 on node-7"), only_run(tmp_path, lambda line: None):
+            pass
+        assert 0.5 < time.monotonic() - began < 4.0
+
+
+def test_where_there_are_no_locks_it_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said = list[str]()
+    with only_run(tmp_path, said.append):
+        assert len(said) == 1
+        assert "cannot be locked: No locks available" in said[0]
