@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import blocks, layout, lineage
+from nxtrain.checkpoint.arrivals import arrived
 from nxtrain.checkpoint.copies import Copies, Patience
 from nxtrain.checkpoint.lineage import Lineage, Return
 from nxtrain.checkpoint.load import load
@@ -363,7 +364,7 @@ def test_the_end_waits_for_a_mirror_while_bytes_come(tmp_path: Path, monkeypatch
     def slowly(*args: Any) -> None:
         for _ in range(10):
             time.sleep(0.15)
-            blocks.arrived.note(1)
+            arrived.note(1)
         add(*args)
 
     monkeypatch.setattr(run.mirror, "add", slowly)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import layout, lineage
+from nxtrain.checkpoint.copies import Copies, Patience
 from nxtrain.checkpoint.mirror import Mirror, Mirrored
 from nxtrain.checkpoint.places import FolderStore
 from nxtrain.checkpoint.ranks import Disk
@@ -58,20 +59,22 @@ class Run:
 
     def save(self, *steps: int, mirrored: bool = True) -> None:
         """Reach some steps."""
+        retention = Retention(9)
+        copied = self.mirrored if mirrored else None
         saver = Saver(
             self.folder,
             CUT,
-            retention=Retention(9),
+            retention=retention,
             tokenizer=None,
             group=None,
             talk=None,
             background=False,
             told=lambda outcome: None,
-            mirrored=self.mirrored if mirrored else None,
+            copies=Copies(copied, retention, CUT.mesh, None, None) if copied else None,
         )
         for step in steps:
             saver.save(lambda step=step: {"model": {"a.weight": torch.full((4, 2), step)}}, meta(step))  # type: ignore[misc]
-        saver.close()
+        saver.close(Patience(20.0))
 
     def at(self, step: int) -> Path:
         return layout.step_path(self.folder, step)
