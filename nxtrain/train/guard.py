@@ -115,10 +115,8 @@ class Guard:
             self._warn(f"{self._bad_steps.file} is written again, and lacks nothing")
         last_good = max(set(range(last_read + 1, step + 1)).difference(bad.steps), default=last_read - self._in_a_row)
         self._in_a_row = step - last_good
+        self._refuse_weights(step, bad, read)
         self._settle(bad, last_read, step)
-        wrong = [f"{name}={value}" for name, value in read.items() if not math.isfinite(value)]
-        if wrong and not bad.steps:
-            raise DivergedError(f"step {step}: {', '.join(wrong)}; the run has diverged. {REMEDY}")
         if bad.steps:
             self._decide(bad)
         if not recorded:
@@ -178,6 +176,31 @@ class Guard:
         named = {rank: before[rank] for found in dissents for rank in found.ranks}
         again = [f"rank {rank} was named {_often(times)} before" for rank, times in named.items() if times]
         return "; ".join([*map(str, dissents), *again])
+
+    def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float]) -> None:
+        """End a run whose weights are not finite: of them nothing is saved, and no step that is skipped mends them.
+
+        With `recovery.non_finite=rollback`, steps that were not rolled back before are, which mends the weights too.
+
+        Raises:
+            DivergedError: They are not, or something else is not that bad steps do not explain.
+        """
+        of_steps = {"loss", "grad_norm"} if bad.steps else set[str]()
+        wrong = [f"{key}={x}" for key, x in read.items() if key not in of_steps and not math.isfinite(x)]
+        if not wrong:
+            return
+        known = {"rolled_back", "persistent"}
+        if self._config.recovery.non_finite == "rollback" and any(
+            self._verdicts.get(each) not in known for each in bad.steps
+        ):
+            return
+        for each in bad.steps:
+            self._note(each, bad, "stopped")
+        since = f"; {self._told(bad)}" if bad.steps else ""
+        raise DivergedError(
+            f"step {step}: {', '.join(wrong)}{since}; the weights are not finite, and the run has diverged. Nothing is "
+            f"saved of them. {REMEDY}"
+        )
 
     def _settle(self, bad: BadSteps, last_read: int, step: int) -> None:
         """Say what became of steps that were rolled back."""

@@ -108,3 +108,17 @@ def test_bad_steps_before_a_good_one_do_not_count(tmp_path: Path) -> None:
     watch.begin(finished, {})
     with pytest.raises(RestartError):
         watch.judge(finished + 1, dict(BAD), recorded=False)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("known", ["", "rolled_back", "persistent"])
+def test_weights_that_are_not_finite_end_the_run(tmp_path: Path, policy: str, known: str) -> None:
+    """A rollback may mend them, but only once."""
+    write(tmp_path, {7: known} if known else {})
+    watch = guard(tmp_path, policy)
+    watch.begin(6, {})
+    error = RestartError if (policy, known) == ("rollback", "") else DivergedError
+    with pytest.raises(error):
+        watch.judge(7, {**BAD, "param_norm": math.nan}, recorded=False)
+    verdict = "rolled_back" if error is RestartError else "stopped"
+    assert Notes(tmp_path / LOGS / NON_FINITE).read()[-1]["verdict"] == verdict

@@ -1,0 +1,67 @@
+"""Weights that are not finite are never saved, and no policy goes on with them.
+
+A fault of the machine is played after a step: a number of the model becomes NaN, which the next steps only skip.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxtrain.checkpoint import layout
+from nxtrain.errors import DivergedError
+from nxtrain.train import trainer
+from tests.support.commands import train, write_config
+from tests.support.runs import course
+
+STEP = 9
+"""After which a weight is NaN; the next look is after step 12, whose checkpoint is due."""
+
+
+def poison_once() -> None:
+    """Let it happen in this process."""
+    poison(STEP)
+
+
+def poison(at: int) -> None:
+    train_step, steps = trainer.train_step, [0]
+
+    def spoilt(state: Any, *args: Any) -> Any:
+        result = train_step(state, *args)
+        steps[0] += 1
+        if steps[0] == at:
+            with torch.no_grad():
+                list(state.model.parameters())[-1].view(-1)[0] = float("nan")
+        return result
+
+    trainer.train_step = spoilt
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_run_whose_weights_are_nan_ends_and_keeps_its_checkpoints(tmp_path: Path, policy: str) -> None:
+    write_config(tmp_path, steps=40)
+    options = (f"recovery.non_finite={policy}", "metrics.log_every=4", "checkpoint.async=false")
+    code, told = train(tmp_path, *options, first=poison_once)
+    assert code == DivergedError.exit_code, told
+    assert "error: step 12: param_norm=nan" in told
+    assert "steps 10, 11, 12" in told
+    assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run" / layout.FOLDER)] == [4, 8]
+
+
+def test_a_rollback_mends_the_weights(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
+    """The reference is the run without a fault."""
+    write_config(tmp_path, steps=12)
+    options = ("recovery.non_finite=rollback", "checkpoint.async=false")
+    code, told = train(tmp_path, *options, "metrics.log_every=4", first=poison_once)
+    assert code == 1, told
+    code, told = train(tmp_path, *options)
+    assert code == 0, told
+    assert "continues after step 8\n" in told
+    assert course(tmp_path / "run")[-4:] == straight[-4:]
+    noted = (tmp_path / "run/logs/non_finite.jsonl").read_text(encoding="utf-8").splitlines()
+    verdicts = [(line["step"], line["verdict"]) for line in map(json.loads, noted)]
+    assert verdicts == [(step, verdict) for verdict in ("rolled_back", "transient") for step in (10, 11, 12)]
