@@ -32,6 +32,7 @@ from nxtrain.train.guard import Guard
 from nxtrain.train.identity import Inputs
 from nxtrain.train.recompiles import Recompiles
 from nxtrain.train.recovery.attempts import LOGS, Attempts
+from nxtrain.train.recovery.bounded import CLOSING_S, closing, opening
 from nxtrain.train.recovery.course import Course
 from nxtrain.train.recovery.preflight import check_folder, check_space
 from nxtrain.train.recovery.signals import Signals
@@ -62,25 +63,26 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     name, reason = choose(loaded.config.backend.name)
     layers, why = choose_layers(loaded.config.backend.layers, name)
     recovery = loaded.config.recovery
-    backend = open_backend(name, recovery.hang_timeout_s, layers)
+    limit_s = recovery.hang_timeout_s
+    backend = opening(lambda: open_backend(name, limit_s, layers), limit_s)
+    ended: BaseException | None = None
     try:
         reason += f"; layers {layers}: {why}" if why else ""
         plan = resolve(loaded, backend.world, backend.name)
         logs = plan.config.run.dir / LOGS
         # The leader's, unless the run is only to show its graphs.
         locks = only_run(plan.config.run.dir, standard_error().print) if backend.rank == 0 else nullcontext()
-        watches = Watchdog(backend, recovery.hang_timeout_s, logs, signals or Signals())
+        watches = Watchdog(backend, limit_s, logs, signals or Signals())
         with watches as watchdog, nullcontext() if backend.extracts else locks:
             train_on(backend, plan, reason, watchdog, began)
-    except StoppedBySignal:
-        raise
-    except Exception as error:
-        told = backend.failed(error)
-        if told is error:
+    except BaseException as error:
+        fails = isinstance(error, Exception) and not isinstance(error, StoppedBySignal)
+        ended = backend.failed(error) if fails else error
+        if ended is error:
             raise
-        raise told from error
+        raise ended from error
     finally:
-        backend.close()
+        closing(backend.close, min(limit_s, CLOSING_S), ended)
 
 
 def train_on(

@@ -1,0 +1,99 @@
+"""Devices that do not open or close, while no watchdog looks: the process ends, with the code that it would have had."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.checkpoint import layout
+from nxtrain.errors import HangError
+from nxtrain.train.recovery import bounded
+from tests.support.commands import ended, free_port, start_rank, train, write_config
+
+LIMIT_S = 1.0
+
+
+def _sleep() -> None:
+    time.sleep(1000)
+
+
+def _hold_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def never_open() -> None:
+    """Let this process wait for its device for ever."""
+    bounded.OPENING_S, bounded.MEETINGS = LIMIT_S, 0
+    CpuBackend._take_place = lambda self: _sleep()  # type: ignore[method-assign]
+
+
+def never_open_with_the_lock() -> None:
+    """The same, while no other thread of it can run."""
+    bounded.OPENING_S, bounded.MEETINGS = LIMIT_S, 0
+    CpuBackend._take_place = lambda self: _hold_the_lock()  # type: ignore[method-assign]
+
+
+def never_close() -> None:
+    """Let this process never get rid of its device."""
+    bounded_close(_sleep)
+
+
+def never_close_with_the_lock() -> None:
+    """The same, while no other thread of it can run."""
+    bounded_close(_hold_the_lock)
+
+
+def second_never_closes() -> None:
+    """The same for the second of some ranks, whose others leave as ever."""
+    if os.environ["RANK"] == "1":
+        never_close()
+
+
+def bounded_close(wait: object) -> None:
+    from nxtrain.train import run
+
+    run.CLOSING_S = LIMIT_S  # type: ignore[misc]
+    CpuBackend.close = lambda self: wait()  # type: ignore[method-assign,operator]
+
+
+@pytest.mark.parametrize("first", [never_open, never_open_with_the_lock])
+def test_a_device_that_does_not_open_is_a_hang(tmp_path: Path, first: object) -> None:
+    write_config(tmp_path, steps=4)
+    code, told = train(tmp_path, first=first)  # type: ignore[arg-type]
+    assert code == HangError.exit_code, told
+    if first is never_open:
+        assert "error: rank 0: its devices were not open, and the others not met, within 1 seconds" in told
+        assert "in _sleep" in told
+
+
+@pytest.mark.parametrize("first", [never_close, never_close_with_the_lock])
+def test_a_device_that_does_not_close_changes_nothing(tmp_path: Path, first: object) -> None:
+    write_config(tmp_path, steps=4)
+    code, told = train(tmp_path, first=first)  # type: ignore[arg-type]
+    assert code == 0, told
+    assert layout.newest(tmp_path / "run" / layout.FOLDER) is not None
+    if first is never_close:
+        assert "warning: rank 0: its devices were not closed within 1 seconds" in told
+        assert "the run has ended well" in told
+
+
+def test_a_run_that_fails_and_does_not_close_tells_why(tmp_path: Path) -> None:
+    write_config(tmp_path, steps=4)
+    code, told = train(tmp_path, armed="raise@0:2:fwd", first=never_close)
+    assert code == 1, told
+    assert "and it ends without that; injected failure" in told
+
+
+def test_no_rank_is_waited_for_that_does_not_close(tmp_path: Path) -> None:
+    write_config(tmp_path, steps=4)
+    port = free_port()
+    processes = {rank: start_rank(tmp_path, rank, port, first=second_never_closes) for rank in range(2)}
+    told = ended(tmp_path, processes, 30.0)
+    assert [process.exitcode for process in processes.values()] == [0, 0], told
+    assert "its devices were not closed" in told[1]
+    assert "its devices were not closed" not in told[0]
