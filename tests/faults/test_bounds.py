@@ -1,4 +1,4 @@
-"""Devices that do not open or close, while no watchdog looks: the process ends, with the code that it would have had."""
+"""Devices that do not open or close, while no watchdog looks: the process ends with the code it would have had."""
 
 from __future__ import annotations
 

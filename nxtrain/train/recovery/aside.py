@@ -18,7 +18,12 @@ class Aside:
         self._thread: threading.Thread | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Do some work, unless what was begun before is still under way."""
+        """Do some work, unless what was begun before is still under way.
+
+        Raises:
+            RuntimeError: The system has no thread to give.
+        """
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=work, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=work, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread

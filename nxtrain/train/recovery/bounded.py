@@ -1,4 +1,4 @@
-"""The times of a process in which no watchdog looks after it: while its devices are opened, and while they are closed."""
+"""When no watchdog looks after a process: while its devices are opened, and while they are closed."""
 
 from __future__ import annotations
 

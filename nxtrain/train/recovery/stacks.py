@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+from nxtrain.errors import HangError
+from nxtrain.train.recovery.alarm import Alarm
+
 DUMP = getattr(signal, "SIGUSR2", None)
 """Asks a process for the stacks of its threads."""
 
+PRINT_S = 0.5
+"""For the stacks, before the end."""
+
 
 def answer_requests() -> None:
-    """Print the stacks whenever `DUMP` comes."""
+    """Print the stacks whenever `DUMP` comes, as long as the process lives; what comes at its very end is ignored."""
     if DUMP is not None and _has_descriptor():
+        faulthandler.unregister(DUMP)
+        with suppress(ValueError):  # only a main thread can
+            signal.signal(DUMP, signal.SIG_IGN)
         faulthandler.register(DUMP, file=sys.__stderr__ or 2, all_threads=True)
 
 
 def end_in(seconds: float) -> None:
-    """Print the stacks and end the process then, if this is not called again: by a timer that needs no lock."""
+    """Print the stacks and end the process as one that hangs then, if this is not called again: without any lock."""
+    alarm = _alarm()
+    alarm.set(seconds + PRINT_S)
     if _has_descriptor():
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+        faulthandler.dump_traceback_later(seconds, exit=not alarm.works, file=sys.__stderr__ or 2)
 
 
 def dismiss() -> None:
-    """Answer no requests any more, and end nothing."""
+    """End nothing; requests are answered as long as the process lives."""
     faulthandler.cancel_dump_traceback_later()
-    if DUMP is not None and _has_descriptor():
-        faulthandler.unregister(DUMP)
+    _alarm().set(0)
 
 
 def show() -> None:
@@ -49,6 +60,11 @@ def say(line: str) -> None:
     """Print without the lock of Python's stream, which another thread may hold for ever; a screen may be gone."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
+
+
+@functools.cache
+def _alarm() -> Alarm:
+    return Alarm(HangError.exit_code)
 
 
 def _has_descriptor() -> bool:

@@ -89,6 +89,7 @@ class Watchdog:
         self._late = self._hanging = False
         self._ended = threading.Event()
         self._next_beat = 0.0
+        self._failures: set[str] = set()
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._run, name="nxtrain-watchdog", daemon=True)
@@ -169,22 +170,56 @@ class Watchdog:
         stacks.dismiss()
 
     def _run(self) -> None:
-        while not self._ended.is_set():
-            if self._limited:
-                stacks.end_in(self._limit() + 2.0)  # a rank that holds Python's lock, after the others have named it
-            if self._agent is not None and os.getppid() != self._agent:
-                say(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
-                os._exit(1)
-            self._received.look()
-            if self.on_tick is not None:
-                self._ticking.start(self.on_tick)
-            if self._limited and (self._late or self._age() > self._limit()):
-                self._hang()
-            self._stop.look(due=time.monotonic() >= self._next_beat)
-            if time.monotonic() >= self._next_beat:
-                self._look_at_others()
-            self._signals.news.wait(self._pause())
-            self._signals.news.clear()
+        duties = (
+            self._put_off_end,
+            self._look_at_agent,
+            self._tick,
+            self._look_at_myself,
+            self._look_at_stop,
+            self._look_at_others,
+        )
+        try:
+            while not self._ended.is_set():
+                for duty in duties:
+                    self._try(duty)
+                self._signals.news.wait(self._pause())
+                self._signals.news.clear()
+        finally:
+            stacks.dismiss()  # nobody would put the end off any more
+
+    def _try(self, duty: Callable[[], None]) -> None:
+        """Do a part of the watch; what it fails of, such as a thread that cannot be started, keeps it from no other."""
+        try:
+            duty()
+        except Exception as error:
+            if self._hanging:
+                say(f"error: rank {self._backend.rank}: the run hangs; the watch fails too: {error}")
+                os._exit(HangError.exit_code)
+            told = f"{type(error).__name__}: {error}"
+            if told not in self._failures:
+                self._failures.add(told)
+                say(f"warning: rank {self._backend.rank}: a part of its watch failed, and is tried again: {told}")
+
+    def _put_off_end(self) -> None:
+        if self._limited:
+            stacks.end_in(self._limit() + 2.0)  # a rank that holds Python's lock, after the others have named it
+
+    def _look_at_agent(self) -> None:
+        if self._agent is not None and os.getppid() != self._agent:
+            say(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
+            os._exit(1)
+
+    def _tick(self) -> None:
+        if self.on_tick is not None:
+            self._ticking.start(self.on_tick)
+
+    def _look_at_myself(self) -> None:
+        self._received.look()
+        if self._limited and (self._late or self._age() > self._limit()):
+            self._hang()
+
+    def _look_at_stop(self) -> None:
+        self._stop.look(due=time.monotonic() >= self._next_beat)
 
     def _pause(self) -> float:
         if (soon_s := self._stop.pause_s) is not None:
@@ -210,6 +245,8 @@ class Watchdog:
 
     def _look_at_others(self) -> None:
         """Say what this rank does, and hear what others want; more often as the end of the limit comes near."""
+        if time.monotonic() < self._next_beat:
+            return
         slow_s = min(SLOWEST_BEAT_S, max(1.0, self._limit_s / BEATS))
         near = self._age() > min(0.5 * self._limit_s, self._limit_s - 2 * slow_s)
         self._next_beat = time.monotonic() + (FASTEST_BEAT_S if near else slow_s)

@@ -194,3 +194,50 @@ def test_one_call_at_a_time_is_under_way() -> None:
         aside.start(work)
     free.set()
     assert begun == [1]
+
+
+def test_a_watch_that_fails_says_so_once_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No thread can be started for a while; a hang is found all the same, and a run that gets on lives."""
+    ended: list[int] = []
+
+    def refuse(self: Aside, work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watchdog = watch(tmp_path, limit_s=0.5)
+    watchdog.on_tick = lambda: None
+
+    def leave(code: int) -> None:
+        ended.append(code)
+        watchdog._ended.set()
+
+    monkeypatch.setattr(watchdogs, "TICK_S", 0.02)
+    monkeypatch.setattr(Aside, "start", refuse)
+    monkeypatch.setattr(watchdogs, "within", lambda seconds, work: refuse(watchdog._ticking, work))
+    monkeypatch.setattr(os, "_exit", leave)
+    with watchdog:
+        for step in range(100):  # longer than a timer would leave it that nobody puts off
+            watchdog.enter(step, "training")
+            time.sleep(0.03)
+        assert not ended
+        until(lambda: bool(ended))
+    assert ended == [HangError.exit_code]
+    said = capfd.readouterr().err
+    assert said.count("a part of its watch failed, and is tried again: RuntimeError: can't start new thread") == 1
+    assert "the run hangs; the watch fails too" in said
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watch_that_ends_by_itself_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dismissed: list[bool] = []
+    watchdog = watch(tmp_path)
+    monkeypatch.setattr(watchdogs.stacks, "dismiss", lambda: dismissed.append(True))
+
+    def fail() -> float:
+        raise KeyboardInterrupt
+
+    watchdog._pause = fail  # type: ignore[method-assign]
+    watchdog._thread.start()
+    watchdog._thread.join(10)
+    assert dismissed == [True]
