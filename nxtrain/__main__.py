@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from nxtrain.cli import main
+from nxtrain.train.recovery import stacks
 
-main()
+
+def main() -> None:
+    """Run the command, which shows its stacks whenever it is asked to, from here on."""
+    stacks.answer_requests()
+    from nxtrain.cli import main  # its imports take a while
+
+    main()
+
+
+if __name__ == "__main__":
+    main()

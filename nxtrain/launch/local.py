@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.neuron import is_neuron, needs
+from nxtrain.train.recovery import stacks
 
 AGENT = ("-m", "nxtrain.launch.torchrun")
 
@@ -102,6 +104,8 @@ def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: boo
         return
     command = render(path, overrides, nproc, os.environ, first_node=first_node)
     print(command, flush=True)
+    if stacks.DUMP is not None:
+        signal.signal(stacks.DUMP, signal.SIG_IGN)  # until what takes this place answers such requests itself
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
 
 
@@ -147,7 +151,9 @@ def _render(
         options = (f"--nnodes={nodes}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
     agent = (*AGENT, *options, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
     train = ("-m", "nxtrain", "train", str(path), *overrides)
-    argv = (sys.executable, *(agent if nproc * nodes > 1 else ()), *train)
+    # One rank needs no agent, whose imports take seconds, but to be started again.
+    supervised = nproc * nodes > 1 or config.recovery.max_restarts > 0
+    argv = (sys.executable, *(agent if supervised else ()), *train)
     return Command(argv, tuple(variables), tuple(about)), problems
 
 

@@ -12,6 +12,13 @@ A program and no library: the one module of this package that imports torch. It 
 
 from __future__ import annotations
 
+# isort: off
+# First of all: torch takes seconds to import, in which a request for stacks would end the process.
+from nxtrain.train.recovery import stacks
+
+stacks.answer_requests()
+# isort: on
+
 import os
 import signal
 import sys
@@ -44,6 +51,7 @@ from nxtrain.config.schema import RecoveryConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
 from nxtrain.launch.meeting import Meeting, reasons, unmet
 from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, progress
+from nxtrain.train.recovery.signals import STOPPING
 
 FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
 """Exit codes of ranks that would end the same way again."""
@@ -65,9 +73,8 @@ ENDING_S = 1.0
 REPEAT_S = 1.0
 """A signal that comes so soon after another is the same request."""
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-IGNORED = {number for number in (signal.SIGHUP,) if signal.getsignal(number) is signal.SIG_IGN}
-"""As nohup asks for; looked up before torchrun takes the signal."""
+IGNORED = [number for number in STOPPING if signal.getsignal(number) is signal.SIG_IGN]
+"""By the wish of whoever started this, as with `nohup`; ranks inherit it."""
 
 
 class Ranks(SubprocessContext):
@@ -82,6 +89,12 @@ class Ranks(SubprocessContext):
     def alive(self) -> list[Popen[bytes]]:
         """Those that run."""
         return [process for process in self.processes if process.poll() is None]
+
+    def _start(self) -> None:
+        # Ranks inherit it: for a request for stacks until they answer it themselves. torch has its own handlers here.
+        for number in (*IGNORED, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        super()._start()
 
     def _close(self, death_sig: signal.Signals, timeout: float = ENDING_S) -> None:
         # After one that ended for good the others would only tell what they met in its wake.
@@ -139,7 +152,7 @@ class Agent(LocalElasticAgent):
             self._limit = min(self._limit, now + ENDING_S)
         if not self._alive():
             raise SignalException("nothing runs yet", signal.Signals(number))
-        self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+        self._send(number)
 
     def _send(self, number: int) -> None:
         for process in self._alive():
@@ -263,6 +276,8 @@ def main(argv: Sequence[str]) -> int:
                 return LOST
     except SignalException:
         return STOPPED
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # else Python would let it end the process at its end
 
 
 def _run(options: Namespace) -> int | None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,14 @@ pytestmark = pytest.mark.skipif(
 class Launched:
     """The command `nxtrain launch`, in a session of its own as in a terminal."""
 
-    def __init__(self, folder: Path, *overrides: str, under: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, *overrides: str, under: tuple[str, ...] = (), ignores: Sequence[int] = ()) -> None:
         self.folder, self.log = folder, folder / "launch.log"
         command = (*under, sys.executable, "-m", "nxtrain", "launch", str(folder / "config.toml"), *overrides)
         with self.log.open("w", encoding="utf-8") as log:
+            before = {number: signal.signal(number, signal.SIG_IGN) for number in ignores}  # as nohup has it
             self.agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8")
@@ -66,9 +69,11 @@ class Launched:
 
 
 @contextmanager
-def launched(folder: Path, *overrides: str, under: tuple[str, ...] = ()) -> Iterator[Launched]:
+def launched(
+    folder: Path, *overrides: str, under: tuple[str, ...] = (), ignores: Sequence[int] = ()
+) -> Iterator[Launched]:
     """Start the command, perhaps by another one, and leave nothing of it behind."""
-    found = Launched(folder, *overrides, under=under)
+    found = Launched(folder, *overrides, under=under, ignores=ignores)
     ranks: dict[int, int] = {}
     try:
         yield found
@@ -166,6 +171,28 @@ def test_restarts_are_counted_anew_when_a_run_gets_further(tmp_path: Path) -> No
         assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
     steps = [record["step"] for record in course(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_one_rank_is_started_again_and_neither_requests_nor_hangups_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stacks are asked for from the first moment on, of the launcher and of the rank, as it imports and as it trains."""
+    write_config(tmp_path, steps=12, every=4)
+    monkeypatch.setenv("NXTRAIN_FAULTS", "sleep@0:1:fwd:0.05,kill@0:6:fwd")
+    options = ("parallel.dp=1", "recovery.max_restarts=1")
+    with launched(tmp_path, *options, ignores=[signal.SIGHUP, signal.SIGUSR2]) as run:
+        limit = time.monotonic() + 90
+        while run.agent.poll() is None:
+            assert time.monotonic() < limit, run.said()
+            for pid in (run.agent.pid, *run.ranks().values()):
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGUSR2)
+                    os.kill(pid, signal.SIGHUP)
+            time.sleep(0.2)
+        assert run.agent.wait() == 0, run.said()
+    assert "kill@0:6:fwd fires" in run.said()
+    assert "continues after step 4\n" in run.said()
+    assert [record["step"] for record in course(tmp_path / "run")] == [*range(1, 13)]
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""The last breath of a cluster, Slurm's warning before it, and a keyboard."""
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""The last breath of a cluster, Slurm's warning before it, a keyboard, and a terminal that is closed."""
 
 REPEAT_S = 1.0
 """What comes so soon after the first is the same request on another way, as from a cluster and from the agent."""
@@ -59,7 +59,7 @@ class Signals:
 def noted() -> Iterator[Signals]:
     """Note the signals that ask for a stop, within this context, instead of dying of them.
 
-    Only a main thread can; in another the context notes nothing.
+    One that whoever started the process had it ignore, as `nohup` does, stays ignored. Only a main thread can; in another the context notes nothing.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -69,7 +69,8 @@ def noted() -> Iterator[Signals]:
     os.set_blocking(writer, False)
     thread = threading.Thread(target=signals.follow, args=(reader,), name="nxtrain-signals", daemon=True)
     thread.start()
-    handlers = {number: signal.signal(number, _noted) for number in STOPPING}
+    heeded = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, _noted) for number in heeded}
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield signals

@@ -52,6 +52,19 @@ def test_the_second_ends_a_process_whose_main_thread_waits() -> None:
     assert said.startswith(b"SIGTERM again: leaving at once")
 
 
+@pytest.mark.parametrize("number", STOPPING)
+def test_what_is_ignored_stays_so(number: signal.Signals) -> None:
+    """As `nohup` has it for a hangup, and a shell for the interrupt of what it runs in the background."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with noted() as signals:
+            os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+            assert not signals.news.wait(0.1)
+    finally:
+        signal.signal(number, before)
+
+
 def test_other_threads_note_nothing() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []
