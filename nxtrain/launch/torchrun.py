@@ -12,6 +12,7 @@ A program and no library: the one module of this package that imports torch. It 
 
 from __future__ import annotations
 
+# ruff: noqa: E402
 # isort: off
 # First of all: torch takes seconds to import, in which a request for stacks would end the process.
 from nxtrain.train.recovery import stacks

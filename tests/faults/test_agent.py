@@ -176,7 +176,7 @@ def test_restarts_are_counted_anew_when_a_run_gets_further(tmp_path: Path) -> No
 def test_one_rank_is_started_again_and_neither_requests_nor_hangups_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stacks are asked for from the first moment on, of the launcher and of the rank, as it imports and as it trains."""
+    """Stacks are asked for from the first moment on, of the launcher and of the rank, and both are under `nohup`."""
     write_config(tmp_path, steps=12, every=4)
     monkeypatch.setenv("NXTRAIN_FAULTS", "sleep@0:1:fwd:0.05,kill@0:6:fwd")
     options = ("parallel.dp=1", "recovery.max_restarts=1")

@@ -59,7 +59,9 @@ class Signals:
 def noted() -> Iterator[Signals]:
     """Note the signals that ask for a stop, within this context, instead of dying of them.
 
-    One that whoever started the process had it ignore, as `nohup` does, stays ignored. Only a main thread can; in another the context notes nothing.
+    One that whoever started the process had it ignore, as `nohup` does, stays ignored.
+
+    Only a main thread can; in another the context notes nothing.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
