@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from nxtrain.metrics import lines
 from nxtrain.metrics.goodput import Spent, Start
 from nxtrain.metrics.uptime import Instant
 
@@ -55,9 +56,7 @@ class GoodputLog:
         with suppress(OSError):
             self._logs.mkdir(parents=True, exist_ok=True)
             while self._waiting:
-                with (self._logs / GOODPUT_FILE).open("a", encoding="utf-8") as file:
-                    # Whatever was torn off before ends here, and readers skip empty lines.
-                    file.write("\n" * (file.tell() > 0) + self._waiting[0] + "\n")
+                lines.append(self._logs / GOODPUT_FILE, self._waiting[0])
                 self._waiting.pop(0)
         return not self._waiting
 
@@ -69,10 +68,10 @@ def read(logs: Path) -> list[Start]:
         logs: Where the files are.
     """
     found: list[Start] = []
-    for line in _lines(logs / GOODPUT_FILE):
-        _take(found, line)
-    for line in _lines(logs / LATEST_FILE):
-        _take(found, line)
+    for name in (GOODPUT_FILE, LATEST_FILE):
+        with suppress(OSError):
+            for line in lines.read(logs / name):
+                _take(found, line)
     return found
 
 
@@ -109,14 +108,6 @@ def _take(found: list[Start], line: Any) -> None:
 
 def _course(line: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     return tuple((step, train_s) for step, train_s in line.get("course", ()))
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    """The whole lines of a file; one that was torn is left out."""
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                yield json.loads(line)
 
 
 _SPENT = tuple(asdict(Spent(0)))

@@ -79,7 +79,7 @@ class Guard:
             lines = by_leader(
                 self._bad_steps.read, state.mesh, state.backend.host_group, f"cannot read {self._bad_steps.file}"
             )
-            self._verdicts = {line["step"]: line["verdict"] for line in lines}
+            self._verdicts = {line["step"]: line["verdict"] for line in lines if {"step", "verdict"} <= line.keys()}
 
     def begin(self, finished: int, stability: Mapping[str, Any]) -> None:
         """Go on after some finished steps, with what a checkpoint kept of `stability`."""
@@ -159,7 +159,7 @@ class Guard:
         """How often each rank was named."""
         found: Counter[int] = Counter()
         with suppress(OSError):  # that ranks differ is to be told whatever the disk does
-            found.update(rank for line in self._votes.read() for rank in line["ranks"])
+            found.update(rank for line in self._votes.read() for rank in line.get("ranks", ()))
         return found
 
     def _name(self, step: int, of_all: Tensor, before: Counter[int]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.errors import CrashLoopError
+from nxtrain.metrics import lines
 
 LOGS = "logs"
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -114,45 +114,32 @@ class Attempts:
         """Failures since the last attempt that ended otherwise."""
         found: list[Ended] = []
         config: str | None = None
-        for line in _lines(self._file):
-            if line["event"] == "start":
-                if config is not None:  # killed, and what it reached was in the file that its successor wrote
-                    found.append(Ended(config, line.get("before", -1), ""))
-                config = str(line["config"])
-            elif config is not None:
-                found = [*found, Ended(config, line["step"], line["why"])] if line["outcome"] == "failed" else []
-                config = None
+        for line in lines.read(self._file):
+            with suppress(KeyError):  # a line that is none of ours
+                if line["event"] == "start":
+                    new = str(line["config"])
+                    if config is not None:  # killed, and what it reached was in the file that its successor wrote
+                        found.append(Ended(config, line.get("before", -1), ""))
+                    config = new
+                elif config is not None:
+                    end = Ended(config, line["step"], line["why"])
+                    found = [*found, end] if line["outcome"] == "failed" else []
+                    config = None
         if config is not None:
             found.append(Ended(config, progress(self._progress), ""))
         return found
 
     def _append(self, line: dict[str, Any]) -> None:
         line["at"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        torn = self._file.exists() and not self._file.read_bytes().endswith(b"\n")
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write("\n" * torn + json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        lines.append(self._file, json.dumps(line))
 
 
 def progress(path: Path) -> int:
     """The last finished step that a progress file tells; -1 if there is none."""
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return -1
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; one that was torn is left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:

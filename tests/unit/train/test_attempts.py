@@ -67,3 +67,18 @@ def test_progress_is_written_once_in_a_while(tmp_path: Path) -> None:
     assert progress(file) == 3
     attempts.end("failed", 5)
     assert progress(file) == 5
+
+
+@pytest.mark.parametrize(
+    "spoilt", [b"\xff\xfe\n", b"[1, 2]\n", b"7\n", b"null\n", b'{"event": "start"}\n', b"{}\n", b"[" * 9999 + b"\n"]
+)
+def test_lines_that_are_none_keep_no_run_from_its_start(tmp_path: Path, spoilt: bytes) -> None:
+    (tmp_path / LOGS).mkdir()
+    for outcome in ("failed", "killed", "failed"):
+        with (tmp_path / LOGS / ATTEMPTS_FILE).open("ab") as file:
+            file.write(spoilt)
+        attempt(tmp_path, outcome, 7)
+    with pytest.raises(CrashLoopError, match="the last 3 attempts"):
+        Attempts(tmp_path, "a = 1").refuse_loop(3)
+    (tmp_path / LOGS / PROGRESS_FILE).write_bytes(spoilt)
+    assert progress(tmp_path / LOGS / PROGRESS_FILE) == -1

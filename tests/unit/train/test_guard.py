@@ -122,3 +122,19 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path: Path, policy: str, kn
         watch.judge(7, {**BAD, "param_norm": math.nan}, recorded=False)
     verdict = "rolled_back" if error is RestartError else "stopped"
     assert Notes(tmp_path / LOGS / NON_FINITE).read()[-1]["verdict"] == verdict
+
+
+@pytest.mark.parametrize("spoilt", [b"\xff\n", b"[1]\n", b"3\n", b"{}\n", b'{"step": 6, "ver'])
+def test_a_file_of_verdicts_that_is_spoilt_tells_the_rest(tmp_path: Path, spoilt: bytes) -> None:
+    write(tmp_path, {7: "persistent"})
+    with (tmp_path / LOGS / NON_FINITE).open("ab") as file:
+        file.write(spoilt)
+    watch = guard(tmp_path, "rollback")
+    watch.begin(6, {})
+    assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
+    with pytest.raises(RestartError):
+        watch.judge(8, dict(BAD), recorded=False)
+    assert [line["verdict"] for line in Notes(tmp_path / LOGS / NON_FINITE).read() if line] == [
+        "persistent",
+        "rolled_back",
+    ]
