@@ -29,7 +29,7 @@ class Checkpoints:
         inputs: Identity of what the run reads.
         begun: Where the run stood when this process began.
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
-        stability: Tells what of the norms so far is to be known after a resumption.
+        stability: Tells what of the norms and of skipped steps is to be known after a resumption.
         say: Takes lines for people.
         mirrored: Where copies go, if anywhere.
         saved: Is told what each checkpoint that was committed took.

@@ -27,6 +27,8 @@ from nxtrain.train.vote import Vote
 LOGS = "logs"
 NON_FINITE = "non_finite.jsonl"
 VOTES = "votes.jsonl"
+UNRECORDED = "skipped_unrecorded"
+"""Beside what `Stability` has a checkpoint keep."""
 HOPELESS = 50
 """Steps in a row that update nothing, after which no policy goes on."""
 
@@ -71,6 +73,7 @@ class Guard:
         self._say = (console or standard_error(quiet=not self._leads)).print
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._last_read, self._in_a_row = 0, 0
+        self._unrecorded: tuple[int, ...] = ()
         self._vote = Vote(state) if config.recovery.vote_every else None
         self._verdicts: dict[int, str] = {}
         self._bad_steps, self._votes = (Notes(config.run.dir / LOGS / name) for name in (NON_FINITE, VOTES))
@@ -82,12 +85,17 @@ class Guard:
             self._verdicts = {line["step"]: line["verdict"] for line in lines if {"step", "verdict"} <= line.keys()}
 
     def begin(self, finished: int, stability: Mapping[str, Any]) -> None:
-        """Go on after some finished steps, with what a checkpoint kept of `stability`."""
+        """Go on after some finished steps, with what a checkpoint has of `kept`."""
         self._last_read = finished
         self._in_a_row = 0
         while self._verdicts.get(finished - self._in_a_row) == "persistent":
             self._in_a_row += 1
         self.stability.restore(stability)
+        self._unrecorded = tuple(stability.get(UNRECORDED, ()))
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps, for `begin`: steps that were skipped, too, and stand in no record yet."""
+        return self.stability.state() | ({UNRECORDED: [*self._unrecorded]} if self._unrecorded else {})
 
     def values(self) -> dict[str, Tensor]:
         """What to fetch with a record, as () float32 tensors."""
@@ -119,14 +127,16 @@ class Guard:
         self._settle(bad, last_read, step)
         if bad.steps:
             self._decide(bad)
+        skipped = self._unrecorded + bad.steps
+        self._unrecorded = () if recorded else skipped
         if not recorded:
-            return Verdict(bad.steps)
+            return Verdict(skipped)
         kind, alarm = self.stability.see(read["loss"], read["grad_norm"])
         if kind == "diverging" and self._config.recovery.on_divergence == "stop":
             raise DivergedError(f"step {step}: {alarm}; the run is diverging, recovery.on_divergence=stop. {REMEDY}")
         if alarm:
             self._warn(f"step {step}: {kind}: {alarm}")
-        return Verdict(bad.steps, f"{kind}: {alarm}" if alarm else "")
+        return Verdict(skipped, f"{kind}: {alarm}" if alarm else "")
 
     def votes_at(self, step: int, *, saves: bool) -> bool:
         """Whether the replicas are compared after a step: as configured, and before each checkpoint."""

@@ -184,7 +184,7 @@ def train_on(
 
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
     told = (goodput.saved,) if goodput else ()
-    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.stability.state, say, mirrored, *told)
+    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.kept, say, mirrored, *told)
     try:
         with course:
             trainer = Trainer(

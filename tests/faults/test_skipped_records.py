@@ -1,0 +1,27 @@
+"""A skipped step stands in the record of a run that stopped before that was due as in that of one that did not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nxtrain.errors import StoppedBySignal
+from tests.support.commands import train, write_config
+from tests.support.runs import course
+
+OPTIONS = ("recovery.non_finite=skip", "metrics.log_every=4", "checkpoint.every=100")
+
+
+def test_a_skipped_step_outlives_a_stop(tmp_path: Path) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    write_config(straight, steps=12)
+    code, told = train(straight, *OPTIONS, armed="nan@0:5:fwd")
+    assert code == 0, told
+    write_config(stopped, steps=12)
+    # The signal is heard of within a step that takes long.
+    code, told = train(stopped, *OPTIONS, armed="nan@0:5:fwd,term@0:6:fwd,sleep@0:6:bwd:0.5")
+    assert code == StoppedBySignal.exit_code, told
+    assert "stopped after step 6," in told or "stopped after step 7," in told
+    code, told = train(stopped, *OPTIONS, armed="nan@0:5:fwd")
+    assert code == 0, told
+    assert course(stopped / "run") == course(straight / "run")
+    assert [record.get("skipped_steps") for record in course(stopped / "run")] == [None, None, [5], None]
