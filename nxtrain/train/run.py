@@ -31,7 +31,7 @@ from nxtrain.train.checkpoints import Checkpoints
 from nxtrain.train.guard import Guard
 from nxtrain.train.identity import Inputs
 from nxtrain.train.recompiles import Recompiles
-from nxtrain.train.recovery.attempts import LOGS, Attempts
+from nxtrain.train.recovery.attempts import LOGS, Attempts, Reached
 from nxtrain.train.recovery.bounded import CLOSING_S, closing, opening
 from nxtrain.train.recovery.course import Course
 from nxtrain.train.recovery.preflight import check_folder, check_space
@@ -76,8 +76,9 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
         with watches as watchdog, nullcontext() if backend.extracts else locks:
             train_on(backend, plan, reason, watchdog, began)
     except BaseException as error:
-        fails = isinstance(error, Exception) and not isinstance(error, StoppedBySignal)
-        ended = backend.failed(error) if fails else error
+        ended = error
+        if isinstance(error, Exception) and not isinstance(error, StoppedBySignal):
+            ended = backend.failed(error)
         if ended is error:
             raise
         raise ended from error
@@ -173,7 +174,8 @@ def train_on(
     peak = backend.peak_flops()
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     goodput = GoodputMeter(config.run.dir / LOGS, say, began) if leader else None
-    course = Course(meta.step, watchdog, attempts if leader else None, goodput)
+    other_disk = Reached(config.run.dir) if mirrored and mirrored.disk.leads and not leader else None
+    course = Course(meta.step, watchdog, attempts if leader else None, goodput, other_disk)
     guard = Guard(config, state)
     guard.begin(meta.step, meta.stability)
 

@@ -21,6 +21,7 @@ from nxtrain.checkpoint.convert import nxtrain_to_hf
 from nxtrain.checkpoint.ranks import Disk
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
+from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, progress
 from nxtrain.train.run import train_on
 from nxtrain.train.start import start
 from tests.support.ranks import RankPool
@@ -297,3 +298,11 @@ def doomed_rank(backend: Backend, plans: list[Resolved], variables: dict[str, st
 
     with patch.object(run, "start", start_and_drop):
         return node_rank(backend, plans, variables)
+
+
+def test_each_node_knows_how_far_the_run_is(ranks: RankPool, tmp_path: Path) -> None:
+    """Its launcher counts restarts anew when the run gets further, and sees no other disk."""
+    nodes = Nodes(ranks, tmp_path, str(tmp_path / "mirror"), {})
+    nodes.run(2)
+    assert [progress(tmp_path / f"node-{node}" / LOGS / PROGRESS_FILE) for node in range(2)] == [2, 2]
+    assert not (tmp_path / "node-1" / LOGS / "attempts.jsonl").exists()

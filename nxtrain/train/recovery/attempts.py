@@ -44,6 +44,29 @@ class Ended:
     why: str
 
 
+class Reached:
+    """The last step of the present start, on a disk: who starts ranks again counts by it.
+
+    Args:
+        folder: Of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / LOGS / PROGRESS_FILE
+        self._written, self._next = -1, 0.0
+
+    def note(self, step: int, *, now: bool = False) -> None:
+        """Note the last finished step; written once in a while, by a thread.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if step != self._written and (now or time.monotonic() >= self._next):
+            self._next = time.monotonic() + REFRESH_S
+            _replace(self._file, {"step": step})
+            self._written = step
+
+
 class Attempts:
     """The attempts of a run, written by its leader.
 
@@ -53,10 +76,9 @@ class Attempts:
     """
 
     def __init__(self, folder: Path, config: str) -> None:
-        self._file, self._progress = (folder / LOGS / name for name in (ATTEMPTS_FILE, PROGRESS_FILE))
+        self._file, self._progress = folder / LOGS / ATTEMPTS_FILE, folder / LOGS / PROGRESS_FILE
         self._config = hashlib.sha256(config.encode()).hexdigest()[:16]
-        self._step = self._written = -1
-        self._next = 0.0
+        self._reached = Reached(folder)
 
     def refuse_loop(self, most: int) -> None:
         """Refuse to start what has failed at the same step too often.
@@ -91,12 +113,8 @@ class Attempts:
         self.reach(resumed, now=True)
 
     def reach(self, step: int, *, now: bool = False) -> None:
-        """Note the last finished step; written once in a while, by a thread."""
-        self._step = step
-        if self._step != self._written and (now or time.monotonic() >= self._next):
-            self._next = time.monotonic() + REFRESH_S
-            _replace(self._progress, {"step": step})
-            self._written = step
+        """Note the last finished step; see `Reached.note`."""
+        self._reached.note(step, now=now)
 
     def end(self, outcome: str, step: int, why: str = "") -> None:
         """Note the end.

@@ -7,7 +7,7 @@ from contextlib import suppress
 from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.screen import standard_error
-from nxtrain.train.recovery.attempts import LOGS, Attempts
+from nxtrain.train.recovery.attempts import LOGS, Attempts, Reached
 from nxtrain.train.recovery.watchdog import Watchdog
 from nxtrain.train.trainer import Work
 
@@ -20,6 +20,7 @@ class Course:
         watchdog: Watches this rank; None: nobody does.
         attempts: The starts of the run, on its leader.
         goodput: What becomes of its time, on its leader.
+        reached: How far it is, on a rank of each other disk: each node's launcher counts restarts by its own.
     """
 
     def __init__(
@@ -28,7 +29,9 @@ class Course:
         watchdog: Watchdog | None,
         attempts: Attempts | None,
         goodput: GoodputMeter | None,
+        reached: Reached | None = None,
     ) -> None:
+        self._reached = reached
         self._finished, self._watchdog, self._attempts, self._goodput = resumed, watchdog, attempts, goodput
 
     def enter(self, step: int, work: Work) -> None:
@@ -58,6 +61,9 @@ class Course:
     def __enter__(self) -> None:
         attempts = self._attempts
         if attempts is None:
+            self._tell_reached()
+            if self._watchdog is not None and self._reached is not None:
+                self._watchdog.on_tick = self._tell_reached
             return
         try:
             attempts.begin(self._finished)
@@ -74,12 +80,18 @@ class Course:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._attempts is None:
+            self._tell_reached(now=True)
             return
         if error is None:
             self._end(self._attempts, "done", "")
         else:
             outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
             self._end(self._attempts, outcome, f"{type(error).__name__}: {error}")
+
+    def _tell_reached(self, *, now: bool = False) -> None:
+        if self._reached is not None:
+            with suppress(OSError):  # as where the leader cannot
+                self._reached.note(self._finished, now=now)
 
     def _refresh(self, attempts: Attempts) -> None:
         with suppress(OSError):  # a full or vanished disk is told by who saves, and must not end the watch

@@ -15,9 +15,10 @@ import pytest
 from nxtrain.backends.base import Backend
 from nxtrain.backends.board import Board
 from nxtrain.errors import HangError, LostPeerError
+from nxtrain.train.recovery import stacks
 from nxtrain.train.recovery import watchdog as watchdogs
 from nxtrain.train.recovery.aside import Aside
-from nxtrain.train.recovery.attempts import LOGS, Attempts
+from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, Attempts, Reached, progress
 from nxtrain.train.recovery.course import Course
 from nxtrain.train.recovery.signals import Signals
 from nxtrain.train.recovery.stacks import say
@@ -232,7 +233,13 @@ def test_a_watch_that_fails_says_so_once_and_goes_on(
 def test_a_watch_that_ends_by_itself_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dismissed: list[bool] = []
     watchdog = watch(tmp_path)
-    monkeypatch.setattr(watchdogs.stacks, "dismiss", lambda: dismissed.append(True))
+    dismiss = stacks.dismiss
+
+    def note() -> None:
+        dismissed.append(True)
+        dismiss()
+
+    monkeypatch.setattr(stacks, "dismiss", note)
 
     def fail() -> float:
         raise KeyboardInterrupt
@@ -241,3 +248,19 @@ def test_a_watch_that_ends_by_itself_ends_nothing_else(tmp_path: Path, monkeypat
     watchdog._thread.start()
     watchdog._thread.join(10)
     assert dismissed == [True]
+
+
+def test_the_rank_of_another_disk_tells_there_how_far_it_is(tmp_path: Path) -> None:
+    """By which the launcher of its node counts restarts."""
+    watchdog, reached = watch(tmp_path), Reached(tmp_path)
+    course, file = Course(3, watchdog, None, None, reached), tmp_path / LOGS / PROGRESS_FILE
+    with course:
+        assert progress(file) == 3
+        course.stops(5)
+        reached._next = 0.0
+        assert watchdog.on_tick is not None
+        watchdog.on_tick()
+        assert progress(file) == 5
+        course.stops(6)
+    assert progress(file) == 6
+    assert not (tmp_path / LOGS / "attempts.jsonl").exists()
