@@ -256,7 +256,7 @@ class S3Store:
         bucket, key = split(target)
         with BlockReader(file, stored) as reader, explained(self.root):
             body = _Stream(reader.blocks(range(len(stored.checksums))))
-            self._client.upload_fileobj(body, bucket, key, ExtraArgs=_CHECKSUM, Config=settings)
+            self._client.upload_fileobj(body, bucket, key, ExtraArgs=_CHECKSUM, Config=settings, Callback=arrived.note)
         if (found := S3Source(target).num_bytes) != stored.num_bytes:
             raise DamagedError(target, f"it has {found:,} bytes instead of {stored.num_bytes:,}")
 

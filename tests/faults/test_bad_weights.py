@@ -28,7 +28,8 @@ def poison_once() -> None:
 
 
 def poison(at: int) -> None:
-    train_step, steps = trainer.train_step, [0]
+    module: Any = trainer
+    train_step, steps = module.train_step, [0]
 
     def spoilt(state: Any, *args: Any) -> Any:
         result = train_step(state, *args)
@@ -38,7 +39,7 @@ def poison(at: int) -> None:
                 list(state.model.parameters())[-1].view(-1)[0] = float("nan")
         return result
 
-    trainer.train_step = spoilt
+    module.train_step = spoilt
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import layout
 from nxtrain.errors import HangError
+from nxtrain.train import run
 from nxtrain.train.recovery import bounded
 from tests.support.commands import ended, free_port, start_rank, train, write_config
 
@@ -54,17 +56,15 @@ def second_never_closes() -> None:
         never_close()
 
 
-def bounded_close(wait: object) -> None:
-    from nxtrain.train import run
-
-    run.CLOSING_S = LIMIT_S  # type: ignore[misc]
-    CpuBackend.close = lambda self: wait()  # type: ignore[method-assign,operator]
+def bounded_close(wait: Callable[[], None]) -> None:
+    run.CLOSING_S = LIMIT_S  # type: ignore[attr-defined]
+    CpuBackend.close = lambda self: wait()  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("first", [never_open, never_open_with_the_lock])
-def test_a_device_that_does_not_open_is_a_hang(tmp_path: Path, first: object) -> None:
+def test_a_device_that_does_not_open_is_a_hang(tmp_path: Path, first: Callable[[], None]) -> None:
     write_config(tmp_path, steps=4)
-    code, told = train(tmp_path, first=first)  # type: ignore[arg-type]
+    code, told = train(tmp_path, first=first)
     assert code == HangError.exit_code, told
     if first is never_open:
         assert "error: rank 0: its devices were not open, and the others not met, within 1 seconds" in told
@@ -72,9 +72,9 @@ def test_a_device_that_does_not_open_is_a_hang(tmp_path: Path, first: object) ->
 
 
 @pytest.mark.parametrize("first", [never_close, never_close_with_the_lock])
-def test_a_device_that_does_not_close_changes_nothing(tmp_path: Path, first: object) -> None:
+def test_a_device_that_does_not_close_changes_nothing(tmp_path: Path, first: Callable[[], None]) -> None:
     write_config(tmp_path, steps=4)
-    code, told = train(tmp_path, first=first)  # type: ignore[arg-type]
+    code, told = train(tmp_path, first=first)
     assert code == 0, told
     assert layout.newest(tmp_path / "run" / layout.FOLDER) is not None
     if first is never_close:

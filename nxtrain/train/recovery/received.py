@@ -1,4 +1,4 @@
-"""Signs of life of a restoration: bytes that come, here or to another rank."""
+"""Signs of life of a restoration: bytes that come or go, here or at another rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nxtrain.backends.board import Board
 
 
 class Received:
-    """What came of a checkpoint, to this rank and to those for which it waits.
+    """What came of a checkpoint, or went to its mirror, at this rank and at those for which it waits.
 
     Args:
-        here: Tells the bytes that this process has received.
+        here: Tells the bytes that this process has received or sent.
 
     Attributes:
         at: When something came last.

@@ -271,7 +271,9 @@ def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
     place: Any = run.mirror.place(1)
     parts = counted(place.client, "UploadPart")
+    before = arrived()
     run.save(1)
+    assert arrived() - before >= 2 * 4 * 2 * 2_500_000, "read from the disk, and then sent"
     assert run.unmirrored == ""
     assert len(parts) == 2
     assert torch.equal(run.load(place)[0], run.load(layout.step_path(run.folder, 1))[0])
