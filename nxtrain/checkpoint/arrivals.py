@@ -1,4 +1,4 @@
-"""How much of checkpoints has come to this process, so that who waits for slow storage can tell that it lives."""
+"""How much of checkpoints has come to this process or left it, so that who waits for slow storage can tell that it lives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from threading import Lock
 
 
 class Arrivals:
-    """Bytes that files and stores have given so far, to all threads: where one is slow, a sign that it lives."""
+    """Bytes that files and stores have given or taken, of all threads: where one is slow, a sign that it lives."""
 
     def __init__(self) -> None:
         self._lock = Lock()

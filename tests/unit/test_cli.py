@@ -15,7 +15,7 @@ import nxtrain
 from nxtrain import cli
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError, DataError, NxtrainError, Problem
-from nxtrain.launch.local import render
+from nxtrain.launch.local import AGENT, render
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = str(CONFIGS / "tiny_cpu.toml")
@@ -247,6 +247,8 @@ def test_launch_shares_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_launch_starts_a_lone_rank_without_torchrun() -> None:
     argv = (sys.executable, "-m", "nxtrain", "train", TINY, "run.seed=1")
     assert render(Path(TINY), ["run.seed=1"], None, {}).argv == argv
+    restarted = render(Path(TINY), ["run.seed=1", "recovery.max_restarts=2"], None, {}).argv
+    assert {*AGENT, "--nproc-per-node=1", "--max-restarts=2"} <= {*restarted}, "which needs somebody to start it again"
 
 
 def test_launch_checks_the_ranks_against_the_degrees() -> None:
