@@ -1,4 +1,4 @@
-"""How much of checkpoints has come to this process or left it, so that who waits for slow storage can tell that it lives."""
+"""How much of checkpoints has come or gone, by which those who wait for slow storage know that it lives."""
 
 from __future__ import annotations
 
