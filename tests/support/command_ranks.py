@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -157,9 +158,10 @@ class Ranks:
             process.join()
 
     def send(self, number: int, *ranks: int) -> None:
-        """Send a signal to some ranks."""
+        """Send a signal to some ranks; one that has ended meanwhile is past it."""
         for rank in ranks:
-            os.kill(self.processes[rank].pid or 0, number)
+            with suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid or 0, number)
 
     def ended(self, *ranks: int, within_s: float = 40.0) -> dict[int, int | None]:
         """The exit codes of some ranks, or of all, once they have ended."""
