@@ -18,7 +18,7 @@ from nxtrain.compile.cache import Cache, UnusableEntryError
 from nxtrain.compile.entries import DONE, LOCK, NEFF, Entry, Key
 from nxtrain.compile.seals import Seal
 from nxtrain.compile.sync import Place, Step, open_place, sync
-from nxtrain.errors import BackendError, ConfigError
+from nxtrain.errors import BackendError, ConfigError, StorageError
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
 
 BUCKET = "graphs"
@@ -227,7 +227,7 @@ def test_a_bucket_that_is_not_there_is_one_message(node: Cache) -> None:
 
 def test_a_server_that_does_not_answer_is_one_message(s3: Any, node: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(BackendError, match="Could not connect to the endpoint URL"):
+    with pytest.raises(StorageError, match="Could not connect to the endpoint URL"):
         sync(node, Bucket(f"s3://{BUCKET}"))
 
 

@@ -7,12 +7,23 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from nxtrain.train.recovery.signals import STOPPING, noted
 
 
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """No signal is ignored, as those of a keyboard and a terminal are where these tests run in the background."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_is_noted(number: signal.Signals) -> None:
     before = [signal.getsignal(one) for one in STOPPING]
