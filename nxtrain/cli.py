@@ -57,7 +57,7 @@ def main() -> None:
             _report(error, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
             _end(error.exit_code)
         except Exception:
-            if _is_alone():
+            if _is_alone() and not _leaves_copies():
                 raise
             sys.excepthook(*sys.exc_info())
             _end(1)

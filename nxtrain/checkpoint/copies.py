@@ -33,10 +33,12 @@ class Patience:
     Args:
         still_s: Seconds in which no rank got on.
         most_s: Seconds in all.
+        asked_s: Seconds once any rank is asked to stop.
     """
 
     still_s: float
     most_s: float = float("inf")
+    asked_s: float = float("inf")
 
 
 class Copies:
@@ -93,12 +95,13 @@ class Copies:
             copied = self._started.popleft()
             yield copied.step, copied.problem
 
-    def wait(self, patience: Patience, alive: Callable[[], None]) -> bool:
+    def wait(self, patience: Patience, alive: Callable[[], None], asked: Callable[[], bool] = lambda: False) -> bool:
         """Wait for all copies; every rank calls this, and all leave together.
 
         Args:
             patience: For how long.
             alive: Is called all the time.
+            asked: Whether this rank is asked to stop.
 
         Returns:
             Whether all ended.
@@ -107,15 +110,17 @@ class Copies:
             self._start(self._waiting)
             self._waiting = None
         began = moved = time.monotonic()
-        far, pause_s = -1, 0.0
+        limit, far, pause_s = began + patience.most_s, -1, 0.0
         while True:
-            late = time.monotonic() - began > patience.most_s or time.monotonic() - moved > patience.still_s
-            told = gather((not self.underway, arrived(), late), self._mesh, self._talk)
-            if all(done for done, _, _ in told):
+            late = time.monotonic() > min(limit, moved + patience.still_s)
+            told = gather((not self.underway, arrived(), late, asked()), self._mesh, self._talk)
+            if all(done for done, _, _, _ in told):
                 return True
             if told[0][2]:  # by one clock, so that all leave together
                 return False
-            if (now := sum(count for _, count, _ in told)) != far:
+            if any(is_asked for _, _, _, is_asked in told):
+                limit = min(limit, time.monotonic() + patience.asked_s)
+            if (now := sum(count for _, count, _, _ in told)) != far:
                 far, moved = now, time.monotonic()
             alive()
             pause_s = min(LOOK_S, pause_s + LOOK_S / 10)

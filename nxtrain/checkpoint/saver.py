@@ -127,23 +127,26 @@ class Saver:
         for step, problem in self._copies.ended() if self._copies is not None else ():
             self._copied(step, problem)
 
-    def close(self, patience: Patience, alive: Callable[[], None] = lambda: None) -> None:
+    def close(
+        self, patience: Patience, alive: Callable[[], None] = lambda: None, asked: Callable[[], bool] = lambda: False
+    ) -> None:
         """Wait for the last checkpoint, and for its copy as long as there is patience; none can be written after it.
 
         Args:
             patience: For copies.
             alive: Is called all the time while they are waited for.
+            asked: Whether this rank is asked to stop.
         """
         try:
             self.settle()
             if self._copies is not None:
-                self._leave(self._copies, patience, alive)
+                self._leave(self._copies, patience, alive, asked)
         finally:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
 
-    def _leave(self, copies: Copies, patience: Patience, alive: Callable[[], None]) -> None:
-        copies.wait(patience, alive)
+    def _leave(self, copies: Copies, patience: Patience, alive: Callable[[], None], asked: Callable[[], bool]) -> None:
+        copies.wait(patience, alive, asked)
         self.report_copies()
         for step in sorted(copies.underway):
             self._copied(step, "the run ends, and its copy is still under way")

@@ -92,7 +92,13 @@ class Checkpoints:
         if not self._plan.config.checkpoint.strict:
             self._saver.report()
 
-    def close(self, *, soon: bool = False, alive: Callable[[], None] = lambda: None) -> None:
+    def close(
+        self,
+        *,
+        soon: bool = False,
+        alive: Callable[[], None] = lambda: None,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Wait for the last checkpoint, and for its copy in the mirror; none can be saved after it.
 
         A copy is waited for while bytes of it go on to come from the disk of any rank, with pauses of
@@ -101,12 +107,14 @@ class Checkpoints:
         Args:
             soon: The launcher may wait for the end: half of `recovery.grace_s` is for copies, and no more.
             alive: Is called all the time while copies are waited for.
+            asked: Whether this rank is asked to stop, and so the launcher may wait.
 
         Raises:
             CheckpointError: The last checkpoint could not be written.
         """
         grace_s = self._plan.config.recovery.grace_s
-        self._saver.close(Patience(grace_s, 0.5 * grace_s) if soon else Patience(grace_s), alive)
+        soon_s = 0.5 * grace_s
+        self._saver.close(Patience(grace_s, soon_s) if soon else Patience(grace_s, asked_s=soon_s), alive, asked)
         if self._failed:
             raise CheckpointError(self._failed)
 

@@ -18,7 +18,7 @@ from nxtrain.checkpoint.places import Place, place_of
 from nxtrain.checkpoint.ranks import Group, by_leader, gather, together
 from nxtrain.checkpoint.unsteady import unsteady
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import CheckpointError, DamagedError, NxtrainError
+from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.mesh import Mesh
 
 T = TypeVar("T")
@@ -86,6 +86,7 @@ class Resumption:
         self._resume, self._folder = config.checkpoint.resume, config.run.dir / layout.FOLDER
         self._mirrored, self._mesh, self._group, self._say = mirrored, mesh, group, say
         self._chosen: Found | None = None
+        self._unread = set[int]()
         # One rank that was started again is enough: an agent that replaces another has started nothing before.
         told = gather((restarted, job), mesh, group)
         is_restart, self._job = any(again for again, _ in told), told[0][1]
@@ -125,9 +126,15 @@ class Resumption:
             )
         return self._chosen
 
-    def put_aside(self, found: Found) -> str:
-        """Put a damaged checkpoint where nobody takes it, and tell what was done."""
+    def put_aside(self, found: Found, error: DamagedError) -> str:
+        """Put a damaged checkpoint where nobody takes it, and tell what was done.
+
+        One that cannot be read stays where it is until the one before it was: both unread would be the storage.
+        """
         failure = f"cannot put aside {found.place}"
+        if by_leader(lambda: error.unread, self._mesh, self._group, failure):
+            self._unread.add(int(found.place.name.removeprefix("step-")))
+            return "the one before it is tried"
         if self._mirrored is None:
             assert isinstance(found.place, Path)
             path = found.place
@@ -181,9 +188,9 @@ class Resumption:
         return Found(place) if place is not None else None
 
     def _newest_here(self) -> Path | None:
-        found = layout.newest(self._folder)
-        if found is not None and self._is_own(layout.step_of(found)):
-            return found
+        for found in reversed(layout.list_checkpoints(self._folder)):
+            if layout.step_of(found) not in self._unread and self._is_own(layout.step_of(found)):
+                return found
         self._refuse_scratch([path.name for path in layout.quarantined(self._folder)])
         return None
 
@@ -197,6 +204,12 @@ class Resumption:
             self._say(f"{why}: put aside as abandoned, since no part of it any more: {named}")
 
     def _refuse_scratch(self, damaged: list[str]) -> None:
+        if self._unread:
+            named = ", ".join(layout.step_path(Path(), step).name for step in sorted(self._unread))
+            raise CheckpointError(
+                f"{named} of {self._folder} cannot be read, and there is none before it. Start again when the storage "
+                "is back, or use checkpoint.resume=PATH of another one, or never to start from scratch"
+            )
         if damaged and self._resume in {"auto", "never"}:
             raise CheckpointError(
                 f"every checkpoint of {self._folder} is damaged: {', '.join(damaged)}. Use "
@@ -213,7 +226,7 @@ class Resumption:
             (step, copied[0].get(step) != seal, seal)
             for held in (*here, copied[0])
             for step, seal in held.items()
-            if self._is_own(step)
+            if step not in self._unread and self._is_own(step)
         }
         for step, only_here, seal in sorted(candidates, reverse=True):
             if not only_here or self._complete(mirrored, step, seal):
@@ -268,15 +281,17 @@ class Resumption:
             if self._mesh.rank == sealers[0]:
                 there.finish(step, path)
 
-        failure = f"cannot copy {path.name} to {there}"
+        failure = f"cannot copy {path.name} to {there}, and nodes cannot read each other's disks"
         try:
             together(check, self._mesh, self._group, failure)  # before a copy of the same step makes room
-            by_leader(lambda: there.begin(step), self._mesh, self._group, failure)
-            together(add, self._mesh, self._group, failure)
-            together(finish, self._mesh, self._group, failure)
-        except NxtrainError as error:
-            self._tell([f"WARNING: {error}; nodes cannot read each other's disks, so that the one before it is tried"])
+        except DamagedError as error:
+            unsteady.hold(error)
+            self._tell([f"WARNING: {error}; step {step} is not in {there}, so that the one before it is tried"])
             return False
+        # What fails from here on is no damage: to go back for it would leave what the disks hold for good.
+        by_leader(lambda: there.begin(step), self._mesh, self._group, failure)
+        together(add, self._mesh, self._group, failure)
+        together(finish, self._mesh, self._group, failure)
         return True
 
     def _on_disks(self, action: Callable[[list[str]], T], otherwise: T) -> list[T]:
@@ -304,8 +319,7 @@ class Resumption:
             try:
                 held[layout.step_of(path)] = read_meta(path).manifest_crc32
             except DamagedError as error:
-                unsteady.hold(error)
-                notes.append(f"{error}; it is put aside as {layout.quarantine(path).name}")
+                notes.append(f"{error}; {_quarantine(path, error)}")
         return held
 
     def _mirror_held(self) -> tuple[dict[int, int], list[str]]:
@@ -316,7 +330,9 @@ class Resumption:
             try:
                 held[step] = read_meta(there.place(step)).manifest_crc32
             except DamagedError as error:
-                notes.append(f"{error}; {there.put_aside(step)} is put aside")
+                unsteady.hold(error)
+                what = "it is passed over" if error.unread else f"{there.put_aside(step)} is put aside"
+                notes.append(f"{error}; {what}")
         return held, notes
 
     def _manifest(self, step: int, seal: int, notes: list[str]) -> Manifest | None:
@@ -326,6 +342,11 @@ class Resumption:
             if layout.is_checkpoint(path) and read_meta(path).manifest_crc32 == seal:
                 return open_checkpoint(path)[1]
         except DamagedError as error:
-            unsteady.hold(error)
-            notes.append(f"{error}; it is put aside as {layout.quarantine(path).name}")
+            notes.append(f"{error}; {_quarantine(path, error)}")
         return None
+
+
+def _quarantine(path: Path, error: DamagedError) -> str:
+    """Put a checkpoint aside if it is damaged, and tell what was done; one that cannot be read is passed over."""
+    unsteady.hold(error)
+    return "it is passed over" if error.unread else f"it is put aside as {layout.quarantine(path).name}"

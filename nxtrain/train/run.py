@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,7 +40,7 @@ from nxtrain.train.recovery.signals import Signals
 from nxtrain.train.recovery.watchdog import RESTORE, Watchdog
 from nxtrain.train.rehearsal import rehearse
 from nxtrain.train.run_lock import only_run
-from nxtrain.train.start import start
+from nxtrain.train.start import is_restart, start
 from nxtrain.train.trainer import Trainer, Work, unmetered
 
 CONFIG_FILE = "config.toml"
@@ -71,9 +72,10 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
         plan = resolve(loaded, backend.world, backend.name)
         logs = plan.config.run.dir / LOGS
         # The leader's, unless the run is only to show its graphs.
-        locks = only_run(plan.config.run.dir, standard_error().print) if backend.rank == 0 else nullcontext()
+        folder, is_again = plan.config.run.dir, is_restart(os.environ)
+        lock = only_run(folder, standard_error().print, restarted=is_again, most_s=0.5 * limit_s)
         watches = Watchdog(backend, limit_s, logs, signals or Signals())
-        with watches as watchdog, nullcontext() if backend.extracts else locks:
+        with watches as watchdog, nullcontext() if backend.rank or backend.extracts else lock:
             train_on(backend, plan, reason, watchdog, began)
     except BaseException as error:
         ended = error
@@ -211,7 +213,7 @@ def train_on(
             val_loss = trainer.run(meta.step)
             recompiles.leave()
             course.close()
-            checkpoints.close(alive=course.close)
+            checkpoints.close(alive=course.close, asked=lambda: watchdog is not None and watchdog.is_asked)
     except (DivergedError, RestartError) as ended:
         course.close()
         try:

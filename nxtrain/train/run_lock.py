@@ -8,15 +8,18 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nxtrain.errors import BackendError
+from nxtrain.errors import BackendError, RestartError
 
 LOCK_FILE = "lock"
 
 ENDING_S = 5.0
 """For one on this machine, which may be about to end."""
+
+DYING_S = 60.0
+"""For one on this machine whose place this takes: what was killed may still free memory, or wait for a disk."""
 
 AWAY_S = 100.0
 """For one on another machine: if that is gone, a server of NFS 4 gives its locks back after 90 seconds."""
@@ -25,33 +28,46 @@ _LOOK_S = 0.2
 
 
 @contextmanager
-def only_run(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def only_run(
+    folder: Path, say: Callable[[str], None], *, restarted: bool = False, most_s: float = AWAY_S
+) -> Iterator[None]:
     """Hold the folder of a run, within this context; the system lets it go when this process ends, however it does.
 
     Args:
         folder: Of the run.
         say: Takes lines for people.
+        restarted: This start takes the place of one that failed.
+        most_s: Seconds to wait at most: other ranks wait for this one.
 
     Raises:
         BackendError: Another run holds it.
+        RestartError: The same, and it may be what is left of the start before.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        file = _open(folder / LOCK_FILE)
     except OSError:  # a folder that cannot be written is told by those who write more
         yield
         return
     try:
-        if _take(file, folder, say):
+        if _take(file, folder, say, restarted=restarted, most_s=most_s):
             content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n"
-            os.ftruncate(file, 0)
-            os.pwrite(file, content.encode(), 0)
+            with suppress(OSError):  # somebody else's file is locked all the same
+                os.ftruncate(file, 0)
+                os.pwrite(file, content.encode(), 0)
         yield
     finally:
         os.close(file)
 
 
-def _take(file: int, folder: Path, say: Callable[[str], None]) -> bool:
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # it is another member's of a team
+        return os.open(path, os.O_RDONLY)
+
+
+def _take(file: int, folder: Path, say: Callable[[str], None], *, restarted: bool, most_s: float) -> bool:
     """Whether the file is locked now; a file system that knows no locks is no reason to refuse a run."""
     began, told = time.monotonic(), False
     while True:
@@ -60,11 +76,13 @@ def _take(file: int, folder: Path, say: Callable[[str], None]) -> bool:
             return True
         except BlockingIOError as error:
             host, pid = _holder(file)
-            limit_s = ENDING_S if host == socket.gethostname() else AWAY_S
+            here_s = DYING_S if restarted else ENDING_S
+            limit_s = min(here_s if host == socket.gethostname() else AWAY_S, most_s)
             holder = f"process {pid} on {host or 'a machine that it does not name'}"
             if time.monotonic() - began > limit_s:
                 lock = folder / LOCK_FILE
-                raise BackendError(
+                kind = RestartError if restarted else BackendError
+                raise kind(
                     f"run.dir={folder} is in use by {holder}, and two runs would destroy each other's checkpoints. "
                     f"Wait for that one, end it, or use another run.dir; where it is surely gone, remove {lock}"
                 ) from error

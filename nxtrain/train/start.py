@@ -70,7 +70,7 @@ def start(
             if not resumption.own:
                 raise
             by_leader(partial(unsteady.hold, error), mesh, group, f"cannot load {checkpoint.place}")
-            say(f"{error}; {resumption.put_aside(checkpoint)}")
+            say(f"{error}; {resumption.put_aside(checkpoint, error)}")
         else:
             resumption.begin()
             if changed := changes(meta, fresh):

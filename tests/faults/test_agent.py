@@ -20,6 +20,7 @@ import pytest
 from nxtrain.checkpoint import layout
 from nxtrain.errors import BackendError, StoppedBySignal
 from nxtrain.metrics.sinks import METRICS_FILE
+from nxtrain.train.recovery.signals import STOPPING
 from tests.support.command_ranks import until, write_config
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure
 from tests.support.runs import course
@@ -36,7 +37,9 @@ class Launched:
         self.folder, self.log = folder, folder / "launch.log"
         command = (*under, sys.executable, "-m", "nxtrain", "launch", str(folder / "config.toml"), *overrides)
         with self.log.open("w", encoding="utf-8") as log:
-            before = {number: signal.signal(number, signal.SIG_IGN) for number in ignores}  # as nohup has it
+            # As nohup has it, or as a terminal has it, whatever these tests themselves were started to ignore.
+            now = {number: signal.SIG_IGN if number in ignores else signal.SIG_DFL for number in STOPPING}
+            before = {number: signal.signal(number, handler) for number, handler in now.items()}
             self.agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -152,13 +152,14 @@ def test_without_any_that_is_whole_nothing_starts(
     assert [path.name for path in aside] == [f"step-0000000{step}.corrupt" for step in (3, 6, 9)]
 
 
-def _fail_reads(times: int) -> None:
-    """Let the first reads of files of checkpoints fail, with short pauses between them."""
+def _fail_reads(times: int, within: str = "step-") -> None:
+    """Let the first reads of files of some checkpoints fail, with short pauses between them."""
     read, left = os.preadv, times
 
     def fail(file: int, *rest: Any) -> int:
         nonlocal left
-        if ".safetensors" in os.readlink(f"/proc/self/fd/{file}"):
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if ".safetensors" in path and within in path:
             left -= 1
             if left >= 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -174,14 +175,38 @@ def test_a_disk_that_fails_for_a_while_damages_nothing(tmp_path: Path, straight:
     checkpoints = tmp_path / "run" / layout.FOLDER
     before = [path.name for path in layout.list_checkpoints(checkpoints)]
     assert before == ["step-00000004", "step-00000008"]
-    code, told = commands.train(tmp_path, first=partial(_fail_reads, 10**6))
-    assert code == CheckpointError.exit_code, told
-    assert "it is the storage that fails" in told
-    assert "Traceback" not in told
-    assert [path.name for path in layout.quarantined(checkpoints)] == ["step-00000008.corrupt"]
-    assert [path.name for path in layout.list_checkpoints(checkpoints)] == ["step-00000004"]
+    for _ in range(2):  # an agent starts again at once
+        code, told = commands.train(tmp_path, first=partial(_fail_reads, 10**6))
+        assert code == CheckpointError.exit_code, told
+        assert "it is the storage that fails" in told
+        assert "Traceback" not in told
+        assert not layout.quarantined(checkpoints)
+        assert [path.name for path in layout.list_checkpoints(checkpoints)] == before
     code, told = commands.train(tmp_path, first=partial(_fail_reads, 2))
     assert code == 0, told
     assert "Input/output error; it is read again" in told
-    assert "continues after step 4" in told
+    assert "continues after step 8" in told
     assert course(tmp_path / "run") == straight
+
+
+def test_one_that_alone_cannot_be_read_is_left_for_the_one_before(
+    tmp_path: Path, straight: list[dict[str, Any]]
+) -> None:
+    """Bad sectors: they are no reason to wait for somebody."""
+    commands.write_config(tmp_path)
+    assert commands.train(tmp_path, armed="kill@0:12:fwd,sleep@*:1:fwd:0.05")[0] == -signal.SIGKILL
+    code, told = commands.train(tmp_path, first=partial(_fail_reads, 10**6, "step-00000008"))
+    assert code == 0, told
+    assert "continues after step 4" in told
+    assert "put aside as abandoned, since no part of it any more: step-00000008" in told
+    assert course(tmp_path / "run") == straight
+
+
+def test_the_only_one_is_never_a_reason_to_start_from_scratch(tmp_path: Path) -> None:
+    commands.write_config(tmp_path)
+    assert commands.train(tmp_path, armed="kill@0:7:fwd,sleep@*:1:fwd:0.05")[0] == -signal.SIGKILL
+    code, told = commands.train(tmp_path, first=partial(_fail_reads, 10**6))
+    assert code == CheckpointError.exit_code, told
+    assert "step-00000004 of" in told
+    assert "cannot be read, and there is none before it" in told
+    assert layout.newest(tmp_path / "run" / layout.FOLDER) == tmp_path / "run" / layout.FOLDER / "step-00000004"

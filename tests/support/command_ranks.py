@@ -27,6 +27,7 @@ from nxtrain.checkpoint import layout
 from nxtrain.data.loader import Batch, Loader
 from nxtrain.metrics.sinks import METRICS_FILE
 from nxtrain.train import run  # noqa: F401  # so that the processes need not import it
+from nxtrain.train.recovery.signals import STOPPING
 from tests.support.runs import token_file
 
 WORLD = 2
@@ -105,6 +106,12 @@ def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload([__name__])
     return found
+
+
+def heed_signals() -> None:
+    """Heed all signals, as under a terminal, whatever these tests were started to ignore."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Ranks:
@@ -202,6 +209,7 @@ def _rank(
     first: Callable[[], object] | None,
 ) -> None:
     os.setsid()  # so that whatever it may start is known by its session
+    heed_signals()
     os.environ.update({name: str(value) for name, value in place.items()})
     rank = int(os.environ["RANK"])
     log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY)

@@ -32,7 +32,8 @@ def check_folder(folder: Path) -> None:
             file.write(b"\n")
     except OSError as error:
         raise CheckpointError(f"run.dir={folder} cannot be written: {error}. Use another run.dir") from error
-    now, written = time.time(), folder.stat().st_mtime
+    # What this start has made itself, such as its lock, is as young as its clock says.
+    now, written = time.time(), max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
     if now < BUILT or now < written - TOLERATED_S:
         shown, there = (time.strftime("%Y-%m-%d %H:%M", time.gmtime(at)) for at in (now, written))
         raise BackendError(f"the clock of this machine says {shown}, and run.dir={folder} was written {there}; set it")

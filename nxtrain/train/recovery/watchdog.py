@@ -96,6 +96,11 @@ class Watchdog:
         stacks.answer_requests()
 
     @property
+    def is_asked(self) -> bool:
+        """Whether this process was asked to stop, whatever comes of it."""
+        return bool(self._signals.asked)
+
+    @property
     def stopped_by(self) -> str:
         """Which signal, at which rank; empty: none."""
         return self._stop.why

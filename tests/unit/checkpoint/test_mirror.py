@@ -373,6 +373,7 @@ def test_the_end_waits_for_a_mirror_while_bytes_come(tmp_path: Path, monkeypatch
     run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
     run.saver.settle()
     assert not run.copies.wait(Patience(1.0, 0.3), lambda: None), "in all"
+    assert not run.copies.wait(Patience(1.0, asked_s=0.1), lambda: None, lambda: True), "asked to stop meanwhile"
     run.saver.close(Patience(1.0), lambda: alive.append(time.monotonic()))
     assert run.copied == [(1, "")]
     assert max(after - before for before, after in pairwise(alive)) < 1.0

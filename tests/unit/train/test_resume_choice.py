@@ -370,3 +370,22 @@ def test_agents_and_schedulers_tell_that_they_start_again_and_what() -> None:
     assert job_of({}) == ""
     assert job_of({"TORCHELASTIC_RUN_ID": "a"}) == "a"
     assert job_of({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "12"}) == "12"
+
+
+def test_a_mirror_that_takes_nothing_is_no_reason_to_go_back(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two disks, neither of which can be read by the other's ranks."""
+    assert far.mirrored is not None
+    far.start()
+    far.save(2)
+    far.save(4, mirrored=False)
+    far.mirrored = Mirrored(far.mirrored.mirror, Disk(True, 2))
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(far.mirrored.mirror, "add", full)
+        with pytest.raises(CheckpointError, match=r"cannot copy step-00000004 to .*No space left"):
+            far.start()
+    assert layout.list_checkpoints(far.folder) == [far.at(2), far.at(4)]
+    assert far.start() == far.at(4)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import BackendError
+from nxtrain.errors import BackendError, RestartError
 from nxtrain.train import run_lock
 from nxtrain.train.run_lock import LOCK_FILE, only_run
 
@@ -58,6 +58,24 @@ def test_one_on_another_machine_gets_longer(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(BackendError, match="process 12 on node-7"), only_run(tmp_path, lambda line: None):
             pass
         assert 0.5 < time.monotonic() - began < 4.0
+
+
+def test_a_start_again_waits_for_what_is_left_of_the_one_before_and_may_be_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "ENDING_S", 0.0)
+    monkeypatch.setattr(run_lock, "DYING_S", 0.5)
+    with only_run(tmp_path, lambda line: None):
+        began = time.monotonic()
+        with pytest.raises(RestartError), only_run(tmp_path, lambda line: None, restarted=True):
+            pass
+        assert time.monotonic() - began > 0.5
+    monkeypatch.setattr(run_lock, "DYING_S", 50.0)
+    with only_run(tmp_path, lambda line: None):
+        began = time.monotonic()
+        with pytest.raises(RestartError), only_run(tmp_path, lambda line: None, restarted=True, most_s=0.2):
+            pass
+        assert time.monotonic() - began < 10.0, "other ranks wait for this one"
 
 
 def test_where_there_are_no_locks_it_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
