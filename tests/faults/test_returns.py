@@ -31,7 +31,7 @@ def test_killed_while_it_goes_back_a_run_goes_back_at_the_next_start(
     tmp_path: Path, straight: list[dict[str, Any]]
 ) -> None:
     write_config(tmp_path, steps=12)
-    assert train(tmp_path)[0] == 0
+    assert train(tmp_path, "checkpoint.async=false")[0] == 0
     told = (f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000004", "checkpoint.async=false")
     code, said = train(tmp_path, *told, armed="kill@0:0:load")
     assert (code, steps(tmp_path)) == (-signal.SIGKILL, [4, 8, 12]), said
