@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,14 +65,12 @@ class Watchdog:
         on_hang: Is called with the verdict before the process ends.
         on_stop: Is called with the reason once the run is to stop.
         on_tick: Is called all the time, if there is one.
-        patience: Seconds that a section may take, where that is more than the limit.
     """
 
     def __init__(self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals) -> None:
         self.on_hang: Callable[[str], None] = lambda verdict: None
         self.on_stop: Callable[[str], None] = lambda why: None
         self.on_tick: Callable[[], None] | None = None
-        self.patience: Mapping[str, float] = {}
         self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
         self._link = Link(backend.board())
         self._stop = Stop(backend.rank, backend.world, signals, self._link, self._tell_stop)
@@ -239,7 +237,7 @@ class Watchdog:
     def _limit(self) -> float:
         section = self._at[1]
         compiles = self._compiles and self._times[section] <= WARM_UP
-        return max(self._limit_s * (COMPILE_PATIENCE if compiles else 1.0), self.patience.get(section, 0.0))
+        return self._limit_s * (COMPILE_PATIENCE if compiles else 1.0)
 
     def _beat(self) -> Beat:
         step, section, *_ = self._at

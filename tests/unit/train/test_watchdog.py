@@ -125,16 +125,6 @@ def test_without_the_store_no_rank_of_many_decides_alone(tmp_path: Path) -> None
         watchdog.gate.stops(2)
 
 
-def test_a_section_may_take_longer_than_the_limit(tmp_path: Path) -> None:
-    watchdog = watch(tmp_path)
-    watchdog.patience = {"checkpoint": 60.0}
-    Course(3, watchdog, None, None).close()
-    assert watchdog._at[:2] == (3, "checkpoint")
-    assert watchdog._limit() == 60.0
-    watchdog.enter(4, "data")
-    assert watchdog._limit() == 3.0
-
-
 def test_a_run_that_is_killed_after_it_was_asked_to_stop_has_not_failed(tmp_path: Path) -> None:
     for _ in range(3):  # each killed in its first step
         attempts, watchdog = Attempts(tmp_path, "config"), watch(tmp_path)
