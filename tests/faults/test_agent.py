@@ -38,7 +38,7 @@ class Launched:
         command = (*under, sys.executable, "-m", "nxtrain", "launch", str(folder / "config.toml"), *overrides)
         with self.log.open("w", encoding="utf-8") as log:
             # As nohup has it, or as a terminal has it, whatever these tests themselves were started to ignore.
-            now = {number: signal.SIG_IGN if number in ignores else signal.SIG_DFL for number in STOPPING}
+            now = {number: signal.SIG_IGN if number in ignores else signal.SIG_DFL for number in (*STOPPING, *ignores)}
             before = {number: signal.signal(number, handler) for number, handler in now.items()}
             self.agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
             for number, handler in before.items():
