@@ -24,6 +24,7 @@ class Parting:
     def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
         self._last_words = LastWords(store)
         self._rank, self._hang_timeout_s, self._words = rank, hang_timeout_s, words
+        self._answer: tuple[Exception, Exception] | None = None
 
     def failed(self, error: Exception) -> Exception:
         """Let the others know why this rank ends, or learn from them if it only lost one of them; takes a few seconds.
@@ -32,8 +33,13 @@ class Parting:
             error: What ended it.
 
         Returns:
-            What to tell: the error, or what a rank that failed before says of itself.
+            What to tell: the error, or what a rank that failed before says of itself; the same for the same error.
         """
+        if self._answer is None or self._answer[0] is not error:
+            self._answer = error, self._explain(error)
+        return self._answer[1]
+
+    def _explain(self, error: Exception) -> Exception:
         words, me = self._last_words, self._words(self._rank)
         lost = loss(error)
         if lost is None:

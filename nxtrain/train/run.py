@@ -177,7 +177,7 @@ def train_on(
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     goodput = GoodputMeter(config.run.dir / LOGS, say, began) if leader else None
     other_disk = Reached(config.run.dir) if mirrored and mirrored.disk.leads and not leader else None
-    course = Course(meta.step, watchdog, attempts if leader else None, goodput, other_disk)
+    course = Course(meta.step, watchdog, attempts if leader else None, goodput, other_disk, backend.failed)
     guard = Guard(config, state)
     guard.begin(meta.step, meta.stability)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
-from nxtrain.errors import StoppedBySignal
+from nxtrain.errors import NxtrainError, StoppedBySignal
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.screen import standard_error
 from nxtrain.train.recovery.attempts import LOGS, Attempts, Reached
@@ -21,6 +22,7 @@ class Course:
         attempts: The starts of the run, on its leader.
         goodput: What becomes of its time, on its leader.
         reached: How far it is, on a rank of each other disk: each node's launcher counts restarts by its own.
+        explain: Finds out what was behind an error of a library, such as that of a connection.
     """
 
     def __init__(
@@ -30,8 +32,9 @@ class Course:
         attempts: Attempts | None,
         goodput: GoodputMeter | None,
         reached: Reached | None = None,
+        explain: Callable[[Exception], Exception] = lambda error: error,
     ) -> None:
-        self._reached = reached
+        self._reached, self._explain = reached, explain
         self._finished, self._watchdog, self._attempts, self._goodput = resumed, watchdog, attempts, goodput
 
     def enter(self, step: int, work: Work) -> None:
@@ -86,6 +89,8 @@ class Course:
             self._end(self._attempts, "done", "")
         else:
             outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
+            if isinstance(error, Exception) and not isinstance(error, NxtrainError):
+                error = self._explain(error)
             self._end(self._attempts, outcome, f"{type(error).__name__}: {error}")
 
     def _tell_reached(self, *, now: bool = False) -> None:
