@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from nxtrain.train.guard import NON_FINITE
 from nxtrain.train.notes import Notes
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course
+from tests.support.small_disks import small_disk
 
 ROOM_BYTES = 1 << 20
 BAD_STEP = 6
@@ -28,13 +28,8 @@ ALWAYS_BAD = f"nan!@0:{BAD_STEP}:reduce,sleep@0:1:pre_step:0.05"
 @pytest.fixture
 def logs(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own under a run's logs."""
-    folder = tmp_path / "run" / "logs"
-    folder.mkdir(parents=True)
-    mount = ("mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "none", str(folder))
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a tmpfs, and not in every container")
-    yield folder
-    subprocess.run(("umount", "--lazy", str(folder)), check=True)
+    with small_disk(tmp_path / "run" / "logs", ROOM_BYTES) as folder:
+        yield folder
 
 
 def fill(folder: Path) -> None:

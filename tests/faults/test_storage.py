@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import time
@@ -16,6 +15,7 @@ from nxtrain.checkpoint import layout
 from nxtrain.errors import CheckpointError
 from tests.support.command_ranks import Ranks
 from tests.support.recovery import PACE, Golden, History, assert_recovered, configure, last_step, start, supervise
+from tests.support.small_disks import small_disk
 
 OFTEN = ("checkpoint.every=2", "checkpoint.keep=2")
 ROOM_BYTES = 5 << 20
@@ -30,13 +30,8 @@ LEFT_OUT = "WARNING: no checkpoint of step {}: "
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own under a run's checkpoints."""
-    folder = tmp_path / "run" / layout.FOLDER
-    folder.mkdir(parents=True)
-    mount = ("mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "none", str(folder))
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a tmpfs, and not in every container; the tests below need none")
-    yield folder
-    subprocess.run(("umount", "--lazy", str(folder)), check=True)
+    with small_disk(tmp_path / "run" / layout.FOLDER, ROOM_BYTES) as folder:
+        yield folder
 
 
 def once(told: str, act: Callable[[Ranks], object]) -> Callable[[Ranks], None]:

@@ -148,7 +148,7 @@ def test_direct_access_that_is_refused_after_the_file_was_opened_is_left(
     probe, has_direct = blocks._open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT)
     os.close(probe)
     if not has_direct:
-        pytest.skip("this file system opens no file for direct access; ext4, xfs and Lustre do")
+        pytest.skip("this file system opens no file for direct access; runs with TMPDIR on ext4, xfs or Lustre")
     put, get, refused = os.pwrite, os.preadv, []
 
     def direct(file: int) -> bool:
