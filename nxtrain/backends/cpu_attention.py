@@ -43,7 +43,7 @@ class _BlockedAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=q.dtype)
         kept = []
         for rows, start, end in _blocks(queries):
-            scores = torch.bmm(rows.float().mul_(scale), keys32[:, :end].transpose(1, 2))
+            scores = torch.bmm(rows.float() * scale, keys32[:, :end].transpose(1, 2))
             ahead = torch.ones(end - start, end - start, dtype=torch.bool).triu_(1)
             scores.unflatten(1, (-1, end - start))[..., start:end].masked_fill_(ahead, float("-inf"))
             probabilities = torch.softmax(scores, dim=-1).to(q.dtype)
