@@ -47,6 +47,9 @@ class Gradients:
 class SquareSum:
     """Sum of squares over this rank's shards, weighted so that all ranks together count each entry of the model once.
 
+    Each row is summed by itself, and then the rows. On CPUs torch's norm of a whole matrix adds millions of small
+    squares to one large float32 sum, which loses 0.2% of a gradient of 32000 x 1024 (torch 2.9).
+
     Args:
         layout: The entries that this rank has.
         shards: Tensors of the shapes to come.
@@ -54,28 +57,31 @@ class SquareSum:
     """
 
     def __init__(self, layout: Layout, shards: Mapping[str, Tensor], put: Callable[[Tensor], Tensor]) -> None:
-        uniform = [name for name in layout if not layout.mixes_copies(name)]
-        weights = [_weight(layout.table[name], layout.table[name].pieces(layout.mesh.tp)[0].copies) for name in uniform]
+        mixed = {name for name in layout if layout.mixes_copies(name)}
+        weights = [
+            1.0 if name in mixed else _weight(spec, spec.pieces(layout.mesh.tp)[0].copies)
+            for name, spec in ((name, layout.table[name]) for name in layout)
+        ]
         self._weights = put(torch.tensor(weights, dtype=torch.float32))
         self._row_weights = {
             name: put(1.0 / torch.tensor(layout.row_copies(name, shards[name].shape[0]), dtype=torch.float32))
             for name in layout
-            if layout.mixes_copies(name)
+            if name in mixed
         }
 
     @torch.no_grad()
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """() float32 from the names and tensors of all of this rank's shards, in the layout's order."""
-        sums, norms = [], []
+        sums = []
         for name, tensor in tensors:
-            if name in self._row_weights:
-                rows = torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float32)
-                sums.append((rows.square() * self._row_weights[name]).sum())
-            else:
-                norms.append(torch.linalg.vector_norm(tensor, dtype=torch.float32))
-        if norms:
-            sums.append((torch.stack(norms).square() * self._weights).sum())
-        return torch.stack(sums).sum()
+            squares = torch.linalg.vector_norm(_rows(tensor), dim=1, dtype=torch.float32).square()
+            sums.append((squares * self._row_weights[name] if name in self._row_weights else squares).sum())
+        return (torch.stack(sums) * self._weights).sum()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(R, C) view: a vector is one row."""
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(1)
 
 
 def _weight(spec: ShardSpec, copies: int) -> float:

@@ -68,8 +68,10 @@ def changed(resolved: Resolved, **sections: Mapping[str, Any]) -> Resolved:
     return replace(resolved, config=config.model_copy(update=changes))
 
 
-def hf_model(resolved: Resolved, seed: int = 0, std: float = 0.05) -> transformers.LlamaForCausalLM:
-    """transformers' model of the same shape with random float32 weights, norms included."""
+def hf_model(
+    resolved: Resolved, seed: int = 0, std: float = 0.05, weights: Mapping[str, Tensor] | None = None
+) -> transformers.LlamaForCausalLM:
+    """transformers' model of the same shape with given weights or random float32 ones, norms included."""
     import transformers  # takes seconds; ranks that get their weights from elsewhere do without
 
     config = transformers.LlamaConfig.from_dict(resolved.family.to_hf(resolved.model, "float32"))
@@ -78,14 +80,17 @@ def hf_model(resolved: Resolved, seed: int = 0, std: float = 0.05) -> transforme
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(config)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
+                if weights is not None:
+                    parameter.copy_(weights[name])
+                    continue
                 parameter.copy_(torch.randn(parameter.shape) * std + (1.0 if parameter.dim() == 1 else 0.0))
     return model
 
 
-def weights_of(resolved: Resolved) -> dict[str, Tensor]:
+def weights_of(resolved: Resolved, std: float = 0.05) -> dict[str, Tensor]:
     """Whole weights of `hf_model`, by global name, in float32."""
-    return {name: p.detach() for name, p in hf_model(resolved).named_parameters()}
+    return {name: p.detach() for name, p in hf_model(resolved, std=std).named_parameters()}
 
 
 def our_model(resolved: Resolved, backend: Backend, mesh: Mesh, weights: Mapping[str, Tensor]) -> nn.Module:

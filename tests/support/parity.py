@@ -14,6 +14,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
+from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.sharding import Layout, ParamTable
@@ -45,24 +46,47 @@ def batches(resolved: Resolved, steps: int) -> list[Tensor]:
     return [tokens(resolved, resolved.config.train.global_batch, seed=100 + step) for step in range(steps)]
 
 
-def reference(resolved: Resolved, steps: int, dtype: torch.dtype = torch.float32) -> Course:
-    """Train transformers' model on the whole batches."""
-    model = hf_model(resolved).to(dtype)
-    everything = resolved.config.optim.decay_norms
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Inputs and targets of each step's global batch: (global_batch, seq_len) each."""
+
+
+def _pairs(resolved: Resolved, steps: int) -> Pairs:
+    return [(batch[:, :-1], batch[:, 1:]) for batch in batches(resolved, steps)]
+
+
+def reference(
+    resolved: Resolved,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    data: Pairs | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Course:
+    """Train transformers' model on the whole batches; batches and weights are random unless given.
+
+    The mean over the tokens and the norm are summed in float64: in float32, torch's sums alone are off by up to 4e-6 of
+    a loss and 2e-5 of a norm where there are many of them.
+    """
+    model = hf_model(resolved, weights=weights).to(dtype)
+    optim = resolved.config.optim
+    everything = optim.decay_norms
     decayed = [p for p in model.parameters() if p.dim() > 1 or everything]
     plain = [p for p in model.parameters() if p.dim() == 1 and not everything]
     groups = [
-        {"params": decayed, "weight_decay": resolved.config.optim.weight_decay},
+        {"params": decayed, "weight_decay": optim.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=resolved.config.optim.lr, betas=OPTIM["betas"], eps=OPTIM["eps"])
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     losses, norms = [], []
-    for batch in batches(resolved, steps):
+    for inputs, targets in data or _pairs(resolved, steps):
         optimizer.zero_grad()
-        logits = model(input_ids=batch[:, :-1]).logits.float()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        logits = model(input_ids=inputs).logits.double()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM["clip"]).item())
+        squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        norm = torch.stack(squares).sum().sqrt()
+        if optim.clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), optim.clip, norm)
+        norms.append(norm.item())
         optimizer.step()
         losses.append(loss.item())
     return Course(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
@@ -76,20 +100,25 @@ def start(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -
 
 
 def local_batch(state: TrainState, batch: Tensor, micro_batch: int) -> DeviceBatch:
-    """This rank's part of a global batch."""
+    """This rank's part of a global batch, (global_batch, seq_len + 1)."""
+    return local_pair(state, (batch[:, :-1], batch[:, 1:]), micro_batch)
+
+
+def local_pair(state: TrainState, pair: tuple[Tensor, Tensor], micro_batch: int) -> DeviceBatch:
+    """This rank's part of a global batch, given as inputs and targets."""
     dp = state.mesh.dp
-    rows = batch.chunk(dp.size)[dp.rank].unflatten(0, (-1, micro_batch))
-    return DeviceBatch.of(rows[..., :-1], rows[..., 1:], state.backend.put)
+    inputs, targets = (x.chunk(dp.size)[dp.rank].unflatten(0, (-1, micro_batch)) for x in pair)
+    return DeviceBatch.of(inputs, targets, state.backend.put)
 
 
-def run_ours(backend: Backend, resolved: Resolved, steps: int, weights: Mapping[str, Tensor]) -> Course:
+def run_ours(
+    backend: Backend, resolved: Resolved, steps: int, weights: Mapping[str, Tensor], data: Pairs | None = None
+) -> Course:
     """Train our model on this rank, from whole weights; the course holds this rank's shards."""
     state = start(backend, resolved, weights)
     losses, norms = [], []
-    for batch in batches(resolved, steps):
-        result = train_step(
-            state, local_batch(state, batch, resolved.config.train.micro_batch), resolved.config.optim.lr
-        )
+    for pair in data or _pairs(resolved, steps):
+        result = train_step(state, local_pair(state, pair, resolved.config.train.micro_batch), resolved.config.optim.lr)
         read = backend.fetch({"loss": result.loss, "norm": result.grad_norm})
         losses.append(read["loss"])
         norms.append(read["norm"])

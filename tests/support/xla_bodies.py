@@ -21,6 +21,8 @@ from nxtrain.parallel.grads import Gradients
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from nxtrain.train.step import DeviceBatch, train_step
 from tests.support import nxd_xla
+from tests.support.drawn import Drawn
+from tests.support.drawn_runs import ours
 from tests.support.models import tokens
 from tests.support.parity import GLOBAL_BATCH, LR, Course, local_batch, run_ours, start
 
@@ -59,6 +61,11 @@ def courses(
         course = run_ours(backend, resolved, steps, weights)
         found.append((course, Counts.now().compiled - before))
     return found
+
+
+def drawn_courses(backend: Backend, cases: Sequence[tuple[Drawn, dict[str, Tensor]]]) -> list[Course]:
+    """Train each drawn run from its weights."""
+    return [ours(backend, run, weights) for run, weights in cases]
 
 
 @dataclass(frozen=True)

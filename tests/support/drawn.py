@@ -1,0 +1,313 @@
+"""Runs drawn from a seed: shapes, batches, layouts and precisions that no test names, each of them a command.
+
+A drawn run is a list of overrides of `configs/tiny_cpu.toml`. The rules of the configuration decide which draws can
+run, as they decide for a user.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.load import load
+from nxtrain.config.tables import toml_value
+from nxtrain.errors import ConfigError
+from nxtrain.family import IGNORE_INDEX
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "tiny_cpu.toml"
+SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
+"""Seed of the drawn tests; the variable runs them on others."""
+
+FULLY_SHARDED = ("grad_op", "full", "hybrid")
+TRIES = 200
+"""Draws until one fits together; far more than are ever needed."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """A layout, as the factors that a covering array pairs."""
+
+    tp: int = 1
+    pp: int = 1
+    virtual_pp: int = 1
+    dp: int = 1
+    shard: str = "none"
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+
+    def __str__(self) -> str:
+        kinds = (self.shard, self.schedule, "sp" if self.sequence_parallel else "")
+        degrees = f"tp{self.tp}-pp{self.pp}x{self.virtual_pp}-dp{self.dp}"
+        return "-".join((degrees, *(kind for kind in kinds if kind not in ("none", "1f1b", ""))))
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.tp * self.pp * self.dp
+
+
+ONE = Degrees()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A run drawn from a seed.
+
+    Args:
+        lane, seed, index: The draw.
+        degrees: Layout.
+        overrides: `key=value` each, of `CONFIG`.
+        steps: Updates.
+        mask: Share of the targets that do not count; the command line has no such targets.
+    """
+
+    lane: str
+    seed: int
+    index: int
+    degrees: Degrees
+    overrides: tuple[str, ...]
+    steps: int
+    mask: float
+
+    def __str__(self) -> str:
+        return f"{self.lane}:{self.index}"
+
+    @property
+    def resolved(self) -> Resolved:
+        """The configuration, held to every rule."""
+        return resolve(load(CONFIG, self.overrides), self.degrees.world)
+
+    @property
+    def reproduce(self) -> str:
+        """The line that runs this draw again; with `--command`, by `nxtrain launch`."""
+        return f"python scripts/fuzz.py {self.seed} --only {self}"
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Inputs and targets of each step's global batch: (global_batch, seq_len) int64 each."""
+        resolved = self.resolved
+        train, vocab_size = resolved.config.train, resolved.model.vocab_size
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.index)
+        found = []
+        for _ in range(self.steps):
+            rows = torch.randint(0, vocab_size, (train.global_batch, train.seq_len + 1), generator=generator)
+            targets = rows[:, 1:].clone()
+            if self.mask:
+                masked = torch.rand(targets.shape, generator=generator) < self.mask
+                masked[1:] |= torch.rand(train.global_batch - 1, 1, generator=generator) < self.mask
+                masked[0, 0] = False  # a step without any target has no mean
+                targets[masked] = IGNORE_INDEX
+            found.append((rows[:, :-1].contiguous(), targets))
+        return found
+
+
+def draw(lane: str, seed: int, index: int, degrees: Degrees = ONE, *, bf16: bool = False, xla: bool = False) -> Drawn:
+    """One run of a layout.
+
+    Args:
+        lane: Name of the series; each has draws of its own.
+        seed, index: The draw.
+        degrees: Layout.
+        bf16: Parameters in bf16 under any update rule; otherwise everything is float32.
+        xla: Small enough to be compiled quickly, under the rules of XLA devices.
+    """
+    for attempt in range(TRIES):
+        rng = Random(f"{lane}/{seed}/{index}/{attempt}")
+        overrides, steps, mask = _overrides(rng, degrees, bf16=bf16, xla=xla)
+        lines = tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
+        drawn = Drawn(lane, seed, index, degrees, lines, steps, mask)
+        try:
+            _ = drawn.resolved
+        except ConfigError:
+            continue
+        return drawn
+    raise AssertionError(f"{lane}:{index} of seed {seed}: none of {TRIES} draws fits {degrees}")
+
+
+def _overrides(rng: Random, degrees: Degrees, *, bf16: bool, xla: bool) -> tuple[dict[str, Any], int, float]:
+    model = _model(rng, degrees, xla=xla)
+    micro_batch, accumulation = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3, 5))
+    if degrees.pp > 1:
+        accumulation = rng.randint(1, 2 * degrees.pp + 1)
+    seq_len = _seq_len(rng, degrees, xla=xla)
+    if seq_len == 1 and model["vocab_size"] > 300:
+        # Of one token the head's gradient is a matrix-vector product, whose BLAS kernel adds row after row: 1e-6 off.
+        micro_batch = max(2, micro_batch)
+    values: dict[str, Any] = {
+        "backend.name": "xla" if xla else "cpu",
+        "data.source": "tokens",
+        "data.path": "rows.npy",
+        "data.shuffle": False,
+        "data.validation_fraction": 0.0,
+        "train.eval_every": 0,
+        **{f"model.config.{key}": value for key, value in model.items()},
+        "model.fused_qkv": rng.random() < 0.5,
+        "model.fused_gate_up": rng.random() < 0.5,
+        "train.seq_len": seq_len,
+        "train.micro_batch": micro_batch,
+        "train.global_batch": micro_batch * accumulation * degrees.dp,
+        "train.remat": rng.choice(("none", "selective", "full")),
+        "train.loss_chunk_mib": rng.choice((1, 64)),
+        "parallel.bucket_mib": rng.choice((1, 64)),
+        **{f"parallel.{field.name}": getattr(degrees, field.name) for field in fields(degrees)},
+        **_sharding(rng, degrees),
+        **_cuts(rng, degrees, model["num_hidden_layers"]),
+        **(_bf16(rng) if bf16 else {}),
+        **_optim(rng),
+    }
+    return values, rng.randint(3, 5), rng.choice((0.0, 0.0, 0.3, 0.6))
+
+
+def _model(rng: Random, degrees: Degrees, *, xla: bool) -> dict[str, Any]:
+    """A Llama whose query heads tp divides; all other sizes are free."""
+    heads = degrees.tp * rng.choice((1, 2, 3, 4, 6))
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0 and (n % degrees.tp == 0 or degrees.tp % n == 0)]
+    # transformers asks for a multiple. Below eight the gradient of RMSNorm cancels, and in float32 transformers itself
+    # is 2e-5 from float64.
+    hidden = heads * rng.randint(-(-8 // heads), (40 if xla else 80) // heads)
+    chunks = degrees.pp * degrees.virtual_pp
+    seen = rng.choice((8, 16, 64))
+    scaling = {
+        "factor": rng.choice((2.0, 8.0)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": rng.choice((2.0, 4.0)),
+        "original_max_position_embeddings": seen,
+    }
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice(divisors),
+        "head_dim": 2 * rng.randint(1, 12),
+        "intermediate_size": rng.randint(1, 120),
+        "vocab_size": rng.choice((rng.randint(3, 40), rng.randint(40, 300), rng.randint(300, 600 if xla else 4000))),
+        "num_hidden_layers": chunks + rng.choice((0, 0, 1, 2)),
+        "rms_norm_eps": rng.choice((1e-6, 1e-5, 1e-3)),
+        "rope_theta": rng.choice((100.0, 10_000.0, 500_000.0)),
+        **({"rope_scaling": scaling} if rng.random() < 0.3 else {}),
+        "tie_word_embeddings": rng.random() < 0.3,
+        "max_position_embeddings": 512,
+    }
+
+
+def _seq_len(rng: Random, degrees: Degrees, *, xla: bool) -> int:
+    """Tokens of a sequence: one, a few, or around a boundary of the blocks of attention."""
+    around = [128 * blocks + offset for blocks in (1, 2) for offset in (-1, 0, 1)]
+    length = rng.choice((1, 2, rng.randint(3, 40), rng.randint(3, 40), rng.choice(around)))
+    length = min(length, 40) if xla else length
+    return -(-length // degrees.tp) * degrees.tp if degrees.sequence_parallel else length
+
+
+def _sharding(rng: Random, degrees: Degrees) -> dict[str, Any]:
+    if degrees.shard not in FULLY_SHARDED:
+        return {}
+    values: dict[str, Any] = {"parallel.prefetch": rng.choice((0, 1, 2))}
+    if degrees.shard == "hybrid":
+        values["parallel.shard_size"] = rng.choice([n for n in range(1, degrees.dp + 1) if degrees.dp % n == 0])
+    if values.get("parallel.shard_size", degrees.dp) > 1:
+        values["parallel.offload"] = rng.random() < 0.25
+    return values
+
+
+def _cuts(rng: Random, degrees: Degrees, num_layers: int) -> dict[str, Any]:
+    """Pipeline cuts of every kind, or none, so that the layers are cut by cost."""
+    num_cuts = degrees.pp * degrees.virtual_pp - 1
+    if not num_cuts or rng.random() < 0.5:
+        return {}
+    return {"parallel.pipeline_cuts": sorted(rng.sample(range(1, num_layers), num_cuts))}
+
+
+def _bf16(rng: Random) -> dict[str, Any]:
+    accumulate, reduce = rng.choice((("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")))
+    return {
+        "precision.params": "bf16",
+        "precision.update": rng.choice(("fp32_master", "bf16_stochastic", "bf16_kahan")),
+        "precision.accumulate": accumulate,
+        "precision.reduce": reduce,
+        "precision.state": "fp32",
+    }
+
+
+def _optim(rng: Random) -> dict[str, Any]:
+    """AdamW whose steps are large beside rounding, and not so large that rounding grows."""
+    lr = rng.choice((1e-3, 3e-4))
+    return {
+        "optim.schedule": "constant",
+        "optim.lr": lr,
+        "optim.min_lr": lr,
+        "optim.warmup_steps": 0,
+        "optim.betas": rng.choice(([0.9, 0.95], [0.8, 0.999])),
+        "optim.eps": rng.choice((1e-4, 1e-5)),
+        "optim.weight_decay": rng.choice((0.0, 0.1, 1.0)),
+        "optim.decay_norms": rng.random() < 0.3,
+        "optim.clip": rng.choice((0.0, 0.05, 1.0)),
+    }
+
+
+# --- layouts -------------------------------------------------------------------------------------------------------
+
+
+def covering_array(seed: int, number: int, fits: Callable[[Degrees], bool] = lambda _: True) -> list[Degrees]:
+    """Layouts in which every two values of two factors that can meet do so, and drawn ones up to a number.
+
+    Args:
+        seed: Draws which of the equally good ones.
+        number: Least length.
+        fits: Rules of a lane beside those of layouts, such as the largest world.
+    """
+    rng = Random(f"layouts/{seed}")
+    layouts = [degrees for degrees in all_layouts() if fits(degrees)]
+    rng.shuffle(layouts)
+    pairs = {degrees: frozenset(combinations(enumerate(astuple(degrees)), 2)) for degrees in layouts}
+    missing = set().union(*pairs.values())
+    found = []
+    while missing:
+        best = max(layouts, key=lambda degrees: len(pairs[degrees] & missing) / (2 + degrees.world))
+        found.append(best)
+        missing -= pairs[best]
+    small = [degrees for degrees in layouts if degrees.world <= 4]
+    return found + rng.choices(small, k=number - len(found))
+
+
+@cache
+def all_layouts() -> tuple[Degrees, ...]:
+    """Every layout of up to eight ranks; factors that do not fit each other are left out."""
+    factors = (
+        (1, 2, 3, 4),
+        (1, 2, 3, 4),
+        (1, 2, 3),
+        (1, 2, 3, 4),
+        ("none", "zero1", *FULLY_SHARDED),
+        ("1f1b", "zero_bubble"),
+        (False, True),
+    )
+    return tuple(degrees for degrees in (Degrees(*values) for values in product(*factors)) if _is_layout(degrees))
+
+
+def _is_layout(degrees: Degrees) -> bool:
+    if degrees.schedule == "zero_bubble":
+        splits = degrees.pp > 1 and degrees.virtual_pp == 1 and degrees.shard not in FULLY_SHARDED
+    else:
+        splits = True
+    turns = degrees.virtual_pp == 1 or degrees.pp > 1
+    return degrees.world <= 8 and splits and turns and (degrees.tp > 1 or not degrees.sequence_parallel)
+
+
+def is_for_xla(degrees: Degrees) -> bool:
+    """Layouts of up to four XLA devices, whose pipelines pair their stages and cut optimizer state alone."""
+    return (
+        degrees.world <= 4
+        and degrees.pp in (1, 2, 4)
+        and degrees.virtual_pp <= 2
+        and degrees.shard not in FULLY_SHARDED
+        and degrees.schedule == "1f1b"
+    )

@@ -1,0 +1,93 @@
+"""Runs of drawn shapes, batches, masks and update rules in one process, beside transformers with `torch.optim`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import Backend
+from tests.support.drawn import SEED, Drawn, draw
+from tests.support.drawn_bf16 import WORSE, Distance, distances, root_mean_square
+from tests.support.drawn_runs import error_of, failures, ours, wanted
+from tests.support.drawn_runs import first_weights as weights_of
+
+BATCHES, EACH = 8, 25
+NUM_BF16 = 40
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # shapes are small
+    yield open_backend("cpu")
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_drawn_runs_equal_transformers_in_float32(backend: Backend, batch: int) -> None:
+    runs = [draw("process", SEED, index) for index in range(batch * EACH, (batch + 1) * EACH)]
+    errors = [(run, error_of([ours(backend, run, weights_of(run))], wanted(run), run)) for run in runs]
+    assert not failures(errors), failures(errors)
+
+
+def test_draws_reach_every_kind_of_run() -> None:
+    """A draw that never comes proves nothing."""
+    runs = [draw("process", SEED, index).resolved for index in range(BATCHES * EACH)]
+    models = [run.model for run in runs]
+    kinds = {
+        "as many K/V heads as heads, split projections": [
+            m.num_kv_heads == m.num_attention_heads and not r.config.model.fused_qkv  # type: ignore[attr-defined]
+            for m, r in zip(models, runs, strict=True)
+        ],
+        "grouped queries": [1 < m.num_kv_heads < m.num_attention_heads for m in models],  # type: ignore[attr-defined]
+        "heads apart from the hidden size": [
+            m.head_size * m.num_attention_heads != m.hidden_size  # type: ignore[attr-defined]
+            for m in models
+        ],
+        "tied": [m.tie_word_embeddings for m in models],
+        "rope scaling": [m.rope_scaling is not None for m in models],  # type: ignore[attr-defined]
+        "one sequence at a time": [r.config.train.micro_batch == 1 for r in runs],
+        "accumulation": [r.config.train.global_batch > r.config.train.micro_batch for r in runs],
+        "one token": [r.config.train.seq_len == 1 for r in runs],
+        "a block of attention and one more": [r.config.train.seq_len in (129, 257) for r in runs],
+        "several chunks of the loss": [
+            r.config.train.micro_batch * r.config.train.seq_len * m.vocab_size * 4 > r.config.train.loss_chunk_mib << 20
+            for m, r in zip(models, runs, strict=True)
+        ],
+        **{f"remat {how}": [r.config.train.remat == how for r in runs] for how in ("none", "selective", "full")},
+        "no clipping": [r.config.optim.clip == 0 for r in runs],
+        "decay of norms": [r.config.optim.decay_norms for r in runs],
+    }
+    least = BATCHES * EACH // 50
+    assert {kind: sum(found) for kind, found in kinds.items() if sum(found) < least} == {}
+
+
+@pytest.fixture(scope="module")
+def in_bf16(backend: Backend) -> list[tuple[Drawn, Distance, Distance]]:
+    runs = [draw("bf16", SEED, index, bf16=True) for index in range(NUM_BF16)]
+    return [(run, *distances(backend, run)) for run in runs]
+
+
+def test_gradients_in_bf16_are_as_exact_as_those_of_transformers(
+    in_bf16: list[tuple[Drawn, Distance, Distance]],
+) -> None:
+    worse = [
+        f"{mine.gradient:.1e} against {theirs.gradient:.1e}: {run.reproduce}"
+        for run, mine, theirs in in_bf16
+        if not mine.gradient <= WORSE * theirs.gradient
+    ]
+    assert not worse, "\n".join(worse)
+
+
+@pytest.mark.parametrize("rule", ["fp32_master", "bf16_stochastic", "bf16_kahan"])
+def test_losses_in_bf16_are_as_exact_as_those_of_transformers(
+    in_bf16: list[tuple[Drawn, Distance, Distance]], rule: str
+) -> None:
+    """Over all runs of a rule: of a single loss, chance decides which rounding is the smaller."""
+    of_rule = [found for found in in_bf16 if found[0].resolved.config.precision.update == rule]
+    mine = root_mean_square([loss for _, own, _ in of_rule for loss in own.losses])
+    theirs = root_mean_square([loss for _, _, other in of_rule for loss in other.losses])
+    assert mine <= WORSE * theirs, [run.reproduce for run, _, _ in of_rule]

@@ -1,0 +1,34 @@
+"""Drawn shapes and layouts on several XLA devices with real collectives, beside transformers with `torch.optim`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.drawn import SEED, Drawn, covering_array, draw, is_for_xla
+from tests.support.drawn_runs import error_of, failures, first_weights, wanted
+from tests.support.xla_bodies import drawn_courses
+from tests.support.xla_engine import run_devices
+from tests.support.xla_link import FAST
+
+LAYOUTS = covering_array(SEED, 12, is_for_xla)
+GROUPS: dict[str, list[Drawn]] = {}
+for _index, _degrees in enumerate(LAYOUTS):
+    GROUPS.setdefault(f"{_degrees.world} devices", []).append(draw("xla", SEED, _index, _degrees, xla=True))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_drawn_runs_on_devices_equal_transformers(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs of one number of devices share a process, which takes long to start."""
+    monkeypatch.setenv("XLA_FLAGS", FAST)
+    runs = GROUPS[group]
+    cases = [(run, first_weights(run)) for run in runs]
+    by_rank = run_devices(runs[0].degrees.world, drawn_courses, cases, folder=tmp_path)
+    courses = zip(*by_rank, strict=True)
+    errors = [(run, error_of(found, wanted(run), run)) for run, found in zip(runs, courses, strict=True)]
+    assert not failures(errors), failures(errors)
+
+
+def test_there_are_a_dozen() -> None:
+    assert sum(map(len, GROUPS.values())) >= 12
