@@ -113,23 +113,21 @@ class Vote:
 
     @torch.no_grad()
     def gather(self) -> tuple[list[Tensor], Tensor]:
-        """The checksums of all holders, (R, P) int32 for each ballot, and how many differ in the world, () float32."""
+        """Checksums of all holders, (R, P) int32 for each ballot, and how many differ in the world, () float32."""
         comm, backend, mesh = self._state.backend.collectives, self._state.backend, self._mesh
         of_all: list[Tensor] = []
-        differing = self._nothing.sum()
         if self.ballots:
             own = checksums(self._tensors, self._kernels, self._factors, self._rows).to(backend.device)
-            own_parts = own.unsqueeze(0).split([len(names) for names in self.ballots.values()], dim=1)
-            of_replicas = self._over_replicas(own_parts)
-            for holders, part in zip(self.ballots, of_replicas, strict=True):
-                found = part
-                if holders.copies > 1:
-                    found = comm.all_gather(found.clone(), mesh.tp.neighbours(holders.copies))
-                if holders.tied:
-                    found = found.clone()
-                    found = torch.cat([found, comm.exchange(found, mesh.pp, _other_end(mesh))])
-                of_all.append(found)
-                differing = differing + (found != found[:1]).sum(dtype=torch.float32)
+            parts = own.unsqueeze(0).split([len(names) for names in self.ballots.values()], dim=1)
+            of_all = self._over_ends(
+                [
+                    comm.all_gather(part.clone(), mesh.tp.neighbours(holders.copies)) if holders.copies > 1 else part
+                    for holders, part in zip(self.ballots, self._over_replicas(parts), strict=True)
+                ]
+            )
+        differing = self._nothing.sum()
+        for found in of_all:
+            differing = differing + (found != found[:1]).sum(dtype=torch.float32)
         return of_all, comm.all_reduce(differing, mesh.state)
 
     def dissents(self, of_all: Sequence[Tensor]) -> list[Dissent]:
@@ -143,13 +141,26 @@ class Vote:
         return [Dissent(apart, others, tuple(names)) for (apart, others), names in found.items()]
 
     def _over_replicas(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """The checksums of this rank, (1, P) for each ballot, with those of its replicas, (R, P), in one collective."""
+        """Checksums of this rank, (1, P) for each ballot, with those of its replicas, (R, P), in one collective."""
         of_replicas = [part for holders, part in zip(self.ballots, own, strict=True) if holders.replicas > 1]
         if not of_replicas:
             return list(own)
         gathered = self._state.backend.collectives.all_gather(torch.cat(of_replicas, dim=1), self._replicas)
         found = iter(gathered.split([part.shape[1] for part in of_replicas], dim=1))
         return [next(found) if holders.replicas > 1 else part for holders, part in zip(self.ballots, own, strict=True)]
+
+    def _over_ends(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Checksums of some holders with those of the same at the other end of the pipeline, in one exchange."""
+        tied = [part for holders, part in zip(self.ballots, parts, strict=True) if holders.tied]
+        if not tied:
+            return list(parts)
+        mine, pp = torch.cat([part.flatten() for part in tied]), self._mesh.pp
+        theirs = self._state.backend.collectives.exchange(mine, pp, _other_end(self._mesh))
+        found = iter(theirs.split([part.numel() for part in tied]))
+        return [
+            torch.cat([part, next(found).view(part.shape)]) if holders.tied else part
+            for holders, part in zip(self.ballots, parts, strict=True)
+        ]
 
     def _held(self, *, whole: bool) -> Iterator[tuple[Holders, _Part]]:
         """What others hold too of the parameters, whole or the shards of them, and of the optimizer's state."""
