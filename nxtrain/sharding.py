@@ -142,6 +142,11 @@ class ShardSpec:
             object.__setattr__(self, "segments", (Segment("", self.shape[axis]),))
         assert sum(s.size for s in self.segments) == self.shape[axis], self
 
+    @property
+    def is_tied(self) -> bool:
+        """True for a parameter that the first and the last pipeline stage each hold."""
+        return self.has_copy or self.tied_to is not None
+
     def pieces(self, axis: Axis) -> tuple[Piece, ...]:
         """What this rank of `axis` holds, in local order; a segment that does not divide is padded at its end."""
         pieces, local_start = [], 0
@@ -267,6 +272,15 @@ class Layout(Mapping[str, tuple[Block, ...]]):
             for row in range(block.local_offsets[0], block.local_offsets[0] + block.sizes[0]):
                 copies[row] = block.copies
         return copies
+
+    def is_shared(self, name: str) -> bool:
+        """True for a parameter of which several ranks of one model copy update the same entries, each for itself.
+
+        Such entries are copies over tp (norm weights, replicated K/V heads) and tied copies over pp. Data parallel
+        replicas do not count. The answer is the same on all ranks of a stage.
+        """
+        spec = self.table[name]
+        return spec.is_tied or any(piece.copies > 1 for piece in spec.pieces(self.mesh.tp))
 
     def mixes_copies(self, name: str) -> bool:
         """Whether rows of a parameter differ in how many ranks hold them, on any rank."""

@@ -124,9 +124,12 @@ class Kernels(ABC):
 
     Attributes:
         host_may_look: Reading a number in the midst of an update costs nothing.
+        rounds: The device rounds every cast from float32 to bfloat16 at random, by a stream of its own. Ranks that
+            compute the same then find values that differ, wherever their streams differ.
     """
 
     host_may_look: bool = False
+    rounds: bool = False
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -185,7 +188,8 @@ class Kernels(ABC):
         """Round to one of the two nearest bfloat16 values, the nearer the likelier, so that the mean is `x`.
 
         Values that bfloat16 has, infinities and NaN stay as they are; what rounds above the largest becomes infinite.
-        The result depends on the arguments alone, and is the same on every device that rounds in software.
+        The result depends on the arguments alone, and is the same on every device that rounds in software. A device
+        may draw bits of its own instead, unless the key is shared.
 
         Args:
             x: float32; may be overwritten.

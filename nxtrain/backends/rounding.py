@@ -40,6 +40,8 @@ class RoundingKey:
         columns: (C,) int32, that of each column's pair.
         odd: (C,) bool, the column takes the high half.
         begins_odd: The first column is the second of its pair.
+        shared: Other ranks round the same entries with bits of the same key, and the results must be equal. Hardware
+            that draws bits of its own does not serve here.
     """
 
     rows: Tensor
@@ -47,6 +49,7 @@ class RoundingKey:
     columns: Tensor
     odd: Tensor
     begins_odd: bool
+    shared: bool
 
     def narrow(self, start: int, num_rows: int) -> RoundingKey:
         """The key of some rows."""

@@ -262,7 +262,7 @@ class RecoveryConfig(Section):
     """After a step whose loss or gradient is not finite, which updates nothing: end with code 6, go on, or end so that
     ranks that are started again replay it from the newest checkpoint, which tells faults of machines from others."""
     vote_every: NonNegativeInt = 0
-    """Steps between comparisons of the data parallel replicas, also done before each checkpoint; 0: never."""
+    """Steps between comparisons of all that several ranks hold alike, also done before each checkpoint; 0: never."""
     on_divergence: Literal["warn", "stop"] = "warn"
     """When the gradient norm stays above three times its lowest: warn, or end with code 6."""
 

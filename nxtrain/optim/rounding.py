@@ -41,7 +41,8 @@ def _key(layout: Layout, name: str, shape: torch.Size, stream: str, put: Callabl
     odd = numbers % 2 == 1
     begins_odd = first % 2 == 1
     pairs = torch.cat([columns[:1], columns[1::2]]) if begins_odd else columns[::2]
-    return RoundingKey(put(rows | 1), put(pairs.contiguous()), put(columns), put(odd), begins_odd)
+    shared = layout.is_shared(name)
+    return RoundingKey(put(rows | 1), put(pairs.contiguous()), put(columns), put(odd), begins_odd, shared)
 
 
 def _hash(text: str) -> int:

@@ -19,12 +19,21 @@ class Gradients:
         data_parallel: How they are averaged over the data parallel ranks.
         comm: Collectives.
         put: Copies a host tensor to the device.
+        rounds: As `Kernels.rounds`: tensor parallel ranks compute different gradients of what all of them hold.
     """
 
-    def __init__(self, data_parallel: DataParallel, comm: Collectives, put: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        data_parallel: DataParallel,
+        comm: Collectives,
+        put: Callable[[Tensor], Tensor],
+        *,
+        rounds: bool = False,
+    ) -> None:
         self._data_parallel, self._comm, self._layout = data_parallel, comm, data_parallel.layout
         self.square_sum = SquareSum(self._layout, data_parallel.shards, put)
         self._tp_sums = _TensorParallelSums(self._layout, data_parallel.shards, comm, put)
+        self._tp_means = _TensorParallelMeans(self._layout, comm) if rounds else None
         self._tied_sums = _TiedSums(self._layout, comm)
 
     @torch.no_grad()
@@ -32,6 +41,8 @@ class Gradients:
         """Average over the data parallel ranks; sum what is partial on tensor parallel ones, and over tied copies."""
         grads = self._data_parallel.reduce()
         self._tp_sums(grads)
+        if self._tp_means is not None:
+            self._tp_means(grads)
         self._tied_sums(grads)
         return grads
 
@@ -93,7 +104,7 @@ class _TiedSums:
 
     def __init__(self, layout: Layout, comm: Collectives) -> None:
         self._pp, self._comm = layout.mesh.pp, comm
-        self._names = [name for name in layout if layout.table[name].has_copy or layout.table[name].tied_to]
+        self._names = [name for name in layout if layout.table[name].is_tied]
 
     def __call__(self, grads: dict[str, Tensor]) -> None:
         """Sum in place."""
@@ -139,6 +150,26 @@ class _TensorParallelSums:
             reduced = self._comm.start_all_reduce_bucket(tensors, self._tp.neighbours(copies), torch.float32).wait()
             for name, total in zip((*whole, *rows), reduced, strict=True):
                 grads[name] = torch.where(rows[name], total, grads[name]) if name in rows else total
+
+
+class _TensorParallelMeans:
+    """Averages in float32 what all tensor parallel ranks compute alike, but for how their hardware rounds at random.
+
+    These are the norm weights of a run without sequence parallelism. Elsewhere a sum makes their gradients equal.
+    """
+
+    def __init__(self, layout: Layout, comm: Collectives) -> None:
+        self._tp, self._comm = layout.mesh.tp, comm
+        specs = layout.table.items()
+        self._names = [name for name, spec in specs if spec.dim is None and not spec.sequence_parallel]
+
+    def __call__(self, grads: dict[str, Tensor]) -> None:
+        """Average in place."""
+        if self._tp.size == 1 or not self._names:
+            return
+        tensors = [grads[name] for name in self._names]
+        mean = self._comm.start_all_reduce_bucket(tensors, self._tp, torch.float32, scale=1.0 / self._tp.size)
+        grads.update(zip(self._names, mean.wait(), strict=True))
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -187,7 +187,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     return TrainState(
         model=model,
         data_parallel=data_parallel,
-        gradients=Gradients(data_parallel, backend.collectives, put),
+        gradients=Gradients(data_parallel, backend.collectives, put, rounds=kernels.rounds),
         optimizer=optimizer,
         pipeline=_pipeline(plan, model, backend, mesh, precision),
         num_params=plan.family.num_params(plan.model),

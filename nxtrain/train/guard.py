@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +162,16 @@ class Guard:
         raise RestartError(
             f"step {step}: the replicas of the model are no longer equal: {told}. A run whose ranks are started again "
             "(recovery.max_restarts) goes on from its newest checkpoint, before which they were; a rank that is named "
-            "again and again has a bad device"
+            f"again and again has a bad device{self._about_streams()}"
+        )
+
+    def _about_streams(self) -> str:
+        """Way out where replicas rely on equal random bits of their hardware, and may differ for want of them."""
+        if not (self._state.backend.kernels.rounds and self._state.mesh.replica.size > 1):
+            return ""
+        return (
+            ". Under precision.update=bf16_stochastic with parallel.shard=none the replicas rely on equal random bits "
+            "of their hardware: if every vote finds all of them different, use parallel.shard=zero1"
         )
 
     def _named_before(self) -> Counter[int]:
@@ -172,15 +181,14 @@ class Guard:
             found.update(rank for line in self._votes.read() for rank in line.get("ranks", ()))
         return found
 
-    def _name(self, step: int, of_all: Tensor, before: Counter[int]) -> str:
+    def _name(self, step: int, of_all: Sequence[Tensor], before: Counter[int]) -> str:
         """Who differs in what; the first rank of those that compared writes it down."""
         assert self._vote is not None
-        rank = self._state.mesh.rank
         dissents = self._vote.dissents(of_all)
         if not dissents:
             return f"others found it, see {self._votes.file}"
-        if rank == self._vote.axis.group_of(rank)[0]:
-            for found in dissents:
+        for found in dissents:
+            if found.first == self._state.mesh.rank:
                 line = {"step": step, "ranks": found.ranks, "tensors": found.tensors, "attempt": self._attempt}
                 self._keep(self._votes, line)
         named = {rank: before[rank] for found in dissents for rank in found.ranks}

@@ -1,25 +1,32 @@
-"""Do the data parallel replicas still hold the same? A vote on checksums finds the one whose memory changed by itself.
+"""Comparison of the copies of a model's state: a vote on checksums finds the rank whose memory changed by itself.
 
-Compared are the bits of all parameters, and of the optimizer's state where replicas hold the same of it: with
-shard=none, and with shard=hybrid between the groups that each hold everything once. With shard=zero1 each rank alone
-holds its part of the optimizer's state, and with grad_op and full of the parameters too: what changes there reaches all
-replicas alike and no vote can see it. Nor does it see a change that the step after it overwrites before the next vote.
+Compared are the bits of all parameters and of the optimizer's state, wherever several ranks hold the same of them:
 
-Shapes: R replicas, P tensors.
+- Data parallel replicas. With shard=none they hold all of it, with shard=zero1 the parameters, with shard=hybrid
+  what the other groups hold too, and with grad_op and full nothing.
+- Tensor parallel ranks: norm weights, and the K/V heads that several ranks share, whatever the shard.
+- The first and the last pipeline stage: a tied embedding, whatever the shard.
+
+What one rank alone holds changes for all that read it, and no vote can see that. Nor does a vote see a change that the
+step after it overwrites before the next vote.
+
+Shapes: R ranks that hold the same, P tensors.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Kernels
 from nxtrain.backends.rounding import folded, mix_
+from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.fully_sharded import FullySharded
+from nxtrain.sharding import Layout
 from nxtrain.train.step import TrainState
 
 
@@ -44,64 +51,184 @@ class Dissent:
         differ = "differs" if len(self.ranks) == 1 else "differ"
         return f"{_listed(self.ranks)} {differ} from {_listed(self.others)} in {self.tensors[0]}{more}"
 
+    @property
+    def first(self) -> int:
+        """The lowest rank of those that were compared."""
+        return min(self.ranks + self.others)
+
+
+@dataclass(frozen=True, order=True)
+class Holders:
+    """The ranks that hold a tensor, as directions of the mesh from one of them.
+
+    Args:
+        tied: The first and the last pipeline stage.
+        copies: Adjacent tensor parallel ranks.
+        replicas: Data parallel replicas, or those of a shard.
+    """
+
+    tied: bool
+    copies: int
+    replicas: int
+
+    def ranks(self, mesh: Mesh, replicas: Axis) -> tuple[int, ...]:
+        """Their numbers, in the order in which `Vote.gather` has their checksums."""
+        found = replicas.group_of(mesh.rank) if self.replicas > 1 else (mesh.rank,)
+        tp = mesh.tp.neighbours(self.copies)
+        found = tuple(tp.group_of(rank)[place] for place in range(self.copies) for rank in found)
+        return found + tuple(mesh.pp.group_of(rank)[_other_end(mesh)] for rank in found) if self.tied else found
+
 
 class Vote:
-    """The comparison of this rank's replicas.
+    """The comparison of what this rank holds with what others hold of the same.
 
     Args:
         state: Whose tensors; they must stay where they are.
+
+    Attributes:
+        ballots: Names of the tensors that each set of holders compares.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self._state, mesh = state, state.mesh
+        self._state, self._mesh = state, state.mesh
         whole = not isinstance(state.data_parallel, FullySharded)
-        shards = dict(state.data_parallel.shards)
-        self.axis = mesh.dp if whole else mesh.replica
-        self._tensors = {name: p.detach() for name, p in state.model.named_parameters()} if whole else shards
-        if mesh.replica.size == self.axis.size:
-            self._tensors |= {
-                f"{kind} of {name}": tensor
-                for kind, tensors in state.optimizer.state.items()
-                for name, tensor in tensors.items()
-                if tensor is not shards[name]
-            }
-        longest = max(max(t.shape[0], t.shape[1:].numel()) for t in self._tensors.values())
-        device = next(iter(self._tensors.values())).device
+        self._replicas = self._mesh.dp if whole else self._mesh.replica
+        held = sorted(self._held(whole=whole), key=lambda found: found[0])
+        self._tensors = {part.name: part.tensor for _, part in held}
+        self.ballots: dict[Holders, list[str]] = {}
+        for holders, part in held:
+            self.ballots.setdefault(holders, []).append(part.name)
+        device = next(iter(state.data_parallel.shards.values())).device
         self._kernels = state.backend.kernels if device == state.backend.device else state.backend.host_kernels
         put = state.backend.put if device == state.backend.device else torch.Tensor.clone
+        self._rows = {part.name: put(part.rows) for _, part in held if part.rows is not None}
+        longest = max((max(t.shape[0], t.shape[1:].numel()) for t in self._tensors.values()), default=1)
         self._factors = put(factors(longest))
+        self._nothing = state.backend.put(torch.zeros(2))
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is anything to compare."""
-        return self.axis.size > 1
+        """True where ranks may hold the same, alike on all: a stage does not know which parameters others tie."""
+        return bool(self.ballots) or self._mesh.pp_size > 1
 
     @torch.no_grad()
-    def gather(self) -> tuple[Tensor, Tensor]:
-        """The checksums of all replicas, (R, P) int32, and how many differ somewhere in the world, () float32."""
-        comm, backend = self._state.backend.collectives, self._state.backend
-        own = checksums(self._tensors, self._kernels, self._factors).to(backend.device)
-        of_all = comm.start_all_gather(own.unsqueeze(0), self.axis).wait()
-        differing = (of_all != of_all[:1]).sum(dtype=torch.float32)
-        return of_all, comm.all_reduce(differing, self._state.mesh.state)
+    def gather(self) -> tuple[list[Tensor], Tensor]:
+        """Checksums of all holders, (R, P) int32 for each ballot, and how many differ in the world, () float32."""
+        comm, backend, mesh = self._state.backend.collectives, self._state.backend, self._mesh
+        of_all: list[Tensor] = []
+        if self.ballots:
+            own = checksums(self._tensors, self._kernels, self._factors, self._rows).to(backend.device)
+            parts = own.unsqueeze(0).split([len(names) for names in self.ballots.values()], dim=1)
+            of_all = self._over_ends(
+                [
+                    comm.all_gather(part.clone(), mesh.tp.neighbours(holders.copies)) if holders.copies > 1 else part
+                    for holders, part in zip(self.ballots, self._over_replicas(parts), strict=True)
+                ]
+            )
+        differing = self._nothing.sum()
+        for found in of_all:
+            differing = differing + (found != found[:1]).sum(dtype=torch.float32)
+        return of_all, comm.all_reduce(differing, mesh.state)
 
-    def dissents(self, of_all: Tensor) -> list[Dissent]:
+    def dissents(self, of_all: Sequence[Tensor]) -> list[Dissent]:
         """Who differs in what, read from the device."""
-        ranks = self.axis.group_of(self._state.mesh.rank)
-        found: dict[tuple[int, ...], list[str]] = {}
-        for name, column in zip(self._tensors, of_all.cpu().T.tolist(), strict=True):
-            value, number = Counter(column).most_common(1)[0]
-            if number == len(ranks):
-                continue
-            is_majority = 2 * number > len(ranks)
-            apart = tuple(r for r, own in zip(ranks, column, strict=True) if own != value or not is_majority)
-            found.setdefault(apart, []).append(name)
+        found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+        for (holders, names), sums in zip(self.ballots.items(), of_all, strict=True):
+            ranks = holders.ranks(self._mesh, self._replicas)
+            for name, column in zip(names, sums.cpu().T.tolist(), strict=True):
+                if sides := minority(ranks, column):
+                    found.setdefault(sides, []).append(name)
+        return [Dissent(apart, others, tuple(names)) for (apart, others), names in found.items()]
+
+    def _over_replicas(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Checksums of this rank, (1, P) for each ballot, with those of its replicas, (R, P), in one collective."""
+        of_replicas = [part for holders, part in zip(self.ballots, own, strict=True) if holders.replicas > 1]
+        if not of_replicas:
+            return list(own)
+        gathered = self._state.backend.collectives.all_gather(torch.cat(of_replicas, dim=1), self._replicas)
+        found = iter(gathered.split([part.shape[1] for part in of_replicas], dim=1))
+        return [next(found) if holders.replicas > 1 else part for holders, part in zip(self.ballots, own, strict=True)]
+
+    def _over_ends(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Checksums of some holders with those of the same at the other end of the pipeline, in one exchange."""
+        tied = [part for holders, part in zip(self.ballots, parts, strict=True) if holders.tied]
+        if not tied:
+            return list(parts)
+        mine, pp = torch.cat([part.flatten() for part in tied]), self._mesh.pp
+        theirs = self._state.backend.collectives.exchange(mine, pp, _other_end(self._mesh))
+        found = iter(theirs.split([part.numel() for part in tied]))
         return [
-            Dissent(apart, tuple(r for r in ranks if r not in apart), tuple(names)) for apart, names in found.items()
+            torch.cat([part, next(found).view(part.shape)]) if holders.tied else part
+            for holders, part in zip(self.ballots, parts, strict=True)
         ]
 
+    def _held(self, *, whole: bool) -> Iterator[tuple[Holders, _Part]]:
+        """What others hold too of the parameters, whole or the shards of them, and of the optimizer's state."""
+        state, mesh = self._state, self._mesh
+        shards = state.data_parallel.shards
+        parameters = {name: p.detach() for name, p in state.model.named_parameters()} if whole else shards
+        cut = Layout(state.table, replace(mesh, shard_size=1)) if whole else state.layout
+        yield from _parts("", parameters, cut, self._replicas.size)
+        # With shard=zero1 each data parallel rank alone has its rows.
+        replicas = self._replicas.size if mesh.replica.size == self._replicas.size else 1
+        for kind, tensors in state.optimizer.state.items():
+            kept = {name: tensor for name, tensor in tensors.items() if tensor is not shards[name]}
+            yield from _parts(f"{kind} of ", kept, state.layout, replicas)
 
-def checksums(tensors: Mapping[str, Tensor], kernels: Kernels, factors: Tensor) -> Tensor:
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a tensor that the same ranks hold.
+
+    Args:
+        name: As messages have it, the same for all holders.
+        tensor: All rows.
+        rows: (rows,) int32, 1 for those that count; None: all do.
+    """
+
+    name: str
+    tensor: Tensor
+    rows: Tensor | None = None
+
+
+def _parts(
+    prefix: str, tensors: Mapping[str, Tensor], layout: Layout, replicas: int
+) -> Iterator[tuple[Holders, _Part]]:
+    """The parts of some tensors that several ranks hold, with their holders: as many, on all ranks of a stage."""
+    for name, tensor in tensors.items():
+        spec = layout.table[name]
+        numbers = sorted({piece.copies for piece in spec.pieces(layout.mesh.tp)})
+        for copies in numbers:
+            holders = Holders(spec.is_tied, copies, replicas)
+            if holders == Holders(tied=False, copies=1, replicas=1):
+                continue
+            named = f"{prefix}{spec.tied_to or name}"
+            if len(numbers) == 1:
+                yield holders, _Part(named, tensor)
+                continue
+            rows = torch.tensor(layout.row_copies(name, tensor.shape[0])) == copies
+            which = f" ({copies} copies over tp)" if copies > 1 else ""
+            yield holders, _Part(f"{named}{which}", tensor, rows.to(torch.int32))
+
+
+def _other_end(mesh: Mesh) -> int:
+    """The stage that holds the other copy of a tied parameter, on one of the two."""
+    return 0 if mesh.pp.rank else mesh.pp.size - 1
+
+
+def minority(ranks: Sequence[int], sums: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Ranks that differ from the others, and the others; all and none without a majority, None if all agree."""
+    value, number = Counter(sums).most_common(1)[0]
+    if number == len(ranks):
+        return None
+    is_majority = 2 * number > len(ranks)
+    apart = {rank for rank, own in zip(ranks, sums, strict=True) if own != value or not is_majority}
+    return tuple(sorted(apart)), tuple(sorted(set(ranks) - apart))
+
+
+def checksums(
+    tensors: Mapping[str, Tensor], kernels: Kernels, factors: Tensor, counted: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """A number for each tensor: (P,) int32, the same in whatever order a device adds.
 
     Each entry's bits, as float32, are multiplied by an odd number for its row and one for its column, and the products
@@ -112,6 +239,7 @@ def checksums(tensors: Mapping[str, Tensor], kernels: Kernels, factors: Tensor) 
         tensors: float32 or bfloat16, by name.
         kernels: Cut and see them.
         factors: Of `factors`, no shorter than any dimension.
+        counted: Of some tensors, 1 for each row that counts and 0 for the rest: (rows,) int32.
     """
     sums = {name: torch.zeros((), dtype=torch.int32, device=factors.device) for name in tensors}
     for call in kernels.tiles({name: tensor.shape for name, tensor in tensors.items()}):
@@ -119,6 +247,8 @@ def checksums(tensors: Mapping[str, Tensor], kernels: Kernels, factors: Tensor) 
             bits = kernels.bits(rows.of(tensors[rows.name]).float().reshape(rows.number, -1))
             of_rows = (folded(bits) * factors[0, : bits.shape[1]]).sum(dim=1, dtype=torch.int32)
             of_rows = of_rows * factors[1, rows.start : rows.start + rows.number]
+            if counted and rows.name in counted:
+                of_rows = of_rows * counted[rows.name][rows.start : rows.start + rows.number]
             sums[rows.name] = sums[rows.name] + of_rows.sum(dtype=torch.int32)
     return torch.stack(list(sums.values()))
 

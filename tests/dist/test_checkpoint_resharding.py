@@ -135,6 +135,31 @@ def test_copies_of_a_stage_share_its_writing(ranks: RankPool, tmp_path: Path) ->
     assert min(second) > 0.4 * sum(second)
 
 
+TIED_COPY = "lm_head.weight"
+
+
+def save_stage_whose_copy_differs(backend: Backend, path: Path, stages: Stages) -> bool:
+    """Save, after all of the tied copy and its state changed; returns whether this rank has one."""
+    held = staged(backend, "tied", stages)
+    shards = cut(held.table, held.mesh)
+    has_copy = TIED_COPY in held.table
+    for tensors in shards.values():
+        if has_copy:
+            tensors[TIED_COPY].fill_(7.0)
+    save(path, shards, held, meta(), retention=Retention(keep=1))
+    return has_copy
+
+
+def test_a_copy_that_differs_is_in_no_checkpoint_and_a_load_makes_both_equal(ranks: RankPool, tmp_path: Path) -> None:
+    """A tied tensor is stored once, by the first stage; all ranks get that one."""
+    path = layout.step_path(tmp_path, 10)
+    stages: Stages = (2, 2, 1, {})
+    assert ranks.run(4, save_stage_whose_copy_differs, path, stages) == [False, False, True, True]
+    assert not any(TIED_COPY in key for key in read_manifest(path).tensors)
+    assert all(ranks.run(4, load_stage, path, "tied", stages))
+    assert all(ranks.run(1, load_stage, path, "tied", ALONE))
+
+
 def save_without_space(backend: Backend, path: Path) -> str:
     """Rank 1 may write files of one KiB only, as if its disk were full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -25,9 +25,9 @@ from nxtrain.train.recovery.signals import Signals
 from nxtrain.train.recovery.watchdog import Watchdog
 from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.trainer import Work
-from nxtrain.train.vote import checksums, factors
+from nxtrain.train.vote import Vote, checksums, factors
 from tests.support.models import tokens
-from tests.support.parity import GLOBAL_BATCH, LR, local_batch, start
+from tests.support.parity import GLOBAL_BATCH, LR, batches, local_batch, start
 from tests.support.xla_bodies import Counts
 
 
@@ -169,3 +169,56 @@ def hung(backend: Backend, logs: Path) -> None:
         watchdog.enter(step, "training")
     with watchdog if backend.rank == 0 else nullcontext():
         backend.fetch({"sum": backend.collectives.all_reduce(mine, axis).sum()})
+
+
+def compared(
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], flips: Sequence[tuple[int, str]]
+) -> tuple[list[list[str]], list[int]]:
+    """What the vote says of sound copies after a step, and with a bit turned over in each of some parameters.
+
+    Args:
+        backend: Of the device.
+        resolved: The run.
+        weights: Whole, at the start.
+        flips: A rank and a parameter of that rank each.
+
+    Returns:
+        The words of each vote, and the graphs that were new in each, on all devices together.
+    """
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
+    backend.step_boundary()
+    vote = Vote(state)
+    assert vote.is_possible
+    words, compiled = [], []
+    for rank, name in [(-1, ""), *flips]:
+        right = None
+        if rank == backend.rank:
+            parameter = dict(state.model.named_parameters())[name]
+            right = parameter.detach().cpu()
+            _set(backend, parameter, _with_another_bit(right))
+        backend.collectives.barrier()
+        before = Counts.now().compiled
+        backend.collectives.barrier()
+        of_all, differing = vote.gather()
+        number = backend.fetch({"differing": differing})["differing"]
+        backend.collectives.barrier()
+        compiled.append(Counts.now().compiled - before)
+        words.append([str(found) for found in vote.dissents(of_all)] or ["elsewhere"] * bool(number))
+        if right is not None:
+            _set(backend, parameter, right)
+    assert not Counts.now().fallbacks
+    return words, compiled
+
+
+def _with_another_bit(x: Tensor) -> Tensor:
+    bits = x.view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).clone()
+    bits[-1:] ^= 1
+    return bits.view(x.dtype)
+
+
+def _set(backend: Backend, parameter: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(backend.put(value))
+    backend.step_boundary()

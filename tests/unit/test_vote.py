@@ -13,7 +13,7 @@ from nxtrain.backends.base import Kernels
 from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.mesh import Mesh
-from nxtrain.train.vote import Dissent, Vote, checksums, factors
+from nxtrain.train.vote import Dissent, Holders, checksums, factors, minority
 from tests.support.layers import random
 
 FACTORS = factors(64)
@@ -69,17 +69,13 @@ def test_nothing_is_the_sum_of_a_rank_without_entries() -> None:
     assert of(torch.zeros(0, 3), CpuKernels()) == 0
 
 
-class _Members:
-    """A vote without ranks: only what names them."""
-
-    def __init__(self, world: int, names: list[str]) -> None:
-        self.mesh = Mesh.build(world, 0)
-        self._state, self._tensors, self.axis = self, dict.fromkeys(names), self.mesh.dp
-
-
 def said(columns: dict[str, list[int]]) -> list[str]:
-    members: Any = _Members(len(next(iter(columns.values()))), list(columns))
-    return [str(found) for found in Vote.dissents(members, torch.tensor(list(columns.values())).T)]
+    """What is said of the checksums of some tensors, each held by all ranks of a world."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for name, sums in columns.items():
+        if sides := minority(range(len(sums)), sums):
+            found.setdefault(sides, []).append(name)
+    return [str(Dissent(apart, others, tuple(names))) for (apart, others), names in found.items()]
 
 
 def test_the_minority_is_named_with_what_it_differs_in() -> None:
@@ -98,3 +94,35 @@ def test_without_a_majority_all_are_named() -> None:
     assert said({"a": [1, 2]}) == ["ranks 0 and 1 differ in a, and no majority tells which is right"]
     assert said({"a": [1, 1, 2, 2]}) == ["ranks 0, 1, 2 and 3 differ in a, and no majority tells which is right"]
     assert str(Dissent((1, 2), (0, 3, 4), ("a",))) == "ranks 1 and 2 differ from ranks 0, 3 and 4 in a"
+
+
+def test_rows_that_do_not_count_are_no_part_of_a_sum() -> None:
+    x, counts = random(5, 3), torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32)
+    some = torch.where(counts.bool().unsqueeze(1), x, 0.0)
+
+    def found(tensor: Tensor, kernels: Kernels) -> int:
+        return int(checksums({"w": tensor}, kernels, FACTORS, {"w": counts}).item())
+
+    assert found(x, PlainKernels()) == found(x, Narrow()) == of(some) != of(x)
+
+
+@pytest.mark.parametrize(
+    ("holders", "ranks"),
+    [
+        (Holders(tied=False, copies=1, replicas=2), (5, 7)),
+        (Holders(tied=True, copies=1, replicas=1), (5, 1)),
+        (Holders(tied=True, copies=1, replicas=2), (5, 7, 1, 3)),
+        (Holders(tied=False, copies=2, replicas=1), (4, 5)),
+        (Holders(tied=False, copies=2, replicas=2), (4, 6, 5, 7)),
+    ],
+)
+def test_who_holds_the_same_follows_from_the_mesh(holders: Holders, ranks: tuple[int, ...]) -> None:
+    """Rank 5 of pp=2 x dp=2 x tp=2: what `all_gather` over tp puts together, place by place."""
+    mesh = Mesh.build(8, 5, tp=2, pp=2)
+    assert holders.ranks(mesh, mesh.dp) == ranks
+
+
+def test_a_minority_is_counted_however_its_ranks_are_ordered() -> None:
+    assert minority((4, 6, 1, 3), (7, 7, 9, 7)) == ((1,), (3, 4, 6))
+    assert minority((4, 1), (7, 9)) == ((1, 4), ())
+    assert minority((4, 1), (7, 7)) is None

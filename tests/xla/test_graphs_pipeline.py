@@ -22,6 +22,8 @@ RANKS = [0, 3, 4, 7, 8, 12, 15]
 def plan(num_micro: int, virtual_pp: int = 1, shape: str = "gqa2") -> Any:
     options: dict[str, Any] = {"tp": 2, "pp": 4, "dp": 2, "virtual_pp": virtual_pp, "shard": "zero1"}
     layers = {"num_hidden_layers": 4 * virtual_pp}
+    if shape == "copies":  # of the embedding over the stages, of K/V heads over tp
+        shape, layers["num_key_value_heads"] = "tied", 1
     small = layout(shape, **options, sp=True, batch=2 * num_micro, micro=1, config=layers)
     return changed(small, train={"eval_every": 2, "eval_batches": 1})
 
@@ -32,6 +34,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "chunks, 2": (plan(2, virtual_pp=2), ""),
     "chunks, 3": (plan(3, virtual_pp=2), ""),
     "tied": (plan(2, shape="tied"), ""),
+    "vote": (changed(plan(2, shape="copies"), recovery={"vote_every": 2}), ""),
     "number": (plan(2), "stage"),
     "sum": (plan(2), "sum of a stage"),
     "joined": (plan(2), "joined"),
@@ -49,7 +52,7 @@ def test_ranks_of_every_stage_are_traced() -> None:
     assert some_ranks(plan(2), WORLD) == [0, 1, 2, 3, 4, 7, 8, 9, 11, 12, 15]
 
 
-@pytest.mark.parametrize("case", ["2", "3", "chunks, 2", "chunks, 3", "tied"])
+@pytest.mark.parametrize("case", ["2", "3", "chunks, 2", "chunks, 3", "tied", "vote"])
 def test_a_sound_pipeline_has_no_problem(case: str, reports: dict[str, dict[str, Any]]) -> None:
     found = reports[case]
     assert (found["problems"], found["host_reads"], found["stages"]) == ([], [], 4)
@@ -97,6 +100,18 @@ def test_more_micro_batches_are_no_more_graphs(few: str, many: str, reports: dic
 def test_both_ends_of_a_tied_embedding_exchange_its_gradients(reports: dict[str, dict[str, Any]]) -> None:
     stages = {graph["name"]: graph["stages"] for graph in reports["tied"]["graphs"]}
     assert stages["exchange of the first and last stage"] == [0, 3]
+
+
+def test_a_vote_is_the_same_graphs_on_all_ranks_of_a_stage_and_all_stages_meet(
+    reports: dict[str, dict[str, Any]],
+) -> None:
+    """No problem is found in it, by the test above; the stages between the copies go without their exchange."""
+    stages = {graph["name"]: graph["stages"] for graph in reports["vote"]["graphs"] if "vote" in graph["name"]}
+    assert stages.pop("vote exchange of the first and last stage") == [0, 3]
+    assert stages.pop("stages 1-2 vote") == [1, 2]
+    assert {stage for found in stages.values() for stage in found} == {0, 3}
+    others = {name for name in stages if "exchange" in name or "sum" in name}
+    assert not others, "one exchange, and the sum is that of the gradient norm"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nxtrain.backends.cpu import CpuKernels
@@ -18,12 +19,13 @@ from tests.support.models import changed, weights_of
 from tests.support.parity import layout
 from tests.support.runs import run_plan, token_file
 from tests.support.xla_engine import run_devices, start_devices
-from tests.support.xla_guard import Skipping, Voted, hung, skippings, summed, votes
+from tests.support.xla_guard import Skipping, Voted, compared, hung, skippings, summed, votes
 
 WORLD = 3
 """So that there is a majority."""
 
 SPOILED = "param model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
 RULES: list[dict[str, Any]] = [
     {"params": "fp32", "update": "fp32"},
     {"params": "bf16", "update": "fp32_master"},
@@ -89,6 +91,47 @@ def test_a_vote_finds_the_one_replica_with_another_bit_for_one_graph_and_one_rea
         assert by_rank[rank][0] == by_rank[0][0]
     (noted,) = (tmp_path / "flipped/logs/votes.jsonl").read_text().splitlines()
     assert json.loads(noted) == {"step": 4, "ranks": [1], "tensors": ["model.embed_tokens.weight"], "attempt": 0}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "flips", "words"),
+    [
+        (
+            {"tp": 2, "pp": 2, "sp": True, "config": {"num_key_value_heads": 1}},
+            [(3, "lm_head.weight"), (2, "model.norm.weight"), (1, "model.layers.0.self_attn.qkv_proj.weight")],
+            [
+                (EMBEDDING, 1, 3),
+                ("model.norm.weight", 2, 3),
+                ("model.layers.0.self_attn.qkv_proj.weight (2 copies over tp)", 0, 1),
+            ],
+        ),
+        (
+            {"tp": 1, "pp": 2, "dp": 2, "shard": "zero1"},
+            [(3, "lm_head.weight")],
+            [f"rank 3 differs from ranks 0, 1 and 2 in {EMBEDDING}"],
+        ),
+    ],
+    ids=["tp2-pp2", "zero1"],
+)
+def test_copies_within_a_model_are_compared_by_graphs_that_are_known_after_the_first_vote(
+    cuts: dict[str, Any], flips: list[tuple[int, str]], words: list[Any], tmp_path: Path
+) -> None:
+    """Of a tied embedding over the stages, of norm weights and K/V heads over tp."""
+    resolved = layout("tied", micro=1, params="bf16", update="bf16_stochastic", **cuts)
+    world = cuts["tp"] * cuts["pp"] * cuts.get("dp", 1)
+    by_rank = run_devices(world, compared, resolved, weights_of(resolved), flips, folder=tmp_path)
+    for rank, (said, compiled) in enumerate(by_rank):
+        sound, *found = said
+        assert sound == []
+        assert compiled[0] > 0
+        assert compiled[1:] == [0] * len(flips)
+        for text, want in zip(found, words, strict=True):
+            if isinstance(want, str):
+                assert text == [want]
+                continue
+            name, *pair = want
+            told = f"ranks {pair[0]} and {pair[1]} differ in {name}, and no majority tells which is right"
+            assert text == [told if rank in pair else "elsewhere"]
 
 
 def test_a_rank_that_waits_for_another_on_the_device_is_ended_by_its_watchdog(tmp_path: Path) -> None:

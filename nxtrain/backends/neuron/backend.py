@@ -20,6 +20,17 @@ from nxtrain.backends.xla import XlaBackend, XlaKernels
 class NeuronKernels(XlaKernels):
     """Kernels of Trainium.
 
+    The hardware's generator is a stream per core. No page of AWS's gives two cores equal bits, and two programs draw
+    different numbers of them. So hardware rounds only what no rank of the same model copy rounds too:
+
+    - Copies over tp and over pp (`Layout.is_shared`) are rounded in software, equal by their key. Their gradients are
+      one float32 sum. Software rounding of these few tensors takes no memory, no collective and no further graph.
+      One owner that sends its result would take a collective of a whole embedding per step.
+    - With `parallel.shard=zero1` one rank rounds each entry and the data parallel ranks gather the result.
+    - With `parallel.shard=none` data parallel replicas rely on equal streams: every rank of a stage starts with one
+      seed (`NEURON_RT_STOCHASTIC_ROUNDING_SEED`), runs the same graphs in the same order, and draws as many bits
+      whatever the data. The vote of replicas (`recovery.vote_every`) holds them to that.
+
     Args:
         rounds: The device rounds every cast from float32 at random (`NEURON_RT_STOCHASTIC_ROUNDING_EN=1`), with bits
             from the hardware's generator instead of the key: others than on other backends, and not those of the step
@@ -40,7 +51,7 @@ class NeuronKernels(XlaKernels):
         return flash_attention(self.flash, self.lnc, q, k, v)
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-        if self.rounds:
+        if self.rounds and not key.shared:
             out.copy_(x)
         else:
             super().stochastic_round(x, out, key, step)

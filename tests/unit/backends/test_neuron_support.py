@@ -11,13 +11,19 @@ import pytest
 import torch
 
 from nxtrain.backends import choose, open_backend
+from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.neuron.sdk import RELEASES, SdkVersion, detect, install_command
-from nxtrain.backends.rounding import RoundingKey
+from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.xla import XlaBackend, XlaKernels
 from nxtrain.errors import BackendError, ConfigError
+from nxtrain.mesh import Mesh
+from nxtrain.optim.rounding import rounding_keys
+from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from tests.support.adamw import host
+from tests.support.layers import random
 
 Install = Callable[..., None]
 GOOD = {"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12.22436", "neuronx-cc": "2.23.6484.0", "libneuronxla": "2.2.15515"}
@@ -174,15 +180,28 @@ def test_rounding_is_left_to_the_hardware_only_where_it_rounds(
 
 
 @pytest.mark.usefixtures("no_xla")
-def test_hardware_rounding_is_a_plain_cast_and_software_rounding_that_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, empty = torch.tensor([[1.001, -3.0]]), torch.empty(0)
-    out, key = torch.empty(1, 2, dtype=torch.bfloat16), RoundingKey(empty, empty, empty, empty, begins_odd=False)
-    NeuronKernels(rounds=True).stochastic_round(x, out, key, empty)
-    assert torch.equal(out, x.to(torch.bfloat16))
-    asked: list[object] = []
-    monkeypatch.setattr(XlaKernels, "stochastic_round", lambda *args: asked.extend(args[1:]))
-    NeuronKernels(rounds=False).stochastic_round(x, out, key, empty)
-    assert asked[0] is x
+@pytest.mark.parametrize(("rounds", "shared"), [(True, False), (True, True), (False, False), (False, True)])
+def test_hardware_rounds_by_a_plain_cast_only_what_no_other_rank_rounds_too(
+    monkeypatch: pytest.MonkeyPatch, rounds: bool, shared: bool
+) -> None:
+    """What ranks share is rounded in software, with the CPU's bits, as is everything if the hardware does not round."""
+    x = random(6, 4)
+    table = ParamTable({"w": ShardSpec((6, 4), has_copy=shared)})
+    key = rounding_keys(Layout(table, Mesh.build(1, 0)), {"w": x}, "param", 0, host)["w"]
+    assert key.shared is shared
+    wanted, out = torch.empty(2, 6, 4, dtype=torch.bfloat16)
+    step = step_hash(torch.tensor(3.0))
+    CpuKernels().stochastic_round(x.clone(), wanted, key, step)
+    assert not torch.equal(wanted, x.to(torch.bfloat16)), "a cast is something else"
+    monkeypatch.setattr(
+        NeuronKernels, "_bitcasts", {t: _viewed(t) for t in (torch.int32, torch.float32)}, raising=False
+    )
+    NeuronKernels(rounds=rounds).stochastic_round(x, out, key, step)
+    assert torch.equal(out, x.to(torch.bfloat16) if rounds and not shared else wanted)
+
+
+def _viewed(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.view(dtype)
 
 
 @pytest.mark.parametrize(("product", "peak"), [("trn1.32xlarge\n", 95e12), ("trn2u.48xlarge", 166.75e12), ("m5", None)])

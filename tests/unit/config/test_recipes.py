@@ -48,6 +48,7 @@ BOTH: dict[str, Any] = {
     "backend.layers": "nxd",
     "recovery.hang_timeout_s": 4000.0,
     "recovery.max_restarts": 100,
+    "recovery.vote_every": 100,
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "llama2_7b_trn1": {

@@ -1,0 +1,134 @@
+"""Copies of a parameter stay equal bit for bit where the hardware rounds every cast by a stream of each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nxtrain.config.check import Resolved
+from tests.support.hardware_rounding import Entries, trained
+from tests.support.models import changed, weights_of
+from tests.support.parity import layout
+from tests.support.ranks import RankPool
+
+STEPS = 12
+OWN, SAME = range(1, 9), [7] * 8
+"""Seeds of the hardware by rank: the worst that it may do, and what `nxtrain launch` asks for."""
+
+TIED = "model.embed_tokens.weight"
+
+
+def plan(state: str = "bf16", config: dict[str, Any] | None = None, **cuts: Any) -> Resolved:
+    """A bf16 run with tied embeddings and rounding at random, through two stages if not said otherwise."""
+    cuts = {"pp": 2, "micro": 1, "config": {"num_hidden_layers": 2, **(config or {})}, **cuts}
+    return changed(layout("tied", params="bf16", update="bf16_stochastic", **cuts), precision={"state": state})
+
+
+def run(
+    ranks: RankPool, resolved: Resolved, seeds: Sequence[int], mutant: str = ""
+) -> list[tuple[Entries, list[str]]]:
+    """What each rank holds at the end, and what the vote says there."""
+    parallel = resolved.config.parallel
+    world = parallel.tp * parallel.pp * parallel.dp
+    found: list[tuple[Entries, list[str]]] = ranks.run(
+        world, trained, resolved, weights_of(resolved), STEPS, seeds, mutant
+    )
+    return found
+
+
+def unequal(found: Sequence[tuple[Entries, list[str]]]) -> dict[str, float]:
+    """The share of entries that are not the same on two ranks that hold them, by global name, the largest first."""
+    first: Entries = {}
+    shares: dict[str, float] = {}
+    num_compared = 0
+    for entries, _ in found:
+        for place, tensor in entries.items():
+            if place in first:
+                num_compared += 1
+                share = (first[place] != tensor).float().mean().item()
+                shares[place[1]] = max(shares.get(place[1], 0.0), share)
+            first.setdefault(place, tensor)
+    assert num_compared, "nothing was held twice"
+    return {name: share for name, share in shares.items() if share}
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        {"tp": 1},
+        {"tp": 1, "state": "fp32"},
+        {"tp": 2, "sp": True},
+        {"tp": 2},
+        {"tp": 2, "config": {"num_key_value_heads": 1}},
+        {"tp": 2, "sp": True, "config": {"num_key_value_heads": 1}, "fused_qkv": False},
+        {"tp": 1, "dp": 2, "shard": "zero1"},
+        {"tp": 2, "pp": 1, "dp": 2, "sp": True, "shard": "zero1", "config": {"num_key_value_heads": 1}},
+    ],
+    ids=["pp2", "pp2-fp32-state", "tp2-sp", "tp2", "kv-copies", "kv-copies-unfused", "zero1", "tp2-zero1"],
+)
+def test_what_ranks_hold_alike_stays_equal_whatever_each_of_them_draws(ranks: RankPool, cuts: dict[str, Any]) -> None:
+    """Parameters and the optimizer's state, in every direction of the mesh; and the vote sees the same."""
+    found = run(ranks, plan(**cuts), OWN)
+    assert unequal(found) == {}
+    assert [said for _, said in found] == [[]] * len(found)
+
+
+def test_replicas_that_update_everything_differ_in_what_one_rank_of_a_copy_has_alone(ranks: RankPool) -> None:
+    """With shard=none they rely on equal streams of the hardware; the vote names all that differs without them."""
+    resolved = plan(tp=1, dp=2)
+    found = run(ranks, resolved, OWN)
+    differing = unequal(found)
+    assert TIED not in differing
+    assert {"model.norm.weight", "model.layers.0.mlp.down_proj.weight"} <= differing.keys()
+    assert all(said and said[0].startswith("ranks") for _, said in found)
+    assert not any(TIED in text for _, said in found for text in said)
+    assert unequal(run(ranks, resolved, SAME)) == {}
+
+
+def test_tied_copies_drift_if_the_hardware_rounds_them_even_from_one_seed(ranks: RankPool) -> None:
+    """Two stages draw different numbers of bits. The vote names the copies."""
+    found = run(ranks, plan(tp=1), SAME, "unshared")
+    assert unequal(found)[TIED] > 0.5
+    for _, said in found:
+        assert said == [f"ranks 0 and 1 differ in {TIED} and 2 more tensors, and no majority tells which is right"]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "cuts", "drifts"),
+    [
+        ("ranked", {"tp": 1}, {TIED}),
+        ("unshared", {"tp": 2, "pp": 1, "sp": True}, {"model.norm.weight"}),
+        ("apart", {"tp": 2, "pp": 1}, {"model.norm.weight"}),
+        (
+            "unshared",
+            {"tp": 2, "pp": 1, "sp": True, "config": {"num_key_value_heads": 1}},
+            {"model.norm.weight", "model.layers.0.self_attn.k_proj.weight"},
+        ),
+    ],
+)
+def test_a_broken_rule_is_seen_by_comparison_and_by_vote(
+    ranks: RankPool, mutant: str, cuts: dict[str, Any], drifts: set[str]
+) -> None:
+    found = run(ranks, plan(**cuts), OWN, mutant)
+    differing = unequal(found)
+    assert drifts <= differing.keys()
+    assert "model.layers.0.mlp.down_proj.weight" not in differing
+    assert all(said for _, said in found)
+
+
+def test_emulated_casts_round_up_and_down_with_the_right_mean() -> None:
+    from tests.support.hardware_rounding import RandomCasts
+
+    x = torch.full((20_000,), 1.0 + 2.0**-9)  # a quarter of the way to the next number of bfloat16
+    with RandomCasts(0):
+        cast, copied = x.to(torch.bfloat16), torch.empty(len(x), dtype=torch.bfloat16)
+        copied.copy_(x)
+        exact = torch.tensor([1.0, float("inf"), -3.5]).to(torch.bfloat16)
+    for found in (cast, copied):
+        assert set(found.tolist()) == {1.0, 1.0 + 2.0**-7}
+        assert found.float().mean().item() == pytest.approx(1.0 + 2.0**-9, abs=1e-4)
+    assert not torch.equal(cast, copied)
+    assert exact.tolist() == [1.0, float("inf"), -3.5]
