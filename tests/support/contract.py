@@ -133,7 +133,7 @@ def _hold_work(work: Work, setting: Setting) -> None:
     exact = {name: _exact(placed.x, name in chosen) for name, placed in given.items()}
     watch = Watch()
     for name, placed in given.items():
-        watch.add(name, placed, is_written=work.operands[name].written)
+        watch.add(name, placed)
     inputs = [
         # What an operation may write is the result of another one, as in a model, and no leaf.
         placed.x * 1 if work.operands[name].written else placed.x

@@ -120,7 +120,9 @@ def adamw(kernels: Kernels, rng: Random) -> Update:
     def call(*given: Tensor) -> None:
         parts = dict(zip(operands, given, strict=True))
         how = AdamStep(parts["lr"], parts["step"], parts["grad_scale"], betas, eps, decay, parts.get("skip"))
-        lists = [[parts[f"{name}{i}"] for i in range(len(shapes))] for name in ("param", "grad", "exp_avg", "exp_avg_sq")]
+        lists = [
+            [parts[f"{name}{i}"] for i in range(len(shapes))] for name in ("param", "grad", "exp_avg", "exp_avg_sq")
+        ]
         kernels.adamw(*lists, how)
 
     def check(before: Values, after: Values) -> None:

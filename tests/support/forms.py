@@ -57,12 +57,8 @@ HEADS = Form(
     lambda x, s: x.split((1, s[-2], 1), dim=-2)[1],
 )
 STRIDED = Form("strided", _any, lambda s: (*s[:-1], 2 * s[-1]), lambda x, _: x[..., ::2])
-TRANSPOSED = Form(
-    "transposed", lambda s: len(s) > 1, lambda s: (s[1], s[0], *s[2:]), lambda x, _: x.transpose(0, 1)
-)
-TURNED = Form(
-    "turned", lambda s: len(s) > 1, lambda s: (s[-1], *s[:-1]), lambda x, s: x.permute(*range(1, len(s)), 0)
-)
+TRANSPOSED = Form("transposed", lambda s: len(s) > 1, lambda s: (s[1], s[0], *s[2:]), lambda x, _: x.transpose(0, 1))
+TURNED = Form("turned", lambda s: len(s) > 1, lambda s: (s[-1], *s[:-1]), lambda x, s: x.permute(*range(1, len(s)), 0))
 EXPANDED = Form("expanded", _any, lambda s: (1, *s[1:]), lambda x, s: x.expand(s))
 ONE = Form("one", _any, lambda s: (1,) * len(s), lambda x, s: x.expand(s))
 VIEWED = Form("viewed", lambda _: True, lambda s: s, lambda x, s: x.view(s))
