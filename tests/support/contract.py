@@ -7,7 +7,7 @@ What a docstring lets an operation overwrite is named by its case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -55,6 +55,7 @@ class Work:
         later: Gradients that are computed after the backward pass, by operand.
         once: A second backward pass is refused, as the docstring says.
         in_float64: The operation computes in the type of its operands, float64 among them.
+        leaves_only: Its gradients may be asked for by `backward()` alone, as torch-xla's recomputation has it.
     """
 
     label: str
@@ -64,6 +65,7 @@ class Work:
     later: Callable[[], Mapping[str, Tensor]] | None = None
     once: bool = False
     in_float64: bool = False
+    leaves_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,12 @@ def _hold_work(work: Work, setting: Setting) -> None:
     grad = setting.place("gradient", Operand(tuple(out.shape), dtype=out.dtype))
     watch.add("the incoming gradient", grad)
     sources = {name: x for (name, _), x in zip(given.items(), inputs, strict=True) if name in chosen}
-    found = _gradients(out, sources, grad.x)
+    found = _gradients(out, sources, grad.x, leaves_only=work.leaves_only)
     watch.check("the backward pass")
     _check_owned(found, given)
     if work.later is not None:
-        late = {name: x for name, x in work.later().items() if name in chosen}
+        with torch.no_grad():  # as in a backward pass
+            late = {name: x for name, x in work.later().items() if name in chosen}
         watch.check("what was postponed")
         found = {**found, **late}
     found = {name: x.clone() for name, x in found.items()}
@@ -169,17 +172,27 @@ def _repeat(work: Work, out: Tensor, sources: Mapping[str, Tensor], grad: Tensor
     """A second backward pass finds what the first one kept as it was, or is refused."""
     if work.once:
         try:
-            _gradients(out, sources, grad)
+            _gradients(out, sources, grad, leaves_only=work.leaves_only)
         except RuntimeError:
             return
         raise AssertionError("a second backward pass was not refused")
-    for name, again in _gradients(out, sources, grad).items():
+    for name, again in _gradients(out, sources, grad, leaves_only=work.leaves_only).items():
         same = same_bits(again.detach().cpu(), found[name].detach().cpu())
         assert same, f"a second backward pass gives {name} another gradient"
 
 
-def _gradients(out: Tensor, sources: Mapping[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
-    found = torch.autograd.grad(out, list(sources.values()), grad, retain_graph=True, allow_unused=True)
+def _gradients(
+    out: Tensor, sources: Mapping[str, Tensor], grad: Tensor, *, leaves_only: bool = False
+) -> dict[str, Tensor]:
+    found: Sequence[Tensor | None]
+    if leaves_only:
+        for x in sources.values():
+            x.retain_grad()
+            x.grad = None
+        out.backward(grad, retain_graph=True)
+        found = [x.grad for x in sources.values()]
+    else:
+        found = torch.autograd.grad(out, list(sources.values()), grad, retain_graph=True, allow_unused=True)
     return {
         name: torch.zeros_like(source) if x is None else x
         for (name, source), x in zip(sources.items(), found, strict=True)

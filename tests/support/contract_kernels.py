@@ -42,7 +42,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def rms_norm(kernels: Kernels, rng: Random) -> Work:
     """Normalization of rows."""
-    shape = (rng.choice((1, 2, 5)), rng.choice((1, 2)), rng.choice((4, 7, 16)))
+    shape: Shape = (rng.choice((1, 2, 5)), rng.choice((1, 2)), rng.choice((4, 7, 16)))
     shape = shape if rng.random() < 0.7 else shape[1:]
     label = f"rms_norm of {type(kernels).__name__} on {shape}"
     operands = {"x": Operand(shape), "weight": Operand(shape[-1:])}
@@ -69,6 +69,7 @@ def recompute(kernels: Kernels, rng: Random) -> Work:
         operands,
         lambda x, weight: kernels.recompute(function, x, weight, 3),
         lambda x, weight: function(x, weight, 3),
+        leaves_only=True,
     )
 
 
@@ -112,7 +113,7 @@ def adamw(kernels: Kernels, rng: Random) -> Update:
             operands[f"{name}{i}"] = Operand(shape, values, torch.float32, CONTIGUOUS, written=True)
     scale = rng.choice((1.0, 0.25))
     for name, number in (("lr", 0.01), ("step", 3.0), ("grad_scale", scale)):
-        operands[name] = Operand((), lambda _, s, number=number: torch.full(s, number), torch.float32)
+        operands[name] = Operand((), _constant(number), torch.float32)
     if skips is not None:
         operands["skip"] = Operand((), lambda _, s: torch.full(s, skips))
     betas, eps, decay = (0.9, 0.95), 1e-8, 0.1
@@ -123,7 +124,7 @@ def adamw(kernels: Kernels, rng: Random) -> Update:
         lists = [
             [parts[f"{name}{i}"] for i in range(len(shapes))] for name in ("param", "grad", "exp_avg", "exp_avg_sq")
         ]
-        kernels.adamw(*lists, how)
+        kernels.adamw(lists[0], lists[1], lists[2], lists[3], how)
 
     def check(before: Values, after: Values) -> None:
         for i in range(len(shapes)):
@@ -171,7 +172,7 @@ def stochastic_round(kernels: Kernels, rng: Random) -> Update:
         "out": Operand((rows, columns), dtype=out_type, forms=CONTIGUOUS, written=True),
     }
     for name, value in counts:
-        operands[name] = Operand(tuple(value.shape), lambda _, s, value=value: value.clone(), forms=(WHOLE,))
+        operands[name] = Operand(tuple(value.shape), _given(value), forms=(WHOLE,))
 
     def call(x: Tensor, out: Tensor, rows: Tensor, pairs: Tensor, columns: Tensor, odd: Tensor, step: Tensor) -> None:
         kernels.stochastic_round(x, out, RoundingKey(rows, pairs, columns, odd, bool(first)), step)
@@ -186,6 +187,14 @@ def stochastic_round(kernels: Kernels, rng: Random) -> Update:
 
     label = f"stochastic_round of {type(kernels).__name__} on {(rows, columns)} to {out_type}"
     return Update(label, operands, call, check)
+
+
+def _constant(number: float) -> Callable[[torch.Generator, Shape], Tensor]:
+    return lambda _, shape: torch.full(shape, number)
+
+
+def _given(value: Tensor) -> Callable[[torch.Generator, Shape], Tensor]:
+    return lambda _, shape: value.clone()
 
 
 def _squares(generator: torch.Generator, shape: Shape) -> Tensor:

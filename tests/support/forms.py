@@ -39,7 +39,8 @@ def _longer(shape: Shape, dim: int, by: int) -> Shape:
 
 
 def _split(x: Tensor, shape: Shape) -> Tensor:
-    return x.split((1, shape[-1], 2), dim=-1)[1]
+    _, part, _ = x.split((1, shape[-1], 2), dim=-1)
+    return part
 
 
 def _any(shape: Shape) -> bool:
