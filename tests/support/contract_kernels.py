@@ -36,7 +36,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     repeats = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     scores = torch.einsum("sbnh,tbnh->bnst", q, k) / q.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return torch.einsum("bnst,tbnh->sbnh", scores.masked_fill(later, float("-inf")).softmax(-1), v)
 
 

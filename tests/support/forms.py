@@ -39,7 +39,7 @@ def _longer(shape: Shape, dim: int, by: int) -> Shape:
 
 
 def _split(x: Tensor, shape: Shape) -> Tensor:
-    _, part, _ = x.split((1, shape[-1], 2), dim=-1)
+    part: Tensor = x.split((1, shape[-1], 2), dim=-1)[1]
     return part
 
 

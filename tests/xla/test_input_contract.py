@@ -12,16 +12,22 @@ from tests.support.contract_bodies import hold_collectives, hold_functions, hold
 from tests.support.xla_engine import run_devices
 
 SEED = 0
-DRAWS = 3
+DRAWS = 2
 FUNCTIONS = ("_SwiGLU", "_Rotate", "_RMSNorm", "_Product", "_SplitProduct", "_ReduceGradient", "_VocabCrossEntropy")
 
 
-def hold_all(backend: Backend, seed: int, draws: int) -> None:
-    hold_xla_kernels(backend, seed, draws)
-    hold_functions(backend, FUNCTIONS, seed, draws)
+def hold_rest(backend: Backend, seed: int, draws: int) -> None:
     hold_layers(backend, seed, draws)
     hold_collectives(backend, seed)
 
 
-def test_what_runs_on_a_device_keeps_what_it_is_given(tmp_path: Path) -> None:
-    run_devices(1, hold_all, SEED, DRAWS, folder=tmp_path)
+def test_kernels_keep_what_they_are_given(tmp_path: Path) -> None:
+    run_devices(1, hold_xla_kernels, SEED, DRAWS, folder=tmp_path)
+
+
+def test_autograd_functions_keep_what_they_are_given(tmp_path: Path) -> None:
+    run_devices(1, hold_functions, FUNCTIONS, SEED, DRAWS, folder=tmp_path)
+
+
+def test_layers_and_collectives_keep_what_they_are_given(tmp_path: Path) -> None:
+    run_devices(1, hold_rest, SEED, DRAWS, folder=tmp_path)
