@@ -41,8 +41,9 @@ Op = Literal["sum", "max"]
 class Collectives(ABC):
     """Communication between the ranks of an axis. An axis of size 1 is the identity and costs nothing.
 
-    Inputs are contiguous, equal in shape and type on all ranks of a group, and belong to the collective: their values
-    are undefined afterwards, which lets it work in place. Every rank calls the same collectives in the same order.
+    Inputs are contiguous, and equal in shape and type on all ranks of a group. That of `all_reduce` belongs to the
+    collective, which may work in place: its values are undefined afterwards. All others keep their values. On an axis
+    of size 1 a result may be the input itself. Every rank calls the same collectives in the same order.
 
     Attributes:
         lazy: What is started is recorded, and runs at the next step boundary.
@@ -54,7 +55,7 @@ class Collectives(ABC):
         """Let nothing of the values of earlier collectives reach later ones, but by what these are given."""
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
-        """Reduce over the axis."""
+        """Reduce over the axis; may overwrite `x`."""
         return self.start_all_reduce(x, axis, op).wait()
 
     def all_gather(self, x: Tensor, axis: Axis) -> Tensor:
@@ -67,7 +68,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
-        """`all_reduce` that other work may overlap."""
+        """`all_reduce` that other work may overlap; may overwrite `x`."""
 
     @abstractmethod
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:

@@ -58,7 +58,7 @@ class RoundingKey:
 
 def step_hash(step: Tensor) -> Tensor:
     """What a step contributes: () float32 to () int32, odd."""
-    return mix_(step.to(torch.int32)) | 1
+    return mix_(step.to(torch.int32, copy=True)) | 1
 
 
 def mix_(x: Tensor) -> Tensor:

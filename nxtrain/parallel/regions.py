@@ -49,7 +49,9 @@ class _ReduceGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.comm.all_reduce(grad.contiguous(), ctx.axis), None, None
+        # A copy: the sum works in place, and autograd may give the same gradient to others.
+        own = grad.clone(memory_format=torch.contiguous_format)
+        return ctx.comm.all_reduce(own, ctx.axis), None, None
 
 
 class _ReduceSum(torch.autograd.Function):

@@ -15,6 +15,7 @@ from nxtrain.backends.base import Kernels
 from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.rounding import step_hash
 from tests.support.rounding import rounded
 
 KERNELS = {"cpu": CpuKernels(), "cuda": CudaKernels(), "plain": PlainKernels()}
@@ -126,3 +127,11 @@ def test_nothing_is_drawn_from_the_global_generator() -> None:
     before = torch.random.get_rng_state()
     rounded(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_hash_of_a_step_leaves_the_step_as_it_is() -> None:
+    for dtype in (torch.float32, torch.int32):
+        step = torch.tensor(7, dtype=dtype)
+        assert step_hash(step).equal(step_hash(torch.tensor(7.0)))
+        assert step.item() == 7
+        assert step._version == 0

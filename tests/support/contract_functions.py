@@ -1,0 +1,339 @@
+"""Cases of `tests.support.contract` for every `torch.autograd.Function` of the library.
+
+Those that communicate are played by ranks that all have the same tensors. So a sum over two ranks is twice what one
+has, and formulas stay short. `Echo` plays both in one process; on a process group the same cases hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nxtrain.backends.collectives import Collectives, Done, Op, Pending
+from nxtrain.backends.cpu_attention import _BlockedAttention
+from nxtrain.backends.kernels import _RMSNorm
+from nxtrain.bench.pipeline_rank import _Sleep
+from nxtrain.family import IGNORE_INDEX
+from nxtrain.mesh import Axis
+from nxtrain.nn.mlp import _SwiGLU
+from nxtrain.nn.rope import _Rotate
+from nxtrain.parallel.linear import Product, _ColumnProduct, _Product, _SplitProduct
+from nxtrain.parallel.loss import _VocabCrossEntropy
+from nxtrain.parallel.pipeline import _Exit, _Leave
+from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
+from nxtrain.parallel.weight_grads import _Gradient
+from tests.support.contract import Operand, Work
+from tests.support.contract_kernels import EPS, LENGTHS, exact_attention, exact_rms_norm
+from tests.support.forms import WHOLE, Shape
+
+
+class Echo(Collectives):
+    """Ranks that all have the same: a collective needs no other rank. The one that may work in place does."""
+
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
+        return Done(x.mul_(axis.size) if op == "sum" and axis.size > 1 else x)
+
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        return Done(torch.cat([x] * axis.size) if axis.size > 1 else x)
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
+        return Done(x.chunk(axis.size)[axis.rank] * (axis.size * scale) if axis.size > 1 else x)
+
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        raise NotImplementedError
+
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
+        raise NotImplementedError
+
+    def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
+        raise NotImplementedError
+
+    def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
+        raise NotImplementedError
+
+    def barrier(self) -> None:
+        """Nothing: there is nobody else."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank among some that all have the same tensors.
+
+    Args:
+        comm, axis: How it reaches them.
+    """
+
+    comm: Collectives
+    axis: Axis
+
+    def parallel(self, dtype: torch.dtype, sequence_parallel: bool) -> TensorParallel:
+        """What layers are built with."""
+        return TensorParallel(self.axis, self.comm, dtype, sequence_parallel and self.axis.size > 1)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """What all ranks have, one after the other; the gradient is that of this rank's part."""
+        return torch.cat([x if rank == self.axis.rank else x.detach() for rank in range(self.axis.size)])
+
+    def heard(self, x: Tensor) -> Tensor:
+        """The same values, whose gradient is summed over the ranks."""
+        return x + (self.axis.size - 1) * (x - x.detach())
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, whose gradient is that of one."""
+        return x + (self.axis.size - 1) * x.detach()
+
+    def scattered(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum; each part gets the gradient of its rank, and those are equal."""
+        parts = x.chunk(self.axis.size)
+        total = sum(parts[1:], parts[0])
+        return total + (self.axis.size * parts[self.axis.rank] - total).detach()
+
+    def draw_shape(self, rng: Random, width: int) -> Shape:
+        """(S, B, width) with a sequence that divides over the ranks."""
+        return self.axis.size * rng.choice((1, 2, 3)), rng.choice((1, 2)), width
+
+
+def swiglu(ranks: Ranks, rng: Random) -> Work:
+    """A gated unit."""
+    half = rng.choice((1, 3, 8))
+    shape = ranks.draw_shape(rng, 2 * half)
+    shape = shape if rng.random() < 0.7 else shape[1:]
+
+    def exact(x: Tensor) -> Tensor:
+        return F.silu(x[..., :half]) * x[..., half:]
+
+    return Work(f"_SwiGLU on {shape}", {"x": Operand(shape)}, _SwiGLU.apply, exact, in_float64=True)
+
+
+def rotate(ranks: Ranks, rng: Random) -> Work:
+    """A rotation of pairs."""
+    half = rng.choice((1, 2, 4))
+    shape = (rng.choice((1, 2, 5)), rng.choice((1, 2)), rng.choice((1, 3)), 2 * half)
+    table = Operand((shape[0], 1, 1, half), dtype=torch.float32, has_gradient=False)
+
+    def exact(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    return Work(f"_Rotate on {shape}", {"x": Operand(shape), "cos": table, "sin": table}, _Rotate.apply, exact)
+
+
+def norm(ranks: Ranks, rng: Random) -> Work:
+    """Normalization of rows."""
+    shape = ranks.draw_shape(rng, rng.choice((4, 7)))
+    operands = {"x": Operand(shape), "weight": Operand(shape[-1:])}
+    return Work(f"_RMSNorm on {shape}", operands, lambda x, weight: _RMSNorm.apply(x, weight, EPS), exact_rms_norm)
+
+
+def attention(ranks: Ranks, rng: Random) -> Work:
+    """Attention block by block."""
+    length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 4))
+    kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
+    q, kv = (length, batch, kv_heads * repeats, width), (length, batch, kv_heads, width)
+    operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}
+    return Work(f"_BlockedAttention on {q} and {kv}", operands, _BlockedAttention.apply, exact_attention)
+
+
+def product(ranks: Ranks, rng: Random) -> Work:
+    """A product with a weight."""
+    shape = ranks.draw_shape(rng, rng.choice((1, 4)))
+    operands = {"x": Operand(shape), "weight": Operand((rng.choice((1, 3)), shape[-1]))}
+    return Work(f"_Product on {shape}", operands, _Product.apply, F.linear, in_float64=True)
+
+
+def column_product(ranks: Ranks, rng: Random) -> Work:
+    """A product of what all ranks need whole."""
+    tp = ranks.parallel(torch.float32, rng.random() < 0.5)
+    shape = ranks.draw_shape(rng, 4)
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        x = ranks.heard(x)
+        return F.linear(ranks.gathered(x) if tp.sequence_parallel else x, weight)
+
+    operands = {"x": Operand(shape), "weight": Operand((rng.choice((1, 3)), 4))}
+    label = f"_ColumnProduct on {shape}, tp {tp.axis.size}, sequence parallel {tp.sequence_parallel}"
+    alone = tp.axis.size == 1
+    return Work(label, operands, lambda x, w: _ColumnProduct.apply(x, w, tp), exact, in_float64=alone)
+
+
+def split_product(ranks: Ranks, rng: Random) -> Work:
+    """A product whose weight gets its gradient later."""
+    tp = ranks.parallel(torch.float32, rng.random() < 0.5) if rng.random() < 0.7 else None
+    shape = ranks.draw_shape(rng, 4)
+    postponed: list[Product] = []
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return _SplitProduct.apply(x, weight.detach(), tp, postponed.append)  # type: ignore[no-any-return]
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        if tp is not None:
+            x = ranks.heard(x)
+            x = ranks.gathered(x) if tp.sequence_parallel else x
+        return F.linear(x, weight)
+
+    operands = {"x": Operand(shape, always=True), "weight": Operand((rng.choice((1, 3)), 4))}
+    label = f"_SplitProduct on {shape}, {tp}"
+    return Work(label, operands, call, exact, later=lambda: {"weight": postponed.pop()()})
+
+
+def gradient(ranks: Ranks, rng: Random) -> Work:
+    """A number whose gradient is computed elsewhere."""
+    shape = (rng.choice((1, 3)), 4)
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    def exact(weight: Tensor) -> Tensor:
+        return _Given.apply(weight, value)  # type: ignore[no-any-return]
+
+    def call(weight: Tensor) -> Tensor:
+        return _Gradient.apply(weight, lambda: value.to(weight.device, weight.dtype))  # type: ignore[no-any-return]
+
+    return Work(f"_Gradient on {shape}", {"weight": Operand(shape)}, call, exact)
+
+
+class _Given(torch.autograd.Function):
+    """Zero, with a given gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        ctx.value = value.to(x.dtype)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.value.clone(), None
+
+
+def leave(ranks: Ranks, rng: Random) -> Work:
+    """The end of a stage's graph, whose gradient comes from another stage."""
+    shape = ranks.draw_shape(rng, 4)
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+    def call(x: Tensor) -> Tensor:
+        return _Leave.apply(x, _Exit(value.to(x.device, x.dtype)))  # type: ignore[no-any-return]
+
+    return Work(f"_Leave on {shape}", {"x": Operand(shape)}, call, lambda x: _Given.apply(x, value))
+
+
+def sleep(ranks: Ranks, rng: Random) -> Work:
+    """A copy that takes time."""
+    shape = ranks.draw_shape(rng, 4)
+
+    def call(x: Tensor) -> Tensor:
+        return _Sleep.apply(x, 0.0, None)  # type: ignore[no-any-return]
+
+    return Work(f"_Sleep on {shape}", {"x": Operand(shape)}, call, torch.clone, in_float64=True)
+
+
+def gather_sequence(ranks: Ranks, rng: Random) -> Work:
+    """Parts of a sequence, put together."""
+    return _region(ranks, rng, _GatherSequence, lambda x: ranks.gathered(ranks.heard(x)))
+
+
+def scatter_sequence(ranks: Ranks, rng: Random) -> Work:
+    """A sum, cut along the sequence."""
+    # `TensorParallel.leave` may overwrite it, but this one does not.
+    return _region(ranks, rng, _ScatterSequence, ranks.scattered)
+
+
+def reduce_gradient(ranks: Ranks, rng: Random) -> Work:
+    """A value whose gradient is summed."""
+    return _region(ranks, rng, _ReduceGradient, ranks.heard)
+
+
+def reduce_sum(ranks: Ranks, rng: Random) -> Work:
+    """A sum, in place."""
+    return _region(ranks, rng, _ReduceSum, ranks.summed, written=True)
+
+
+def _region(
+    ranks: Ranks, rng: Random, function: type, exact: Callable[[Tensor], Tensor], written: bool = False
+) -> Work:
+    shape = ranks.draw_shape(rng, rng.choice((1, 4)))
+
+    def call(x: Tensor) -> Tensor:
+        x = x.contiguous() if written else x  # a sum in place takes what a product has just made
+        return function.apply(x, ranks.comm, ranks.axis)  # type: ignore[attr-defined,no-any-return]
+
+    label = f"{function.__name__} on {shape}, tp {ranks.axis.size}"
+    return Work(label, {"x": Operand(shape, written=written)}, call, exact, in_float64=ranks.axis.size == 1)
+
+
+def cross_entropy(ranks: Ranks, rng: Random) -> Work:
+    """Loss over a vocabulary that is cut over the ranks."""
+    rows, vocab, width = rng.choice((1, 5, 8)), rng.choice((2, 5)), 4
+    size, chunk_rows, padded = ranks.axis.size, rng.choice((1, 3, 100)), rng.random() < 0.5
+    first = torch.tensor([ranks.axis.rank * vocab, vocab])
+
+    def targets(generator: torch.Generator, shape: Shape) -> Tensor:
+        drawn = torch.randint(vocab * size - 1, shape, generator=generator)
+        return torch.where(torch.rand(shape, generator=generator) < 0.3, IGNORE_INDEX, drawn)
+
+    def padding(_: torch.Generator, shape: Shape) -> Tensor:
+        values = torch.zeros(shape)
+        if ranks.axis.rank == size - 1:
+            values[..., -1] = float("-inf")
+        return values
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
+        given = (hidden, weight, target, start, pad, ranks.comm, ranks.axis, chunk_rows)
+        return _VocabCrossEntropy.apply(*given)  # type: ignore[no-any-return]
+
+    def exact(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
+        own, others = F.linear(hidden, weight), F.linear(hidden.detach(), weight.detach())
+        logits = torch.cat([own if rank == ranks.axis.rank else others for rank in range(size)], dim=-1)
+        if pad is not None:
+            logits = torch.cat([logits[:, :-1], torch.full_like(logits[:, :1], float("-inf"))], dim=-1)
+        return F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    operands = {
+        "hidden": Operand((rows, width)),
+        "weight": Operand((vocab, width)),
+        "targets": Operand((rows,), targets, has_gradient=False),
+        "first": Operand((2,), lambda _, s: first.clone(), forms=(WHOLE,), has_gradient=False),
+    }
+    if padded:
+        operands["padding"] = Operand((vocab,), padding, torch.float32, (WHOLE,), has_gradient=False)
+    label = f"_VocabCrossEntropy on {rows} rows, {vocab} entries, chunks of {chunk_rows}, tp {size}"
+    return Work(label, operands, call, exact, once=True)
+
+
+CASES: dict[type, Callable[[Ranks, Random], Work]] = {
+    _SwiGLU: swiglu,
+    _Rotate: rotate,
+    _RMSNorm: norm,
+    _BlockedAttention: attention,
+    _Product: product,
+    _ColumnProduct: column_product,
+    _SplitProduct: split_product,
+    _Gradient: gradient,
+    _Leave: leave,
+    _Sleep: sleep,
+    _GatherSequence: gather_sequence,
+    _ScatterSequence: scatter_sequence,
+    _ReduceGradient: reduce_gradient,
+    _ReduceSum: reduce_sum,
+    _VocabCrossEntropy: cross_entropy,
+}
+"""By function."""
+
+PARALLEL = (
+    _ColumnProduct,
+    _SplitProduct,
+    _GatherSequence,
+    _ScatterSequence,
+    _ReduceGradient,
+    _ReduceSum,
+    _VocabCrossEntropy,
+)
+"""Those that communicate."""
+
+NOT_ECHOED = (_VocabCrossEntropy,)
+"""Those whose ranks have something of their own: several of them need a process group."""

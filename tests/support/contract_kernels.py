@@ -1,0 +1,216 @@
+"""Cases of `tests.support.contract` for every operation of `Kernels`, whoever implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import AdamStep, Kernels
+from nxtrain.backends.rounding import RoundingKey, mix_, step_hash
+from tests.support.contract import Operand, Update, Work
+from tests.support.forms import CONTIGUOUS, WHOLE, Shape
+
+LENGTHS = (1, 2, 7, 127, 128, 129, 130)
+"""Around the blocks of 128 that the CPU's attention computes together."""
+
+LARGEST_ROUNDED = 3e38
+EPS = 1e-5
+
+Values = Mapping[str, Tensor]
+
+
+def attention(kernels: Kernels, rng: Random) -> Work:
+    """Grouped causal attention."""
+    length, batch = rng.choice(LENGTHS), rng.choice((1, 2, 3))
+    kv_heads, repeats, width = rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 3)), rng.choice((2, 4, 8))
+    q, kv = (length, batch, kv_heads * repeats, width), (length, batch, kv_heads, width)
+    label = f"attention of {type(kernels).__name__} on {q} queries and {kv_heads} K/V heads"
+    return Work(label, {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}, kernels.attention, exact_attention)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention by its formula: each K/V head serves adjacent query heads, no query sees what follows it."""
+    repeats = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+    scores = torch.einsum("sbnh,tbnh->bnst", q, k) / q.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return torch.einsum("bnst,tbnh->sbnh", scores.masked_fill(later, float("-inf")).softmax(-1), v)
+
+
+def rms_norm(kernels: Kernels, rng: Random) -> Work:
+    """Normalization of rows."""
+    shape: Shape = (rng.choice((1, 2, 5)), rng.choice((1, 2)), rng.choice((4, 7, 16)))
+    shape = shape if rng.random() < 0.7 else shape[1:]
+    label = f"rms_norm of {type(kernels).__name__} on {shape}"
+    operands = {"x": Operand(shape), "weight": Operand(shape[-1:])}
+    return Work(label, operands, lambda x, weight: kernels.rms_norm(x, weight, EPS), exact_rms_norm)
+
+
+def exact_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x / rms(x) * weight."""
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def recompute(kernels: Kernels, rng: Random) -> Work:
+    """A product that the backward pass computes again."""
+    shape = (rng.choice((1, 3)), rng.choice((1, 2)), 4)
+
+    def function(x: Tensor, weight: Tensor, number: int) -> Tensor:
+        return (x @ weight).tanh() * number + x
+
+    label = f"recompute of {type(kernels).__name__} on {shape}"
+    # torch-xla's own recomputation has no gradient where its first input needs none.
+    operands = {"x": Operand(shape, always=True), "weight": Operand((4, 4))}
+    return Work(
+        label,
+        operands,
+        lambda x, weight: kernels.recompute(function, x, weight, 3),
+        lambda x, weight: function(x, weight, 3),
+        leaves_only=True,
+    )
+
+
+def bits(kernels: Kernels, rng: Random) -> Update:
+    """A view of another type, or a copy."""
+    shape = (rng.choice((1, 3)), rng.choice((1, 8)))
+    found: list[Tensor] = []
+
+    def check(before: Values, after: Values) -> None:
+        assert torch.equal(found[-1], before["x"].contiguous().view(torch.int32))
+
+    label = f"bits of {type(kernels).__name__} on {shape}"
+    operands = {"x": Operand(shape, dtype=torch.float32)}
+    return Update(label, operands, lambda x: found.append(kernels.bits(x).cpu().clone()), check)
+
+
+def replace(kernels: Kernels, rng: Random) -> Update:
+    """New values unless a mark says otherwise."""
+    shape, marked = (rng.choice((1, 5)), rng.choice((1, 8))), rng.random() < 0.5
+    dtype = rng.choice((torch.float32, torch.bfloat16))
+    operands = {
+        "x": Operand(shape, dtype=dtype, forms=CONTIGUOUS, written=True),
+        "new": Operand(shape, dtype=rng.choice((torch.float32, torch.bfloat16))),
+        "unless": Operand((), lambda _, s: torch.full(s, marked)),
+    }
+
+    def check(before: Values, after: Values) -> None:
+        assert torch.equal(after["x"], before["x"] if marked else before["new"].to(dtype))
+
+    return Update(f"replace of {type(kernels).__name__} on {shape} unless {marked}", operands, kernels.replace, check)
+
+
+def adamw(kernels: Kernels, rng: Random) -> Update:
+    """An update of one or two tensors, which may be rows of larger ones."""
+    shapes = [(rng.choice((1, 3, 8)), rng.choice((1, 5, 16))) for _ in range(rng.choice((1, 2)))]
+    skips: bool | None = rng.choice((None, True, False))
+    operands: dict[str, Operand] = {}
+    for i, shape in enumerate(shapes):
+        for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
+            values = _squares if name == "exp_avg_sq" else None
+            operands[f"{name}{i}"] = Operand(shape, values, torch.float32, CONTIGUOUS, written=True)
+    scale = rng.choice((1.0, 0.25))
+    for name, number in (("lr", 0.01), ("step", 3.0), ("grad_scale", scale)):
+        operands[name] = Operand((), _constant(number), torch.float32)
+    if skips is not None:
+        operands["skip"] = Operand((), lambda _, s: torch.full(s, skips))
+    betas, eps, decay = (0.9, 0.95), 1e-8, 0.1
+
+    def call(*given: Tensor) -> None:
+        parts = dict(zip(operands, given, strict=True))
+        how = AdamStep(parts["lr"], parts["step"], parts["grad_scale"], betas, eps, decay, parts.get("skip"))
+        lists = [
+            [parts[f"{name}{i}"] for i in range(len(shapes))] for name in ("param", "grad", "exp_avg", "exp_avg_sq")
+        ]
+        kernels.adamw(lists[0], lists[1], lists[2], lists[3], how)
+
+    def check(before: Values, after: Values) -> None:
+        for i in range(len(shapes)):
+            param, grad, mean, mean_sq = (
+                before[f"{name}{i}"].double() for name in ("param", "grad", "exp_avg", "exp_avg_sq")
+            )
+            if skips:
+                for name in ("param", "exp_avg", "exp_avg_sq"):
+                    assert torch.equal(after[f"{name}{i}"], before[f"{name}{i}"]), f"{name} of a skipped update"
+                continue
+            grad = grad * scale
+            mean = betas[0] * mean + (1 - betas[0]) * grad
+            mean_sq = betas[1] * mean_sq + (1 - betas[1]) * grad.square()
+            rms = (mean_sq / (1 - betas[1] ** 3)).sqrt()
+            param = param * (1 - 0.01 * decay) - 0.01 * mean / (1 - betas[0] ** 3) / (rms + eps)
+            for name, wanted in (("param", param), ("exp_avg", mean), ("exp_avg_sq", mean_sq)):
+                torch.testing.assert_close(after[f"{name}{i}"].double(), wanted, rtol=2e-6, atol=2e-6)
+
+    return Update(f"adamw of {type(kernels).__name__} on {shapes}, skip {skips}", operands, call, check)
+
+
+def stochastic_round(kernels: Kernels, rng: Random) -> Update:
+    """Rounding to a neighbour in bfloat16."""
+    rows, columns = rng.choice((1, 3)), rng.choice((1, 4, 7))
+    out_type = rng.choice((torch.float32, torch.bfloat16))
+    is_special = rng.random() < 0.3
+    first = rng.choice((0, 1))
+    numbers = torch.arange(first, first + columns, dtype=torch.int32)
+    hashes = mix_(numbers // 2)
+    pairs = torch.cat([hashes[:1], hashes[1::2]]) if first else hashes[::2]
+
+    def special(generator: torch.Generator, shape: Shape) -> Tensor:
+        values = torch.randn(shape, generator=generator)
+        return values.index_fill(-1, torch.tensor([0]), float("inf")) if is_special else values
+
+    counts: tuple[tuple[str, Tensor], ...] = (
+        ("rows", mix_(torch.arange(rows, dtype=torch.int32)) | 1),
+        ("pairs", pairs),
+        ("columns", hashes),
+        ("odd", numbers % 2 == 1),
+        ("step", step_hash(torch.tensor(float(rng.choice((1, 7)))))),
+    )
+    operands = {
+        "x": Operand((rows, columns), special, torch.float32, CONTIGUOUS, written=True),
+        "out": Operand((rows, columns), dtype=out_type, forms=CONTIGUOUS, written=True),
+    }
+    for name, value in counts:
+        operands[name] = Operand(tuple(value.shape), _given(value), forms=(WHOLE,))
+
+    def call(x: Tensor, out: Tensor, rows: Tensor, pairs: Tensor, columns: Tensor, odd: Tensor, step: Tensor) -> None:
+        kernels.stochastic_round(x, out, RoundingKey(rows, pairs, columns, odd, bool(first)), step)
+
+    def check(before: Values, after: Values) -> None:
+        x, out = before["x"], after["out"].float()
+        below = (x.view(torch.int32) & -0x10000).view(torch.float32)
+        above = ((x.view(torch.int32) & -0x10000) + 0x10000).view(torch.float32)
+        finite = x.abs() <= LARGEST_ROUNDED
+        assert torch.equal(out[~finite], x[~finite])
+        assert ((out == below) | (out == above))[finite].all(), "not one of the two nearest"
+
+    label = f"stochastic_round of {type(kernels).__name__} on {(rows, columns)} to {out_type}"
+    return Update(label, operands, call, check)
+
+
+def _constant(number: float) -> Callable[[torch.Generator, Shape], Tensor]:
+    return lambda _, shape: torch.full(shape, number)
+
+
+def _given(value: Tensor) -> Callable[[torch.Generator, Shape], Tensor]:
+    return lambda _, shape: value.clone()
+
+
+def _squares(generator: torch.Generator, shape: Shape) -> Tensor:
+    return torch.randn(shape, generator=generator).square()
+
+
+CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
+    "attention": attention,
+    "rms_norm": rms_norm,
+    "recompute": recompute,
+    "adamw": adamw,
+    "bits": bits,
+    "replace": replace,
+    "stochastic_round": stochastic_round,
+}
+"""By the operation's name."""
+
+TAKE_NO_TENSORS = {"tiles"}
+"""Operations that are given shapes alone."""

@@ -1,0 +1,193 @@
+"""Cases of `tests.support.contract` for the layers of every `LayerSet`, on ranks that have the same shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from nxtrain.backends.base import Head, LayerSet
+from nxtrain.family import IGNORE_INDEX
+from nxtrain.nn.init import materialize
+from nxtrain.parallel.linear import Product, SplitBackward
+from nxtrain.parallel.native import NativeLayers
+from nxtrain.sharding import Init, Segment
+from tests.support.contract import Operand, Work
+from tests.support.contract_functions import Ranks
+from tests.support.forms import CONTIGUOUS, Shape
+
+WIDTH = 4
+
+MakeLayers = Callable[[Ranks, torch.dtype, bool], LayerSet]
+"""The layers of a rank in a type, with or without sequence parallelism."""
+
+Put = Callable[[Tensor], Tensor]
+
+
+def native(ranks: Ranks, dtype: torch.dtype, sequence_parallel: bool) -> LayerSet:
+    """Our own, whose loss goes through the logits of a few tokens at a time."""
+    return NativeLayers(ranks.parallel(dtype, sequence_parallel), loss_chunk_bytes=64)
+
+
+class _Loss(nn.Module):
+    """A head that is called for its loss."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self.head.loss(hidden, targets)
+
+
+class _Logits(_Loss):
+    """A head that is called for its scores."""
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self.head.logits(hidden)
+
+
+def _made(layer: nn.Module, put: Put) -> nn.Module:
+    materialize(layer, put, lambda _, local: None)
+    return layer
+
+
+def _caller(layer: nn.Module, postponed: list[Product] | None = None) -> Callable[..., Tensor]:
+    """A layer as a function of its input, its weight and the rest."""
+    (name,) = (name for name, _ in layer.named_parameters())
+    if postponed is not None:
+        assert isinstance(layer, SplitBackward)
+        layer.postpone = postponed.append
+
+    def call(x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+        return functional_call(layer, {name: weight}, (x, *rest))  # type: ignore[no-any-return]
+
+    return call
+
+
+def column(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put: Put) -> Work:
+    """A layer that cuts its outputs."""
+    sequence_parallel, out = rng.random() < 0.5, rng.choice((2, 3))
+    layers = make(ranks, dtype, sequence_parallel)
+    with torch.device("meta"):
+        layer = layers.column(WIDTH, (Segment("a", out * ranks.axis.size),), Init())
+    shape = ranks.draw_shape(rng, WIDTH)
+    postponed: list[Product] | None = [] if isinstance(layer, SplitBackward) and rng.random() < 0.4 else None
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        x = ranks.heard(x)
+        return F.linear(ranks.gathered(x) if layers.sequence_parallel else x, weight)
+
+    operands = {"x": Operand(shape, always=True), "weight": Operand((out, WIDTH), forms=CONTIGUOUS)}
+    label = f"column on {shape}, {_where(layers)}, postponed {postponed is not None}"
+    return Work(label, operands, _caller(_made(layer, put), postponed), exact, _later(postponed))
+
+
+def row(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put: Put) -> Work:
+    """A layer that cuts its inputs."""
+    layers = make(ranks, dtype, rng.random() < 0.5)
+    width = rng.choice((2, 3))
+    with torch.device("meta"):
+        layer = layers.row(width * ranks.axis.size, WIDTH, Init())
+    shape = ranks.draw_shape(rng, width)
+    postponed: list[Product] | None = [] if isinstance(layer, SplitBackward) and rng.random() < 0.4 else None
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        out = F.linear(x, weight)
+        return ranks.scattered(out) if layers.sequence_parallel else ranks.summed(out)
+
+    operands = {"x": Operand(shape, always=True), "weight": Operand((WIDTH, width), forms=CONTIGUOUS)}
+    label = f"row on {shape}, {_where(layers)}, postponed {postponed is not None}"
+    return Work(label, operands, _caller(_made(layer, put), postponed), exact, _later(postponed))
+
+
+def embedding(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put: Put) -> Work:
+    """A lookup of tokens."""
+    layers, vocab = make(ranks, dtype, rng.random() < 0.5), rng.choice((2, 5))
+    size = ranks.axis.size
+    with torch.device("meta"):
+        layer = layers.embedding(vocab * size, WIDTH, Init())
+    shape = ranks.draw_shape(rng, WIDTH)[:2]
+
+    def tokens(generator: torch.Generator, drawn: Shape) -> Tensor:
+        return torch.randint(vocab * size, drawn, generator=generator)
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        out = F.embedding(x, ranks.gathered(weight))
+        if not layers.sequence_parallel:
+            return out
+        parts = out.chunk(size)
+        total = sum(parts[1:], parts[0])
+        return total + (parts[ranks.axis.rank] - total).detach()
+
+    operands = {
+        "tokens": Operand(shape, tokens, has_gradient=False),
+        "weight": Operand((vocab, WIDTH), forms=CONTIGUOUS, always=True),
+    }
+    return Work(f"embedding of {shape}, {_where(layers)}", operands, _caller(_made(layer, put)), exact)
+
+
+def loss(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put: Put) -> Work:
+    """The loss of a head."""
+    layers, vocab = make(ranks, dtype, rng.random() < 0.5), rng.choice((2, 5))
+    size = ranks.axis.size
+    with torch.device("meta"):
+        head = _Loss(layers.head(vocab * size, WIDTH, Init()))
+    shape = ranks.draw_shape(rng, WIDTH)
+    rows = shape[0] * size if layers.sequence_parallel else shape[0]
+
+    def targets(generator: torch.Generator, drawn: Shape) -> Tensor:
+        chosen = torch.randint(vocab * size, drawn, generator=generator)
+        return torch.where(torch.rand(drawn, generator=generator) < 0.3, IGNORE_INDEX, chosen)
+
+    def exact(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        whole = ranks.gathered(hidden) if layers.sequence_parallel else hidden
+        logits = F.linear(whole, ranks.gathered(weight)).flatten(0, 1)
+        return F.cross_entropy(logits, target.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    operands = {
+        "hidden": Operand(shape),
+        "weight": Operand((vocab, WIDTH), forms=CONTIGUOUS),
+        "targets": Operand((rows, shape[1]), targets, has_gradient=False),
+    }
+    return Work(f"loss on {shape}, {_where(layers)}", operands, _caller(_made(head, put)), exact, once=True)
+
+
+def logits(make: MakeLayers, ranks: Ranks, rng: Random, dtype: torch.dtype, put: Put) -> Work:
+    """The scores of a head."""
+    layers, vocab = make(ranks, dtype, rng.random() < 0.5), rng.choice((2, 5))
+    with torch.device("meta"):
+        head = _Logits(layers.head(vocab * ranks.axis.size, WIDTH, Init()))
+    shape = ranks.draw_shape(rng, WIDTH)
+
+    def exact(hidden: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        whole = ranks.gathered(hidden) if layers.sequence_parallel else hidden
+        return F.linear(whole, ranks.gathered(weight))
+
+    operands = {
+        "hidden": Operand(shape, has_gradient=False),
+        "weight": Operand((vocab, WIDTH), forms=CONTIGUOUS, has_gradient=False),
+        "targets": Operand((), has_gradient=False),
+    }
+    return Work(f"logits on {shape}, {_where(layers)}", operands, _caller(_made(head, put)), exact)
+
+
+def _later(postponed: list[Product] | None) -> Callable[[], Mapping[str, Tensor]] | None:
+    return None if postponed is None else lambda: {"weight": postponed.pop()()}
+
+
+def _where(layers: LayerSet) -> str:
+    return f"{type(layers).__name__}, tp {layers.tp.size}, sequence parallel {layers.sequence_parallel}"
+
+
+CASES: dict[str, tuple[Callable[[MakeLayers, Ranks, Random, torch.dtype, Put], Work], ...]] = {
+    "column": (column,),
+    "row": (row,),
+    "embedding": (embedding,),
+    "head": (loss, logits),
+}
+"""By the method of `LayerSet` that makes the layer."""
