@@ -1,0 +1,22 @@
+"""Drawn runs through `nxtrain launch`, from a Hugging Face folder and a token file, beside transformers."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.support.drawn import SEED, covering_array, draw
+from tests.support.drawn_commands import error_of_command, prepare, run_command
+
+LAYOUTS = covering_array(SEED + 1, 64, lambda degrees: degrees.world <= 4)[:6]
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+def test_a_drawn_command_trains_as_transformers_does(tmp_path: Path, index: int) -> None:
+    run = draw("command", SEED, index, LAYOUTS[index])
+    argv = prepare(run, tmp_path)
+    run_command(argv)
+    error = error_of_command(run, tmp_path)
+    assert error.is_parity, f"{error}: {shlex.join(argv)}"
