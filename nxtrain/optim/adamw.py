@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import AdamStep, Kernels, Rows
+from nxtrain.backends.kernels import bias_correction
 from nxtrain.backends.rounding import RoundingKey, step_hash
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.optim.stores import Compensated, Copied, InPlace, Nearest, Stochastic, Store
@@ -139,8 +140,7 @@ class AdamW:
         """
         beta1, beta2 = self._betas
         lr, step = lr.to(self.num_updates.device), self.num_updates[0]
-        correction1 = 1.0 - torch.pow(beta1, step)
-        correction2 = 1.0 - torch.pow(beta2, step)
+        correction1, correction2 = bias_correction(beta1, step), bias_correction(beta2, step)
         for name, shard in self._shards.items():
             mean, mean_sq = (self.state[kind][name].float() for kind in _MEANS)
             update = (mean / correction1).div_((mean_sq / correction2).sqrt_().add_(self._eps))

@@ -175,7 +175,7 @@ def stochastic_round(kernels: Kernels, rng: Random) -> Update:
         operands[name] = Operand(tuple(value.shape), _given(value), forms=(WHOLE,))
 
     def call(x: Tensor, out: Tensor, rows: Tensor, pairs: Tensor, columns: Tensor, odd: Tensor, step: Tensor) -> None:
-        kernels.stochastic_round(x, out, RoundingKey(rows, pairs, columns, odd, bool(first)), step)
+        kernels.stochastic_round(x, out, RoundingKey(rows, pairs, columns, odd, bool(first), shared=False), step)
 
     def check(before: Values, after: Values) -> None:
         x, out = before["x"], after["out"].float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -87,5 +88,5 @@ def _steps(state: TrainState, drawn: Drawn, steps: range) -> Course:
     return Course(losses, norms, {})
 
 
-def _copies(shards: Shards) -> Shards:
+def _copies(shards: Mapping[str, Mapping[str, Tensor]]) -> Shards:
     return {kind: {name: t.detach().clone() for name, t in tensors.items()} for kind, tensors in shards.items()}

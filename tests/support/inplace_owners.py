@@ -254,9 +254,6 @@ OWNERS: dict[str, dict[str, str]] = {
         "_accumulate.found: state.sums.add_": "state: sums of the step's state",
         "_over_batch: state.backend.collectives.all_reduce(sums)": "fresh: sums that `eval_step` made for this",
     },
-    "nxtrain/train/vote.py": {
-        "Vote.__init__: self._tensors |=": "host: dictionary of this object",
-    },
     "models/llama/model.py": {
         "LlamaForCausalLM._tie: specs['weight'] =": "host: dictionary of a layer",
         "LlamaForCausalLM._tie: self.lm_head.specs['weight'] =": "host: dictionary of a layer",

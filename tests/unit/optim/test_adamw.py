@@ -63,6 +63,26 @@ def test_masters_keep_updates_that_bf16_would_lose() -> None:
 
 
 @EVERY
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.99, 0.9999), (0.0, 0.0)])
+def test_the_first_updates_are_exact_whatever_the_decay(kernels: Kernels, betas: tuple[float, float]) -> None:
+    """From weights of zero, so that no digit of an update is lost; against the formula in float64."""
+    rule: dict[str, Any] = {**RULE, "weight_decay": 0.0, "betas": betas, "eps": 1e-12}
+    layout = Layout(ParamTable({"w": ShardSpec((16,))}), Mesh.build(1, 0))
+    before = torch.zeros(16)
+    parameter = nn.Parameter(torch.zeros(16))
+    optimizer = AdamW({"w": parameter}, layout, kernels, host, precision=precision(torch.float32, "fp32"), **rule)
+    mean, mean_sq = torch.zeros(16).double(), torch.zeros(16).double()
+    for step in range(1, 5):
+        grad = torch.randn(16, generator=torch.Generator().manual_seed(step))
+        optimizer.step({"w": grad.clone()}, torch.tensor(1.0), torch.tensor(1.0))
+        mean = betas[0] * mean + (1 - betas[0]) * grad.double()
+        mean_sq = betas[1] * mean_sq + (1 - betas[1]) * grad.double().square()
+        update = mean / (1 - betas[0] ** step) / ((mean_sq / (1 - betas[1] ** step)).sqrt() + 1e-12)
+        torch.testing.assert_close(before - parameter.detach(), update.float(), rtol=0, atol=2e-6)
+        before = parameter.detach().clone()
+
+
+@EVERY
 def test_a_rate_of_zero_changes_no_parameter(kernels: Kernels) -> None:
     parameters = first(torch.float32)
     optimizer = AdamW(parameters, LAYOUT, kernels, host, precision=precision(torch.float32, "fp32"), **RULE)

@@ -1,0 +1,87 @@
+"""Every lane of drawn runs behind one door, for as many as one likes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from nxtrain.backends import open_backend
+from tests.support.drawn import ONE, Degrees, Drawn, covering_array, draw, is_for_xla
+from tests.support.drawn_bf16 import WORSE, distances
+from tests.support.drawn_commands import error_of_command, prepare, run_command
+from tests.support.drawn_runs import Error, error_of, first_weights, ours, wanted
+from tests.support.parity import Course
+from tests.support.ranks import RankPool
+from tests.support.xla_bodies import drawn_courses
+from tests.support.xla_engine import run_devices
+
+LAYOUTS = 64
+"""Of a covering array; later draws begin it again with other shapes."""
+
+
+class Lanes:
+    """Draws and checks runs; a context that ends the processes.
+
+    Args:
+        seed: Draws everything.
+        folder: For the files of runs.
+    """
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self._seed, self._folder = seed, folder
+        self._layouts: dict[str, Sequence[Degrees]] = {
+            "gloo": covering_array(seed, LAYOUTS),
+            "xla": covering_array(seed, 12, is_for_xla),
+            "command": covering_array(seed + 1, LAYOUTS, lambda degrees: degrees.world <= 4),
+        }
+        self._backend, self._ranks = open_backend("cpu"), RankPool()
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ranks.close()
+
+    def draw(self, lane: str, index: int) -> Drawn:
+        """One run of a lane, the same that the lane's test draws."""
+        layouts = self._layouts.get(lane, [ONE])
+        return draw(lane, self._seed, index, layouts[index % len(layouts)], bf16=lane == "bf16", xla=lane == "xla")
+
+    def check(self, drawn: Drawn, *, by_command: bool) -> str:
+        """Run a draw; the differences from the reference in words.
+
+        Raises:
+            AssertionError: They are beyond the tolerances, or the run fails.
+        """
+        if by_command or drawn.lane == "command":
+            return self._by_command(drawn)
+        if drawn.lane == "bf16":
+            own, theirs = distances(self._backend, drawn)
+            said = f"gradient {own.gradient:.1e} beside {theirs.gradient:.1e}"
+            assert own.gradient <= WORSE * theirs.gradient, said
+            return said
+        error = error_of(self._courses(drawn), wanted(drawn), drawn)
+        assert error.is_parity, str(error)
+        return str(error)
+
+    def _courses(self, drawn: Drawn) -> list[Course]:
+        weights, world = first_weights(drawn), drawn.degrees.world
+        if drawn.lane == "process":
+            return [ours(self._backend, drawn, weights)]
+        if drawn.lane == "gloo":
+            return self._ranks.run(world, ours, drawn, weights)
+        return [found for (found,) in run_devices(world, drawn_courses, [(drawn, weights)], folder=self._folder)]
+
+    def _by_command(self, drawn: Drawn) -> str:
+        folder = self._folder / f"{drawn.lane}-{drawn.index}"
+        folder.mkdir()
+        run_command(prepare(drawn, folder))
+        error: Error = error_of_command(drawn, folder)
+        assert error.is_parity, str(error)
+        return f"by `nxtrain launch`: {error}"
