@@ -19,12 +19,13 @@ from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.backends.kernels import FusedKernels
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import MODEL, Chunk
+from nxtrain.checkpoint.finite import Finiteness
 from nxtrain.checkpoint.hf import CONFIG, INDEX, WEIGHTS, HfFolder
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import DTYPES, Manifest
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import resolve
-from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.places import Place, content_of
 from nxtrain.checkpoint.planner import ChunkLoadPlanner, ChunkSavePlanner
 from nxtrain.checkpoint.ranks import collective
 from nxtrain.checkpoint.save import read_back, write
@@ -60,6 +61,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
 
     Raises:
         ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
+        CheckpointError: Weights are not finite; nothing was made.
     """
     folder = HfFolder(src)
     family = find_family(str(folder.config.get("model_type")))
@@ -68,7 +70,14 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     folder.check(wanted)
     refuse_to_overwrite(dst, CHECKPOINT_FILES)
     tensors = [Chunk.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
-    planner = ChunkSavePlanner(tensors, lambda chunk: folder.read(chunk.name).to(chunk.dtype))
+    finiteness = Finiteness(src)
+
+    def read(chunk: Chunk) -> torch.Tensor:
+        tensor = folder.read(chunk.name)
+        finiteness.note(chunk.name, tensor)
+        return tensor.to(chunk.dtype)
+
+    planner = ChunkSavePlanner(tensors, read)
     meta = Meta(
         step=0,
         samples=0,
@@ -82,7 +91,8 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     )
     tokenizer = src / layout.TOKENIZER
     alone = Mesh(1, 0)
-    written = write(dst, planner, meta, alone, tokenizer if tokenizer.is_file() else None)
+    kept = tokenizer if tokenizer.is_file() else None
+    written = write(dst, planner, meta, alone, kept, check=finiteness.check)
     read_back(dst, written, alone, None)
 
 
@@ -159,7 +169,7 @@ def _copy_tokenizer(file: Place, out: Path) -> dict[str, tuple[str, int] | None]
     """Copy a tokenizer, if there is one, and tell its tokens for the begin and the end of a text."""
     if not file.is_file():
         return {"bos": None, "eos": None}
-    content = file.read_bytes()
+    content = content_of(file)
     added = {t["content"]: t["id"] for t in json.loads(content)["added_tokens"]}
     special = {
         role: next(((name, added[name]) for name in names if name in added), None)

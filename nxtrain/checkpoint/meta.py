@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nxtrain.checkpoint.layout import META
-from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.places import Place, content_of
 from nxtrain.checkpoint.unsteady import ROTTEN, damage, unsteady
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
@@ -86,7 +86,7 @@ def read_meta(path: Place) -> Meta:
     """
     file = path / META
     try:
-        text = unsteady.read(file.read_bytes, file).decode()
+        text = unsteady.read(lambda: content_of(file), file).decode()
         content = json.loads(text)
     except OSError as error:
         if error.errno in ROTTEN:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from nxtrain.data.files import unreadable
 from nxtrain.errors import DataError
+from nxtrain.regular import open_regular, read_bytes
 
 # Tests of the library and tables of character codes are no text that one reads.
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})
@@ -60,7 +61,7 @@ class Corpus:
                 raise unreadable(f"{path}", error) from error
 
     def _whole(self, path: Path) -> Iterator[str]:
-        content = path.read_bytes()
+        content = read_bytes(path)
         if b"\0" in content:
             self.skipped[path] = "binary: it holds a NUL byte"
             return
@@ -115,7 +116,7 @@ def text_corpus(path: str) -> Corpus:
 
 
 def _json_lines(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         start = 0
         for number, line in enumerate(file, start=1):
             if line.strip():

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nxtrain.errors import DataError, NxtrainError, StorageError
+from nxtrain.regular import NotRegularError, require_regular
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}")
 
@@ -79,6 +80,7 @@ def read_array(path: Path) -> NDArray[Any]:
         StorageError: The storage fails.
     """
     try:
+        require_regular(path)
         array = np.load(path, mmap_mode="r")
     except OSError as error:
         raise unreadable(f"{path}", error) from error
@@ -91,7 +93,8 @@ def read_array(path: Path) -> NDArray[Any]:
 
 def unreadable(what: str, error: OSError) -> NxtrainError:
     """What an error of reading is: a mistake in a name or its rights, or an error of the storage, which may pass."""
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+    mistakes = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError
+    if isinstance(error, mistakes):
         return DataError(f"{what} cannot be read: {error.strerror}")
     return StorageError(f"{what} cannot be read: {error.strerror}. Start again when the storage is back")
 

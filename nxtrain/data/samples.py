@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from nxtrain.data.files import Tokens, unreadable
 from nxtrain.errors import DataError
+from nxtrain.regular import open_regular
 
 # Tokens handled at once where a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
@@ -87,7 +88,7 @@ class FileSamples:
     def __init__(self, path: Path, *, seq_len: int, vocab_size: int, expected: str) -> None:
         self._path, self._seq_len, self._vocab_size, self._expected = path, seq_len, vocab_size, expected
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = open_regular(path)
         except OSError as error:
             raise unreadable(f"{path}", error) from error
         weakref.finalize(self, os.close, self._file)

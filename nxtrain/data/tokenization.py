@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxtrain.data.files import Tokens, replacing, unreadable
 from nxtrain.errors import DataError
+from nxtrain.regular import read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -87,7 +88,7 @@ def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = file.read_bytes()
+        content = read_bytes(file)
         tokenizer = Tokenizer.from_buffer(content)
     except OSError as error:
         raise unreadable(f"data.tokenizer: {file}", error) from error
@@ -111,7 +112,9 @@ def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
 def _end_id(tokenizer: Tokenizer, file: Path) -> int:
     config = file.with_name("tokenizer_config.json")
     try:
-        declared = json.loads(config.read_bytes()).get("eos_token") if config.exists() else None
+        declared = json.loads(read_bytes(config)).get("eos_token") if config.exists() else None
+    except OSError as error:
+        raise unreadable(f"data.tokenizer: {config}", error) from error
     except ValueError as error:
         raise DataError(f"data.tokenizer: {config} is not JSON: {error}") from error
     if isinstance(declared, dict):

@@ -19,6 +19,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.errors import CheckpointError
 from nxtrain.precision import Precision
+from nxtrain.regular import read_bytes
 
 DRIFT = {
     "seed": {"seed": "run.seed"},
@@ -56,7 +57,7 @@ class Inputs:
     @staticmethod
     def of(data_fingerprint: str, tokenizer: Path | None) -> Inputs:
         """From the rows' fingerprint and the tokenizer's file."""
-        return Inputs(data_fingerprint, _digest([tokenizer.read_bytes()]) if tokenizer else "")
+        return Inputs(data_fingerprint, _digest([read_bytes(tokenizer)]) if tokenizer else "")
 
 
 def meta_at(step: int, plan: Resolved, inputs: Inputs, before: Meta | None = None) -> Meta:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.checkpoint.hf import HfFolder, hf_weights
+from nxtrain.checkpoint.hf import HfFolder, HfWeights
 from nxtrain.errors import ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import ParamTable
@@ -45,7 +45,7 @@ def export(path: Path, tensors: Mapping[str, Tensor], files: int = 1, **config: 
 
 def load_hf_weights(src: Path, tensors: Mapping[str, torch.Tensor], specs: ParamTable, mesh: Mesh) -> None:
     """Fill tensors that are zero, as a model's are before they are filled."""
-    fill = hf_weights(src, specs, mesh.tp, specs.global_shapes())
+    fill = HfWeights(src, specs, mesh.tp, specs.global_shapes())
     for name, local in tensors.items():
         fill(name, local.zero_())
 
@@ -86,15 +86,15 @@ def test_each_stage_gets_its_layers_and_knows_the_whole_model(
         specs = table_of(resolved, mesh)
         wanted = cut(specs, mesh, WEIGHTS)
         shards = blank(wanted)
-        fill = hf_weights(src, specs, mesh.tp, shapes)
+        fill = HfWeights(src, specs, mesh.tp, shapes)
         for name, local in shards["model"].items():
             fill(name, local.zero_())
         assert same(shards, wanted), f"rank {rank}"
         filled |= specs.global_shapes().keys()
         with pytest.raises(ConfigError, match=r"1 missing: model\.layers\.2\.mlp\.up_proj\.weight$"):
-            hf_weights(lacking, specs, mesh.tp, shapes)
+            HfWeights(lacking, specs, mesh.tp, shapes)
         with pytest.raises(ConfigError, match=r"1 unknown to the model: model\.layers\.5\.mlp\.up_proj\.weight$"):
-            hf_weights(strange, specs, mesh.tp, shapes)
+            HfWeights(strange, specs, mesh.tp, shapes)
     assert filled == tensors.keys()
 
 
