@@ -72,6 +72,8 @@ def values(config: RunConfig) -> dict[str, Any]:
 
 def origin_of(origins: Mapping[str, str], key: str) -> str:
     """Where a value came from; for a table, its first value; empty if nobody gave it."""
+    if key in origins:
+        return origins[key]
     return next((origin for known, origin in origins.items() if f"{known}.".startswith(f"{key}.")), "")
 
 
@@ -79,9 +81,10 @@ def _firsts(origins: Mapping[str, str]) -> dict[str, str]:
     """What `origin_of` gives, for every key and every table at once: a search for each would be slow in a long file."""
     firsts: dict[str, str] = {}
     for key, origin in origins.items():
-        while key and key not in firsts:
-            firsts[key] = origin
-            key = key.rpartition(".")[0]
+        table = key
+        while table and table not in firsts:
+            firsts[table] = origin
+            table = table.rpartition(".")[0]
     return firsts
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxtrain.data.files import read_array, replacing
+from nxtrain.data.files import read_array, read_checksums, replacing
 from nxtrain.data.prepare import Prepared, digest, prepare
 from nxtrain.data.samples import FileSamples, Samples
 from nxtrain.errors import DataError, LostPeerError
@@ -74,7 +74,8 @@ def open_data(
         prepared = _read_receipt(receipt)
 
     def rows(path: Path, probe: str) -> FileSamples:
-        return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe)
+        checksums = read_checksums(path) if prepared.has_checksums else None
+        return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
 
     train, validation = rows(prepared.train, prepared.probe), None
     _refuse_too_short(train, prepared.train, "leaves for training", "add text, or lower train.seq_len")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
-from nxtrain.data.files import clear_drafts, read_array, writing_tokens
+from nxtrain.data.files import clear_drafts, read_array, read_checksums, writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_table, probe
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
@@ -43,6 +43,7 @@ class Prepared(BaseModel):
         train, validation: Token files; None when nothing is held out.
         tokenizer: The `tokenizer.json` that made them; None for ids of unknown origin.
         fingerprint: Identity of their content.
+        has_checksums: The token files are the run's own, with checksums beside them.
         probe, validation_probe: Samples of the ids, from what was checked; see `nxtrain.data.samples.probe`.
         skipped: Files that were left out, with the reason.
     """
@@ -53,6 +54,7 @@ class Prepared(BaseModel):
     validation: Path | None
     tokenizer: Path | None
     fingerprint: str
+    has_checksums: bool
     probe: str
     validation_probe: str = ""
     skipped: tuple[str, ...] = ()
@@ -184,6 +186,7 @@ def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path)
         validation=validation,
         tokenizer=tokenizer.path,
         fingerprint=fingerprint,
+        has_checksums=True,
         probe=probe(concat(read_array(train), seq_len)),
         validation_probe=probe(concat(read_array(validation), seq_len)) if validation else "",
         skipped=skipped,
@@ -200,13 +203,23 @@ def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepar
     table = read_array(path)
     content = check_table(table, path, seq_len=seq_len, vocab_size=vocab_size)
     tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size).path if config.tokenizer else None
-    return Prepared(train=path, validation=None, tokenizer=tokenizer, fingerprint=digest(content), probe=probe(table))
+    return Prepared(
+        train=path,
+        validation=None,
+        tokenizer=tokenizer,
+        fingerprint=digest(content),
+        has_checksums=False,
+        probe=probe(table),
+    )
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file that an earlier start wrote can be read; one that was cut short since is written anew."""
+    """Whether an earlier start wrote a file that can be read, and its checksums; any other is written anew.
+
+    The content is verified as it is read, and damage there is told: it may be that of a disk.
+    """
     try:
-        return path.exists() and read_array(path).size > 0
+        return path.exists() and read_array(path).nbytes == read_checksums(path).num_bytes > 0
     except DataError:
         return False
 

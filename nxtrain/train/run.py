@@ -131,7 +131,6 @@ def train_on(
     if leader:
         check_folder(config.run.dir)
         attempts.refuse_loop(config.recovery.max_same_step)
-        (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
     data = open_data(
         config.data,
         seq_len=batches.seq_len,
@@ -158,6 +157,8 @@ def train_on(
         clear(config.run.dir / FOLDER)
         prune(config.run.dir / FOLDER, config.checkpoint.keep, config.checkpoint.keep_every)
         check_space(config.run.dir, state)
+    if leader:  # not before: a start that is refused must not pass its settings off as those of the run
+        (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
 
     def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"], origin: int = 0) -> Loader:
         return Loader(
