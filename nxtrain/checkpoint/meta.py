@@ -5,8 +5,10 @@ It holds a checksum of the manifest, which holds those of all files, and one of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,6 +21,7 @@ from nxtrain.family import ModelConfig, ModelFamily, find_family
 
 FORMAT = 2
 _SEAL = "crc32"
+_DIGEST_BYTES = 16
 
 
 class Meta(BaseModel):
@@ -54,6 +57,8 @@ class Meta(BaseModel):
     """What else moves the course of a run, by its key; empty if that is not known."""
     tokenizer_fingerprint: str = ""
     """Identity of the tokenizer; empty if the data named none."""
+    end_of_text: str = ""
+    """Its token that ends a document; empty if that is not known."""
     config_fingerprint: str = ""
     """Identity of the configuration."""
     code_fingerprint: str = ""
@@ -75,6 +80,14 @@ class Meta(BaseModel):
     def sealed(self) -> str:
         """The text of `meta.json`."""
         return _seal(self.model_dump(mode="json"))
+
+
+def fingerprint(parts: Iterable[bytes]) -> str:
+    """Identity of some contents, in their order."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 def read_meta(path: Place) -> Meta:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
 from nxtrain.data.files import clear_drafts, read_array, read_checksums, writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_table, probe
-from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
+from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class Prepared(BaseModel):
     Attributes:
         train, validation: Token files; None when nothing is held out.
         tokenizer: The `tokenizer.json` that made them; None for ids of unknown origin.
+        tokenizer_origin: Whose it is, where it is that of the weights; else empty.
+        end_of_text: Its token that ends a document; empty if that is not known.
+        trained: It was trained on this data.
         fingerprint: Identity of their content.
         has_checksums: The token files are the run's own, with checksums beside them.
         probe, validation_probe: Samples of the ids, from what was checked; see `nxtrain.data.samples.probe`.
@@ -53,6 +56,9 @@ class Prepared(BaseModel):
     train: Path
     validation: Path | None
     tokenizer: Path | None
+    tokenizer_origin: str = ""
+    end_of_text: str = ""
+    trained: bool = False
     fingerprint: str
     has_checksums: bool
     probe: str
@@ -149,8 +155,17 @@ def sections(corpus: Iterable[str]) -> Iterator[tuple[int, str]]:
         yield number, document[start:]
 
 
-def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path) -> Prepared:
+def prepare(
+    config: DataConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    workdir: Path,
+    of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
+) -> Prepared:
     """Check the data of a run and write what training reads, unless it is there already.
+
+    Text is encoded by data.tokenizer, else by the tokenizer of the weights, else by one that is trained on it.
 
     Raises:
         DataError: Data that is missing, malformed, empty or outside of the vocabulary, or a disk that is full.
@@ -167,13 +182,14 @@ def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path)
 
     held, sampled = survey.split(config.validation_fraction)
     identity = digest(survey.digest(), config.validation_fraction)
-    tokenizer_path = Path(config.tokenizer).expanduser()
-    if not config.tokenizer:
+    known = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
+    tokenizer_path = known.path if known else Path()
+    if known is None:
         tokenizer_path = workdir / f"tokenizer-{digest(identity, vocab_size)}.json"
         if not tokenizer_path.exists():
             texts = (text for text, chosen in zip(survey.again(corpus), sampled, strict=True) if chosen)
             train_bpe(texts, vocab_size, tokenizer_path)
-    tokenizer = load_tokenizer(tokenizer_path, vocab_size)
+    tokenizer = load_tokenizer(tokenizer_path, vocab_size, known.end if known else "")
 
     fingerprint = digest(identity, tokenizer.digest)
     train = workdir / f"train-{fingerprint}.npy"
@@ -185,6 +201,9 @@ def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path)
         train=train,
         validation=validation,
         tokenizer=tokenizer.path,
+        tokenizer_origin=known.origin if known else "",
+        end_of_text=tokenizer.end,
+        trained=known is None,
         fingerprint=fingerprint,
         has_checksums=True,
         probe=probe(concat(read_array(train), seq_len)),

@@ -23,19 +23,36 @@ _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
 @dataclass(frozen=True)
+class KnownTokenizer:
+    """A tokenizer that need not be trained.
+
+    Args:
+        path: Its `tokenizer.json`, or the folder of that.
+        origin: Whose it is, for people, where nobody has named it; else empty.
+        end: Its token that ends a document; empty: found by its configuration, or by its name.
+    """
+
+    path: Path
+    origin: str = ""
+    end: str = ""
+
+
+@dataclass(frozen=True)
 class TextTokenizer:
     """A tokenizer that fits the model.
 
     Attributes:
         path: Its `tokenizer.json`.
         tokenizer: The loaded file.
-        end_id: Id that ends every document.
+        end: Token that ends every document.
+        end_id: Its id.
         dtype: Smallest type that holds its ids.
         digest: Identity of the file's content.
     """
 
     path: Path
     tokenizer: Tokenizer
+    end: str
     end_id: int
     dtype: np.dtype[np.unsignedinteger[Any]]
     digest: str
@@ -76,12 +93,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         file.write(tokenizer.to_str(pretty=True).encode())
 
 
-def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
+def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
     """Load a `tokenizer.json`, or the one in a folder.
 
     Args:
         path: The file or its folder.
         vocab_size: Entries of the model's vocabulary.
+        end: Its token that ends a document; empty: found by its configuration, or by its name.
 
     Raises:
         DataError: It is absent or unreadable, has ids beyond the vocabulary, or no known end-of-text token.
@@ -106,10 +124,16 @@ def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     digest = hashlib.blake2b(content).hexdigest()
-    return TextTokenizer(file, tokenizer, _end_id(tokenizer, file), np.min_scalar_type(last), digest)
+    end, end_id = _end_of(tokenizer, file, end)
+    return TextTokenizer(file, tokenizer, end, end_id, np.min_scalar_type(last), digest)
 
 
-def _end_id(tokenizer: Tokenizer, file: Path) -> int:
+def declared_end(file: Path) -> str:
+    """Token that ends a document, as the `tokenizer_config.json` beside a `tokenizer.json` has it; empty without it.
+
+    Raises:
+        DataError: It cannot be read.
+    """
     config = file.with_name("tokenizer_config.json")
     try:
         declared = json.loads(read_bytes(config)).get("eos_token") if config.exists() else None
@@ -118,13 +142,18 @@ def _end_id(tokenizer: Tokenizer, file: Path) -> int:
     except ValueError as error:
         raise DataError(f"data.tokenizer: {config} is not JSON: {error}") from error
     if isinstance(declared, dict):
-        declared = declared["content"]
-    names = (declared,) if declared else _END_NAMES
+        declared = declared.get("content")
+    return declared if isinstance(declared, str) else ""
+
+
+def _end_of(tokenizer: Tokenizer, file: Path, known: str) -> tuple[str, int]:
+    end = known or declared_end(file)
+    names = (end,) if end else _END_NAMES
     for name in names:
         end_id = tokenizer.token_to_id(name)
         if end_id is not None:
-            return end_id
+            return name, end_id
     raise DataError(
         f"data.tokenizer: {file} has no token that ends a document (looked for {', '.join(names)}); "
-        f'name it as "eos_token" in {config}'
+        f'name it as "eos_token" in {file.with_name("tokenizer_config.json")}'
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import resolve
 from nxtrain.checkpoint.model import open_model
 from nxtrain.checkpoint.places import content_of
@@ -45,7 +46,7 @@ def generate(
     ids = tokenizer.encode(prompt).ids
     backend = open_backend(choose("auto")[0])
     model = open_model(place, backend, seq_len=max(1, len(ids)) + max_new_tokens)
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = tokenizer.token_to_id(read_meta(place).end_of_text or END_OF_TEXT)
     if not ids:
         raise ConfigError("--prompt is empty; give at least one character to continue")
     generator = torch.Generator().manual_seed(seed)

@@ -41,6 +41,7 @@ from nxtrain.train.recovery.watchdog import RESTORE, Watchdog
 from nxtrain.train.rehearsal import rehearse
 from nxtrain.train.run_lock import only_run
 from nxtrain.train.start import is_restart, start
+from nxtrain.train.tokenizer import tokenizer_of_weights
 from nxtrain.train.trainer import Trainer, Work, unmetered
 
 CONFIG_FILE = "config.toml"
@@ -138,10 +139,13 @@ def train_on(
         workdir=config.run.dir / DATA_DIR,
         leader=mirrored.disk.leads if mirrored else leader,
         barrier=backend.collectives.barrier,
+        of_weights=lambda: tokenizer_of_weights(config, config.run.dir / DATA_DIR),
     )
+    if data.tokenizer_origin:
+        say(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")
     if data.skipped:
         say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
-    inputs = Inputs.of(data.fingerprint, data.tokenizer)
+    inputs = Inputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
     if watchdog is not None:
         watchdog.enter(0, RESTORE)
     state, meta = start(plan, backend, mesh, inputs, say, mirrored)
