@@ -12,6 +12,7 @@ from nxtrain.data.prepare import Prepared, digest, prepare
 from nxtrain.data.samples import FileSamples, Samples
 from nxtrain.data.tokenization import KnownTokenizer
 from nxtrain.errors import DataError, LostPeerError
+from nxtrain.regular import read_bytes
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
@@ -115,6 +116,6 @@ def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> 
 
 def _read_receipt(path: Path) -> Prepared:
     try:
-        return Prepared.model_validate_json(path.read_bytes())
+        return Prepared.model_validate_json(read_bytes(path))
     except FileNotFoundError as error:
         raise LostPeerError("the rank that prepares the data failed; its message says why") from error

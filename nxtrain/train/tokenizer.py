@@ -58,7 +58,7 @@ def refuse_other(folder: Path, inputs: Inputs, allow_drift: Iterable[str]) -> No
     there = fingerprint([read_bytes(file)])
     if there != inputs.tokenizer:
         raise CheckpointError(
-            f"the tokenizer of the data is not that of model.hf={folder}, whose weights know other ids: the tokenizer's "
+            f"the tokenizer of the data is not that of model.hf={folder}, whose weights know other ids: its "
             f"fingerprint is {there!r} there and {inputs.tokenizer!r} here. Leave data.tokenizer out to take that of "
             'the folder, or use checkpoint.allow_drift=["tokenizer"] to go on all the same'
         )
