@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.checkpoint import layout
-from nxtrain.errors import BackendError, CheckpointError, DataError
+from nxtrain.errors import CheckpointError, DataError
 from tests.train.test_bad_input import Command
 
 
@@ -28,7 +28,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         (["data.path=/nowhere.npy"], DataError.exit_code),
         (["train.seq_len=17"], DataError.exit_code),
         (["checkpoint.resume=/nowhere"], CheckpointError.exit_code),
-        (["backend.name=cuda"], BackendError.exit_code),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
