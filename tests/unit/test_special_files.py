@@ -50,9 +50,9 @@ def test_what_takes_the_place_of_a_file_before_it_is_opened_is_refused_too(
     put(tmp_path / "file", "a FIFO")
     (tmp_path / "before").touch()
     regular = os.stat(tmp_path / "before")
-    monkeypatch.setattr(os, "stat", lambda path: regular)
     open_files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(NotRegularError):
+    with monkeypatch.context() as patch, pytest.raises(NotRegularError):
+        patch.setattr(os, "stat", lambda path: regular)
         in_time(lambda: open_regular(tmp_path / "file"))
     assert len(os.listdir("/proc/self/fd")) == open_files
 

@@ -176,3 +176,29 @@ def test_a_start_reads_no_more_of_a_prepared_file_than_its_sample(
     samples.rows(np.arange(tenth + 1))
     with pytest.raises(DataError, match="delete it, and the next start prepares it again"):
         samples.rows(np.array([row]))
+
+
+def test_another_order_of_bytes_in_the_header_is_found(tmp_path: Path) -> None:
+    """All ids would be others, and the bytes of all are as they were."""
+    path = tmp_path / "ids.npy"
+    written(path, 4097)
+    content = path.read_bytes()
+    assert content.count(b"<u2") == 1
+    path.write_bytes(content.replace(b"<u2", b">u2"))
+    with pytest.raises(DataError, match=r"ids\.npy is damaged: its header is not what was written"):
+        opened(path)
+
+
+def test_checksums_of_an_earlier_file_do_not_outlive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a process is killed between the two files."""
+    path = tmp_path / "ids.npy"
+    written(path, 4097)
+
+    def killed(self: Summing, header: bytes) -> Checksums:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Summing, "finish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        written(path, 999)
+    assert read_array(path).size == 999
+    assert not checksums_of(path).exists()
