@@ -27,6 +27,7 @@ from xxhash import xxh3_64_hexdigest
 from nxtrain.checkpoint.arrivals import arrived
 from nxtrain.checkpoint.unsteady import damage, unsteady
 from nxtrain.errors import DamagedError
+from nxtrain.regular import NotRegularError, open_regular
 
 BLOCK_BYTES = 1 << 24
 """Enough for a disk's or a network's full speed, and little beside a model."""
@@ -183,7 +184,7 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self.name = path
         try:
-            self._file, self._direct = unsteady.read(lambda: _open(path, os.O_RDONLY), path)
+            self._file, self._direct = unsteady.read(lambda: _open_to_read(path), path)
         except OSError as error:
             raise damage(path, error) from error
         self.num_bytes = os.fstat(self._file).st_size
@@ -340,6 +341,16 @@ def _address(array: np.ndarray) -> int:
 def _go_by_the_cache(file: int) -> None:
     """Leave direct access, where a file system takes it when a file is opened and refuses it later."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
+
+
+def _open_to_read(path: Path) -> tuple[int, bool]:
+    """A descriptor of a regular file, and whether it goes past the page cache."""
+    try:
+        return open_regular(path, _DIRECT), bool(_DIRECT)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | PermissionError | NotRegularError):
+            raise
+        return open_regular(path), False
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

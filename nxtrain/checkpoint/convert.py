@@ -19,21 +19,24 @@ from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.backends.kernels import FusedKernels
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.chunks import MODEL, Chunk
+from nxtrain.checkpoint.finite import Finiteness
 from nxtrain.checkpoint.hf import CONFIG, INDEX, WEIGHTS, HfFolder
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import DTYPES, Manifest
-from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.mirror import resolve
-from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.places import Place, content_of
 from nxtrain.checkpoint.planner import ChunkLoadPlanner, ChunkSavePlanner
 from nxtrain.checkpoint.ranks import collective
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.storage import FileReader
+from nxtrain.data.tokenization import declared_end
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
+from nxtrain.regular import read_bytes
 from nxtrain.sharding import ParamTable
 
 CHECKPOINT_FILES = (layout.META, layout.TOKENIZER, layout.MANIFEST, layout.VERIFIED, "rank-*.safetensors")
@@ -60,6 +63,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
 
     Raises:
         ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
+        CheckpointError: Weights are not finite; nothing was made.
     """
     folder = HfFolder(src)
     family = find_family(str(folder.config.get("model_type")))
@@ -68,7 +72,14 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     folder.check(wanted)
     refuse_to_overwrite(dst, CHECKPOINT_FILES)
     tensors = [Chunk.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
-    planner = ChunkSavePlanner(tensors, lambda chunk: folder.read(chunk.name).to(chunk.dtype))
+    finiteness = Finiteness(src)
+
+    def read(chunk: Chunk) -> torch.Tensor:
+        tensor = folder.read(chunk.name)
+        finiteness.note(chunk.name, tensor)
+        return tensor.to(chunk.dtype)
+
+    planner = ChunkSavePlanner(tensors, read)
     meta = Meta(
         step=0,
         samples=0,
@@ -81,8 +92,12 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
         kinds=(MODEL,),
     )
     tokenizer = src / layout.TOKENIZER
+    if tokenizer.is_file():
+        known = {"tokenizer_fingerprint": fingerprint([read_bytes(tokenizer)]), "end_of_text": declared_end(tokenizer)}
+        meta = meta.model_copy(update=known)
     alone = Mesh(1, 0)
-    written = write(dst, planner, meta, alone, tokenizer if tokenizer.is_file() else None)
+    kept = tokenizer if tokenizer.is_file() else None
+    written = write(dst, planner, meta, alone, kept, check=finiteness.check)
     read_back(dst, written, alone, None)
 
 
@@ -107,7 +122,7 @@ def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_00
     refuse_to_overwrite(dst, _EXPORTED_FILES)
     with new_folder(dst) as out:
         _write_weights(place, manifest, out, max_shard_bytes)
-        special = _copy_tokenizer(place / layout.TOKENIZER, out)
+        special = _copy_tokenizer(place / layout.TOKENIZER, out, meta.end_of_text)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
         write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
         write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
@@ -155,15 +170,15 @@ def _write_file(checkpoint: Place, manifest: Manifest, chunks: list[Chunk], file
     save_file({chunk.name: tensor for chunk, tensor in targets.items()}, file, {"format": "pt"})
 
 
-def _copy_tokenizer(file: Place, out: Path) -> dict[str, tuple[str, int] | None]:
-    """Copy a tokenizer, if there is one, and tell its tokens for the begin and the end of a text."""
+def _copy_tokenizer(file: Place, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
+    """Copy a tokenizer, if there is one, and tell its tokens for the begin and the end of a text, if that is known."""
     if not file.is_file():
         return {"bos": None, "eos": None}
-    content = file.read_bytes()
+    content = content_of(file)
     added = {t["content"]: t["id"] for t in json.loads(content)["added_tokens"]}
     special = {
         role: next(((name, added[name]) for name in names if name in added), None)
-        for role, names in (("bos", _BEGIN), ("eos", _END))
+        for role, names in (("bos", _BEGIN), ("eos", (end, *_END)))
     }
     (out / layout.TOKENIZER).write_bytes(content)
     tokens = {f"{role}_token": token[0] for role, token in special.items() if token}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nxtrain.checkpoint.finite import Finiteness
 from nxtrain.checkpoint.match import mismatches
+from nxtrain.config.check import quantization
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.mesh import Axis
+from nxtrain.regular import read_text, require_regular
 from nxtrain.sharding import ParamTable
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_SEPARATORS = frozenset("/\\\0")
+"""No part of a file's name on any system that writes such folders."""
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -40,6 +46,7 @@ class HfFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = _read_json(path / CONFIG)
+        _refuse_quantized(path, self.config)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
         codes: dict[str, str] = {}
@@ -70,6 +77,7 @@ class HfFolder:
         size = self.shapes[name][dim]
         entries = slice(start, size if length is None else start + length)
         where = (*(slice(None),) * dim, entries)
+        require_regular(self._files[name])
         with safe_open(self._files[name], framework="pt") as file:
             part: Tensor = file.get_slice(name)[where]
         return part
@@ -80,12 +88,10 @@ class HfFolder:
         return tied_head or name.endswith("rotary_emb.inv_freq")
 
 
-def hf_weights(
-    src: Path, table: ParamTable, axis: Axis, wanted: Mapping[str, tuple[int, ...]]
-) -> Callable[[str, Tensor], None]:
-    """Check a Hugging Face folder, and return what writes a parameter's shard from it, given its name and host tensor.
+class HfWeights:
+    """Parameters of this rank from a Hugging Face folder, whose tensors fit the model.
 
-    Only what this rank holds is read; weights are cast to the tensor's type, and padding is left as it is.
+    Only what this rank holds is read; weights are cast to the tensor's type, and padding stays as it is.
 
     Args:
         src: The folder.
@@ -96,22 +102,33 @@ def hf_weights(
     Raises:
         ConfigError: The folder is unreadable or does not fit the model.
     """
-    folder = HfFolder(src)
-    folder.check(wanted)
 
-    def fill(name: str, local: Tensor) -> None:
-        spec = table[name]
-        for piece, view in spec.views(local, axis):
+    def __init__(self, src: Path, table: ParamTable, axis: Axis, wanted: Mapping[str, tuple[int, ...]]) -> None:
+        self._folder, self._table, self._axis = HfFolder(src), table, axis
+        self._folder.check(wanted)
+        self._finiteness = Finiteness(src)
+
+    def __call__(self, name: str, local: Tensor) -> None:
+        """Fill a parameter's shard, a host tensor."""
+        spec = self._table[name]
+        for piece, view in spec.views(local, self._axis):
             if piece.length:
                 source = spec.global_name(name, piece.segment)
-                view.copy_(folder.read(source, spec.dim or 0, piece.start, piece.length))
+                view.copy_(self._folder.read(source, spec.dim or 0, piece.start, piece.length))
+                self._finiteness.note(source, view)
 
-    return fill
+    def check(self) -> None:
+        """Refuse values that are not finite among all that was read so far.
+
+        Raises:
+            CheckpointError: There are some; names their tensors.
+        """
+        self._finiteness.check()
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}; is {file.parent} a Hugging Face model?") from error
     except ValueError as error:
@@ -122,17 +139,38 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    if not (path / INDEX).exists():
-        files = [path / WEIGHTS]
-    else:
-        places = _read_json(path / INDEX).get("weight_map", {})
-        files = [path / name for name in sorted(set(places.values()))]
+    files = [path / name for name in (_indexed(path / INDEX) if (path / INDEX).exists() else [WEIGHTS])]
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{file} is not a regular file; is {path} a Hugging Face model?")
     missing = ", ".join(file.name for file in files if not file.is_file())
     if missing or not files:
         raise ConfigError(
             f"{path} lacks {missing or 'weights'}; pickled weights (*.bin) must be saved as safetensors first"
         )
     return files
+
+
+def _indexed(file: Path) -> list[str]:
+    """Names of the weight files of an index, each of which is a file of the same folder."""
+    places = _read_json(file).get("weight_map", {})
+    if not isinstance(places, dict):
+        raise ConfigError(f'{file}: "weight_map" is no table of tensors and their files')
+    for tensor, name in places.items():
+        if not isinstance(name, str):
+            raise ConfigError(f'{file}: "weight_map" gives {tensor} the file {name!r}, which is no name')
+        if name in {"", ".", ".."} or not _SEPARATORS.isdisjoint(name):
+            raise ConfigError(
+                f"{file} places {tensor} in {name!r}; weight files lie beside their index, and a name has no "
+                "separator. Fetch the folder from a source that you trust, or bring its files together "
+                "and correct the index"
+            )
+    return sorted(set(places.values()))
+
+
+def _refuse_quantized(path: Path, config: Mapping[str, Any]) -> None:
+    if found := quantization(config):
+        raise ConfigError(f"{path}: {found}")
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:

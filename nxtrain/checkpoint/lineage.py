@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.places import Place, content_of
 from nxtrain.checkpoint.ranks import Group, by_leader, gather, shared_disk, together
 from nxtrain.checkpoint.unsteady import damage, unsteady
 from nxtrain.errors import CheckpointError, DamagedError
@@ -79,7 +79,7 @@ def read(root: Place) -> Lineage | None:
     """
     file = root / FILE
     try:
-        content = json.loads(unsteady.read(file.read_bytes, file))
+        content = json.loads(unsteady.read(lambda: content_of(file), file))
         seal = content.pop(_SEAL)
         found = Lineage.model_validate_json(json.dumps(content))
     except FileNotFoundError:

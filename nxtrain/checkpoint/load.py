@@ -14,7 +14,7 @@ from nxtrain.checkpoint.chunks import Chunk, Shards, chunks
 from nxtrain.checkpoint.layout import MANIFEST
 from nxtrain.checkpoint.manifest import Manifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.places import Place, content_of
 from nxtrain.checkpoint.planner import ChunkLoadPlanner
 from nxtrain.checkpoint.ranks import Group, by_leader, collective, is_distributed
 from nxtrain.checkpoint.storage import FileReader
@@ -31,7 +31,7 @@ def open_checkpoint(path: Place) -> tuple[Meta, Manifest]:
     """
     meta = read_meta(path)
     manifest = read_manifest(path)
-    if zlib.crc32((path / MANIFEST).read_bytes()) != meta.manifest_crc32:
+    if zlib.crc32(content_of(path / MANIFEST)) != meta.manifest_crc32:
         raise DamagedError(path / MANIFEST, "its content is not what was written")
     return meta, manifest
 

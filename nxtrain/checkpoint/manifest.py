@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from nxtrain.checkpoint.blocks import Stored
 from nxtrain.checkpoint.layout import MANIFEST
-from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.places import Place, content_of
 from nxtrain.checkpoint.unsteady import damage, unsteady
 from nxtrain.errors import CheckpointError, DamagedError
 
@@ -52,6 +53,9 @@ _ALIGNMENT_BYTES = 4096
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of entries in a whole tensor."""
+
+
+_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def file_of(rank: int) -> str:
@@ -179,6 +183,15 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 
+    @field_validator("files")
+    @classmethod
+    def _lie_in_the_folder(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        """Refuse names that lead elsewhere; a mirror would copy from there."""
+        for name in files:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a rank's file")
+        return files
+
     @property
     def num_bytes(self) -> int:
         """Size of all files."""
@@ -216,7 +229,7 @@ def read_manifest(path: Place) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        return Manifest.model_validate_json(unsteady.read(file.read_bytes, file))
+        return Manifest.model_validate_json(unsteady.read(lambda: content_of(file), file))
     except OSError as error:
         found = damage(file, error)
         raise found if found is not error else CheckpointError(f"cannot read {file}: {error.strerror}") from error

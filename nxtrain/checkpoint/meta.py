@@ -5,20 +5,23 @@ It holds a checksum of the manifest, which holds those of all files, and one of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nxtrain.checkpoint.layout import META
-from nxtrain.checkpoint.places import Place
+from nxtrain.checkpoint.places import Place, content_of
 from nxtrain.checkpoint.unsteady import ROTTEN, damage, unsteady
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 
 FORMAT = 2
 _SEAL = "crc32"
+_DIGEST_BYTES = 16
 
 
 class Meta(BaseModel):
@@ -54,6 +57,8 @@ class Meta(BaseModel):
     """What else moves the course of a run, by its key; empty if that is not known."""
     tokenizer_fingerprint: str = ""
     """Identity of the tokenizer; empty if the data named none."""
+    end_of_text: str = ""
+    """Its token that ends a document; empty if that is not known."""
     config_fingerprint: str = ""
     """Identity of the configuration."""
     code_fingerprint: str = ""
@@ -77,6 +82,14 @@ class Meta(BaseModel):
         return _seal(self.model_dump(mode="json"))
 
 
+def fingerprint(parts: Iterable[bytes]) -> str:
+    """Identity of some contents, in their order."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
 def read_meta(path: Place) -> Meta:
     """Read the `meta.json` of a checkpoint.
 
@@ -86,7 +99,7 @@ def read_meta(path: Place) -> Meta:
     """
     file = path / META
     try:
-        text = unsteady.read(file.read_bytes, file).decode()
+        text = unsteady.read(lambda: content_of(file), file).decode()
         content = json.loads(text)
     except OSError as error:
         if error.errno in ROTTEN:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.blocks import Stored
-from nxtrain.checkpoint.places import Place, Store, open_store, place_of
+from nxtrain.checkpoint.places import Place, Store, content_of, open_store, place_of
 from nxtrain.checkpoint.ranks import Disk, Group, by_leader, gather, together
 from nxtrain.errors import CheckpointError, NxtrainError
 from nxtrain.mesh import Mesh
@@ -81,7 +81,7 @@ class Mirror:
         """Copy what seals a checkpoint, when all files of ranks are there."""
         for name in (layout.TOKENIZER, layout.MANIFEST, layout.META):
             if (checkpoint / name).exists():
-                self.store.put(f"{_folder(step)}/{name}", (checkpoint / name).read_bytes())
+                self.store.put(f"{_folder(step)}/{name}", content_of(checkpoint / name))
 
     def put_aside(self, step: int) -> str:
         """Mark a checkpoint as damaged, so that nobody takes it, and tell its place."""
@@ -104,7 +104,7 @@ class Mirror:
             self._remove(step, files[step])
 
     def _rename(self, step: int, name: str, new: str) -> None:
-        self.store.put(f"{_folder(step)}/{new}", (self.place(step) / name).read_bytes())
+        self.store.put(f"{_folder(step)}/{new}", content_of(self.place(step) / name))
         self.store.delete([f"{_folder(step)}/{name}"])
 
     def _files(self) -> Mapping[int, set[str]]:

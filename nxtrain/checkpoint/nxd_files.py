@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.errors import CheckpointError
+from nxtrain.regular import require_regular
 
 BEGUN, DONE, MODEL_DIR, OPTIM_DIR = "checkpoint", "done", "model", "optim"
 SCHEDULER, USER_CONTENT = "scheduler.pt", "user_content.pt"
@@ -136,6 +137,8 @@ def _resolved(value: Any, path: Path) -> Any:
     if isinstance(value, dict):
         return {key: _resolved(part, path) for key, part in value.items()}
     if isinstance(value, TensorReference):
+        if not isinstance(value.tid, int):
+            raise CheckpointError(f"{path} refers to tensor {value.tid!r}, which is no number")
         tensor = _load(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt")
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path} refers to tensor {value.tid}, which is none")
@@ -146,6 +149,7 @@ def _resolved(value: Any, path: Path) -> Any:
 def _load(path: Path) -> Any:
     known: list[Any] = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
     try:
+        require_regular(path)
         with torch.serialization.safe_globals(known):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

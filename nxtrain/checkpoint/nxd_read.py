@@ -23,6 +23,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 from nxtrain.mesh import Mesh
+from nxtrain.regular import read_text
 
 FAMILY = "llama"
 OURS = "nxtrain"
@@ -124,7 +125,7 @@ def _model(tag: Path, file: Path | None) -> tuple[ModelFamily, ModelConfig]:
             "was given: --config FILE"
         )
     try:
-        values = json.loads(found.read_text(encoding="utf-8"))
+        values = json.loads(read_text(found))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{found} is no Hugging Face {CONFIG}: {error}") from error
     family = find_family(str(values.get("model_type", FAMILY)))

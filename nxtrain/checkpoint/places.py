@@ -15,6 +15,7 @@ from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.arrivals import arrived
 from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, FileSource, Source, Stored, verify
 from nxtrain.errors import CheckpointError, DamagedError, StorageError
+from nxtrain.regular import read_bytes
 from nxtrain.s3 import SCHEME, explained, is_missing, open_client, split
 
 _CHECKSUM = {"ChecksumAlgorithm": "CRC32"}
@@ -85,6 +86,15 @@ Place = Path | S3Path
 def place_of(text: str) -> Place:
     """The place that an address or a path means."""
     return S3Path(text.rstrip("/")) if text.startswith(SCHEME) else Path(text)
+
+
+def content_of(place: Place) -> bytes:
+    """All bytes of a small file.
+
+    Raises:
+        OSError: It is absent, no regular file, or cannot be read.
+    """
+    return read_bytes(place) if isinstance(place, Path) else place.read_bytes()
 
 
 def open_source(place: Place) -> Source:

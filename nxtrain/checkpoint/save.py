@@ -20,6 +20,7 @@ from nxtrain.checkpoint.staging import Staged, Staging
 from nxtrain.checkpoint.storage import FileWriter
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
+from nxtrain.regular import read_bytes
 from nxtrain.sharding import Layout
 
 
@@ -145,6 +146,7 @@ def write(
     process_group: Group = None,
     disk: Disk | None = None,
     staged: Staged | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Mapping[str, Stored]:
     """Write what a planner holds into a staging folder, then commit it.
 
@@ -157,6 +159,7 @@ def write(
         process_group: Group of all ranks that can carry host objects.
         disk: Who acts in the folder; None: rank 0 for all.
         staged: Where the planner's tensors stay as they are meanwhile; None: they are copied.
+        check: Called before the commit; an error of it keeps the checkpoint from being made.
 
     Returns:
         The files that this rank wrote.
@@ -174,6 +177,7 @@ def write(
                 process_group=process_group,
                 no_dist=not is_distributed(mesh),
             )
+        check()
         if staged:
             staged.joint.told = True
         if disk.number == 1:
@@ -201,7 +205,7 @@ def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, b
     assert writer.manifest is not None
     manifest = writer.manifest.model_dump_json().encode()
     sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
-    kept = {layout.TOKENIZER: tokenizer.read_bytes()} if tokenizer else {}
+    kept = {layout.TOKENIZER: read_bytes(tokenizer)} if tokenizer else {}
     return {**kept, layout.MANIFEST: manifest, layout.META: sealed.encode()}
 
 

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TypeVar
 
 from nxtrain.errors import CheckpointError, DamagedError
+from nxtrain.regular import NotRegularError
 
 T = TypeVar("T")
 
@@ -84,6 +85,8 @@ def damage(path: Path | str, error: OSError) -> OSError | DamagedError:
     """What an error of reading is: damage, where the disk has lost what it held; else an error of the storage."""
     if isinstance(error, FileNotFoundError):
         return DamagedError(path, "it is absent")
+    if isinstance(error, NotRegularError):
+        return DamagedError(path, f"{error.strerror}")
     if error.errno in ROTTEN:
         return DamagedError(path, f"it cannot be read: {error.strerror}", unread=True)
     return error

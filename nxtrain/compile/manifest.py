@@ -25,6 +25,7 @@ from nxtrain.compile.entries import Key, State, parse_key
 from nxtrain.compile.location import fill, host_name
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError
+from nxtrain.regular import read_text
 
 _VERSION = 1
 
@@ -127,7 +128,7 @@ def read_manifest(path: Path) -> Manifest:
         ConfigError: It is missing, or no manifest.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; nxtrain compile writes it") from error
     except ValueError as error:

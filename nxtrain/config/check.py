@@ -17,6 +17,7 @@ from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 from nxtrain.mesh import Mesh
+from nxtrain.regular import read_text
 
 # Key, the values that this release runs, and what the others would need. A feature that arrives deletes its line.
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -95,18 +96,33 @@ def resolve_model(config: RunConfig) -> ModelConfig:
         ConfigError: No such family, preset or folder, or values that are no shape.
     """
     family = find_family(config.model.family)
-    base = (
-        family.from_hf(_hf_config(Path(config.model.hf)))
-        if config.model.hf
-        else family.preset(config.model.preset or "tiny")
-    )
+    if config.model.hf:
+        hf = _hf_config(Path(config.model.hf))
+        if config.model.init == "hf" and (reason := quantization(hf)):
+            raise ConfigError([Problem("model.hf", f"{config.model.hf}: {reason}")])
+        base = family.from_hf(hf)
+    else:
+        base = family.preset(config.model.preset or "tiny")
     return decode(family.config_type, merge(base.model_dump(), config.model.config), prefix="model.config.")
+
+
+def quantization(config: Mapping[str, Any]) -> str:
+    """Reason to refuse the weights of a `config.json`, with the way out; empty unless they are quantized."""
+    found = config.get("quantization_config")
+    if not found:
+        return ""
+    method = found.get("quant_method", "unknown") if isinstance(found, Mapping) else found
+    return (
+        f"config.json has a quantization_config (quant_method {method!r}), whose weights mean nothing without it, and "
+        "training needs them whole; use the model that was quantized, or write one with transformers: "
+        "model.dequantize(), then model.save_pretrained(DIR)"
+    )
 
 
 def _hf_config(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
     except OSError as error:
         hint = "model.hf is a folder in Hugging Face's format: config.json beside its *.safetensors"
         raise ConfigError([Problem("model.hf", f"cannot read {path}: {error.strerror}", hint=hint)]) from error

@@ -14,6 +14,7 @@ from nxtrain.config.decode import decode
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.tables import flatten, merge, nest
 from nxtrain.errors import ConfigError, Problem
+from nxtrain.regular import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,8 +55,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         added = nest(key, _parse_value(text))
         table = merge(table, added)
         origins |= dict.fromkeys(flatten(added), "override")
+    firsts = _firsts(origins)
     try:
-        config = decode(RunConfig, table, lambda key: origin_of(origins, key))
+        config = decode(RunConfig, table, lambda key: firsts.get(key, ""))
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -70,7 +72,20 @@ def values(config: RunConfig) -> dict[str, Any]:
 
 def origin_of(origins: Mapping[str, str], key: str) -> str:
     """Where a value came from; for a table, its first value; empty if nobody gave it."""
+    if key in origins:
+        return origins[key]
     return next((origin for known, origin in origins.items() if f"{known}.".startswith(f"{key}.")), "")
+
+
+def _firsts(origins: Mapping[str, str]) -> dict[str, str]:
+    """What `origin_of` gives, for every key and every table at once: a search for each would be slow in a long file."""
+    firsts: dict[str, str] = {}
+    for key, origin in origins.items():
+        table = key
+        while table and table not in firsts:
+            firsts[table] = origin
+            table = table.rpartition(".")[0]
+    return firsts
 
 
 def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -103,11 +118,11 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[s
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     except OSError as error:
-        names = [p.name for p in sorted(path.parent.glob("*.toml"))]
+        names = [p.name for p in sorted(path.parent.glob("*.toml")) if p.is_file()]
         close = get_close_matches(path.name, names, n=1)
         known = f"found there: {', '.join(names)}" if names else ""
         hint = f"did you mean {path.parent / close[0]}?" if close else known

@@ -174,7 +174,8 @@ class DataConfig(Section):
     path: str = ""
     """File, folder or glob that the source reads."""
     tokenizer: str = ""
-    """tokenizer.json or its folder; empty: train a byte-level BPE of the model's vocab_size on the data."""
+    """tokenizer.json or its folder; empty: that of the weights of model.init=hf or checkpoint.resume, else a byte-level
+    BPE of the model's vocab_size, trained on the data."""
     packing: Literal["concat", "best_fit"] = "concat"
     """Documents end to end, or fitted whole into rows."""
     doc_mask: bool = False

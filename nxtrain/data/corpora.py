@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from nxtrain.data.files import unreadable
+from nxtrain.data.walk import matches, walk
 from nxtrain.errors import DataError
+from nxtrain.regular import open_regular, read_bytes
 
 # Tests of the library and tables of character codes are no text that one reads.
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})
@@ -60,7 +63,7 @@ class Corpus:
                 raise unreadable(f"{path}", error) from error
 
     def _whole(self, path: Path) -> Iterator[str]:
-        content = path.read_bytes()
+        content = read_bytes(path)
         if b"\0" in content:
             self.skipped[path] = "binary: it holds a NUL byte"
             return
@@ -98,24 +101,22 @@ def text_corpus(path: str) -> Corpus:
     """The text of a file, of every file below a folder (hidden ones left out), or of a glob such as `books/**/*.txt`.
 
     Raises:
-        DataError: Nothing is there.
+        DataError: Nothing is there, or a folder or a file cannot be looked into.
+        StorageError: The storage fails.
     """
     root = Path(path).expanduser()
-    if root.is_dir():
-        found = [file for file in root.rglob("*") if not any(p.startswith(".") for p in file.relative_to(root).parts)]
-    elif root.exists():
-        found = [root]
-    else:
-        found = [Path(name) for name in glob.glob(str(root), recursive=True)]
-    files = tuple(sorted(file for file in found if file.is_file()))
+    found = walk(root) if os.path.lexists(root) else matches(str(root))
+    found.refuse_failed(f"data.path={path}")
+    files = tuple(found.files)
     if not files:
         what = "holds no file" if root.is_dir() else "matches no file" if glob.has_magic(path) else "does not exist"
+        what = found.skipped.get(root, what).replace("it is", "is", 1)
         raise DataError(f"data.path={path} {what}; name a text file, a folder of them, or a glob (from {Path.cwd()})")
-    return Corpus(path, files, "refuse")
+    return Corpus(path, files, "refuse", found.skipped)
 
 
 def _json_lines(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         start = 0
         for number, line in enumerate(file, start=1):
             if line.strip():

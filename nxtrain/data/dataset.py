@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxtrain.data.files import read_array, replacing
+from nxtrain.data.files import read_array, read_checksums, replacing
 from nxtrain.data.prepare import Prepared, digest, prepare
 from nxtrain.data.samples import FileSamples, Samples
+from nxtrain.data.tokenization import KnownTokenizer
 from nxtrain.errors import DataError, LostPeerError
+from nxtrain.regular import read_bytes
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
@@ -25,6 +27,9 @@ class Data:
         validation: Rows held out; None when nothing is, as for `source=tokens`, whose every row is trained on.
         tokenizer: The `tokenizer.json` of the ids; None for token files that name none.
         fingerprint: Identity of the rows: runs with equal fingerprints and seeds train on equal batches.
+        tokenizer_origin: Whose the tokenizer is, where it is that of the weights; else empty.
+        end_of_text: Its token that ends a document; empty if that is not known.
+        trained: It was trained on this data.
         skipped: Files that were left out, with the reason.
     """
 
@@ -32,6 +37,9 @@ class Data:
     validation: Samples | None
     tokenizer: Path | None
     fingerprint: str
+    tokenizer_origin: str = ""
+    end_of_text: str = ""
+    trained: bool = False
     skipped: tuple[str, ...] = ()
 
 
@@ -43,6 +51,7 @@ def open_data(
     workdir: Path,
     leader: bool,
     barrier: Callable[[], None],
+    of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
 ) -> Data:
     """Open the data of a run; every rank calls this at the same point.
 
@@ -53,6 +62,7 @@ def open_data(
         workdir: Folder for what is prepared; found again by the next start.
         leader: Whether this rank prepares; one rank for each copy of `workdir` does.
         barrier: Waits for all ranks.
+        of_weights: The tokenizer that the first weights know, asked by the leader where data.tokenizer names none.
 
     Raises:
         DataError: Data that is missing, malformed, too short or outside of the vocabulary.
@@ -65,7 +75,7 @@ def open_data(
     try:
         if leader:
             receipt.unlink(missing_ok=True)
-            prepared = prepare(config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir)
+            prepared = prepare(config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
             with replacing(receipt) as file:
                 file.write(prepared.model_dump_json().encode())
     finally:
@@ -74,7 +84,8 @@ def open_data(
         prepared = _read_receipt(receipt)
 
     def rows(path: Path, probe: str) -> FileSamples:
-        return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe)
+        checksums = read_checksums(path) if prepared.has_checksums else None
+        return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
 
     train, validation = rows(prepared.train, prepared.probe), None
     _refuse_too_short(train, prepared.train, "leaves for training", "add text, or lower train.seq_len")
@@ -83,7 +94,16 @@ def open_data(
         held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
         way_out = "raise the fraction, or set it to 0 to train without evaluation"
         _refuse_too_short(validation, prepared.validation, held_out, way_out)
-    return Data(train, validation, prepared.tokenizer, digest(prepared.fingerprint, seq_len), prepared.skipped)
+    return Data(
+        train,
+        validation,
+        prepared.tokenizer,
+        digest(prepared.fingerprint, seq_len),
+        tokenizer_origin=prepared.tokenizer_origin,
+        end_of_text=prepared.end_of_text,
+        trained=prepared.trained,
+        skipped=prepared.skipped,
+    )
 
 
 def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> None:
@@ -96,6 +116,6 @@ def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> 
 
 def _read_receipt(path: Path) -> Prepared:
     try:
-        return Prepared.model_validate_json(path.read_bytes())
+        return Prepared.model_validate_json(read_bytes(path))
     except FileNotFoundError as error:
         raise LostPeerError("the rank that prepares the data failed; its message says why") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import uuid
@@ -13,7 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from nxtrain.data.checksums import Checksums, Summing, checksums_of
 from nxtrain.errors import DataError, NxtrainError, StorageError
+from nxtrain.regular import NotRegularError, read_bytes, require_regular
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}")
 
@@ -51,24 +54,46 @@ def clear_drafts(folder: Path) -> None:
 
 @contextmanager
 def writing_tokens(path: Path, dtype: DTypeLike) -> Iterator[Callable[[Tokens], None]]:
-    """Write a 1-d .npy file piece by piece; yields the function that appends ids.
+    """Write a 1-d .npy file piece by piece, and its checksums; yields the function that appends ids.
 
     Raises:
         DataError: As `replacing`.
     """
-    num_tokens = 0
+    num_tokens, summing = 0, Summing()
 
     def append(ids: Tokens) -> None:
         nonlocal num_tokens
         num_tokens += ids.size
-        file.write(ids.astype(dtype, copy=False).data)
+        content = np.ascontiguousarray(ids.astype(dtype, copy=False)).data
+        summing.add(content)
+        file.write(content)
 
+    checksums_of(path).unlink(missing_ok=True)  # those of an earlier file of the name
     with replacing(path) as file:
-        _write_header(file, dtype, 0)
+        file.write(_header(dtype, 0))
         yield append
         # numpy pads its header for the largest count there can be, so the true one fits where 0 stood.
+        header = _header(dtype, num_tokens)
         file.seek(0)
-        _write_header(file, dtype, num_tokens)
+        file.write(header)
+    with replacing(checksums_of(path)) as file:
+        file.write(summing.finish(header).sealed())
+
+
+def read_checksums(path: Path) -> Checksums:
+    """Checksums of a token file that a run has prepared.
+
+    Raises:
+        DataError: Their file is absent, unreadable, or not what was written.
+        StorageError: The storage fails.
+    """
+    file = checksums_of(path)
+    try:
+        return Checksums.of(read_bytes(file))
+    except OSError as error:
+        raise unreadable(f"{file}", error) from error
+    except ValueError as error:
+        raise DataError(f"{file} is damaged: {error}; delete it, and the next start prepares the data again") from error
 
 
 def read_array(path: Path) -> NDArray[Any]:
@@ -79,6 +104,7 @@ def read_array(path: Path) -> NDArray[Any]:
         StorageError: The storage fails.
     """
     try:
+        require_regular(path)
         array = np.load(path, mmap_mode="r")
     except OSError as error:
         raise unreadable(f"{path}", error) from error
@@ -91,11 +117,13 @@ def read_array(path: Path) -> NDArray[Any]:
 
 def unreadable(what: str, error: OSError) -> NxtrainError:
     """What an error of reading is: a mistake in a name or its rights, or an error of the storage, which may pass."""
-    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+    mistakes = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError
+    if isinstance(error, mistakes):
         return DataError(f"{what} cannot be read: {error.strerror}")
     return StorageError(f"{what} cannot be read: {error.strerror}. Start again when the storage is back")
 
 
-def _write_header(file: BinaryIO, dtype: DTypeLike, num_tokens: int) -> None:
-    descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
+def _header(dtype: DTypeLike, num_tokens: int) -> bytes:
+    descr, file = np.lib.format.dtype_to_descr(np.dtype(dtype)), io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": (num_tokens,)})
+    return file.getvalue()

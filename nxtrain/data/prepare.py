@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
-from nxtrain.data.files import clear_drafts, read_array, writing_tokens
+from nxtrain.data.files import clear_drafts, read_array, read_checksums, writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_table, probe
-from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
+from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ class Prepared(BaseModel):
     Attributes:
         train, validation: Token files; None when nothing is held out.
         tokenizer: The `tokenizer.json` that made them; None for ids of unknown origin.
+        tokenizer_origin: Whose it is, where it is that of the weights; else empty.
+        end_of_text: Its token that ends a document; empty if that is not known.
+        trained: It was trained on this data.
         fingerprint: Identity of their content.
+        has_checksums: The token files are the run's own, with checksums beside them.
         probe, validation_probe: Samples of the ids, from what was checked; see `nxtrain.data.samples.probe`.
         skipped: Files that were left out, with the reason.
     """
@@ -52,7 +56,11 @@ class Prepared(BaseModel):
     train: Path
     validation: Path | None
     tokenizer: Path | None
+    tokenizer_origin: str = ""
+    end_of_text: str = ""
+    trained: bool = False
     fingerprint: str
+    has_checksums: bool
     probe: str
     validation_probe: str = ""
     skipped: tuple[str, ...] = ()
@@ -147,8 +155,17 @@ def sections(corpus: Iterable[str]) -> Iterator[tuple[int, str]]:
         yield number, document[start:]
 
 
-def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path) -> Prepared:
+def prepare(
+    config: DataConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    workdir: Path,
+    of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
+) -> Prepared:
     """Check the data of a run and write what training reads, unless it is there already.
+
+    Text is encoded by data.tokenizer, else by the tokenizer of the weights, else by one that is trained on it.
 
     Raises:
         DataError: Data that is missing, malformed, empty or outside of the vocabulary, or a disk that is full.
@@ -165,13 +182,14 @@ def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path)
 
     held, sampled = survey.split(config.validation_fraction)
     identity = digest(survey.digest(), config.validation_fraction)
-    tokenizer_path = Path(config.tokenizer).expanduser()
-    if not config.tokenizer:
+    known = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
+    tokenizer_path = known.path if known else Path()
+    if known is None:
         tokenizer_path = workdir / f"tokenizer-{digest(identity, vocab_size)}.json"
         if not tokenizer_path.exists():
             texts = (text for text, chosen in zip(survey.again(corpus), sampled, strict=True) if chosen)
             train_bpe(texts, vocab_size, tokenizer_path)
-    tokenizer = load_tokenizer(tokenizer_path, vocab_size)
+    tokenizer = load_tokenizer(tokenizer_path, vocab_size, known.end if known else "")
 
     fingerprint = digest(identity, tokenizer.digest)
     train = workdir / f"train-{fingerprint}.npy"
@@ -183,7 +201,11 @@ def prepare(config: DataConfig, *, seq_len: int, vocab_size: int, workdir: Path)
         train=train,
         validation=validation,
         tokenizer=tokenizer.path,
+        tokenizer_origin=known.origin if known else "",
+        end_of_text=tokenizer.end,
+        trained=known is None,
         fingerprint=fingerprint,
+        has_checksums=True,
         probe=probe(concat(read_array(train), seq_len)),
         validation_probe=probe(concat(read_array(validation), seq_len)) if validation else "",
         skipped=skipped,
@@ -200,13 +222,23 @@ def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepar
     table = read_array(path)
     content = check_table(table, path, seq_len=seq_len, vocab_size=vocab_size)
     tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size).path if config.tokenizer else None
-    return Prepared(train=path, validation=None, tokenizer=tokenizer, fingerprint=digest(content), probe=probe(table))
+    return Prepared(
+        train=path,
+        validation=None,
+        tokenizer=tokenizer,
+        fingerprint=digest(content),
+        has_checksums=False,
+        probe=probe(table),
+    )
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file that an earlier start wrote can be read; one that was cut short since is written anew."""
+    """Whether an earlier start wrote a file that can be read, and its checksums; any other is written anew.
+
+    The content is verified as it is read, and damage there is told: it may be that of a disk.
+    """
     try:
-        return path.exists() and read_array(path).size > 0
+        return path.exists() and read_array(path).nbytes == read_checksums(path).num_bytes > 0
     except DataError:
         return False
 

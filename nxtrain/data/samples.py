@@ -12,8 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nxtrain.data.checksums import Checksums, VerifiedBlocks, changed
 from nxtrain.data.files import Tokens, unreadable
 from nxtrain.errors import DataError
+from nxtrain.regular import open_regular
 
 # Tokens handled at once where a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
@@ -79,19 +81,27 @@ class FileSamples:
         seq_len: Targets in a row.
         vocab_size: Every id must be below it.
         expected: What `probe` gave for the ids that were checked.
+        checksums: Of the file, to which every block is held as it is read; None: the file has none.
 
     Raises:
         DataError: The file cannot be read, or is not what was checked.
     """
 
-    def __init__(self, path: Path, *, seq_len: int, vocab_size: int, expected: str) -> None:
+    def __init__(
+        self, path: Path, *, seq_len: int, vocab_size: int, expected: str, checksums: Checksums | None = None
+    ) -> None:
         self._path, self._seq_len, self._vocab_size, self._expected = path, seq_len, vocab_size, expected
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = open_regular(path)
         except OSError as error:
             raise unreadable(f"{path}", error) from error
         weakref.finalize(self, os.close, self._file)
         self._dtype, shape, self._start = header(path, self._file)
+        self._verified: VerifiedBlocks | None = None
+        if checksums is not None:
+            if not checksums.is_header(os.pread(self._file, self._start, 0)):
+                raise changed(path, "its header is")
+            self._verified = VerifiedBlocks(path, checksums, self._read)
         is_stream = len(shape) == 1
         self._stride = seq_len if is_stream else seq_len + 1
         self._num_rows = max(0, shape[0] - 1) // seq_len if is_stream else shape[0]
@@ -116,6 +126,8 @@ class FileSamples:
             StorageError: It cannot be read; the same.
         """
         if (version := self._stat()) != self._version:
+            if self._verified is not None:
+                self._verified.forget()
             self._compare()
             self._version = version
         return self._rows(indices)
@@ -123,8 +135,9 @@ class FileSamples:
     def _rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         found = np.empty((indices.size, self._seq_len + 1), self._dtype)
         content = found.view(np.uint8).reshape(indices.size, -1)
+        fill = self._read if self._verified is None else self._verified.fill
         for place, row in enumerate(indices.tolist()):
-            self._read(row, content[place].data)
+            fill(row * self._stride * self._dtype.itemsize, content[place].data)
         rows = found.astype(np.int64)
         wrong = (rows < 0) | (rows >= self._vocab_size)
         if wrong.any():
@@ -135,11 +148,12 @@ class FileSamples:
             )
         return rows
 
-    def _read(self, row: int, content: memoryview) -> None:
-        done, start = 0, self._start + row * self._stride * self._dtype.itemsize
+    def _read(self, start: int, content: memoryview) -> None:
+        """Fill a view with the ids from a byte on, counted from the first id."""
+        done, row = 0, start // (self._stride * self._dtype.itemsize)
         while done < len(content):
             try:
-                length = os.preadv(self._file, [content[done:]], start + done)
+                length = os.preadv(self._file, [content[done:]], self._start + start + done)
             except OSError as error:
                 raise unreadable(f"{self._path}, row {row},", error) from error
             if not length:

@@ -14,11 +14,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxtrain.data.files import Tokens, replacing, unreadable
 from nxtrain.errors import DataError
+from nxtrain.regular import read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 
 # Where no tokenizer_config.json says it: the names that GPT, Llama 3, Llama 2 and Gemma give to the end of a document.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True)
+class KnownTokenizer:
+    """A tokenizer that need not be trained.
+
+    Args:
+        path: Its `tokenizer.json`, or the folder of that.
+        origin: Whose it is, for people, where nobody has named it; else empty.
+        end: Its token that ends a document; empty: found by its configuration, or by its name.
+    """
+
+    path: Path
+    origin: str = ""
+    end: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,13 +44,15 @@ class TextTokenizer:
     Attributes:
         path: Its `tokenizer.json`.
         tokenizer: The loaded file.
-        end_id: Id that ends every document.
+        end: Token that ends every document.
+        end_id: Its id.
         dtype: Smallest type that holds its ids.
         digest: Identity of the file's content.
     """
 
     path: Path
     tokenizer: Tokenizer
+    end: str
     end_id: int
     dtype: np.dtype[np.unsignedinteger[Any]]
     digest: str
@@ -75,19 +93,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         file.write(tokenizer.to_str(pretty=True).encode())
 
 
-def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
+def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
     """Load a `tokenizer.json`, or the one in a folder.
 
     Args:
         path: The file or its folder.
         vocab_size: Entries of the model's vocabulary.
+        end: Its token that ends a document; empty: found by its configuration, or by its name.
 
     Raises:
         DataError: It is absent or unreadable, has ids beyond the vocabulary, or no known end-of-text token.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content = file.read_bytes()
+        content = read_bytes(file)
         tokenizer = Tokenizer.from_buffer(content)
     except OSError as error:
         raise unreadable(f"data.tokenizer: {file}", error) from error
@@ -105,23 +124,36 @@ def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     digest = hashlib.blake2b(content).hexdigest()
-    return TextTokenizer(file, tokenizer, _end_id(tokenizer, file), np.min_scalar_type(last), digest)
+    end, end_id = _end_of(tokenizer, file, end)
+    return TextTokenizer(file, tokenizer, end, end_id, np.min_scalar_type(last), digest)
 
 
-def _end_id(tokenizer: Tokenizer, file: Path) -> int:
+def declared_end(file: Path) -> str:
+    """Token that ends a document, as the `tokenizer_config.json` beside a `tokenizer.json` has it; empty without it.
+
+    Raises:
+        DataError: It cannot be read.
+    """
     config = file.with_name("tokenizer_config.json")
     try:
-        declared = json.loads(config.read_bytes()).get("eos_token") if config.exists() else None
+        declared = json.loads(read_bytes(config)).get("eos_token") if config.exists() else None
+    except OSError as error:
+        raise unreadable(f"data.tokenizer: {config}", error) from error
     except ValueError as error:
         raise DataError(f"data.tokenizer: {config} is not JSON: {error}") from error
     if isinstance(declared, dict):
-        declared = declared["content"]
-    names = (declared,) if declared else _END_NAMES
+        declared = declared.get("content")
+    return declared if isinstance(declared, str) else ""
+
+
+def _end_of(tokenizer: Tokenizer, file: Path, known: str) -> tuple[str, int]:
+    end = known or declared_end(file)
+    names = (end,) if end else _END_NAMES
     for name in names:
         end_id = tokenizer.token_to_id(name)
         if end_id is not None:
-            return end_id
+            return name, end_id
     raise DataError(
         f"data.tokenizer: {file} has no token that ends a document (looked for {', '.join(names)}); "
-        f'name it as "eos_token" in {config}'
+        f'name it as "eos_token" in {file.with_name("tokenizer_config.json")}'
     )

@@ -50,6 +50,7 @@ from torch.distributed.launcher import api
 from nxtrain.config.load import load
 from nxtrain.config.schema import RecoveryConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
+from nxtrain.launch.loopback import unreachable
 from nxtrain.launch.meeting import Meeting, reasons, unmet
 from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, progress
 from nxtrain.train.recovery.signals import STOPPING
@@ -263,6 +264,9 @@ def main(argv: Sequence[str]) -> int:
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
     _configure(options)
+    if options.standalone and (reason := unreachable()):  # torch's agent would wait there without a word
+        print(f"error: {reason}", file=sys.stderr)
+        return BackendError.exit_code
     limit = 0.0
     try:
         while True:

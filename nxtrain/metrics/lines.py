@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nxtrain.regular import read_text
+
 
 def append(file: Path, line: str) -> None:
     """Add a line for good; one that was left torn before it ends where it was torn.
@@ -39,7 +41,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     found = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_text(file, errors="replace").splitlines():
         try:
             content = json.loads(line)
         except (ValueError, RecursionError):

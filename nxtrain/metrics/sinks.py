@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from nxtrain.metrics.lasting import Lasting, refuse_deleted
 from nxtrain.metrics.progress import open_progress
+from nxtrain.regular import open_regular
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import MetricsConfig
@@ -107,7 +108,7 @@ def _forget_after(path: Path, step: int) -> None:
     here loses nothing.
     """
     whole, is_whole = 0, True
-    with path.open("rb") as old:
+    with open(open_regular(path), "rb") as old:
         for start, line in _standing(old, step):
             is_whole = start == whole and line.endswith(b"\n")
             if not is_whole:

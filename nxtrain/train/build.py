@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend, Kernels
-from nxtrain.checkpoint.hf import hf_weights
+from nxtrain.checkpoint.hf import HfWeights
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
 from nxtrain.errors import ConfigError, Problem
@@ -82,15 +82,19 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
 
     Raises:
         ConfigError: The Hugging Face folder does not fit.
+        CheckpointError: Its weights are not all finite.
     """
     model = build_meta(plan, backend, mesh)
     table = ParamTable.of(model)
-    fill = None
+    fill: Fill | None = None
+    weights: HfWeights | None = None
     if init == "draw":
         fill = draw(table, mesh.tp, plan.config.run.seed)
     elif init == "hf":
-        fill = hf_weights(Path(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
+        fill = weights = HfWeights(Path(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
     fill_model(plan, model, backend, mesh, fill)
+    if weights is not None:
+        weights.check()
     return model
 
 

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import resolve
 from nxtrain.checkpoint.model import open_model
+from nxtrain.checkpoint.places import content_of
 from nxtrain.data.tokenization import END_OF_TEXT
 from nxtrain.errors import ConfigError
 
@@ -40,11 +42,11 @@ def generate(
     file = place / layout.TOKENIZER
     if not file.is_file():
         raise ConfigError(f"{place} carries no {layout.TOKENIZER}: it was trained on token ids alone")
-    tokenizer = Tokenizer.from_buffer(file.read_bytes())
+    tokenizer = Tokenizer.from_buffer(content_of(file))
     ids = tokenizer.encode(prompt).ids
     backend = open_backend(choose("auto")[0])
     model = open_model(place, backend, seq_len=max(1, len(ids)) + max_new_tokens)
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = tokenizer.token_to_id(read_meta(place).end_of_text or END_OF_TEXT)
     if not ids:
         raise ConfigError("--prompt is empty; give at least one character to continue")
     generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,18 +11,21 @@ from typing import Any
 import torch
 
 from nxtrain.checkpoint.chunks import MODEL
-from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.places import Place
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.errors import CheckpointError
 from nxtrain.precision import Precision
+from nxtrain.regular import read_bytes
+
+DRIFT_TOKENIZER = ("the tokenizer's fingerprint", "tokenizer_fingerprint")
 
 DRIFT = {
     "seed": {"seed": "run.seed"},
     "batch": {"global_batch": "train.global_batch"},
-    "tokenizer": {"tokenizer_fingerprint": "the tokenizer's fingerprint"},
+    "tokenizer": {DRIFT_TOKENIZER[1]: DRIFT_TOKENIZER[0]},
     "data": {"data_fingerprint": "the data's fingerprint", "shuffle": "data.shuffle"},
     "code": {"code_fingerprint": "the code's fingerprint"},
 }
@@ -38,8 +40,6 @@ UNTOLD: dict[str, object] = {
 }
 """What a checkpoint says that does not know, such as one that NeuronX Distributed wrote."""
 
-_DIGEST_BYTES = 16
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -48,15 +48,20 @@ class Inputs:
     Args:
         data: Of the rows.
         tokenizer: Of the tokenizer; empty for ids of unknown origin.
+        end_of_text: Its token that ends a document; empty for ids of unknown origin.
+        trained: The tokenizer was trained on the data of the run, since no other was named or known.
     """
 
     data: str
     tokenizer: str = ""
+    end_of_text: str = ""
+    trained: bool = False
 
     @staticmethod
-    def of(data_fingerprint: str, tokenizer: Path | None) -> Inputs:
+    def of(data_fingerprint: str, tokenizer: Path | None, end_of_text: str = "", *, trained: bool = False) -> Inputs:
         """From the rows' fingerprint and the tokenizer's file."""
-        return Inputs(data_fingerprint, _digest([tokenizer.read_bytes()]) if tokenizer else "")
+        identity = fingerprint([read_bytes(tokenizer)]) if tokenizer else ""
+        return Inputs(data_fingerprint, identity, end_of_text, trained)
 
 
 def meta_at(step: int, plan: Resolved, inputs: Inputs, before: Meta | None = None) -> Meta:
@@ -85,24 +90,26 @@ def meta_at(step: int, plan: Resolved, inputs: Inputs, before: Meta | None = Non
         shuffle=config.data.shuffle,
         settings=_settings(config),
         tokenizer_fingerprint=inputs.tokenizer,
-        config_fingerprint=_digest([dump(config).encode()]),
+        end_of_text=inputs.end_of_text,
+        config_fingerprint=fingerprint([dump(config).encode()]),
         code_fingerprint=code_fingerprint(plan),
     )
 
 
 def code_fingerprint(plan: Resolved) -> str:
     """Identity of the source that trains: nxtrain's, and that of the model family's package."""
-    return _digest(_sources([__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0]]))
+    return fingerprint(_sources([__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0]]))
 
 
-def refuse_drift(checkpoint: Place, meta: Meta, fresh: Meta, plan: Resolved) -> None:
-    """Hold a checkpoint against the run that is to continue it; weights alone may start any run of their shape.
+def refuse_drift(checkpoint: Place, meta: Meta, fresh: Meta, plan: Resolved, *, trained: bool = False) -> None:
+    """Hold a checkpoint against the run that is to continue it; weights alone may start any of their shape and ids.
 
     Args:
         checkpoint: Its folder.
         meta: What it says about itself.
         fresh: What this run would say at step 0.
         plan: The checked configuration.
+        trained: The tokenizer of the run was trained on its data.
 
     Raises:
         CheckpointError: It belongs to another run; all differences are named.
@@ -118,6 +125,7 @@ def refuse_drift(checkpoint: Place, meta: Meta, fresh: Meta, plan: Resolved) -> 
         for key, fields in DRIFT.items()
         if meta.step
     }
+    drift["tokenizer"] = _other_tokenizer(meta, fresh, trained=trained)
     refused = {key: what for key, what in drift.items() if what and key not in plan.config.checkpoint.allow_drift}
     if not differences and not refused:
         return
@@ -139,6 +147,17 @@ def changes(meta: Meta, fresh: Meta) -> str:
     there, here = meta.settings, fresh.settings
     moved = [f"{key} {there[key]} there, {here[key]} here" for key in here if there.get(key, here[key]) != here[key]]
     return f"settings have changed since step {meta.step}: {'; '.join(moved)}" if moved else ""
+
+
+def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
+    """Difference of the tokenizers; empty if there is none, and for weights alone if the ids are of unknown origin."""
+    if trained and not meta.tokenizer_fingerprint:
+        return "it names no tokenizer, and the one here was trained on the data; set data.tokenizer to that of its ids"
+    if not meta.step and not fresh.tokenizer_fingerprint:
+        return ""
+    name, field = DRIFT_TOKENIZER
+    what = _difference(name, field, meta, fresh)
+    return f"{what}, which is to be its own: leave data.tokenizer out" if what and not meta.step else what
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -163,10 +182,3 @@ def _sources(packages: Sequence[str]) -> Iterator[bytes]:
         for file in sorted(Path(folder).rglob("*.py")):
             yield str(file.relative_to(folder)).encode()
             yield file.read_bytes()
-
-
-def _digest(parts: Sequence[bytes] | Iterator[bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()

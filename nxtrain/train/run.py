@@ -41,6 +41,7 @@ from nxtrain.train.recovery.watchdog import RESTORE, Watchdog
 from nxtrain.train.rehearsal import rehearse
 from nxtrain.train.run_lock import only_run
 from nxtrain.train.start import is_restart, start
+from nxtrain.train.tokenizer import tokenizer_of_weights
 from nxtrain.train.trainer import Trainer, Work, unmetered
 
 CONFIG_FILE = "config.toml"
@@ -131,7 +132,6 @@ def train_on(
     if leader:
         check_folder(config.run.dir)
         attempts.refuse_loop(config.recovery.max_same_step)
-        (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
     data = open_data(
         config.data,
         seq_len=batches.seq_len,
@@ -139,10 +139,13 @@ def train_on(
         workdir=config.run.dir / DATA_DIR,
         leader=mirrored.disk.leads if mirrored else leader,
         barrier=backend.collectives.barrier,
+        of_weights=lambda: tokenizer_of_weights(config, config.run.dir / DATA_DIR),
     )
+    if data.tokenizer_origin:
+        say(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")
     if data.skipped:
         say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
-    inputs = Inputs.of(data.fingerprint, data.tokenizer)
+    inputs = Inputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
     if watchdog is not None:
         watchdog.enter(0, RESTORE)
     state, meta = start(plan, backend, mesh, inputs, say, mirrored)
@@ -158,6 +161,8 @@ def train_on(
         clear(config.run.dir / FOLDER)
         prune(config.run.dir / FOLDER, config.checkpoint.keep, config.checkpoint.keep_every)
         check_space(config.run.dir, state)
+    if leader:  # not before: a start that is refused must not pass its settings off as those of the run
+        (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
 
     def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"], origin: int = 0) -> Loader:
         return Loader(

@@ -13,7 +13,7 @@ import torch
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.chunks import MODEL, Shards
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.places import Place, place_of
 from nxtrain.checkpoint.ranks import Group, by_leader, gather
@@ -25,6 +25,7 @@ from nxtrain.train.build import build_model, build_state
 from nxtrain.train.identity import Inputs, changes, meta_at, refuse_drift
 from nxtrain.train.resume import Found, Resumption
 from nxtrain.train.step import TrainState
+from nxtrain.train.tokenizer import read_known, refuse_other
 
 
 def start(
@@ -61,11 +62,13 @@ def start(
     resumption = Resumption(plan.config, mirrored, mesh, group, say, restarted=restarted, job=job)
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
+    if checkpoint is None and first == "hf":
+        refuse_other(Path(plan.config.model.hf), inputs, plan.config.checkpoint.allow_drift)
     model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")
     state = build_state(plan, model, backend, mesh)
     while checkpoint is not None:
         try:
-            meta = _resume(state, checkpoint, fresh, plan, group, say if mirrored else None)
+            meta = _resume(state, checkpoint, fresh, plan, group, say if mirrored else None, trained=inputs.trained)
         except DamagedError as error:
             if not resumption.own:
                 raise
@@ -98,10 +101,12 @@ def _resume(
     plan: Resolved,
     group: Group,
     say: Callable[[str], None] | None,
+    *,
+    trained: bool,
 ) -> Meta:
     backend, place = state.backend, checkpoint.place
-    meta = by_leader(lambda: read_meta(place), state.mesh, group, f"cannot load {place}")
-    refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan)
+    meta = by_leader(lambda: read_known(place), state.mesh, group, f"cannot load {place}")
+    refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan, trained=trained)
     weights_only = meta.step == 0  # it is a conversion
     damaged = restore(state, place, weights_only=weights_only, group=group, copies=checkpoint.copies)
     if say is not None:  # there is a mirror

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import DataError, DivergedError, HangError
+from nxtrain.errors import BackendError, DataError, DivergedError, HangError
 from nxtrain.launch.torchrun import blame
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -119,3 +120,21 @@ def test_no_thread_of_a_group_is_left_when_a_rank_ends(tmp_path: Path) -> None:
 )
 def test_the_code_that_tells_most_wins(exit_codes: list[int], code: int) -> None:
     assert blame(exit_codes) == code
+
+
+def _isolates() -> bool:
+    """Whether this machine makes network namespaces, in a new one of which the loopback interface is down."""
+    tried = subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False) if shutil.which("unshare") else None
+    return tried is not None and tried.returncode == 0
+
+
+@pytest.mark.skipif(not _isolates(), reason="needs root and unshare(1), to start where no loopback interface is up")
+def test_ranks_of_a_machine_without_a_loopback_interface_are_not_waited_for(tmp_path: Path) -> None:
+    overrides = (f"run.dir={tmp_path / 'run'}",)
+    command = ("unshare", "-n", sys.executable, "-m", "nxtrain", "launch", str(DEMO), "--nproc", "2", *overrides)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == BackendError.exit_code, done.stderr
+    assert done.stderr.startswith("error: the processes of this machine cannot reach each other at 127.0.0.1: ")
+    assert "Network is unreachable" in done.stderr
+    assert "ip link set lo up" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

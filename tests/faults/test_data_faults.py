@@ -21,8 +21,9 @@ import pytest
 from nxtrain.data import dataset, prepare
 from nxtrain.errors import DataError, StorageError
 from nxtrain.launch.torchrun import FINAL
-from tests.support.commands import at_batch, train, write_config
+from tests.support.commands import at_batch, command, train, write_config
 from tests.support.runs import course
+from tests.support.special_files import KINDS, put
 
 STEPS = 12
 
@@ -279,3 +280,78 @@ def test_a_prepared_file_that_was_cut_short_is_made_anew(tmp_path: Path) -> None
     assert code == 0, told
     assert prepared(tmp_path) == before
     assert course(tmp_path / "run") == done
+
+
+@pytest.mark.parametrize("side", ["train", "validation"])
+def test_a_bit_of_a_prepared_file_that_has_changed_is_not_trained_on(tmp_path: Path, side: str) -> None:
+    """The id stays inside of the vocabulary, so that nothing else could tell."""
+    overrides = write_text(tmp_path)
+    assert train(tmp_path, *overrides)[0] == 0
+    before, done = prepared(tmp_path), course(tmp_path / "run")
+    (file,) = (tmp_path / "run/data").glob(f"{side}-*.npy")
+    content = bytearray(file.read_bytes())
+    content[128] ^= 1  # the first byte of ids
+    file.write_bytes(content)
+    code, told = train(tmp_path, *overrides, "checkpoint.resume=never")
+    assert code == DataError.exit_code, told
+    told = "".join(told.split())
+    assert f"{file}isdamaged:bytes0to" in told
+    assert "deleteit,andthenextstartpreparesitagain" in told
+    assert "Traceback" not in told
+    file.unlink()
+    code, told = train(tmp_path, *overrides, "checkpoint.resume=never")
+    assert code == 0, told
+    assert prepared(tmp_path) == before
+    assert course(tmp_path / "run") == done
+
+
+def test_a_folder_that_cannot_be_entered_ends_the_start(tmp_path: Path) -> None:
+    overrides = write_text(tmp_path)
+    (tmp_path / "text/more").mkdir()
+    (tmp_path / "text/more/a.txt").write_text("words " * 50, encoding="utf-8")
+    code, told = train(tmp_path, *overrides, first=partial(_shut, tmp_path / "text/more"))
+    assert code == DataError.exit_code, told
+    told = " ".join(told.split())
+    assert "1 of its folders and files cannot be read" in told
+    assert "text/more: Permission denied" in told
+    assert "Traceback" not in told
+
+
+def _shut(folder: Path) -> None:
+    """Keep this process out of a folder; rights would not, if it is root's."""
+    listed = os.listdir
+
+    def refuse(path: Any = ".") -> list[str]:
+        if Path(path) == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return listed(path)
+
+    vars(os)["listdir"] = refuse
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_ranks_that_is_none_is_damage_and_holds_nobody_up(
+    tmp_path: Path, straight: list[dict[str, Any]], kind: str
+) -> None:
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path)
+    assert code == 0, told
+    put(tmp_path / "run/checkpoints/step-00000012/rank-00000.safetensors", kind)
+    code, told = train(tmp_path)
+    assert code == 0, told
+    told = " ".join(told.split())
+    assert f"it is {kind}, not a regular file; the checkpoint is put aside as step-00000012.corrupt" in told
+    assert course(tmp_path / "run") == straight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json", "tokenizer.json", "meta.json"])
+def test_generation_waits_for_no_file_that_is_none(tmp_path: Path, name: str, kind: str) -> None:
+    overrides = write_text(tmp_path)
+    folder = tmp_path / "run/checkpoints/step-00000004"
+    assert train(tmp_path, *overrides)[0] == 0
+    put(folder / name, kind)
+    code, told = command(tmp_path, "generate", folder, "--prompt", "alpha", "--max-new-tokens", "2")
+    assert code in {2, 4}, told
+    assert name in told
+    assert "Traceback" not in told

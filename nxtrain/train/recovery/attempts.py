@@ -17,6 +17,7 @@ from typing import Any
 
 from nxtrain.errors import CrashLoopError
 from nxtrain.metrics import lines
+from nxtrain.regular import read_text
 
 LOGS = "logs"
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -155,7 +156,7 @@ class Attempts:
 def progress(path: Path) -> int:
     """The last finished step that a progress file tells; -1 if there is none."""
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
+        return int(json.loads(read_text(path))["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return -1
 

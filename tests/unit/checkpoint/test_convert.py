@@ -165,3 +165,23 @@ def test_a_torn_checkpoint_makes_no_export(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is damaged: it has 100 bytes instead of"):
         nxtrain_to_hf(tmp_path / "ours", tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_weights_that_are_not_finite_are_named_and_no_checkpoint_is_made(tmp_path: Path, is_there: bool) -> None:
+    src = published(tmp_path / "hf", "gqa")
+    if is_there:
+        hf_to_nxtrain(src, tmp_path / "ours")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "ours").glob("*")}
+    file = src / "model.safetensors"
+    spoilt = load_file(file)
+    spoilt["model.norm.weight"][:3] = torch.nan
+    spoilt["model.layers.1.mlp.up_proj.weight"][2, 2] = torch.inf
+    save_file(spoilt, file, {"format": "pt"})
+    with pytest.raises(CheckpointError) as refused:
+        hf_to_nxtrain(src, tmp_path / "ours")
+    assert "2 tensors have values that are not finite" in str(refused.value)
+    assert "model.norm.weight (3 NaN)" in str(refused.value)
+    assert "model.layers.1.mlp.up_proj.weight (1 infinite)" in str(refused.value)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "ours").glob("*")} == before
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", *(["ours"] if is_there else [])}

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.checkpoint.hf import HfFolder, hf_weights
-from nxtrain.errors import ConfigError
+from nxtrain.checkpoint.hf import HfFolder, HfWeights
+from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import ParamTable
 from nxtrain.train.build import whole_shapes
@@ -45,7 +45,7 @@ def export(path: Path, tensors: Mapping[str, Tensor], files: int = 1, **config: 
 
 def load_hf_weights(src: Path, tensors: Mapping[str, torch.Tensor], specs: ParamTable, mesh: Mesh) -> None:
     """Fill tensors that are zero, as a model's are before they are filled."""
-    fill = hf_weights(src, specs, mesh.tp, specs.global_shapes())
+    fill = HfWeights(src, specs, mesh.tp, specs.global_shapes())
     for name, local in tensors.items():
         fill(name, local.zero_())
 
@@ -86,15 +86,15 @@ def test_each_stage_gets_its_layers_and_knows_the_whole_model(
         specs = table_of(resolved, mesh)
         wanted = cut(specs, mesh, WEIGHTS)
         shards = blank(wanted)
-        fill = hf_weights(src, specs, mesh.tp, shapes)
+        fill = HfWeights(src, specs, mesh.tp, shapes)
         for name, local in shards["model"].items():
             fill(name, local.zero_())
         assert same(shards, wanted), f"rank {rank}"
         filled |= specs.global_shapes().keys()
         with pytest.raises(ConfigError, match=r"1 missing: model\.layers\.2\.mlp\.up_proj\.weight$"):
-            hf_weights(lacking, specs, mesh.tp, shapes)
+            HfWeights(lacking, specs, mesh.tp, shapes)
         with pytest.raises(ConfigError, match=r"1 unknown to the model: model\.layers\.5\.mlp\.up_proj\.weight$"):
-            hf_weights(strange, specs, mesh.tp, shapes)
+            HfWeights(strange, specs, mesh.tp, shapes)
     assert filled == tensors.keys()
 
 
@@ -178,3 +178,104 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     (src / "part-1.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"lacks part-1\.safetensors"):
         HfFolder(src)
+
+
+OUTSIDE = [
+    "../secret.safetensors",
+    "/etc/secret.safetensors",
+    "sub/secret.safetensors",
+    "..",
+    ".",
+    "",
+    "a\\b",
+    "\0",
+    7,
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE, ids=repr)
+def test_an_index_names_files_beside_it_and_no_others(tmp_path: Path, name: object) -> None:
+    """Else a folder from anywhere would have any file of the machine read."""
+    src = export(tmp_path / "hf", {"a": torch.zeros(1), "b": torch.zeros(1)}, files=2)
+    for place in (tmp_path, src / "sub"):
+        place.mkdir(exist_ok=True)
+        save_file({"b": torch.ones(1)}, place / "secret.safetensors")
+    index = src / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {**places, "b": name}}))
+    with pytest.raises(ConfigError) as refused:
+        HfFolder(src)
+    assert f"{index}" in str(refused.value)
+    assert " b " in str(refused.value)
+    assert repr(name) in str(refused.value)
+
+
+def test_a_weight_file_may_be_a_link_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
+    src = export(tmp_path / "snapshot", {"a": torch.ones(1), "b": torch.zeros(1)}, files=2)
+    (tmp_path / "blobs").mkdir()
+    for file in src.glob("part-*"):
+        file.rename(tmp_path / "blobs" / file.name)
+        file.symlink_to(f"../blobs/{file.name}")
+    assert HfFolder(src).read("a").item() == 1
+
+
+@pytest.mark.parametrize("weight_map", [[], "x", 3, None])
+def test_an_index_that_is_no_table_is_named(tmp_path: Path, weight_map: object) -> None:
+    src = export(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)}, files=2)
+    (src / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match='"weight_map" is no table'):
+        HfFolder(src)
+
+
+@pytest.mark.parametrize("value", [{"quant_method": "fp8"}, {"bits": 4}, "gptq"])
+def test_weights_of_a_quantization_are_refused_with_the_way_out(tmp_path: Path, value: object) -> None:
+    src = export(tmp_path, {"a": torch.zeros(1)}, quantization_config=value)
+    with pytest.raises(ConfigError, match=r"config\.json has a quantization_config .*model\.dequantize\(\)"):
+        HfFolder(src)
+
+
+@pytest.mark.parametrize("value", [None, {}])
+def test_no_quantization_is_none(tmp_path: Path, value: object) -> None:
+    HfFolder(export(tmp_path, {"a": torch.zeros(1)}, quantization_config=value))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_that_are_not_finite_are_refused_by_each_rank_that_has_them(
+    tmp_path: Path, tp: int, dtype: torch.dtype
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(table("gqa2", ALONE)).items()}
+    rows = tensors["model.embed_tokens.weight"]
+    rows[0, 0], rows[1, 1], rows[-1, 3] = torch.nan, torch.inf, torch.nan
+    tensors["model.norm.weight"][5] = -torch.inf
+    src = export(tmp_path, tensors)
+    for rank in range(tp):
+        mesh = Mesh.build(tp, rank, tp=tp)
+        specs = table("gqa2", mesh)
+        fill = HfWeights(src, specs, mesh.tp, specs.global_shapes())
+        for name, local in blank(cut(specs, mesh, WEIGHTS))["model"].items():
+            fill(name, local)
+        here = {1: ["2 NaN and 1 infinite"], 2: ["1 NaN and 1 infinite", "1 NaN"]}[tp][rank]
+        with pytest.raises(CheckpointError) as refused:
+            fill.check()
+        counts = f"model.embed_tokens.weight ({here}), model.norm.weight (1 infinite)"
+        assert f"{src}: 2 tensors have values that are not finite: {counts}." in str(refused.value)
+
+
+def test_a_value_that_the_type_of_the_model_cannot_hold_is_not_finite(tmp_path: Path) -> None:
+    specs = table("gqa2", ALONE)
+    tensors = tensors_of(specs)
+    tensors["model.norm.weight"][0] = torch.finfo(torch.float32).max
+    fill = HfWeights(export(tmp_path, tensors), specs, ALONE.tp, specs.global_shapes())
+    for name, local in blank(cut(specs, ALONE, {"model": torch.bfloat16}))["model"].items():
+        fill(name, local)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight \(1 infinite\)"):
+        fill.check()
+
+
+def test_weights_that_are_finite_are_taken(tmp_path: Path) -> None:
+    specs = table("gqa2", ALONE)
+    fill = HfWeights(export(tmp_path, tensors_of(specs)), specs, ALONE.tp, specs.global_shapes())
+    for name, local in blank(cut(specs, ALONE, WEIGHTS))["model"].items():
+        fill(name, local)
+    fill.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import pickle
 import random
@@ -13,9 +14,10 @@ import torch
 from torch.distributed.checkpoint import SavePlan
 
 from nxtrain.checkpoint.chunks import Chunk
-from nxtrain.checkpoint.manifest import Box, Manifest, TensorEntry
+from nxtrain.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, read_manifest
 from nxtrain.checkpoint.planner import ChunkSavePlanner
 from nxtrain.checkpoint.storage import FileWriter, Joint
+from nxtrain.errors import DamagedError
 from nxtrain.sharding import Block, Segment
 
 RANKS, ROWS, NAMES = 64, 7, [f"layers.{number}.mlp.down_proj.weight" for number in range(12)]
@@ -102,3 +104,14 @@ def test_parts_that_overlap_are_those_that_share_an_entry(num_dims: int) -> None
         wanted = [(first, sizes), boxes[-1]]
         expected = [box for box in boxes if any(entries(box) & entries(want) for want in wanted)]
         assert [box for box, _, _ in entry.parts(wanted)] == expected
+
+
+@pytest.mark.parametrize("name", ["../rank-00000.safetensors", "/etc/passwd", "rank-0.safetensors", "other", ""])
+def test_a_manifest_names_files_of_ranks_and_no_others(tmp_path: Path, name: str) -> None:
+    """Else a mirror would copy from anywhere."""
+    entry = FileEntry(num_bytes=1, block_bytes=1, xxh3=("0",))
+    Manifest(files={"rank-00000.safetensors": entry, "rank-123456.safetensors": entry}, tensors={})
+    text = json.dumps({"files": {name: entry.model_dump(mode="json")}, "tensors": {}})
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(DamagedError, match="is no name of a rank's file"):
+        read_manifest(tmp_path)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nxtrain.config import decode
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
@@ -177,3 +180,44 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     assert problem.reason == f"cannot read {tmp_path / 'tiny-cpu.toml'}: No such file or directory"
     assert problem.hint == f"did you mean {near}?"
     assert problems_of(tmp_path / "zzz")[""].hint == "found there: tiny_cpu.toml"
+
+
+LONG = {
+    "keys": "[train]\n" + "".join(f"stepz{n} = {n}\n" for n in range(20_000)),
+    "tables": "".join(f"[t{n}]\na = {n}\n" for n in range(20_000)),
+    "dotted": "".join(f"train.a{n}.b = {n}\n" for n in range(20_000)),
+    "list": f"parallel.pipeline_cuts = [{', '.join(20_000 * ['true'])}]\n",
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_what_is_wrong_thousands_of_times_is_explained_some_times_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    searched = list[str]()
+
+    def search(name: str, *rest: Any, **kwargs: Any) -> list[str]:
+        searched.append(name)
+        return get_close_matches(name, *rest, **kwargs)
+
+    monkeypatch.setattr(decode, "get_close_matches", search)
+    path = write(tmp_path / "a.toml", f"optim.lr = true\n{text}")
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    *problems, last = refused.value.problems
+    assert len(problems) == decode.MOST_PROBLEMS == 100
+    assert len(searched) <= 100
+    assert all(problem.key and problem.origin.startswith(f"{path}:") for problem in problems)
+    assert last.reason == f"{20_001 - 100:,} more problems of the same configuration are not shown"
+    assert last.hint
+    assert "optim.lr" in {problem.key for problem in problems}, "it is not lost among the others"
+
+
+def test_a_hundred_problems_are_all_explained(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", "".join(f"train.a{n} = {n}\n" for n in range(100)))
+    assert len(problems_of(path)) == 100
+
+
+def test_the_origin_of_a_table_is_that_of_its_first_value(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", "[zzz.b]\nc = 1\n\n[zzz.a]\nd = 1\n")
+    assert problems_of(path)["zzz"].origin == f"{path}:2"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
 from nxtrain.train import identity
@@ -135,7 +135,7 @@ def test_code_is_known_by_the_names_and_the_contents_of_its_files(
     __import__("trains")
 
     def seen() -> str:
-        return identity._digest(identity._sources(["trains"]))
+        return fingerprint(identity._sources(["trains"]))
 
     before = seen()
     assert seen() == before

@@ -1,0 +1,113 @@
+"""Files below a folder or of a glob, none of which is left out without a word."""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nxtrain.data.files import unreadable
+from nxtrain.errors import DataError, StorageError
+from nxtrain.regular import kind_of
+
+_SHOWN = 5
+
+
+@dataclass
+class Found:
+    """Entries of a walk.
+
+    Attributes:
+        files: Regular files, sorted; links to such files too.
+        skipped: Entries that hold no text, with the reason: FIFOs, sockets, devices, links to folders.
+        failed: Entries that cannot be looked at, with the error.
+    """
+
+    files: list[Path] = field(default_factory=list)
+    skipped: dict[Path, str] = field(default_factory=dict)
+    failed: list[tuple[Path, OSError]] = field(default_factory=list)
+
+    def add(self, path: Path) -> bool:
+        """Take an entry; returns whether it is a folder to look into."""
+        try:
+            mode = path.stat().st_mode
+            if stat.S_ISDIR(mode):
+                if path.is_symlink():
+                    self.skipped[path] = "a link to a folder, which is not followed"
+                return not path.is_symlink()
+            if kind := kind_of(mode):
+                self.skipped[path] = f"it is {kind}, not a regular file"
+            else:
+                self.files.append(path)
+        except OSError as error:
+            self.failed.append((path, error))
+        return False
+
+    def refuse_failed(self, what: str) -> None:
+        """Refuse a walk that has missed something.
+
+        Args:
+            what: Its root, for the message.
+
+        Raises:
+            DataError: Some entries cannot be read; names and counts them.
+            StorageError: The same, where the storage fails.
+        """
+        if not self.failed:
+            return
+        shown = [f"\n    {path}: {error.strerror}" for path, error in self.failed[:_SHOWN]]
+        more = f"\n    and {len(self.failed) - _SHOWN:,} more" if len(self.failed) > _SHOWN else ""
+        kinds = {type(unreadable(what, error)) for _, error in self.failed}
+        raise (StorageError if StorageError in kinds else DataError)(
+            f"{what}: {len(self.failed):,} of its folders and files cannot be read, and training would go on without "
+            f"what they hold: give the rights, remove them, or name the rest by a glob{''.join(shown)}{more}"
+        )
+
+
+def walk(root: Path) -> Found:
+    """A file, or everything below a folder but hidden entries; links to files are followed, others are not."""
+    found = Found()
+    waiting = [root] if root.is_dir() or found.add(root) else []
+    while waiting:
+        folder = waiting.pop()
+        try:
+            names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        except OSError as error:
+            found.failed.append((folder, error))
+            continue
+        waiting += [path for name in sorted(names) if found.add(path := folder / name)]
+    found.files.sort()
+    return found
+
+
+def matches(pattern: str) -> Found:
+    """Files of a glob, recursive where it says `**`; folders on its way that cannot be read count as failed."""
+    found = Found()
+    parts = Path(pattern).parts
+    for number, part in enumerate(parts):
+        for folder in _folders(parts[:number], part):
+            try:
+                if glob.has_magic(part):
+                    os.scandir(folder).close()
+                else:
+                    os.stat(folder / part)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                found.failed.append((folder, error))
+    for name in glob.glob(pattern, recursive=True):
+        if not os.path.isdir(name):
+            found.add(Path(name))
+    found.files.sort()
+    return found
+
+
+def _folders(above: tuple[str, ...], part: str) -> set[Path]:
+    """Folders in which a glob looks for names of a part: itself, and for `**` all below."""
+    start = Path(*above)
+    names = glob.glob(str(start / "**") if part == "**" else str(start), recursive=True) if above else ["."]
+    if not above and part == "**":
+        names += glob.glob("**", recursive=True)
+    return {Path(name) for name in names if os.path.isdir(name)}

@@ -1,0 +1,92 @@
+"""Regular files: reading that a FIFO, a socket or a device in the place of a file ends with an error.
+
+A plain open of a FIFO waits for a writer, and a device may have no end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotRegularError(OSError):
+    """Something other than a regular file under a name that is to be read."""
+
+
+def require_regular(path: Path) -> None:
+    """Refuse anything but a regular file, before a library opens the path.
+
+    Raises:
+        NotRegularError: The path names a FIFO, a socket or a device.
+        OSError: The path is absent, a folder, or cannot be looked at.
+    """
+    _require(path, os.stat(path).st_mode)
+
+
+def open_regular(path: Path, flags: int = 0) -> int:
+    """Open a regular file for reading.
+
+    Args:
+        path: The file; a symbolic link is followed.
+        flags: Of `os.open`, beside read-only.
+
+    Returns:
+        A descriptor.
+
+    Raises:
+        NotRegularError: The path names a FIFO, a socket or a device.
+        OSError: The file cannot be opened.
+    """
+    require_regular(path)
+    # Whatever takes the name from here on, O_NONBLOCK keeps the open from waiting; regular files ignore that flag.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    try:
+        _require(path, os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_bytes(path: Path) -> bytes:
+    """Content of a regular file.
+
+    Raises:
+        NotRegularError: The path names a FIFO, a socket or a device.
+        OSError: The file cannot be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """Text of a regular file in UTF-8, with line ends as Python has them.
+
+    Raises:
+        NotRegularError: The path names a FIFO, a socket or a device.
+        OSError: The file cannot be read.
+        UnicodeDecodeError: The content is not UTF-8.
+    """
+    with open(open_regular(path), encoding="utf-8", errors=errors) as file:
+        return file.read()
+
+
+def kind_of(mode: int) -> str:
+    """Kind of a file that is not regular, in words; empty for regular files and folders."""
+    return _KINDS.get(stat.S_IFMT(mode), "")
+
+
+def _require(path: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise NotRegularError(errno.EINVAL, f"it is {kind_of(mode) or 'no file'}, not a regular file", str(path))

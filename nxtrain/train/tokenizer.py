@@ -1,0 +1,116 @@
+"""The tokenizer that a run's first weights know: ids of any other mean nothing to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from nxtrain.checkpoint import layout, mirror
+from nxtrain.checkpoint.meta import Meta, fingerprint, read_meta
+from nxtrain.checkpoint.places import Place, content_of
+from nxtrain.config.schema import RunConfig
+from nxtrain.data.files import replacing
+from nxtrain.data.tokenization import KnownTokenizer
+from nxtrain.errors import CheckpointError
+from nxtrain.regular import read_bytes
+from nxtrain.train.identity import Inputs
+
+
+def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | None:
+    """Tokenizer of the weights with which a run begins; None: they are drawn, or name none.
+
+    A checkpoint that cannot be read counts as one that names none: loading it says why.
+
+    Args:
+        config: Of the run.
+        workdir: Folder for a copy, since a checkpoint may be deleted while the run goes on.
+
+    Raises:
+        CheckpointError: The Hugging Face folder of the weights has no `tokenizer.json`.
+    """
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        own = reversed(layout.list_checkpoints(config.run.dir / layout.FOLDER))
+        for place in (*own, *_newest(config.checkpoint.mirror)):
+            if known := _of_checkpoint(place, workdir, ""):
+                return known
+    elif resume != "never":
+        return next((_of_checkpoint(place, workdir, f"checkpoint.resume={resume}") for place in _newest(resume)), None)
+    if config.model.init == "hf":
+        return _of_hf(Path(config.model.hf), config.checkpoint.allow_drift)
+    return None
+
+
+def refuse_other(folder: Path, inputs: Inputs, allow_drift: Iterable[str]) -> None:
+    """Hold the tokenizer of the data against that of a Hugging Face folder whose weights are taken.
+
+    Args:
+        folder: The folder; without a `tokenizer.json` nothing is known.
+        inputs: Identity of what the run reads.
+        allow_drift: What may differ.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    file = folder / layout.TOKENIZER
+    if not inputs.tokenizer or "tokenizer" in allow_drift or not file.is_file():
+        return
+    there = fingerprint([read_bytes(file)])
+    if there != inputs.tokenizer:
+        raise CheckpointError(
+            f"the tokenizer of the data is not that of model.hf={folder}, whose weights know other ids: its "
+            f"fingerprint is {there!r} there and {inputs.tokenizer!r} here. Leave data.tokenizer out to take that of "
+            'the folder, or use checkpoint.allow_drift=["tokenizer"] to go on all the same'
+        )
+
+
+def read_known(place: Place) -> Meta:
+    """The `meta.json` of a checkpoint, with the fingerprint of its tokenizer where an earlier conversion gave none.
+
+    Raises:
+        CheckpointError: As `read_meta`.
+    """
+    meta, file = read_meta(place), place / layout.TOKENIZER
+    if meta.step or meta.tokenizer_fingerprint or not file.is_file():
+        return meta
+    return meta.model_copy(update={"tokenizer_fingerprint": fingerprint([content_of(file)])})
+
+
+def _newest(address: str) -> list[Place]:
+    """The checkpoint meant by an address, if there is one."""
+    try:
+        return [mirror.resolve(address)] if address else []
+    except CheckpointError:
+        return []
+
+
+def _of_checkpoint(place: Place, workdir: Path, origin: str) -> KnownTokenizer | None:
+    file = place / layout.TOKENIZER
+    try:
+        meta = read_meta(place)
+        content = content_of(file) if file.is_file() else b""
+    except (CheckpointError, OSError):
+        return None
+    identity = fingerprint([content])
+    if not content or meta.tokenizer_fingerprint not in {"", identity}:
+        return None
+    copy = workdir / f"tokenizer-of-weights-{identity}.json"
+    if not copy.exists():
+        with replacing(copy) as out:
+            out.write(content)
+    return KnownTokenizer(copy, origin, meta.end_of_text)
+
+
+def _of_hf(folder: Path, allow_drift: Iterable[str]) -> KnownTokenizer | None:
+    file = folder / layout.TOKENIZER
+    if file.is_file():
+        return KnownTokenizer(file, f"model.hf={folder}")
+    if "tokenizer" in allow_drift:
+        return None
+    others = ", ".join(sorted(path.name for path in folder.glob("*token*")))
+    raise CheckpointError(
+        f"model.hf={folder} has no {layout.TOKENIZER}{f' (only {others})' if others else ''}: its weights know the ids "
+        "of their own tokenizer, and one that is trained on the text would give them others. Write it there with "
+        "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or set data.tokenizer=DIR of the same "
+        'tokenizer; checkpoint.allow_drift=["tokenizer"] trains a new one all the same'
+    )

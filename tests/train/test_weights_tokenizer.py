@@ -1,0 +1,210 @@
+"""Text that is trained on has the ids that the weights know, wherever the weights come from; another id is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from nxtrain import cli
+from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.convert import hf_to_nxtrain, nxtrain_to_hf
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.config.show import dump
+from nxtrain.errors import CheckpointError, DataError
+from tests.support.models import hf_model, plan
+from tests.support.runs import course, run_plan, token_file
+
+VOCAB = 300
+WORDS = ("alpha", "beta", "gamma", "delta")
+
+
+def word_tokenizer(path: Path, words: tuple[str, ...] = WORDS, first: int = 5) -> Tokenizer:
+    """A tokenizer of a few words with ids of its own, whose documents end with a name that nobody would guess."""
+    vocabulary = {"<unk>": 0, "<end>": 1, **{word: first + number for number, word in enumerate(words)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
+    path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return tokenizer
+
+
+class Runs:
+    """`nxtrain train` on text, in this process."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._patch, self._capture = folder, patch, capture
+        random = np.random.default_rng(0)
+        self.texts = [" ".join(random.choice(WORDS, size=60)) for _ in range(8)]
+        (folder / "text").mkdir()
+        for number, text in enumerate(self.texts):
+            (folder / f"text/{number}.txt").write_text(text)
+        shape = plan("gqa2", model={"config": {"vocab_size": VOCAB}})
+        hf_model(shape).save_pretrained(folder / "hf")
+        self.tokenizer = word_tokenizer(folder / "hf/tokenizer.json")
+        hf_to_nxtrain(folder / "hf", folder / "converted")
+        data = {"source": "text", "path": str(folder / "text")}
+        model = {"config": {"vocab_size": VOCAB}}
+        steps = {"steps": 2, "checkpoint": {"every": 1}, "backend": {"name": "cpu"}, "model": model}
+        resolved = run_plan(folder / "run", data, **steps)  # type: ignore[arg-type]
+        (folder / "run.toml").write_text(dump(resolved.config))
+
+    @property
+    def of_hf(self) -> tuple[str, ...]:
+        return f"model.hf={self.folder}/hf", "model.init=hf"
+
+    @property
+    def of_checkpoint(self) -> tuple[str, ...]:
+        return (f"checkpoint.resume={self.folder}/converted",)
+
+    def train(self, *overrides: str, name: str = "run") -> tuple[int, str]:
+        config = (str(self.folder / "run.toml"), f"run.dir={self.folder / name}")
+        self._patch.setattr(sys, "argv", ["nxtrain", "train", *config, *overrides])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        told = " ".join(self._capture.readouterr().err.split())
+        assert "Traceback" not in told
+        return int(ended.value.code or 0), told
+
+    def ids(self, name: str = "run") -> list[int]:
+        """Those that a run has prepared."""
+        (file,) = (self.folder / name / "data").glob("train-*.npy")
+        return [int(number) for number in np.load(file)]
+
+    def checkpoint(self, step: int, name: str = "run") -> Path:
+        return layout.step_path(self.folder / name / layout.FOLDER, step)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runs:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return Runs(tmp_path, monkeypatch, capsys)
+
+
+def test_text_gets_the_ids_of_the_weights_and_so_do_all_that_go_on_from_them(runs: Runs) -> None:
+    code, told = runs.train(*runs.of_hf, "train.steps=1", "optim.decay_steps=2")
+    assert code == 0, told
+    assert f"the tokenizer is that of model.hf={runs.folder}/hf, whose ids the weights know" in told
+    assert runs.ids() == [number for text in runs.texts for number in (*runs.tokenizer.encode(text).ids, 1)]
+    assert (runs.checkpoint(1) / "tokenizer.json").read_bytes() == (runs.folder / "hf/tokenizer.json").read_bytes()
+    assert read_meta(runs.checkpoint(1)).end_of_text == "<end>"
+    code, told = runs.train(*runs.of_hf)
+    assert code == 0, told
+    assert "continues after step 1" in told
+
+    # The same weights by way of a checkpoint: the same ids, so the same losses.
+    code, told = runs.train(*runs.of_checkpoint, "train.steps=1", "optim.decay_steps=2", name="other")
+    assert code == 0, told
+    assert f"the tokenizer is that of checkpoint.resume={runs.folder}/converted, whose ids" in told
+    code, told = runs.train(name="other")
+    assert code == 0, told
+    assert "continues after step 1" in told
+    assert runs.ids("other") == runs.ids()
+    assert course(runs.folder / "other") == course(runs.folder / "run")
+
+
+def test_a_conversion_carries_the_tokenizer_and_the_end_of_its_documents(runs: Runs) -> None:
+    meta = read_meta(runs.folder / "converted")
+    assert (meta.step, meta.end_of_text) == (0, "<end>")
+    assert meta.tokenizer_fingerprint
+    nxtrain_to_hf(runs.folder / "converted", runs.folder / "back")
+    assert (runs.folder / "back/tokenizer.json").read_bytes() == (runs.folder / "hf/tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("source", ["of_hf", "of_checkpoint"])
+def test_another_tokenizer_is_refused_unless_it_is_allowed(runs: Runs, source: str) -> None:
+    word_tokenizer(runs.folder / "other/tokenizer.json", first=50)
+    named = (*getattr(runs, source), f"data.tokenizer={runs.folder}/other")
+    code, told = runs.train(*named)
+    assert code == CheckpointError.exit_code, told
+    assert "fingerprint is '" in told
+    assert 'checkpoint.allow_drift=["tokenizer"]' in told
+    assert "data.tokenizer out" in told
+    assert not runs.checkpoint(1).exists()
+    code, told = runs.train(*named, 'checkpoint.allow_drift=["tokenizer"]')
+    assert code == 0, told
+    assert min(set(runs.ids()) - {1}) == 50
+    code, told = runs.train(*getattr(runs, source), f"data.tokenizer={runs.folder}/hf", name="same")
+    assert code == 0, told
+
+
+def test_a_conversion_without_a_fingerprint_is_held_to_its_tokenizer_too(runs: Runs) -> None:
+    """As those that an earlier version has written."""
+    meta = read_meta(runs.folder / "converted")
+    old = meta.model_copy(update={"tokenizer_fingerprint": "", "end_of_text": ""}).sealed()
+    (runs.folder / "converted" / layout.META).write_text(old)
+    word_tokenizer(runs.folder / "other/tokenizer.json", first=50)
+    code, told = runs.train(*runs.of_checkpoint, f"data.tokenizer={runs.folder}/other")
+    assert code == CheckpointError.exit_code, told
+    assert "the tokenizer's fingerprint is" in told
+
+
+def test_weights_whose_tokenizer_is_not_there_get_none_that_is_trained_on_the_spot(runs: Runs) -> None:
+    (runs.folder / "hf/tokenizer.json").rename(runs.folder / "hf/tokenizer.model")
+    code, told = runs.train(*runs.of_hf)
+    assert code == CheckpointError.exit_code, told
+    assert "hf has no tokenizer.json (only tokenizer.model, tokenizer_config.json)" in told
+    assert "save_pretrained" in told
+    assert not list((runs.folder / "run/data").glob("tokenizer*"))
+    code, told = runs.train(*runs.of_hf, 'checkpoint.allow_drift=["tokenizer"]')
+    assert code == 0, told
+
+
+def test_a_checkpoint_that_names_no_tokenizer_goes_on_with_none_that_is_trained_on_the_spot(runs: Runs) -> None:
+    rows = token_file(runs.folder / "rows.npy", num_rows=24)
+    code, told = runs.train("data.source=tokens", f"data.path={rows}")
+    assert code == 0, told
+    code, told = runs.train('checkpoint.allow_drift=["data"]', "train.steps=3", "optim.decay_steps=2")
+    assert code == CheckpointError.exit_code, told
+    assert "it names no tokenizer, and the one here was trained on the data" in told
+    assert 'checkpoint.allow_drift=["data", "tokenizer"]' in told
+
+
+def test_ids_of_unknown_origin_may_start_from_any_weights(runs: Runs) -> None:
+    rows = token_file(runs.folder / "rows.npy", num_rows=24)
+    for name in ("of_hf", "of_checkpoint"):
+        code, told = runs.train(*getattr(runs, name), "data.source=tokens", f"data.path={rows}", name=name)
+        assert code == 0, told
+        assert "the tokenizer is that of" not in told
+
+
+def test_data_that_grew_keeps_the_tokenizer_of_the_run(runs: Runs) -> None:
+    """One that is trained on the spot: more text would train another."""
+    code, told = runs.train()
+    assert code == 0, told
+    first = (runs.checkpoint(2) / "tokenizer.json").read_bytes()
+    (runs.folder / "text/9.txt").write_text("omega psi chi phi upsilon tau sigma " * 30)
+    code, told = runs.train('checkpoint.allow_drift=["data"]', "train.steps=3", "optim.decay_steps=2")
+    assert code == 0, told
+    assert (runs.checkpoint(3) / "tokenizer.json").read_bytes() == first
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(runs: Runs) -> None:
+    word_tokenizer(runs.folder / "hf/tokenizer.json", first=VOCAB)
+    code, told = runs.train(*runs.of_hf)
+    assert code == DataError.exit_code, told
+    assert f"has ids up to {VOCAB + 3}" in told
+    assert f"the model's vocabulary ends at {VOCAB - 1}" in told
+
+
+def test_a_tokenizer_that_was_changed_in_its_checkpoint_is_not_taken(runs: Runs) -> None:
+    word_tokenizer(runs.folder / "converted/tokenizer.json", first=50)
+    (runs.folder / "converted/tokenizer_config.json").unlink()
+    code, told = runs.train(*runs.of_checkpoint)
+    assert code == CheckpointError.exit_code, told
+    assert "the tokenizer's fingerprint is" in told
+
+
+def test_generation_ends_where_the_tokenizer_of_the_weights_ends_a_text(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nxtrain.train import generate
+
+    monkeypatch.setattr(generate, "_sample", lambda *args: 1)  # the id of <end>
+    assert generate.generate(runs.folder / "converted", "alpha beta", 5, 0.0, 0, 0) == "alpha beta"
