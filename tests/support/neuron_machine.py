@@ -6,11 +6,13 @@ Nothing of nxtrain is replaced but two paths, and `tests.support.replaced` tells
 - Device nodes: `sdk.DEVICES` and the default argument of `hardware.this_machine` name a folder with the driver's files
   and with the name of the instance.
 - The runtime: XLA:CPU in the place of Neuron's PJRT plugin (see `tests.support.neuron_runtime`). One rank runs its
-  graphs there. Under extraction none runs, and what the host reads is 1. The hardware's stochastic rounding is XLA:CPU's
-  plain cast, to the nearest number.
+  graphs there. Under extraction none runs, and what the host reads is 1. The hardware's stochastic rounding is the
+  plain cast of XLA:CPU, to the nearest number.
 - The world: XLA:CPU joins no processes. Of several ranks in processes, torch-xla gets rank and world from torchrun's
   variables, and none of their graphs runs, as under extraction. Or, with `LINK`, each collective is handed over to the
   hosts, and the graphs between them run (see `tests.support.xla_link`).
+- With `NXD`, what NeuronX Distributed imports of AWS's, and the NKI kernels that its flash attention calls (see
+  `tests.support.nxd_cpu` and `nki_kernels`). Its layers and functions are its own.
 - The compiler, its cache and `neuron_parallel_compile` (see `tests.support.neuron_plugin` and `parallel_compile`).
 
 Two modules of torch-xla whose names are imported and not used are empty, for speed.
@@ -46,6 +48,9 @@ REPLACED = ["nxtrain.backends.neuron.hardware.this_machine", "nxtrain.backends.n
 
 LINK = "PRETENDED_LINK"
 """Variable: set, ranks in several processes run their graphs, and the hosts carry what they send."""
+
+NXD = "PRETENDED_NXD"
+"""Variable: set, NeuronX Distributed is on the machine, from its source on PYTHONPATH."""
 
 WITNESS = "witness"
 """How the files begin in which processes with a graph say what they are; see `neuron_runtime.Witness`."""
@@ -89,6 +94,12 @@ def pretend() -> None:
     """Make this process one of the machine's; before torch-xla is imported."""
     folder = Path(os.environ[FOLDER])
     _show(folder)
+    if NXD in os.environ:
+        from tests.support import nxd_cpu
+
+        os.environ.setdefault("PJRT_DEVICE", "NEURON")  # else the CPU, as those of other lanes want it
+        nxd_cpu.prepare(cpu_mode=False)
+        os.environ.setdefault(nxd_cpu.PLATFORM, "trn1")
     sys.meta_path.insert(0, _Afterwards("torch_xla", _start_runtime))
     for unused in (
         "torch_xla.stablehlo",
@@ -138,6 +149,10 @@ def _start_runtime() -> None:
         from tests.support.xla_link import carry
 
         carry(place)
+    if NXD in os.environ:
+        from tests.support import nki_kernels
+
+        nki_kernels.install()
     freeze_older_objects()  # a look for what is pending would else pass by all of torch's
     plugin, witness = Plugin(), Witness(Path(os.environ[FOLDER]) / f"{WITNESS}-{os.getpid()}.json")
 

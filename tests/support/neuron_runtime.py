@@ -74,18 +74,21 @@ class Runtime:
             self._on_read(file, line, function)
 
     def _mark(self, device: str, devices: list[str], wait: bool = False, reset_scope: bool = True) -> None:
-        computed = pending(torch.device(device))
-        if computed:
-            self.graph(hash_of(computed), lambda: str(self._xla._get_xla_tensors_hlo(computed)))
+        self._show(device)
         if not self._runs:
             self._xla._clear_pending_irs(device)
             return
-        del computed  # what nobody else holds would be a result
         self._xla._set_allow_execution(True)
         try:
             self._marker(device, devices, wait=wait, reset_scope=reset_scope)
         finally:
             self._xla._set_allow_execution(False)
+
+    def _show(self, device: str) -> None:
+        """Name the graph; what nobody else holds is no result of it, so the tensors stay in here."""
+        computed = pending(torch.device(device))
+        if computed:
+            self.graph(hash_of(computed), lambda: str(self._xla._get_xla_tensors_hlo(computed)))
 
 
 class Witness:

@@ -99,7 +99,9 @@ def _forward(
     config = config or FlashConfig()
     batch, heads, size, length = q.shape
     assert tuple(k.shape) == (batch, heads, size, length)
-    assert tuple(v.shape) == ((batch, heads, size, length) if config.should_transpose_v else (batch, heads, length, size))
+    assert tuple(v.shape) == (
+        (batch, heads, size, length) if config.should_transpose_v else (batch, heads, length, size)
+    )
     assert q.dtype == k.dtype == v.dtype
     assert size <= MAX_HEAD
     assert length % config.seq_tile_size == 0

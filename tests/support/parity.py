@@ -68,13 +68,16 @@ def reference(resolved: Resolved, steps: int, dtype: torch.dtype = torch.float32
     return Course(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def rounded_reference(resolved: Resolved, steps: int) -> Course:
-    """Train transformers' model in bfloat16, each update in float32 and rounded to the nearest number."""
+def narrow_reference(resolved: Resolved, steps: int, *, masters: bool) -> Course:
+    """Train transformers' model in bfloat16, with updates in float32 of what was rounded to nearest or of masters."""
     model = hf_model(resolved).to(torch.bfloat16)
     narrow = list(model.parameters())
     wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
     groups = [
-        {"params": [p for p in wide if (p.dim() > 1) == decays], "weight_decay": resolved.config.optim.weight_decay * decays}
+        {
+            "params": [p for p in wide if (p.dim() > 1) == decays],
+            "weight_decay": resolved.config.optim.weight_decay * decays,
+        }
         for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=resolved.config.optim.lr, betas=OPTIM["betas"], eps=OPTIM["eps"])
@@ -91,7 +94,9 @@ def rounded_reference(resolved: Resolved, steps: int) -> Course:
         optimizer.step()
         with torch.no_grad():
             for p, kept in zip(narrow, wide, strict=True):
-                kept.copy_(p.copy_(kept))
+                p.copy_(kept)
+                if not masters:
+                    kept.copy_(p)
         losses.append(loss.item())
     return Course(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
 

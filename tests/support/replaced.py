@@ -18,7 +18,9 @@ def replaced(package: str) -> list[str]:
     """Names that differ between the loaded modules of a package and their files, executed anew beside them."""
     loaded = {name: module for name, module in sys.modules.items() if name == package or name.startswith(f"{package}.")}
     return sorted(
-        f"{name}.{at}" for name, module in loaded.items() for at in _differences(vars(module), vars(_anew(name, module)))
+        f"{name}.{at}"
+        for name, module in loaded.items()
+        for at in _differences(vars(module), vars(_anew(name, module)))
     )
 
 

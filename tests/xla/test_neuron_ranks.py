@@ -50,8 +50,6 @@ def test_steps_equal_transformers(axis: str, tmp_path: Path) -> None:
     pairs = [drawn(axis, number) for number in range(1 if axis == "pp" else 2)]
     print(f"seed {SEED}: {pairs}")
     cases = [layout("mha", config=model, **how) for model, how in pairs]
-    by_rank = run_devices(
-        2, courses, [(case, weights_of(case)) for case in cases], STEPS, folder=tmp_path, neuron={}
-    )
+    by_rank = run_devices(2, courses, [(case, weights_of(case)) for case in cases], STEPS, folder=tmp_path, neuron={})
     for case, *found in zip(cases, *by_rank, strict=True):
         check_course(found, reference(case, STEPS), case)
