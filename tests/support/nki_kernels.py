@@ -164,11 +164,12 @@ flash_attn_bwd = Launches(_backward)
 
 def install() -> None:
     """Put them where NeuronX Distributed finds the true ones; after `nxd_cpu.prepare`."""
-    for module, names in {
+    replaced: dict[str, dict[str, Any]] = {
         "neuronxcc.nki.kernels": {"flash_fwd": flash_fwd, "flash_attn_bwd": flash_attn_bwd},
         "neuronxcc.nki.kernels.attention": {"FlashConfig": FlashConfig},
         "neuronxcc.nki.language": {"nc": Cores},
-    }.items():
+    }
+    for module, names in replaced.items():
         vars(import_module(module)).update(names)
     wrapper = sys.modules.get("neuronx_distributed.kernels.flash_attn")
     if wrapper is not None:

@@ -82,5 +82,6 @@ def attended(backend: Backend, cases: Sequence[Case]) -> list[Found]:
         out.backward(grad)
         backend.step_boundary()
         results = [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
-        found.append(Found(*backend.notes(), [x.cpu() for x in results], [grid for each in launches for grid in each]))
+        (note,) = backend.notes()
+        found.append(Found(note, [x.cpu() for x in results], [grid for each in launches for grid in each]))
     return found

@@ -140,7 +140,8 @@ def stepped(old: Tensor, mean: Tensor, mean_sq: Tensor) -> Tensor:
     beta1, beta2 = OPTIM["betas"]
     decay = OPTIM["weight_decay"] if old.dim() > 1 else 0.0
     mean, mean_sq = mean.double() / (1 - beta1), mean_sq.double() / (1 - beta2)
-    return old.double() * (1 - LR * decay) - LR * mean / (mean_sq.sqrt() + OPTIM["eps"])
+    updated: Tensor = old.double() * (1 - LR * decay) - LR * mean / (mean_sq.sqrt() + OPTIM["eps"])
+    return updated
 
 
 def test_software_that_rounds_would_be_noticed(tmp_path: Path) -> None:

@@ -175,6 +175,10 @@ def test_rounding_is_left_to_the_hardware_only_where_it_rounds(
 
 @pytest.mark.usefixtures("no_xla")
 def test_hardware_rounding_is_a_plain_cast_and_software_rounding_that_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU a plain cast is to the nearest number, and a Trainium draws.
+
+    What a Trainium gets to round, `tests/xla/test_neuron_rounding.py` holds: one cast per tensor, and nothing else.
+    """
     x, empty = torch.tensor([[1.001, -3.0]]), torch.empty(0)
     out, key = torch.empty(1, 2, dtype=torch.bfloat16), RoundingKey(empty, empty, empty, empty, begins_odd=False)
     NeuronKernels(rounds=True).stochastic_round(x, out, key, empty)
