@@ -53,11 +53,11 @@ NXD = "PRETENDED_NXD"
 """Variable: set, NeuronX Distributed is on the machine, from its source on PYTHONPATH."""
 
 WITNESS = "witness"
-"""How the files begin in which processes with a graph say what they are; see `neuron_runtime.Witness`."""
+"""Beginning of the names of the files of `neuron_runtime.Witness`."""
 
 
 def witnesses(folder: Path) -> list[dict[str, Any]]:
-    """What each process of a machine that had a graph said of itself."""
+    """Reports of the processes of a machine that had a graph."""
     return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{WITNESS}-*"))]
 
 
@@ -154,11 +154,14 @@ def _start_runtime() -> None:
 
         nki_kernels.install()
     freeze_older_objects()  # a look for what is pending would else pass by all of torch's
+    met: set[str] = set()
     plugin, witness = Plugin(), Witness(Path(os.environ[FOLDER]) / f"{WITNESS}-{os.getpid()}.json")
 
     def meet(graph: str, text: Callable[[], str]) -> None:
-        witness.testify()
-        plugin.meet(graph, text())
+        if graph not in met:
+            met.add(graph)
+            witness.testify()
+            plugin.meet(graph, text())
 
     Runtime(meet, runs=(place.world == 1 or linked) and not extracting(os.environ)).start()
 

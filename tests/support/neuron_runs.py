@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,9 @@ from nxtrain.config.check import Resolved
 from tests.support.models import hf_model
 from tests.support.neuron_machine import ROOT, install
 from tests.support.parity import OPTIM, batches
+
+RESUMED = "resumed"
+"""Folder of a run that went on from a checkpoint of another."""
 
 CONFIG = """
 [run]
@@ -104,17 +106,17 @@ class Machine:
         """Run a command of nxtrain on the configuration."""
         return self.command("nxtrain", command, str(self.config), *overrides, **variables)
 
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """The lines of the metrics file."""
-        lines = (self.folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+    def resume(self, step: int, *overrides: str) -> str:
+        """Go on in another folder from the checkpoint of a step."""
+        at = self.folder / f"run/checkpoints/step-{step:08d}"
+        return self.nxtrain("train", f"checkpoint.resume={at}", f"run.dir={self.folder / RESUMED}", *overrides)
+
+    def records(self, run: str = "run") -> list[dict[str, float]]:
+        """The lines of a run's metrics file, of what does not depend on the clock."""
+        lines = (self.folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        kept = ("step", "loss", "grad_norm", "param_norm")
+        return [{key: json.loads(line)[key] for key in kept} for line in lines]
 
     def column(self, key: str) -> list[float]:
         """One number of each record."""
-        return [record[key] for record in self.records]
-
-    def resume(self, step: int, *overrides: str) -> str:
-        """Start again from the checkpoint of a step."""
-        at = self.folder / f"run/checkpoints/step-{step:08d}"
-        return self.nxtrain("train", f"checkpoint.resume={at}", *overrides)
+        return [record[key] for record in self.records()]

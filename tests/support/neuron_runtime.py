@@ -25,7 +25,7 @@ Meet = Callable[[str, Callable[[], str]], None]
 
 
 class Runtime:
-    """What stands behind torch-xla's step marker; as a context, or for the rest of the process.
+    """Function behind torch-xla's step marker; as a context, or for the rest of the process.
 
     Args:
         meet: Is called with each graph before it would run.
@@ -92,7 +92,7 @@ class Runtime:
 
 
 class Witness:
-    """Says once of a process that trains which classes it does so with, and what of them is replaced.
+    """Reports once the classes of a process that trains, and what of their modules is replaced.
 
     Args:
         file: Where.
@@ -109,14 +109,14 @@ class Witness:
         from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
         from tests.support.replaced import replaced
 
-        said = {
+        report = {
             "is NeuronBackend": type(backend) is NeuronBackend,
             "has NeuronKernels": type(backend.kernels) is NeuronKernels,
             "rounds": getattr(backend.kernels, "rounds", None),
             "notes": backend.notes(),
             "replaced": replaced("nxtrain.backends"),
         }
-        self._file.write_text(json.dumps(said), encoding="utf-8")
+        self._file.write_text(json.dumps(report), encoding="utf-8")
 
 
 def _at_its_boundary() -> Backend | None:

@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What attention gave.
+    """Results of attention.
 
     Args:
         note: Of the backend.

@@ -1,4 +1,4 @@
-"""What of some modules is not as their files say: functions, methods, defaults and constants that were replaced."""
+"""Differences between loaded modules and their files: functions, methods, defaults and constants that were replaced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 _BESIDE = "-anew"
-"""How the names of modules end that are executed a second time."""
+"""Ending of the names of modules that are executed a second time."""
 
 
 def replaced(package: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a Trainium gets to round when its hardware rounds: each updated tensor once, from float32, and nothing else.
+"""Roundings that are left to a Trainium's hardware: of each updated tensor once, from float32, and of nothing else.
 
 The hardware draws for every cast from float32 to bfloat16 that its program has. So the graph of an update must have one
 such cast per rounded tensor, of the float32 result, and no arithmetic in bfloat16, which would round as well. XLA:CPU
@@ -90,7 +90,7 @@ def hardware(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Update]:
 
 
 def faults(update: Update, roundings: int) -> list[str]:
-    """What an update does that the hardware would round beside its results, or instead of them."""
+    """Roundings of an update beside its results, or instead of them, and casts that are too many or too few."""
     graph = instructions(update.text)
     casts = {name: each for name, each in graph.items() if each.op == "convert" and each.kind == "bf16"}
     (root,) = (each for each in graph.values() if each.is_root)

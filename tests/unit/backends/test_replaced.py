@@ -1,4 +1,4 @@
-"""Whatever a test puts in the place of a backend's code is found, so that one that must not replace any can say so."""
+"""Replacements of a backend's code are found in every form, so that a test that may make none can hold that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = "nxtrain.backends"
 NEURON = f"{PACKAGE}.neuron"
 
 
-class _StandIn(XlaBackend):
+class _Other(XlaBackend):
     name = "neuron"
 
 
@@ -27,7 +27,7 @@ class _Kernels(XlaKernels):
 
 
 CASES: dict[str, tuple[Any, str, Any, str]] = {
-    "class": (backend, "NeuronBackend", _StandIn, f"{NEURON}.backend.NeuronBackend"),
+    "class": (backend, "NeuronBackend", _Other, f"{NEURON}.backend.NeuronBackend"),
     "method": (NeuronKernels, "attention", _Kernels.attention, f"{NEURON}.backend.NeuronKernels.attention"),
     "new method": (NeuronBackend, "put", XlaBackend.put, f"{NEURON}.backend.NeuronBackend.put"),
     "static method": (
