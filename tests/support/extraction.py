@@ -1,22 +1,26 @@
-"""Which graphs a run needs, and which its extraction reaches; imported by name in the process of the XLA lane."""
+"""Which graphs a run needs, and which its extraction reaches; imported by name in the process of the XLA lane.
+
+The backend is that of Trainium, on a pretended machine (see `tests.support.neuron_machine`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-
-from torch import Tensor
+from unittest.mock import patch
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.tracing import TracingBackend
-from nxtrain.backends.xla import XlaBackend
+from nxtrain.backends.neuron.backend import NeuronBackend
+from nxtrain.backends.shell import EXTRACTION
 from nxtrain.config.check import Resolved
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.rehearsal import trainer
 from nxtrain.train.run import schedule_of, train_on
 from tests.support.models import changed
+from tests.support.neuron_runtime import Runtime
 
 
 class Hashes:
@@ -33,46 +37,33 @@ class Hashes:
         assert not self.graphs, f"{file}:{line}: {function} reads a value"
 
 
-class Recorded(TracingBackend):
-    """A device that says which graphs it runs, and runs them."""
-
-    def __init__(self, tape: Hashes) -> None:
-        super().__init__(1, 0, tape)
-        self._recording = True
-
-    def put(self, x: Tensor) -> Tensor:
-        return XlaBackend.put(self, x)
-
-    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        return XlaBackend.fetch(self, values)
-
-    def _drop(self) -> None:
-        import torch_xla
-
-        torch_xla.sync()
-
-
-class StandIn(TracingBackend):
-    """A stand-in for a Neuron device under `neuron_parallel_compile`: it collects graphs and computes nothing."""
-
-    extracts = True
-
-
 def graphs_of_runs(backend: Backend, runs: list[Resolved]) -> list[str]:
     """The graphs that runs execute, one after the other."""
     tape = Hashes()
-    for run in runs:
-        train_on(Recorded(tape), run, "chosen by the test")
+    with Runtime(tape.graph, runs=True):
+        for run in runs:
+            train_on(opened(1, 0), run, "chosen by the test")
     return tape.graphs
 
 
 def extracted(backend: Backend, run: Resolved, world: int, rank: int) -> tuple[list[str], str]:
-    """The graphs that a rank reaches in extraction mode, and what it says."""
+    """The graphs that a rank reaches under `neuron_parallel_compile`, and what it says."""
     tape, said = Hashes(), StringIO()
-    device = StandIn(world, rank, tape)
-    with device.recording(), redirect_stderr(said):
-        train_on(device, run, "chosen by the test")
+    with (
+        patch.dict(os.environ, {EXTRACTION: "1"}),
+        Runtime(tape.graph, runs=False, on_read=tape.host_read),
+        redirect_stderr(said),
+    ):
+        train_on(opened(world, rank), run, "chosen by the test")
     return tape.graphs, said.getvalue()
+
+
+def opened(world: int, rank: int) -> NeuronBackend:
+    """The backend of Trainium for a rank of a world that its devices tell of."""
+    import torch_xla.runtime as xr
+
+    xr._WORLD_SIZE, xr._ORDINAL = world, rank
+    return NeuronBackend()
 
 
 def compare(
@@ -96,9 +87,10 @@ def stages_compare(backend: Backend, run: Resolved) -> list[tuple[set[str], list
 def course(run: Resolved, world: int, rank: int) -> set[str]:
     """The graphs of all steps of a run, at the times that its configuration says."""
     tape = Hashes()
-    device = TracingBackend(world, rank, tape)
+    device = opened(world, rank)
     mesh = mesh_of(run, device)
     state = build_state(run, build_model(run, device, mesh, init="zeros"), device, mesh)
-    with device.recording():
+    device.step_boundary()
+    with Runtime(tape.graph, runs=False):
         trainer(run, state, run.config, schedule_of(run), lambda step, work: None).run(0)
     return set(tape.graphs)

@@ -1,22 +1,40 @@
-"""A stand-in for a Trainium machine: what is installed there, and a backend whose graphs are traced and never run.
+"""A pretended Trainium machine, for one process or for all that a shell starts; the list of all its fakes.
 
-Ranks are real processes under a real torchrun, with the commands of the product. Only what no machine here has is
-replaced: the device files, the list of packages, the plugin, and the device, whose values are all 1.
+Nothing of nxtrain is replaced but two paths, and `tests.support.replaced` tells if that were to change. The fakes are:
+
+- Packages: the metadata of torch-neuronx, neuronx-cc and libneuronxla, as pip installs them, without any code.
+- Device nodes: `sdk.DEVICES` and the default argument of `hardware.this_machine` name a folder with the driver's files
+  and with the name of the instance.
+- The runtime: XLA:CPU in the place of Neuron's PJRT plugin (see `tests.support.neuron_runtime`). One rank runs its
+  graphs there. Under extraction none runs, and what the host reads is 1. The hardware's stochastic rounding is the
+  plain cast of XLA:CPU, to the nearest number.
+- The world: XLA:CPU joins no processes. Of several ranks in processes, torch-xla gets rank and world from torchrun's
+  variables, and none of their graphs runs, as under extraction. Or, with `LINK`, each collective is handed over to the
+  hosts, and the graphs between them run (see `tests.support.xla_link`).
+- With `NXD`, what NeuronX Distributed imports of AWS's, and the NKI kernels that its flash attention calls (see
+  `tests.support.nxd_cpu` and `nki_kernels`). Its layers and functions are its own.
+- The compiler, its cache and `neuron_parallel_compile` (see `tests.support.neuron_plugin` and `parallel_compile`).
+
+Two modules of torch-xla whose names are imported and not used are empty, for speed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-DEVICES = "STAND_IN_DEVICES"
-"""Variable: the folder that has the device files."""
+FOLDER = "PRETENDED_MACHINE"
+"""Variable: the folder of the machine."""
+
+INSTANCE = "trn1.2xlarge"
 
 PACKAGES = {
     "torch-neuronx": "2.9.0.2.12.22436+0f1d",
@@ -25,11 +43,37 @@ PACKAGES = {
 }
 """Those of SDK 2.28.1."""
 
+REPLACED = ["nxtrain.backends.neuron.hardware.this_machine", "nxtrain.backends.neuron.sdk.DEVICES"]
+"""All of nxtrain's backends that is not as its files say: the two paths of device nodes."""
 
-def install(folder: Path) -> dict[str, str]:
+LINK = "PRETENDED_LINK"
+"""Variable: set, ranks in several processes run their graphs, and the hosts carry what they send."""
+
+NXD = "PRETENDED_NXD"
+"""Variable: set, NeuronX Distributed is on the machine, from its source on PYTHONPATH."""
+
+WITNESS = "witness"
+"""Beginning of the names of the files of `neuron_runtime.Witness`."""
+
+
+def witnesses(folder: Path) -> list[dict[str, Any]]:
+    """Reports of the processes of a machine that had a graph."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{WITNESS}-*"))]
+
+
+def assert_real(folder: Path, processes: int) -> None:
+    """Hold that so many processes had graphs, all of the classes that a Trainium gets, as their files say."""
+    found = witnesses(folder)
+    assert len(found) == processes
+    for each in found:
+        assert each["is NeuronBackend"], each
+        assert each["has NeuronKernels"], each
+        assert each["replaced"] == REPLACED, each
+
+
+def install(folder: Path, instance: str = INSTANCE) -> dict[str, str]:
     """Set the machine up in a folder, and return the variables of a shell on it."""
-    (folder / "dev").mkdir()
-    (folder / "dev/neuron0").touch()
+    furnish(folder, instance)
     program = folder / "bin/neuron_parallel_compile"
     program.parent.mkdir()
     script = f'#!/bin/sh\nexec {sys.executable} -m tests.support.parallel_compile "$@"\n'
@@ -37,32 +81,121 @@ def install(folder: Path) -> dict[str, str]:
     program.chmod(0o755)
     names = ("NEURON", "XLA_", "PJRT_", "FI_", "PT_XLA", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "RANK", "WORLD_SIZE")
     shell = {name: value for name, value in os.environ.items() if not name.startswith(names)}
-    paths = (str(ROOT / "tests/support/neuron_site"), str(ROOT), shell.get("PYTHONPATH", ""))
+    paths = (str(ROOT / "tests/support/neuron_site"), str(ROOT), str(folder / "site"), shell.get("PYTHONPATH", ""))
     return {
         **shell,
         "PATH": f"{program.parent}{os.pathsep}{shell['PATH']}",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        DEVICES: str(folder / "dev"),
+        FOLDER: str(folder),
     }
 
 
 def pretend() -> None:
-    """Replace, in this process, what tells a Trainium machine."""
-    from nxtrain.backends.neuron import sdk
+    """Make this process one of the machine's; before torch-xla is imported."""
+    folder = Path(os.environ[FOLDER])
+    _show(folder)
+    if NXD in os.environ:
+        from tests.support import nxd_cpu
 
-    real = sdk.installed
-
-    def installed(name: str) -> sdk.Package | None:
-        return sdk.Package(name, PACKAGES[name]) if name in PACKAGES else real(name)
-
-    sdk.DEVICES = Path(os.environ[DEVICES])
-    sdk.installed = installed
-    sys.modules["nxtrain.backends.neuron.backend"] = _Backend("nxtrain.backends.neuron.backend")
+        os.environ.setdefault("PJRT_DEVICE", "NEURON")  # else the CPU, as those of other lanes want it
+        nxd_cpu.prepare(cpu_mode=False)
+        os.environ.setdefault(nxd_cpu.PLATFORM, "trn1")
+    sys.meta_path.insert(0, _Afterwards("torch_xla", _start_runtime))
     for unused in (
         "torch_xla.stablehlo",
         "torch_xla.experimental.gru",
     ):  # half of the time that torch-xla takes to load
         sys.modules[unused] = _Unused(unused)
+
+
+def stand_on(folder: Path) -> None:
+    """Let this process find packages and device nodes in a folder; devices and their runtime are the caller's."""
+    sys.path.append(str(folder / "site"))
+    _show(folder)
+
+
+def furnish(folder: Path, instance: str = INSTANCE) -> None:
+    """Lay out the packages and device nodes of a machine in a folder, which may have them."""
+    (folder / "dev").mkdir(parents=True, exist_ok=True)
+    (folder / "dev/neuron0").touch()
+    (folder / "product_name").write_text(f"{instance}\n", encoding="ascii")
+    for name, version in PACKAGES.items():
+        info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+
+
+def _show(folder: Path) -> None:
+    from nxtrain.backends.neuron import hardware, sdk
+
+    sdk.DEVICES = folder / "dev"
+    hardware.this_machine.__defaults__ = (folder / "product_name",)
+
+
+def _start_runtime() -> None:
+    import torch_xla.runtime as xr
+
+    from nxtrain.backends.c10d import Placement
+    from nxtrain.backends.shell import extracting
+    from nxtrain.backends.xla_graphs import freeze_older_objects
+    from tests.support.neuron_plugin import Plugin
+    from tests.support.neuron_runtime import Runtime, Witness
+
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
+    place, linked = Placement.read(), LINK in os.environ
+    if place.world > 1:
+        xr._WORLD_SIZE, xr._ORDINAL = place.world, place.rank
+    if place.world > 1 and linked:
+        from tests.support.xla_link import carry
+
+        carry(place)
+    if NXD in os.environ:
+        from tests.support import nki_kernels
+
+        nki_kernels.install()
+    freeze_older_objects()  # a look for what is pending would else pass by all of torch's
+    met: set[str] = set()
+    plugin, witness = Plugin(), Witness(Path(os.environ[FOLDER]) / f"{WITNESS}-{os.getpid()}.json")
+
+    def meet(graph: str, text: Callable[[], str]) -> None:
+        if graph not in met:
+            met.add(graph)
+            witness.testify()
+            plugin.meet(graph, text())
+
+    Runtime(meet, runs=(place.world == 1 or linked) and not extracting(os.environ)).start()
+
+
+class _Afterwards(MetaPathFinder):
+    """Calls a function once a module has been imported.
+
+    Args:
+        name: Of the module.
+        then: The function.
+    """
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == self._name else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader, self._then)
+        return spec
+
+
+class _Then(Loader):
+    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then()
 
 
 class _Unused(ModuleType):
@@ -72,52 +205,3 @@ class _Unused(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
-
-
-class _Backend(ModuleType):
-    """The module of the Neuron backend, with the stand-in in it; torch is imported when it is asked for."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "NeuronBackend":
-            raise AttributeError(name)
-        return _backend()
-
-
-def _backend() -> Callable[..., Any]:
-    from nxtrain.backends.base import Support
-    from nxtrain.backends.c10d import Placement
-    from nxtrain.backends.neuron import sdk
-    from nxtrain.backends.shell import extracting
-    from nxtrain.backends.tracing import TracingBackend
-    from tests.support.neuron_plugin import Plugin
-
-    class Tape:
-        def __init__(self) -> None:
-            self._plugin = Plugin()
-
-        def graph(self, hash_: str, text: Callable[[], str]) -> None:
-            self._plugin.meet(hash_, text())
-
-        def host_read(self, file: str, line: int, function: str) -> None:
-            pass
-
-    class StandInBackend(TracingBackend):
-        name = "neuron"
-
-        def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
-            os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
-            place = Placement.read()
-            super().__init__(place.world, place.rank, Tape())
-            self.extracts = extracting(os.environ)
-            self._stack = ExitStack()
-            self._stack.enter_context(self.recording())
-
-        @staticmethod
-        def support() -> Support:
-            return sdk.support()
-
-        def close(self) -> None:
-            self._stack.close()
-            super().close()
-
-    return StandInBackend

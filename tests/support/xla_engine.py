@@ -14,14 +14,26 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from tests.support.neuron_machine import INSTANCE, furnish, stand_on
+
+if TYPE_CHECKING:
+    from nxtrain.backends.xla import XlaBackend
 
 TIMEOUT_S = 200
 
 
-def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
+def run_devices(
+    world: int,
+    body: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    neuron: Mapping[str, str] | None = None,
+    instance: str = INSTANCE,
+) -> list[Any]:
     """Call `body(backend, *args)` on each device of a fresh process and return what each returned, by rank.
 
     Args:
@@ -29,19 +41,33 @@ def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) 
         body: Importable by name, like what it is given.
         args: Its arguments.
         folder: For the files that carry arguments and results.
+        neuron: The backend is the one of Trainium, with these variables beside; None: that of PyTorch/XLA.
+        instance: The machine that has it.
     """
-    done = start_devices(world, body, *args, folder=folder)
+    done = start_devices(world, body, *args, folder=folder, neuron=neuron, instance=instance)
     assert done.returncode == 0, done.stderr[-6000:]
     return pickle.loads(_result(folder, world).read_bytes())  # type: ignore[no-any-return]
 
 
-def start_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+def start_devices(
+    world: int,
+    body: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    neuron: Mapping[str, str] | None = None,
+    instance: str = INSTANCE,
+) -> subprocess.CompletedProcess[str]:
     """`run_devices` of a process that need not end well."""
     job = folder / f"job-{world}.pickle"
-    job.write_bytes(pickle.dumps((body, args)))
+    machine = None
+    if neuron is not None:
+        machine = folder / "machine"
+        furnish(machine, instance)
+    job.write_bytes(pickle.dumps((body, args, machine)))
     pool = str(16 * world)  # a collective that waits keeps its thread
     env = {
         **os.environ,
+        **(neuron or {}),
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(world),
         "XLA_ENABLE_PARAM_ALIASING": "0",  # rank 0 would wait for donated buffers, which wait for the others
@@ -64,11 +90,13 @@ class Devices:
 
     Args:
         world: How many.
+        machine: Folder of the Trainium machine that they are pretended to be of; None: of none.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, machine: Path | None = None) -> None:
         self._compiling = threading.Lock()
         self._meeting = threading.Barrier(world)
+        self._machine = machine
 
     def meet(self) -> None:
         """Wait for all threads."""
@@ -91,8 +119,9 @@ class Devices:
         import torch_xla.core.xla_model as xm
         from torch_xla._internal import pjrt
 
-        from nxtrain.backends.xla import XlaBackend
         from nxtrain.backends.xla_graphs import freeze_older_objects
+
+        backend = self._backend()
 
         def join(local_rank: int, local_world_size: int) -> None:
             pjrt._initialize_single_process(local_rank, local_world_size)
@@ -101,7 +130,7 @@ class Devices:
 
         def play() -> Any:
             try:
-                return body(XlaBackend(sync=self.sync, meet=self.meet), *args)
+                return body(backend(sync=self.sync, meet=self.meet), *args)
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
@@ -112,11 +141,21 @@ class Devices:
         results = pjrt._run_thread_per_device(0, 1, play, join)
         return [results[rank] for rank in sorted(results)]
 
+    def _backend(self) -> type[XlaBackend]:
+        if self._machine is None:
+            from nxtrain.backends.xla import XlaBackend
+
+            return XlaBackend
+        from nxtrain.backends.neuron.backend import NeuronBackend
+
+        stand_on(self._machine)
+        return NeuronBackend
+
 
 def main(job: Path, result: Path) -> None:
     """Run a job file."""
-    body, args = pickle.loads(job.read_bytes())
-    devices = Devices(int(os.environ["CPU_NUM_DEVICES"]))
+    body, args, machine = pickle.loads(job.read_bytes())
+    devices = Devices(int(os.environ["CPU_NUM_DEVICES"]), machine)
     result.write_bytes(pickle.dumps(devices.run(body, args)))
     sys.stdout.flush()
     os._exit(0)  # the runtime's threads do not join

@@ -58,10 +58,16 @@ def link(report: Path | None = None) -> None:
         os.environ["XLA_METRICS_FILE"] = str(report)
     if place.world == 1:
         return
-    import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
     xr._WORLD_SIZE, xr._ORDINAL = place.world, place.rank
+    carry(place)
+
+
+def carry(place: Placement) -> None:
+    """Hand the collectives of this process over to the hosts."""
+    import torch_xla.core.xla_model as xm
+
     carrier: Any = _Carrier(place)
     xm.all_reduce, xm.all_gather = carrier.all_reduce, carrier.all_gather
     xm.reduce_scatter = carrier.reduce_scatter

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends import xla
-from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import Placement
-from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.xla_world import join
 from nxtrain.checkpoint import layout
@@ -35,6 +33,7 @@ from nxtrain.train.start import restore
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer, Work
 from tests.support.graph_mutants import MUTANTS
+from tests.support.neuron_machine import furnish, stand_on
 
 
 def outcomes(place: Placement, plan: Resolved, steps: int, mutants: Sequence[str]) -> list[list[str]]:
@@ -110,15 +109,14 @@ RANK_MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]:
-    """Open and close the Neuron backend, and use what it gives beside graphs.
-
-    The fake is the machine: it says that it has devices and the SDK, and PJRT's device is a CPU.
-    """
+    """Open and close the Neuron backend on a pretended machine, and use what it gives beside graphs."""
     import torch_xla
     from torch_xla.distributed.xla_backend import ProcessGroupXla
 
-    with patch.object(sdk, "support", lambda: Support(True, "a fake")):
-        backend = NeuronBackend(hang_timeout_s=60.0)
+    machine = plan.config.run.dir.parent / f"machine-{place.rank}"
+    furnish(machine)
+    stand_on(machine)
+    backend = NeuronBackend(hang_timeout_s=60.0)
     found: dict[str, Any] = {
         "placement": [backend.rank, backend.world, backend.local_rank, backend.local_world],
         "default group": [dist.get_backend(), dist.get_rank(), dist.get_world_size()],

@@ -1,6 +1,7 @@
 """`nxtrain compile` from end to end on a pretended Trainium machine, and the runs that its manifest lets pass or ends.
 
-Two ranks under torchrun trace the product's own step; the tool, Neuron's plugin and its compiler are stand-ins.
+Two ranks under torchrun trace the product's own step on the product's own backend; the tool, Neuron's plugin and its
+compiler are stand-ins (see `tests.support.neuron_machine`). What one rank computes is in `test_neuron_train.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nxtrain.compile.entries import State
 from nxtrain.compile.manifest import Manifest, read_manifest
 from nxtrain.compile.owners import naming
 from tests.support.caches import COMPILER
-from tests.support.neuron_machine import ROOT, install
+from tests.support.neuron_machine import ROOT, assert_real, install
 from tests.support.neuron_plugin import PAUSE
 
 STEPS = 3
@@ -76,6 +77,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     compiling = Machine(folder, env).start("compile", "train.steps=7")
     said = compiling.communicate(timeout=200)[0]
     assert compiling.returncode == 0, said[-6000:]
+    assert_real(folder, processes=2)
     return Machine(folder, env, said)
 
 
@@ -126,6 +128,7 @@ def test_the_run_compiles_nothing_while_one_with_another_setting_ends_at_its_fir
     ) in others
     assert "Traceback" not in others
     assert (machine.folder / "other/metrics.jsonl").read_text(encoding="utf-8") == ""  # not one step
+    assert_real(machine.folder, processes=6)  # with those that compiled
 
     # Nobody waits for the lock that is left, and nobody works for it.
     entry = machine.cache.entry(missed)

@@ -19,7 +19,7 @@ import pytest
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key
 from nxtrain.compile.manifest import Manifest, read_manifest
-from tests.support.neuron_machine import ROOT, install
+from tests.support.neuron_machine import ROOT, assert_real, install
 from tests.support.ranks import free_port
 
 
@@ -90,6 +90,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     compiling = [machine.start((), "compile", "--nproc=1", f"--first-node={where}") for machine in machines]
     said = [process.communicate(timeout=200)[0] for process in compiling]
     assert [process.returncode for process in compiling] == [0, 0], "\n\n".join(text[-5000:] for text in said)
+    for machine in machines:
+        assert_real(machine.folder, processes=1)
     stages = [int(re.findall(r"graphs of pipeline stage (\d) of 2 are in", text)[0]) for text in said]
     places = sorted((0, 1), key=stages.__getitem__)
     manifests = [read_manifest(shared / f"tiny_cpu.stages-{stage}.json") for stage in (0, 1)]

@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[Ext
     }
     first = run_plan(folder / "run", data, steps=8, **tables)
     again = run_plan(folder / "run", data, steps=11, **tables)
-    real, alone, wide = run_devices(1, compare, [first, again], empty, folder=folder)[0]
+    real, alone, wide = run_devices(1, compare, [first, again], empty, folder=folder, neuron={})[0]
     return real, alone, wide, empty
 
 
@@ -74,7 +74,7 @@ def test_every_stage_reaches_the_graphs_of_its_course(tmp_path: Path) -> None:
         checkpoint={"every": 4},
         parallel={"tp": 2, "pp": 2, "virtual_pp": 2, "sequence_parallel": True, "shard": "zero1"},
     )
-    (played,) = run_devices(1, stages_compare, run, folder=tmp_path)
+    (played,) = run_devices(1, stages_compare, run, folder=tmp_path, neuron={})
     for needed, reached in played:
         assert needed <= set(reached)
     (_, first), (_, second), (_, third), (_, fourth) = played

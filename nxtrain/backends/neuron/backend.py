@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -65,6 +65,7 @@ class NeuronBackend(XlaBackend):
     torch's default group, which must be of the backend `xla`, as it is where there are several ranks.
 
     Args:
+        sync, meet: As in `XlaBackend`, for tests with several devices in one process.
         hang_timeout_s: Seconds that hosts wait for each other. A collective on the device has a limit of the runtime's
             own, which `nxtrain launch` sets from the same key.
 
@@ -75,9 +76,15 @@ class NeuronBackend(XlaBackend):
     name = "neuron"
     _attention: Attention | None = None
 
-    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self,
+        *,
+        sync: Callable[[], None] | None = None,
+        meet: Callable[[], None] | None = None,
+        hang_timeout_s: float = 1800.0,
+    ) -> None:
         refuse_dead_variables(os.environ, sdk.detect())
-        super().__init__(hang_timeout_s=hang_timeout_s)
+        super().__init__(sync=sync, meet=meet, hang_timeout_s=hang_timeout_s)
         self.extracts = extracting(os.environ)
         self._rounds = os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN") == "1"
         self.kernels = NeuronKernels(rounds=self._rounds)

@@ -1,0 +1,55 @@
+"""The steps of transformers on the backend of Trainium, on two XLA:CPU devices with real collectives.
+
+Shapes and layouts are drawn; what is pretended, `tests.support.neuron_machine` lists.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models import weights_of
+from tests.support.neuron_bodies import courses
+from tests.support.parity import check_course, layout, reference
+from tests.support.xla_engine import run_devices
+
+SEED = 20
+STEPS = 4
+AXES = ("tp", "dp", "pp")
+
+
+def drawn(axis: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model and how two ranks share it."""
+    draw = random.Random(f"{SEED} {axis} {number}")
+    heads = draw.choice([4, 8])
+    model = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([n for n in (1, 2, 4, 8) if heads % n == 0]),
+        "num_hidden_layers": 4 if axis == "pp" else 2,
+        "intermediate_size": draw.randint(70, 130),
+        "vocab_size": draw.randint(100, 200),
+        "tie_word_embeddings": draw.random() < 0.3,
+        "rope_theta": draw.choice([1e4, 5e5]),
+    }
+    how: dict[str, Any] = {axis: 2, "batch": draw.choice([4, 8]), "remat": draw.choice(["none", "selective", "full"])}
+    how["micro"] = draw.choice([1, 2]) if axis != "tp" else draw.choice([1, 2, 4])
+    if axis == "tp":
+        how["sp"] = draw.random() < 0.5
+    if axis == "dp":
+        how["shard"] = draw.choice(["none", "zero1"])
+    if axis == "pp":
+        how["virtual_pp"] = draw.choice([1, 2])
+    return model, {"tp": 1, **how}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_steps_equal_transformers(axis: str, tmp_path: Path) -> None:
+    pairs = [drawn(axis, number) for number in range(1 if axis == "pp" else 2)]
+    print(f"seed {SEED}: {pairs}")
+    cases = [layout("mha", config=model, **how) for model, how in pairs]
+    by_rank = run_devices(2, courses, [(case, weights_of(case)) for case in cases], STEPS, folder=tmp_path, neuron={})
+    for case, *found in zip(cases, *by_rank, strict=True):
+        check_course(found, reference(case, STEPS), case)

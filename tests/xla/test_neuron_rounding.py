@@ -1,0 +1,149 @@
+"""Roundings that are left to a Trainium's hardware: of each updated tensor once, from float32, and of nothing else.
+
+The hardware draws for every cast from float32 to bfloat16 that its program has. So the graph of an update must have one
+such cast per rounded tensor, of the float32 result, and no arithmetic in bfloat16, which would round as well. XLA:CPU
+rounds these casts to the nearest number, and the results show that it does so once.
+
+A Trainium would add what no graph shows: that the runtime has the hardware round at random, by
+`NEURON_RT_STOCHASTIC_ROUNDING_EN`; that the bits are right on average; and that neuronx-cc neither merges casts nor
+adds any (`--auto-cast=none`).
+
+Source: about-neuron/arch/neuron-features/rounding-modes.rst in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.config.check import Resolved
+from nxtrain.launch.variables import ROUNDING
+from tests.support.models import changed, weights_of
+from tests.support.neuron_rounding import Update, updates
+from tests.support.parity import LR, OPTIM, layout
+from tests.support.xla_engine import run_devices
+
+PLAN = layout("gqa2", tp=1, micro=2, params="bf16", update="bf16_stochastic")
+CASES: dict[str, Resolved] = {"fp32 state": PLAN, "bf16 state": changed(PLAN, precision={"state": "bf16"})}
+
+INSTRUCTION = re.compile(r"\s*(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z-]*)\((.*)")
+OPERAND = re.compile(r"(?<!=)%([\w.-]+)")
+MOVES = {
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "reshape",
+    "slice",
+    "transpose",
+    "concatenate",
+    "broadcast",
+    "constant",
+}
+"""Operations that compute nothing."""
+
+
+class Instruction(NamedTuple):
+    """One of a graph.
+
+    Args:
+        type: Of its result, such as `bf16[64]`.
+        op: What it does.
+        operands: Names.
+        is_root: It is the graph's result.
+    """
+
+    type: str
+    op: str
+    operands: list[str]
+    is_root: bool
+
+    @property
+    def kind(self) -> str:
+        """Type of its numbers."""
+        return self.type.partition("[")[0]
+
+
+def instructions(text: str) -> dict[str, Instruction]:
+    """The instructions of a graph by name, those of called computations among them."""
+    found, in_entry = {}, False
+    for line in text.splitlines():
+        in_entry = in_entry or line.startswith("ENTRY ")
+        if match := INSTRUCTION.match(line):
+            root, name, kind, op, rest = match.groups()
+            assert name not in found
+            found[name] = Instruction(kind, op, OPERAND.findall(rest), bool(root) and in_entry)
+    return found
+
+
+@pytest.fixture(scope="module")
+def hardware(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Update]:
+    """Updates whose casts the hardware is to round."""
+    cases = [(plan, weights_of(plan)) for plan in CASES.values()]
+    folder = tmp_path_factory.mktemp("hardware")
+    (found,) = run_devices(1, updates, cases, folder=folder, neuron={ROUNDING: "1"})
+    return dict(zip(CASES, found, strict=True))
+
+
+def faults(update: Update, roundings: int) -> list[str]:
+    """Roundings of an update beside its results, or instead of them, and casts that are too many or too few."""
+    graph = instructions(update.text)
+    casts = {name: each for name, each in graph.items() if each.op == "convert" and each.kind == "bf16"}
+    (root,) = (each for each in graph.values() if each.is_root)
+    found = [f"{len(casts)} casts to bf16 for {roundings} tensors"] if len(casts) != roundings else []
+    found += [
+        f"{name} casts {graph[each.operands[0]].kind}"
+        for name, each in casts.items()
+        if graph[each.operands[0]].kind != "f32"
+    ]
+    found += [f"{name} is no result" for name in casts if name not in root.operands]
+    narrow = {name: each for name, each in graph.items() if each.kind == "bf16" and each.op not in {*MOVES, "convert"}}
+    found += [f"{name} is {each.op} in bf16" for name, each in narrow.items()]
+    unknown = {each.kind for each in graph.values() if each.kind in {"f16", "f64"} or each.kind.startswith("f8")}
+    found += [f"something is {kind}" for kind in unknown]
+    drawn = {each.op for each in graph.values()} & {
+        "xor",
+        "rng",
+        "rng-bit-generator",
+        "bitcast-convert",
+        "reduce-precision",
+    }
+    return found + [f"software rounds too: {op}" for op in sorted(drawn)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_tensor_is_cast_once_and_its_arithmetic_is_in_float32(case: str, hardware: dict[str, Update]) -> None:
+    update = hardware[case]
+    kinds = 3 if case == "bf16 state" else 1  # the parameters, and both running means
+    assert faults(update, kinds * len(update.before)) == []
+
+
+def test_parameters_are_the_float32_update_rounded_once(hardware: dict[str, Update]) -> None:
+    """To the nearest number, which XLA:CPU's cast takes: no entry is off by more than half the distance to the next."""
+    update = hardware["fp32 state"]
+    moved = 0
+    for name, old in update.before.items():
+        exact = stepped(old, update.state["exp_avg"][name], update.state["exp_avg_sq"][name])
+        new = update.after[name]
+        half = torch.exp2(torch.floor(torch.log2(exact.abs())) - 8)
+        assert bool(((new.double() - exact).abs() <= half * (1 + 1e-3)).all()), name
+        moved += int((new != old).sum())
+    assert moved > 0.9 * sum(x.numel() for x in update.before.values())
+
+
+def stepped(old: Tensor, mean: Tensor, mean_sq: Tensor) -> Tensor:
+    """The first update of AdamW from its running means, in float64."""
+    beta1, beta2 = OPTIM["betas"]
+    decay = OPTIM["weight_decay"] if old.dim() > 1 else 0.0
+    mean, mean_sq = mean.double() / (1 - beta1), mean_sq.double() / (1 - beta2)
+    updated: Tensor = old.double() * (1 - LR * decay) - LR * mean / (mean_sq.sqrt() + OPTIM["eps"])
+    return updated
+
+
+def test_software_that_rounds_would_be_noticed(tmp_path: Path) -> None:
+    ((update,),) = run_devices(1, updates, [(PLAN, weights_of(PLAN))], folder=tmp_path, neuron={ROUNDING: "0"})
+    assert "software rounds too: xor" in faults(update, len(update.before))
