@@ -14,7 +14,7 @@ import typer
 import nxtrain
 from nxtrain.cli_bench import AsJson, bench
 from nxtrain.cli_convert import convert
-from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal
+from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.metrics.streams import outliving_readers
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ CacheFolder = Annotated[
         show_default=False,
     ),
 ]
+DEFECT = f"This is a defect of nxtrain {nxtrain.__version__}; report the lines above with the command and its files."
 PLACE = "Folder, configuration file or s3://BUCKET/PREFIX."
 
 
@@ -53,13 +54,12 @@ def main() -> None:
     with outliving_readers():
         try:
             app()
-        except NxtrainError as error:
-            _report(error, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
-            _end(error.exit_code)
-        except Exception:
-            if _is_alone() and not _leaves_copies():
-                raise
+        except Exception as error:
+            if known := explained(error):
+                _report(known, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
+                _end(known.exit_code)
             sys.excepthook(*sys.exc_info())
+            print(DEFECT, file=sys.stderr)
             _end(1)
 
 
