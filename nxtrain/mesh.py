@@ -8,10 +8,14 @@ and of Megatron-LM), unless a machine is wired otherwise and gives an order of i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from nxtrain.errors import ConfigError, Problem
+
+SHOWN_NUMBERS = 24
+"""Numbers that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -214,3 +218,9 @@ def divisors(n: int) -> list[int]:
     """The divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers as a message lists them, of many the least."""
+    more = f" and {len(numbers) - SHOWN_NUMBERS} more" if len(numbers) > SHOWN_NUMBERS else ""
+    return ", ".join(map(str, numbers[:SHOWN_NUMBERS])) + more

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nxtrain.errors import Problem
 from nxtrain.family import ModelConfig
-from nxtrain.mesh import divisors
+from nxtrain.mesh import divisors, listed
 
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0, le=3.4e38)]  # they meet float32 numbers
@@ -104,9 +104,8 @@ class LlamaConfig(ModelConfig):
         heads, kv_heads, hidden = self.num_attention_heads, self.num_kv_heads, self.hidden_size
         reasons = []
         if heads % kv_heads:
-            reasons.append(
-                f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; use {_listed(heads)}"
-            )
+            works = listed(divisors(heads))
+            reasons.append(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; use {works}")
         if self.head_dim is None and hidden % heads:
             reasons.append(f"num_attention_heads={heads} does not divide hidden_size={hidden}; set head_dim")
         elif self.head_size % 2:
@@ -119,7 +118,7 @@ class LlamaConfig(ModelConfig):
 def check(config: LlamaConfig, *, tp: int, seq_len: int) -> list[Problem]:
     """Every reason why this shape cannot run at these degrees."""
     heads, kv_heads = config.num_attention_heads, config.num_kv_heads
-    fitting = ", ".join(str(n) for n in divisors(heads) if _divides(n, kv_heads))
+    fitting = listed([n for n in divisors(heads) if _divides(n, kv_heads)])
     problems = []
     if heads % tp:
         problems.append(
@@ -141,11 +140,6 @@ def check(config: LlamaConfig, *, tp: int, seq_len: int) -> list[Problem]:
             )
         )
     return problems
-
-
-def _listed(n: int) -> str:
-    """The divisors of a number, as a list for a message."""
-    return ", ".join(map(str, divisors(n)))
 
 
 def _divides(a: int, b: int) -> bool:

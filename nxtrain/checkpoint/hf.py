@@ -114,7 +114,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}; is {file.parent} a Hugging Face model?") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ConfigError(f"{file} is no valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no JSON object")
@@ -126,6 +126,8 @@ def _weight_files(path: Path) -> list[Path]:
         files = [path / WEIGHTS]
     else:
         places = _read_json(path / INDEX).get("weight_map", {})
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ConfigError(f"{path / INDEX}: weight_map must name a file for each tensor; fetch the folder anew")
         files = [path / name for name in sorted(set(places.values()))]
     missing = ", ".join(file.name for file in files if not file.is_file())
     if missing or not files:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nxtrain.errors import ConfigError
+
 MAX_INT = 2**63 - 1
 """Largest integer of TOML, and of a tensor."""
 
@@ -43,6 +45,17 @@ def faults(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield key, f"{quoted(value)} {reason}"
         elif isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT:
             yield key, f"{integer(value)} is no integer of 64 bits: -{MAX_INT + 1} to {MAX_INT}"
+
+
+def finite(value: float | None) -> float | None:
+    """Hold an option of a command to be a number, which no bound does.
+
+    Raises:
+        ConfigError: It is `nan`.
+    """
+    if value is not None and math.isnan(value):
+        raise ConfigError("an option is nan; give a number")
+    return value
 
 
 def shortened(text: str) -> str:

@@ -18,7 +18,7 @@ from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import ModelConfig, ModelFamily, find_family
-from nxtrain.mesh import Mesh, divisors
+from nxtrain.mesh import Mesh, divisors, listed
 
 # Key, the values that this release runs, and what the others would need. A feature that arrives deletes its line.
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -78,8 +78,8 @@ def resolve(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
         problems += stages(parallel, model.num_hidden_layers)
     except ConfigError as error:
         problems += error.problems
-    parallel, ranks = config.parallel, world or 1
-    if (ranks := max(ranks, parallel.tp * parallel.pp * parallel.dp)) > MAX_RANKS:
+    parallel = config.parallel
+    if (ranks := max(world or 1, parallel.tp * parallel.pp * max(1, parallel.dp))) > MAX_RANKS:
         reason = f"the run would have {ranks:,} ranks; a world has at most {MAX_RANKS:,}"
         problems.append(Problem("parallel.dp", reason, hint="lower parallel.tp, parallel.pp, parallel.dp or --nproc"))
     elif world is not None:
@@ -145,8 +145,7 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
     if batch % (micro * dp):
         low = batch // (micro * dp) * micro * dp
         works = " or ".join(str(n) for n in (low, low + micro * dp) if n)
-        micros = [] if batch % dp else list(map(str, divisors(batch // dp)))
-        other = f", or train.micro_batch among {', '.join(micros)}" if micros else ""
+        other = "" if batch % dp else f", or train.micro_batch among {listed(divisors(batch // dp))}"
         yield Problem(
             "train.global_batch",
             f"{batch} is not a multiple of micro_batch={micro} x dp={dp} = {micro * dp}",
@@ -210,7 +209,7 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
         reason = f"{parallel.shard_size} is the number of ranks that shard=hybrid cuts over, but shard={parallel.shard}"
         yield Problem("parallel.shard_size", reason, hint="use parallel.shard_size=0, or parallel.shard=hybrid")
     elif parallel.dp and parallel.shard_size and parallel.dp % parallel.shard_size:
-        works = ", ".join(map(str, divisors(parallel.dp)))
+        works = listed(divisors(parallel.dp))
         reason = f"{parallel.shard_size} does not divide dp={parallel.dp}"
         yield Problem("parallel.shard_size", reason, hint=f"use one of {works}")
     if parallel.shard not in FULLY_SHARDED:

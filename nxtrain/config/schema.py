@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
-from nxtrain.config.paths import at_home
+from nxtrain.config.paths import at_home, local
 
 # TOML has no paths, so a string becomes one.
 TextPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(at_home(str(path))))]
+LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
+LocalText = Annotated[str, AfterValidator(local)]
 TextPlace = Annotated[str, AfterValidator(at_home)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
@@ -45,7 +47,7 @@ class IdentityConfig(Section):
 
     name: str = "nxtrain"
     """Name in logs and reports."""
-    dir: TextPath = Field(default_factory=lambda data: Path("runs") / data["name"])
+    dir: LocalPath = Field(default_factory=lambda data: Path("runs") / data["name"])
     """Folder of everything that the run writes; by default runs/ and the name."""
     seed: NonNegativeInt = 0
     """Start of all randomness: initial weights and data order."""
@@ -67,7 +69,7 @@ class ModelChoiceConfig(Section):
     """Installed model family."""
     preset: str = ""
     """Published shape, such as `llama3-8b`; empty: `tiny`, unless model.hf gives the shape."""
-    hf: TextPlace = ""
+    hf: LocalText = ""
     """Hugging Face folder whose config.json gives the shape."""
     init: Literal["scaled", "normal", "hf"] = "scaled"
     """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
@@ -174,9 +176,9 @@ class DataConfig(Section):
 
     source: Literal["stdlib", "text", "arrow", "tokens"] = "stdlib"
     """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
-    path: TextPlace = ""
+    path: LocalText = ""
     """File, folder or glob that the source reads."""
-    tokenizer: TextPlace = ""
+    tokenizer: LocalText = ""
     """tokenizer.json or its folder; empty: train a byte-level BPE of the model's vocab_size on the data."""
     packing: Literal["concat", "best_fit"] = "concat"
     """Documents end to end, or fitted whole into rows."""
@@ -242,7 +244,7 @@ class CompileConfig(Section):
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
     torch_compile: bool = False
     """Compile each block with torch.compile, by inductor or TorchNeuron; PyTorch/XLA compiles whole steps anyway."""
-    manifest: TextPath = Path("compile_cache/manifests/{name}.json")
+    manifest: LocalPath = Path("compile_cache/manifests/{name}.json")
     """What `nxtrain compile` compiled, for a run to hold itself to; `{name}` becomes run.name. A node that holds some
     pipeline stages only has a file for these, named `.stages-0` and so on before its ending."""
     on_miss: Literal["compile", "stop"] = "compile"

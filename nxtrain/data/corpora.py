@@ -22,6 +22,9 @@ _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
 
+_LOOK_BYTES = 1 << 20
+"""Part of a file in which its first two lines are looked for."""
+
 
 @dataclass
 class Corpus:
@@ -54,7 +57,7 @@ class Corpus:
         for path in self.files:
             self.reading = path
             try:
-                documents = _json_lines(path) if path.suffix in _JSON_LINES else self._whole(path)
+                documents = _json_lines(path) if path.suffix.lower() in _JSON_LINES else self._whole(path)
                 yield from (document for document in documents if document.strip())
             except OSError as error:
                 raise unreadable(f"{path}", error) from error
@@ -64,6 +67,11 @@ class Corpus:
         if b"\0" in content:
             self.skipped[path] = "binary: it holds a NUL byte"
             return
+        if _looks_like_json_lines(content):
+            raise DataError(
+                f'{path}: each line is a JSON object with "text", which would be read as plain text; call it '
+                f'{path.stem}.jsonl, and the "text" of each line becomes a document'
+            )
         try:
             yield _decode(content, path)
         except DataError as error:
@@ -114,6 +122,17 @@ def text_corpus(path: str) -> Corpus:
     return Corpus(path, files, "refuse")
 
 
+def _looks_like_json_lines(content: bytes) -> bool:
+    lines = content[:_LOOK_BYTES].split(b"\n", 2)[:2]
+    if len(lines) == 1 or not all(line.lstrip().startswith(b"{") and b'"text"' in line for line in lines):
+        return False
+    try:
+        first = json.loads(lines[0])
+    except (RecursionError, ValueError):
+        return False
+    return isinstance(first, dict) and isinstance(first.get("text"), str)
+
+
 def _json_lines(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         start = 0
@@ -126,7 +145,7 @@ def _json_lines(path: Path) -> Iterator[str]:
 def _json_text(line: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise DataError(f"{where}: not JSON: {error}") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):

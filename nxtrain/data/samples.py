@@ -170,7 +170,7 @@ def header(path: Path, descriptor: int) -> tuple[np.dtype[np.integer[Any]], tupl
             start = file.tell()
         except OSError as error:
             raise unreadable(f"{path}", error) from error
-        except ValueError as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise DataError(f"{path} is no .npy array of numbers: {error}") from error
     if is_fortran and len(shape) > 1:
         raise DataError(

@@ -108,11 +108,16 @@ def load_tokenizer(path: Path, vocab_size: int) -> TextTokenizer:
     return TextTokenizer(file, tokenizer, _end_id(tokenizer, file), np.min_scalar_type(last), digest)
 
 
+def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of the tokens that end a text, as far as their names tell."""
+    return frozenset(found for name in _END_NAMES if (found := tokenizer.token_to_id(name)) is not None)
+
+
 def _end_id(tokenizer: Tokenizer, file: Path) -> int:
     config = file.with_name("tokenizer_config.json")
     try:
         declared = json.loads(config.read_bytes()).get("eos_token") if config.exists() else None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise DataError(f"data.tokenizer: {config} is not JSON: {error}") from error
     if isinstance(declared, dict):
         declared = declared["content"]

@@ -63,7 +63,9 @@ class Outliving:
             OSError: The same of other lines.
         """
         descriptor = self._stream.fileno()
-        is_gone = error.errno == errno.EPIPE or (error.errno == errno.EIO and stat.S_ISCHR(os.fstat(descriptor).st_mode))
+        is_gone = error.errno == errno.EPIPE or (
+            error.errno == errno.EIO and stat.S_ISCHR(os.fstat(descriptor).st_mode)
+        )
         if not is_gone and not self._carries_results:
             raise error
         nobody = os.open(os.devnull, os.O_WRONLY)
