@@ -20,6 +20,7 @@ from nxtrain.train.recovery import stacks
 stacks.answer_requests()
 # isort: on
 
+import logging
 import os
 import signal
 import sys
@@ -256,8 +257,14 @@ class Agent(LocalElasticAgent):
             time.sleep(0.05)
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Hide that a rank "failed" with the code of a stop: torch's agent knows no other end than 0 and a failure."""
+    return not (str(record.msg).startswith("failed (exitcode") and STOPPED in (record.args or ()))
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this node under torch's elastic agent and return the exit code."""
+    logging.getLogger(multiprocessing.api.__name__).addFilter(is_news)
     options = run.parse_args(argv)
     # torch has no options for them.
     api.LocalElasticAgent = Agent  # type: ignore[misc]
