@@ -7,9 +7,10 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 import nxtrain
 from nxtrain.cli_bench import AsJson, bench
@@ -23,7 +24,27 @@ if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_LATER = ("data", "doctor", "eval", "plan", "report")
+"""Commands of later releases."""
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; the name of one that this release lacks gets an answer."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Find a command.
+
+        Raises:
+            ConfigError: Only later releases have it.
+        """
+        if cmd_name in _LATER:
+            raise ConfigError(f"nxtrain {cmd_name} is not in this release ({nxtrain.__version__}); see nxtrain --help")
+        return super().get_command(ctx, cmd_name)
+
+
+app = typer.Typer(
+    name="nxtrain", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
 cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
 app.add_typer(config, name="config")
@@ -173,7 +194,7 @@ def launch(
     first_node: Annotated[
         str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
     ] = "",
-    target: Annotated[str, typer.Option(help="Where: local is this machine.")] = "local",
+    target: Annotated[str, typer.Option(hidden=True)] = "local",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
 ) -> None:
     """Start every rank of a run on this machine, with the environment that its devices need.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -90,8 +91,7 @@ def stdlib_corpus(limit_bytes: int = 16_000_000) -> Corpus:
         limit_bytes: Files are taken until their sizes pass this; all of CPython 3.11 is 10.7 MB.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    modules = [path.relative_to(root) for path in root.rglob("*.py")]
-    modules = [module for module in modules if _NOT_PROSE.isdisjoint(module.parts)]
+    modules = list(_modules(root))
     modules.sort(key=lambda module: (zlib.crc32(module.as_posix().encode()), module))
     files, num_bytes = [], 0
     for module in modules:
@@ -100,6 +100,13 @@ def stdlib_corpus(limit_bytes: int = 16_000_000) -> Corpus:
             break
         files.append(root / module)
     return Corpus(f"the standard library in {root}", tuple(files), "skip")
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    """Modules of the library, relative to it; packages that are installed beside it are not even looked into."""
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_PROSE]
+        yield from (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
 
 
 def text_corpus(path: str) -> Corpus:
