@@ -107,10 +107,13 @@ def _leaves_copies() -> bool:
 
 
 def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:
-    from rich.text import Text
+    try:
+        from rich.text import Text
 
-    from nxtrain.metrics.screen import standard_error
-
+        from nxtrain.metrics.screen import standard_error
+    except ImportError:  # perhaps that is the error
+        print(f"error: {error}", file=sys.stderr)
+        return
     # Every rank of a node finds the same mistake in configuration and environment; other failures are a rank's own.
     if isinstance(error, ConfigError) and (local_rank or rank) not in {None, "0"}:
         return

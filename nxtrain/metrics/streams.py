@@ -56,7 +56,7 @@ class Outliving:
             raise self._failure
 
     def _part(self, error: OSError) -> None:
-        """Show the rest to nobody, and let processes that are started from here do the same.
+        """Discard the rest where nobody reads it.
 
         Raises:
             OutputError: Results meet another trouble, as a full disk under a file.
@@ -68,10 +68,7 @@ class Outliving:
         )
         if not is_gone and not self._carries_results:
             raise error
-        nobody = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nobody, descriptor)
-        os.close(nobody)
-        self._stream.flush()
+        _discard(self._stream)
         if not is_gone:
             self._failure = OutputError(f"standard output cannot be written: {error.strerror}; send it elsewhere")
             raise self._failure from error
@@ -87,9 +84,25 @@ def outliving_readers() -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError):  # of which the interpreter tells when it ends
-                stream.flush()
+            with suppress(AttributeError, OSError):
+                _end(stream)
         sys.stdout, sys.stderr = before
+
+
+def _end(stream: TextIO) -> None:
+    """Show what waits; what cannot be shown is dropped, or the interpreter would end with a code of its own."""
+    try:
+        stream.flush()
+    except OSError:
+        _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Show what waits, and all that comes, to nobody, and let processes that are started from here do the same."""
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nobody, stream.fileno())
+    os.close(nobody)
+    stream.flush()
 
 
 def open_standard_streams() -> None:
