@@ -84,7 +84,7 @@ def read_array(path: Path) -> NDArray[Any]:
             array = np.load(path, mmap_mode="r")
     except OSError as error:
         raise unreadable(f"{path}", error) from error
-    except (ValueError, EOFError, OverflowError, TypeError) as error:
+    except Exception as error:  # numpy reads headers with parsers of Python, and passes on what these raise
         raise DataError(f"{path} is no .npy array of numbers, or is cut short: {error}") from error
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} is an archive of arrays; save the one that holds the ids with numpy.save")
