@@ -258,8 +258,10 @@ class Agent(LocalElasticAgent):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Hide that a rank "failed" with the code of a stop: torch's agent knows no other end than 0 and a failure."""
-    return not (str(record.msg).startswith("failed (exitcode") and STOPPED in (record.args or ()))
+    """Hide that a rank "failed" by a stop: torch's agent knows no other end than 0 and a failure."""
+    stops = {STOPPED, -Agent.stop, -signal.SIGTERM} if Agent.stop else {STOPPED}
+    is_end = str(record.msg).startswith("failed (exitcode")
+    return not (is_end and isinstance(record.args, tuple) and record.args[0] in stops)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -184,11 +184,11 @@ def test_standard_error_that_takes_nothing_stops_nothing() -> None:
     assert shell("nxtrain train nothing.toml 2>/dev/full").returncode == ConfigError.exit_code
 
 
-@pytest.mark.parametrize("argv", [f"config show {TINY} run.name=é", f"launch {TINY} run.name=é --dry-run"])
+@pytest.mark.parametrize("argv", [f"config show {TINY} run.name=\xe9", f"launch {TINY} run.name=\xe9 --dry-run"])
 def test_a_terminal_of_few_characters_ends_no_command(argv: str) -> None:
     done = shell(f"nxtrain {argv}", PYTHONIOENCODING="ascii:strict", PYTHONUTF8="0")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "é" in done.stdout or "\\xe9" in done.stdout
+    assert "\xe9" in done.stdout or "\\xe9" in done.stdout
 
 
 # --- options, commands

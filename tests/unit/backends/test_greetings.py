@@ -11,6 +11,7 @@ from threading import Barrier, Thread
 import pytest
 
 from nxtrain.backends.greetings import without_greetings
+from tests.support.commands import free_port
 
 ROOT = Path(__file__).parents[3]
 GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks."
@@ -81,8 +82,6 @@ backend.close()
 
 
 def test_no_group_of_a_run_greets() -> None:
-    from tests.support.commands import free_port
-
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(

@@ -51,7 +51,6 @@ def test_a_further_token_costs_the_same_after_a_long_text() -> None:
     model, _ = models("gqa")
     decoder = Decoder(model, lambda x: x)
     seen: list[int] = []
-    cast(torch.nn.Module, model).register_forward_pre_hook(lambda *_: None)
     for block in model.blocks:
         block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[0]))
     decoder.scores(list(range(40)))
@@ -62,6 +61,6 @@ def test_a_further_token_costs_the_same_after_a_long_text() -> None:
 
 def test_attention_of_another_kind_is_refused() -> None:
     model, _ = models("gqa")
-    del cast(torch.nn.Module, model.blocks[0]).self_attn.core  # type: ignore[union-attr]
+    del model.blocks[0].self_attn.core  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="attention of their own"):
         Decoder(model, lambda x: x)
