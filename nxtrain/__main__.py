@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+
+from nxtrain.errors import explained
+from nxtrain.metrics.streams import open_standard_streams
 from nxtrain.train.recovery import stacks
 
 
 def main() -> None:
     """Run the command, which shows its stacks whenever it is asked to, from here on."""
+    open_standard_streams()
     stacks.answer_requests()
-    from nxtrain.cli import main  # its imports take a while
-
+    try:
+        from nxtrain.cli import main  # its imports take a while
+    except ImportError as error:
+        known = explained(error)
+        if known is None:
+            raise
+        print(f"error: {known}", file=sys.stderr)
+        sys.exit(known.exit_code)
     main()
 
 

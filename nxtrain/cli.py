@@ -7,21 +7,44 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 import nxtrain
 from nxtrain.cli_bench import AsJson, bench
 from nxtrain.cli_convert import convert
-from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal
+from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
+from nxtrain.config.paths import local_path
+from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.metrics.streams import outliving_readers
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_LATER = ("data", "doctor", "eval", "plan", "report")
+"""Commands of later releases."""
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; the name of one that this release lacks gets an answer."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Find a command.
+
+        Raises:
+            ConfigError: Only later releases have it.
+        """
+        if cmd_name in _LATER:
+            raise ConfigError(f"nxtrain {cmd_name} is not in this release ({nxtrain.__version__}); see nxtrain --help")
+        return super().get_command(ctx, cmd_name)
+
+
+app = typer.Typer(
+    name="nxtrain", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
 cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
 app.add_typer(config, name="config")
@@ -29,7 +52,7 @@ app.add_typer(cache, name="cache")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False)]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file's; the value is TOML or a bare word."),
@@ -42,6 +65,7 @@ CacheFolder = Annotated[
         show_default=False,
     ),
 ]
+DEFECT = f"This is a defect of nxtrain {nxtrain.__version__}; report the lines above with the command and its files."
 PLACE = "Folder, configuration file or s3://BUCKET/PREFIX."
 
 
@@ -53,13 +77,12 @@ def main() -> None:
     with outliving_readers():
         try:
             app()
-        except NxtrainError as error:
-            _report(error, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
-            _end(error.exit_code)
-        except Exception:
-            if _is_alone() and not _leaves_copies():
-                raise
+        except Exception as error:
+            if known := explained(error):
+                _report(known, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
+                _end(known.exit_code)
             sys.excepthook(*sys.exc_info())
+            print(DEFECT, file=sys.stderr)
             _end(1)
 
 
@@ -84,10 +107,13 @@ def _leaves_copies() -> bool:
 
 
 def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:
-    from rich.text import Text
+    try:
+        from rich.text import Text
 
-    from nxtrain.metrics.screen import standard_error
-
+        from nxtrain.metrics.screen import standard_error
+    except ImportError:  # perhaps that is the error
+        print(f"error: {error}", file=sys.stderr)
+        return
     # Every rank of a node finds the same mistake in configuration and environment; other failures are a rank's own.
     if isinstance(error, ConfigError) and (local_rank or rank) not in {None, "0"}:
         return
@@ -166,12 +192,12 @@ def launch(
     config: ConfigPath,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per machine; by default tp x pp x dp / nodes.")
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks per machine; by default tp x pp x dp / nodes.")
     ] = None,
     first_node: Annotated[
         str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
     ] = "",
-    target: Annotated[str, typer.Option(help="Where: local is this machine.")] = "local",
+    target: Annotated[str, typer.Option(hidden=True)] = "local",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
 ) -> None:
     """Start every rank of a run on this machine, with the environment that its devices need.
@@ -192,15 +218,18 @@ def compile_(
     config: ConfigPath,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks per machine, as in the run; by default tp x pp x dp / nodes.")
+        int | None,
+        typer.Option(min=1, max=MAX_RANKS, help="Ranks per machine, as in the run; by default tp x pp x dp / nodes."),
     ] = None,
     first_node: Annotated[
         str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
     ] = "",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Graphs at a time; by default one per 64 GiB of memory.")
+        int | None, typer.Option(min=1, max=MAX_SIZE, help="Graphs at a time; by default one per 64 GiB of memory.")
     ] = None,
-    retries: Annotated[int, typer.Option(min=0, help="Times that what failed is tried again, on one machine.")] = 1,
+    retries: Annotated[
+        int, typer.Option(min=0, max=MAX_SIZE, help="Times that what failed is tried again, on one machine.")
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
 ) -> None:
     """Compile every graph of a run on this node, before the run.
@@ -229,12 +258,15 @@ def graphs(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    world: Annotated[int, typer.Option(min=1, help="Ranks of the world.", show_default=False)],
+    world: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of the world.", show_default=False)],
     rank: Annotated[
-        list[int] | None, typer.Option(help="Rank to trace; repeat it for more. By default some of every kind.")
+        list[int] | None,
+        typer.Option(min=0, max=MAX_RANKS, help="Rank to trace; repeat it for more. By default some of every kind."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each rank.")] = 3,
-    hlo: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the graphs' HLO texts here.")] = None,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps of each rank.")] = 3,
+    hlo: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save the graphs' HLO texts here.", parser=local_path)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the graphs that a compiler will get, for any rank of any world, on this CPU.
@@ -251,18 +283,39 @@ def graphs(
 @app.command(epilog='Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40')
 def generate(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="Run folder, checkpoint or mirror; s3:// too.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="CKPT",
+            help="Run folder, checkpoint, mirror (s3:// too) or Hugging Face folder.",
+            show_default=False,
+        ),
     ],
     prompt: Annotated[str, typer.Option(help="Text to continue.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Choose among so many likeliest tokens; 0: all.")] = 50,
-    seed: Annotated[int, typer.Option(help="Start of the randomness.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MAX_INT, help="Tokens to add.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=1e9, callback=finite, help="0 takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, max=MAX_INT, help="Choose among so many likeliest tokens; 0: all.")] = 50,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=1e-6, max=1, callback=finite, help="Choose among the likeliest that have this probability together."
+        ),
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeat it for more.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=-MAX_INT, max=MAX_INT, help="Start of the randomness.")] = 0,
 ) -> None:
-    """Continue a text with a trained model."""
+    """Continue a text with a trained model; each token is shown as it comes."""
+    from nxtrain.metrics.screen import standard_error
     from nxtrain.train.generate import generate
+    from nxtrain.train.sampling import Sampling
 
-    typer.echo(generate(checkpoint, prompt, max_new_tokens, temperature, top_k, seed))
+    sampling = Sampling(temperature, top_k, top_p)
+    for piece in generate(checkpoint, prompt, max_new_tokens, sampling, seed, stop or (), standard_error().print):
+        typer.echo(piece, nl=False)
+    typer.echo()
 
 
 @config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")
@@ -325,7 +378,9 @@ def cache_sync(
 @cache.command("clean", epilog="Example: nxtrain cache clean /var/tmp/neuron-compile-cache --max-gib 50")
 def cache_clean(
     where: CacheFolder = None,
-    max_gib: Annotated[float | None, typer.Option(min=0, help="Keep so many GiB; what was used last stays.")] = None,
+    max_gib: Annotated[
+        float | None, typer.Option(min=0, max=1e9, callback=finite, help="Keep so many GiB; what was used last stays.")
+    ] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Put failed entries aside, to be compiled again.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Break the locks of processes that are gone.")] = False,
 ) -> None:

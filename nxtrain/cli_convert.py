@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from nxtrain.config.bounds import MAX_SIZE
+from nxtrain.config.paths import local_path
 from nxtrain.errors import ConfigError
 from nxtrain.s3 import SCHEME
 
@@ -17,7 +19,7 @@ def _on_disk(text: str) -> Path:
     """A path of this machine; an address in S3 would be taken for one."""
     if text.startswith(SCHEME):
         raise ConfigError(f"{text} is no folder of this machine; fetch or bring it there with: aws s3 sync SRC DST")
-    return Path(text)
+    return local_path(text)
 
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False, parser=_on_disk)]
@@ -66,11 +68,16 @@ def nxd_to_nxtrain(
             "--config",
             metavar="FILE",
             help="The model's Hugging Face config.json; by default that in SRC or beside it.",
+            parser=local_path,
         ),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(metavar="CONFIG", help="The run that goes on from it, which says how far its data is by then."),
+        typer.Option(
+            metavar="CONFIG",
+            help="The run that goes on from it, which says how far its data is by then.",
+            parser=local_path,
+        ),
     ] = None,
     first_copy: Annotated[
         bool, typer.Option("--first-copy", help="Where tp ranks differ in what they share, such as norms: the first.")
@@ -96,11 +103,16 @@ def nxd_to_nxtrain(
 def nxtrain_to_nxd(
     src: Checkpoint,
     dst: Target,
-    tp: Annotated[int, typer.Option(min=0, help="Tensor parallel ranks; 0: as in the run.")] = 0,
-    pp: Annotated[int, typer.Option(min=0, help="Pipeline stages, as equal as NxD cuts them; 0: as in the run.")] = 0,
-    dp: Annotated[int, typer.Option(min=0, help="Ranks that cut the optimizer's state; 0: as in the run.")] = 0,
+    tp: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="Tensor parallel ranks; 0: as in the run.")] = 0,
+    pp: Annotated[
+        int, typer.Option(min=0, max=MAX_SIZE, help="Pipeline stages, as equal as NxD cuts them; 0: as in the run.")
+    ] = 0,
+    dp: Annotated[
+        int, typer.Option(min=0, max=MAX_SIZE, help="Ranks that cut the optimizer's state; 0: as in the run.")
+    ] = 0,
     kv_replicator: Annotated[
-        int, typer.Option(min=0, help="Copies of each K/V head, kv_shared_group_size; 0: as few as tp needs.")
+        int,
+        typer.Option(min=0, max=MAX_SIZE, help="Copies of each K/V head, kv_shared_group_size; 0: as few as tp needs."),
     ] = 0,
     qkv: Annotated[
         Literal["separate", "grouped", "fused"] | None,
@@ -110,7 +122,9 @@ def nxtrain_to_nxd(
     zero1: Annotated[bool, typer.Option("--zero1/--no-zero1", help="The optimizer's state is cut over dp.")] = True,
     run: Annotated[
         Path | None,
-        typer.Option(metavar="CONFIG", help="The run, for its optimizer; by default that in its folder."),
+        typer.Option(
+            metavar="CONFIG", help="The run, for its optimizer; by default that in its folder.", parser=local_path
+        ),
     ] = None,
     weights_only: WeightsOnly = False,
 ) -> None:

@@ -6,9 +6,14 @@ bug of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NAMES = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+_OWN_PACKAGES = {"nxtrain", "nxtrain_models"}
 
 
 class NxtrainError(Exception):
@@ -139,3 +144,58 @@ class StoppedBySignal(NxtrainError):
     """A run that a signal ended after its state was saved; starting it again continues it."""
 
     exit_code = 75
+
+
+def explained(error: Exception) -> NxtrainError | None:
+    """Read an exception of the system or of another package as an error for people.
+
+    Returns:
+        The error, of the exit code that fits; None for a defect of nxtrain, which needs its traceback.
+    """
+    if isinstance(error, NxtrainError):
+        return error
+    if isinstance(error, ImportError):
+        return _missing(error)
+    if isinstance(error, MemoryError):
+        return BackendError(f"this machine is out of memory: {error or 'an allocation failed'}; lower the sizes")
+    if isinstance(error, UnicodeError):
+        return ConfigError(f"a text is not UTF-8: {error}; give or save it as UTF-8")
+    return _refused(error) if isinstance(error, OSError) else None
+
+
+def _missing(error: ImportError) -> NxtrainError | None:
+    """A package that is absent, of another version, or broken."""
+    name = (error.name or "").partition(".")[0]
+    if name in _OWN_PACKAGES:
+        return None
+    what = f"{name} cannot be imported" if name else "a library cannot be loaded"
+    return BackendError(f"{what}: {error}; install what nxtrain needs: pip install {_requirement(name)}")
+
+
+def _requirement(name: str) -> str:
+    """The argument of pip that brings a package in a version that fits."""
+    import re
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        declared = requires("nxtrain") or []
+    except PackageNotFoundError:
+        declared = []
+    for requirement in declared:
+        text, _, _ = requirement.partition(";")
+        if re.split(r"[^\w-]", text, maxsplit=1)[0].replace("-", "_") == name:
+            return f"'{text.strip()}'"
+    return name or "nxtrain"
+
+
+def _refused(error: OSError) -> NxtrainError:
+    """What the system refuses: names and rights fail at every start, while storage may be back at the next."""
+    names = [f"{name}" for name in (error.filename, error.filename2) if name is not None]
+    text = f"{' -> '.join(names) or 'the system'}: {error.strerror or error}"
+    if error.errno in _ACCESS:
+        return BackendError(f"{text}; check the rights of the path and the mount, or give another path")
+    if error.errno in _NAMES:
+        return BackendError(f"{text}; check the path, or give another one")
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return StorageError(f"{text}; free space, or give another path")
+    return StorageError(f"{text}; start again when the storage or the network is back")

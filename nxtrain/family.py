@@ -31,7 +31,7 @@ IGNORE_INDEX = -100
 class ModelConfig(BaseModel):
     """Shape of a decoder, under Hugging Face's names; families add what they need."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     vocab_size: int
     """Entries of the vocabulary, unpadded."""
@@ -41,6 +41,8 @@ class ModelConfig(BaseModel):
     """Transformer blocks."""
     tie_word_embeddings: bool = False
     """The output projection is the embedding matrix itself."""
+    max_position_embeddings: int = 2048
+    """Tokens of the longest sequence."""
 
 
 @dataclass(frozen=True)

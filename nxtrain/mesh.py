@@ -8,10 +8,14 @@ and of Megatron-LM), unless a machine is wired otherwise and gives an order of i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from nxtrain.errors import ConfigError, Problem
+
+SHOWN_NUMBERS = 24
+"""Numbers that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Mesh:
                     "parallel.tp" if tp > 1 else "parallel.pp",
                     f"tp={tp} x pp={pp} = {tp * pp} does not divide the world of {world} ranks",
                     hint=f"start a multiple of {tp * pp} ranks (`nxtrain launch` starts as many as needed), "
-                    f"or choose tp x pp among {_divisors(world)}",
+                    f"or choose tp x pp among {divisors(world)}",
                 )
             )
         elif dp and dp * tp * pp != world:
@@ -115,7 +119,7 @@ class Mesh:
                 Problem(
                     "parallel.shard_size",
                     f"{shard} does not divide dp={world // (tp * pp)}",
-                    hint=f"use one of {_divisors(world // (tp * pp))}",
+                    hint=f"use one of {divisors(world // (tp * pp))}",
                 )
             )
         if problems:
@@ -210,6 +214,13 @@ class Mesh:
         return Axis("x".join(names), members.index(own), groups, "pp" in names and self.pp_size > 1)
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """The divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Numbers as a message lists them, of many the least."""
+    more = f" and {len(numbers) - SHOWN_NUMBERS} more" if len(numbers) > SHOWN_NUMBERS else ""
+    return ", ".join(map(str, numbers[:SHOWN_NUMBERS])) + more

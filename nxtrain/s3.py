@@ -37,11 +37,9 @@ def open_client(url: str) -> Any:
     Raises:
         BackendError: boto3 is not installed, or finds no region, endpoint or profile to work with.
     """
-    try:
-        import boto3
-    except ImportError as error:
-        raise BackendError("s3:// needs boto3, which is not installed: pip install 'nxtrain[s3]'") from error
     with explained(url):
+        import boto3
+
         return boto3.client("s3")
 
 
@@ -51,11 +49,13 @@ def explained(url: str) -> Iterator[None]:
 
     Raises:
         StorageError: It fails, or cannot be reached; boto3 has tried it more than once.
-        BackendError: It refuses.
+        BackendError: It refuses, or boto3 is not installed.
     """
-    from boto3.exceptions import Boto3Error
-    from botocore.exceptions import BotoCoreError, ClientError
-
+    try:
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError as error:
+        raise BackendError(f"{url} needs boto3, which is not installed: pip install 'nxtrain[s3]'") from error
     try:
         yield
     except (Boto3Error, BotoCoreError, ClientError) as error:

@@ -11,9 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nxtrain.errors import Problem
 from nxtrain.family import ModelConfig
+from nxtrain.mesh import divisors, listed
 
-Count = Annotated[int, Field(gt=0)]
-Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
+Positive = Annotated[float, Field(gt=0, le=3.4e38)]  # they meet float32 numbers
 
 
 class RopeScaling(BaseModel):
@@ -22,9 +23,9 @@ class RopeScaling(BaseModel):
     Source: `apply_scaling` in Meta's `llama_models`, `models/llama3/reference_impl/model.py`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    factor: Annotated[float, Field(ge=1)]
+    factor: Annotated[float, Field(ge=1, le=3.4e38)]
     """Wavelengths far beyond the original context grow by this."""
     low_freq_factor: Positive
     """Wavelengths longer than the original context over this are stretched in full."""
@@ -49,7 +50,7 @@ class LlamaConfig(ModelConfig):
     """Entries of the vocabulary, unpadded."""
     hidden_size: Count
     """Width of the residual stream."""
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[int, Field(gt=0, le=2**16)]
     """Transformer blocks."""
     intermediate_size: Count
     """Width inside the MLP."""
@@ -103,9 +104,8 @@ class LlamaConfig(ModelConfig):
         heads, kv_heads, hidden = self.num_attention_heads, self.num_kv_heads, self.hidden_size
         reasons = []
         if heads % kv_heads:
-            reasons.append(
-                f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; use {divisors(heads)}"
-            )
+            works = listed(divisors(heads))
+            reasons.append(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; use {works}")
         if self.head_dim is None and hidden % heads:
             reasons.append(f"num_attention_heads={heads} does not divide hidden_size={hidden}; set head_dim")
         elif self.head_size % 2:
@@ -118,7 +118,7 @@ class LlamaConfig(ModelConfig):
 def check(config: LlamaConfig, *, tp: int, seq_len: int) -> list[Problem]:
     """Every reason why this shape cannot run at these degrees."""
     heads, kv_heads = config.num_attention_heads, config.num_kv_heads
-    fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and _divides(n, kv_heads))
+    fitting = listed([n for n in divisors(heads) if _divides(n, kv_heads)])
     problems = []
     if heads % tp:
         problems.append(
@@ -140,11 +140,6 @@ def check(config: LlamaConfig, *, tp: int, seq_len: int) -> list[Problem]:
             )
         )
     return problems
-
-
-def divisors(n: int) -> str:
-    """The divisors of a small number, as a list for a message."""
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
 def _divides(a: int, b: int) -> bool:

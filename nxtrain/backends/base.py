@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nxtrain.backends.collectives import Collectives, Pending
+from nxtrain.backends.greetings import without_greetings
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.mesh import Axis, Mesh
 
@@ -367,7 +368,8 @@ class Backend(ABC):
 
         if self.world == 1 or not dist.is_initialized():
             return None
-        group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
+        with without_greetings():
+            group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
         return group
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:

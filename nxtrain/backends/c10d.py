@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxtrain.backends.base import Backend
 from nxtrain.backends.board import Board
 from nxtrain.backends.c10d_collectives import C10dCollectives
+from nxtrain.backends.greetings import without_greetings
 from nxtrain.backends.meeting import meet
 from nxtrain.backends.parting import Parting
 from nxtrain.backends.waits import WAITS
@@ -62,9 +63,15 @@ class C10dBackend(Backend):
             # As without a store, but that this one can be talked to.
             self._store = store = meet(self.rank, self.world, timeout)
             self._parting = Parting(store, self.rank, hang_timeout_s, self.collectives.words)
-            dist.init_process_group(
-                process_group, store=store, rank=self.rank, world_size=self.world, timeout=timeout, device_id=device_id
-            )
+            with without_greetings():
+                dist.init_process_group(
+                    process_group,
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.world,
+                    timeout=timeout,
+                    device_id=device_id,
+                )
         self.collectives.hang_timeout_s = hang_timeout_s
 
     def lay_out(self, mesh: Mesh) -> None:

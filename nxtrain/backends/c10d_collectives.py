@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.collectives import Collectives, Done, Op, Pending, Result_co
+from nxtrain.backends.greetings import without_greetings
 from nxtrain.backends.lost_peers import Peers, blaming, loss
 from nxtrain.backends.waits import WAITS
 from nxtrain.mesh import Axis, Mesh
@@ -144,7 +145,8 @@ class C10dCollectives(Collectives):
                 group = dist.group.WORLD
             else:
                 ranks = [list(group) for group in axis.groups]
-                group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)
+                with without_greetings():
+                    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)
             assert group is not None, axis
             self._groups[axis.groups] = group
             if any(list(ranks) != sorted(ranks) for ranks in axis.groups):
@@ -206,7 +208,8 @@ class C10dCollectives(Collectives):
         size = mesh.pp_size
         neighbours = {(group[i - 1], group[i]) for group in mesh.pp.groups for i in range(size)}
         for low, high in sorted({(min(ends), max(ends)) for ends in neighbours}):
-            link = dist.new_group([low, high], timeout=self._timeout)
+            with without_greetings():
+                link = dist.new_group([low, high], timeout=self._timeout)
             if mesh.rank in (low, high):
                 self._links[low, high] = link
 

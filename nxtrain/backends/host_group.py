@@ -10,6 +10,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 
+from nxtrain.backends.greetings import without_greetings
 from nxtrain.errors import BackendError, HangError, LostPeerError
 from nxtrain.mesh import Axis
 
@@ -37,7 +38,8 @@ class HostGroup:
 
     def __init__(self, hang_timeout_s: float) -> None:
         self._timeout = timedelta(seconds=hang_timeout_s)
-        group = dist.new_group(backend="gloo", timeout=self._timeout)
+        with without_greetings():
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
         assert group is not None, "every rank is a member"
         self.group: dist.ProcessGroup = group
         self._alike: dist.ProcessGroup = group
@@ -45,7 +47,8 @@ class HostGroup:
     def compare_among(self, axis: Axis) -> None:
         """Compare graphs from now on among the ranks of a group of an axis, since others run different ones."""
         ranks = [list(group) for group in axis.groups]
-        self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
+        with without_greetings():
+            self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
 
     def barrier(self, work: str = "a barrier") -> None:
         """Wait until every rank is here.

@@ -31,7 +31,7 @@ from nxtrain.checkpoint.ranks import collective
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.storage import FileReader
 from nxtrain.data.tokenization import declared_end
-from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.errors import CheckpointError, ConfigError, DamagedError
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
@@ -175,7 +175,10 @@ def _copy_tokenizer(file: Place, out: Path, end: str) -> dict[str, tuple[str, in
     if not file.is_file():
         return {"bos": None, "eos": None}
     content = content_of(file)
-    added = {t["content"]: t["id"] for t in json.loads(content)["added_tokens"]}
+    try:
+        added = {str(t["content"]): int(t["id"]) for t in json.loads(content)["added_tokens"]}
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error!r}") from error
     special = {
         role: next(((name, added[name]) for name in names if name in added), None)
         for role, names in (("bos", _BEGIN), ("eos", (end, *_END)))
@@ -205,8 +208,10 @@ def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
     """Keep a folder with anything in it that a conversion would not have written.
 
     Raises:
-        ConfigError: It has such a file.
+        ConfigError: It has such a file, or is a file itself.
     """
+    if dst.exists() and not dst.is_dir():
+        raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")
     foreign = [p.name for p in dst.iterdir() if not any(fnmatch(p.name, name) for name in own)] if dst.exists() else []
     if foreign:
         raise ConfigError(f"{dst} exists and holds {foreign[0]}, which no conversion wrote; give a new folder")

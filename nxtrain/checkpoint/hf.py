@@ -131,7 +131,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(read_text(file))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}; is {file.parent} a Hugging Face model?") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ConfigError(f"{file} is no valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds no JSON object")

@@ -86,7 +86,7 @@ def read(root: Place) -> Lineage | None:
         return None
     except OSError as error:
         raise damage(file, error) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise DamagedError(file, "it is no record of a run") from error
     if seal != found._checksum():
         raise DamagedError(file, "its content is not what was written")

@@ -105,7 +105,7 @@ def read_meta(path: Place) -> Meta:
         if error.errno in ROTTEN:
             raise damage(file, error) from error
         raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {META}: {error.strerror}") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise DamagedError(file, f"it is no JSON: {error}") from error
     if not isinstance(content, dict) or "format" not in content:
         raise DamagedError(file, "it tells no format")

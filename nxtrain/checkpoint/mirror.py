@@ -131,7 +131,10 @@ def resolve(address: str | Path) -> Place:
     """
     place = place_of(str(address))
     if isinstance(place, Path):
-        return layout.resolve(place)
+        try:
+            return layout.resolve(place)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {place}: {error.strerror}; check the path and its rights") from error
     if (place / layout.META).is_file():
         return place
     for folder in (place, place / layout.FOLDER):

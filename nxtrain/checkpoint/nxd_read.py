@@ -126,7 +126,7 @@ def _model(tag: Path, file: Path | None) -> tuple[ModelFamily, ModelConfig]:
         )
     try:
         values = json.loads(read_text(found))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"{found} is no Hugging Face {CONFIG}: {error}") from error
     family = find_family(str(values.get("model_type", FAMILY)))
     if family.name != FAMILY:

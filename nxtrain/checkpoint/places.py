@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from nxtrain.checkpoint import layout
 from nxtrain.checkpoint.arrivals import arrived
 from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, FileSource, Source, Stored, verify
+from nxtrain.config.paths import local_path
 from nxtrain.errors import CheckpointError, DamagedError, StorageError
 from nxtrain.regular import read_bytes
 from nxtrain.s3 import SCHEME, explained, is_missing, open_client, split
@@ -85,7 +86,7 @@ Place = Path | S3Path
 
 def place_of(text: str) -> Place:
     """The place that an address or a path means."""
-    return S3Path(text.rstrip("/")) if text.startswith(SCHEME) else Path(text)
+    return S3Path(text.rstrip("/")) if text.startswith(SCHEME) else local_path(text)
 
 
 def content_of(place: Place) -> bytes:

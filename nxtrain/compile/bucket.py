@@ -97,7 +97,7 @@ class Bucket:
             body = self._client.get_object(Bucket=self._name, Key=self._entry(key))["Body"].read()
         try:
             return from_json(json.loads(body)["files"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (RecursionError, ValueError, KeyError, TypeError) as error:
             raise UnusableEntryError(f"{self._entry(key)} is no list of files: {error}") from error
 
     def _has(self, file: Content) -> bool:

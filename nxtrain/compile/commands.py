@@ -22,6 +22,7 @@ from nxtrain.compile.entries import Entry, Key, State
 from nxtrain.compile.location import cache_folder
 from nxtrain.compile.sync import Place, Step, open_place, sync
 from nxtrain.config.load import load
+from nxtrain.config.paths import local_path
 from nxtrain.config.schema import CompileConfig
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.s3 import SCHEME
@@ -191,7 +192,7 @@ def _cache(where: str | None) -> Cache:
 def _folder(where: str | None) -> Path:
     if where is None:
         return cache_folder(CompileConfig())
-    return cache_folder(load(where).config.compile) if where.endswith(".toml") else Path(where)
+    return cache_folder(load(where).config.compile) if where.endswith(".toml") else local_path(where)
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def read_manifest(path: Path) -> Manifest:
         record = json.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; nxtrain compile writes it") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     try:
         manifest = _from_json(record)

@@ -83,7 +83,7 @@ def read_seal(folder: Path) -> Seal | None:
     try:
         record = json.loads((folder / SEAL).read_text(encoding="utf-8"))
         return from_json(record["files"]) if record["done_ns"] == _done_ns(folder) else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, RecursionError, ValueError, KeyError, TypeError):
         _done_ns(folder)
         return None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
 from nxtrain.compile.entries import Key
+from nxtrain.config.paths import local_path
 from nxtrain.errors import ConfigError
 from nxtrain.s3 import SCHEME
 
@@ -62,7 +63,7 @@ def open_place(text: str | Path) -> Place:
         ConfigError: The address names no bucket.
         BackendError: S3 cannot be reached from here.
     """
-    return Bucket(str(text)) if str(text).startswith(SCHEME) else Cache(Path(text))
+    return Bucket(str(text)) if str(text).startswith(SCHEME) else Cache(local_path(str(text)))
 
 
 def sync(source: Place, target: Place, on_step: Callable[[Step], None] = lambda _: None) -> Report:

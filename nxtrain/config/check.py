@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nxtrain.config.bounds import MAX_RANKS
 from nxtrain.config.decode import decode
 from nxtrain.config.load import Loaded, origin_of, values
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
@@ -16,7 +18,7 @@ from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import ModelConfig, ModelFamily, find_family
-from nxtrain.mesh import Mesh
+from nxtrain.mesh import Mesh, divisors, listed
 from nxtrain.regular import read_text
 
 # Key, the values that this release runs, and what the others would need. A feature that arrives deletes its line.
@@ -77,9 +79,12 @@ def resolve(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
         problems += stages(parallel, model.num_hidden_layers)
     except ConfigError as error:
         problems += error.problems
-    if world is not None:
+    parallel = config.parallel
+    if (ranks := max(world or 1, parallel.tp * parallel.pp * max(1, parallel.dp))) > MAX_RANKS:
+        reason = f"the run would have {ranks:,} ranks; a world has at most {MAX_RANKS:,}"
+        problems.append(Problem("parallel.dp", reason, hint="lower parallel.tp, parallel.pp, parallel.dp or --nproc"))
+    elif world is not None:
         try:
-            parallel = config.parallel
             shard = max(1, parallel.shard_size)
             Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard)
         except ConfigError as error:
@@ -126,7 +131,7 @@ def _hf_config(folder: Path) -> Mapping[str, Any]:
     except OSError as error:
         hint = "model.hf is a folder in Hugging Face's format: config.json beside its *.safetensors"
         raise ConfigError([Problem("model.hf", f"cannot read {path}: {error.strerror}", hint=hint)]) from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ConfigError([Problem("model.hf", f"{path} is not valid JSON: {error}")]) from error
     if not isinstance(config, dict):
         raise ConfigError([Problem("model.hf", f"{path} holds no JSON object")])
@@ -156,8 +161,7 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
     if batch % (micro * dp):
         low = batch // (micro * dp) * micro * dp
         works = " or ".join(str(n) for n in (low, low + micro * dp) if n)
-        micros = [str(m) for m in range(1, batch // dp + 1) if batch % (m * dp) == 0]
-        other = f", or train.micro_batch among {', '.join(micros)}" if micros else ""
+        other = "" if batch % dp else f", or train.micro_batch among {listed(divisors(batch // dp))}"
         yield Problem(
             "train.global_batch",
             f"{batch} is not a multiple of micro_batch={micro} x dp={dp} = {micro * dp}",
@@ -221,7 +225,7 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
         reason = f"{parallel.shard_size} is the number of ranks that shard=hybrid cuts over, but shard={parallel.shard}"
         yield Problem("parallel.shard_size", reason, hint="use parallel.shard_size=0, or parallel.shard=hybrid")
     elif parallel.dp and parallel.shard_size and parallel.dp % parallel.shard_size:
-        works = ", ".join(str(n) for n in range(1, parallel.dp + 1) if parallel.dp % n == 0)
+        works = listed(divisors(parallel.dp))
         reason = f"{parallel.shard_size} does not divide dp={parallel.dp}"
         yield Problem("parallel.shard_size", reason, hint=f"use one of {works}")
     if parallel.shard not in FULLY_SHARDED:
@@ -281,6 +285,6 @@ def _mirror(config: RunConfig) -> Iterator[Problem]:
     mirror = config.checkpoint.mirror
     if mirror.startswith("s3:") and not re.match("s3://[^/]", mirror):
         yield Problem("checkpoint.mirror", f"{mirror} names no bucket", hint="write s3://BUCKET/PREFIX")
-    elif mirror and Path(mirror).resolve().is_relative_to(config.run.dir.resolve()):
+    elif mirror and Path(os.path.realpath(mirror)).is_relative_to(os.path.realpath(config.run.dir)):
         reason = f"{mirror} lies in run.dir={config.run.dir}, which it is to outlive"
         yield Problem("checkpoint.mirror", reason, hint="use a folder that nodes share, or s3://BUCKET/PREFIX")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from nxtrain.config.bounds import shortened
 from nxtrain.config.tables import toml_value
 from nxtrain.errors import ConfigError, Problem
 
@@ -88,15 +89,19 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, path: list[str], pref
         return "missing, and has no default", ""
     if kind == "literal_error":
         choices = [c.strip("'") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        return f"{toml_value(value)} is not one of {', '.join(choices)}", _suggest(value, choices)
+        return f"{_shown(value)} is not one of {', '.join(choices)}", _suggest(value, choices)
     if kind in _WANTED:
         what = _KINDS.get(type(value), "a date or time")
-        text = toml_value(str(value))
+        text = _shown(str(value))
         quoted = f"in a file: {path[-1]} = {text}; on the command line: {prefix}{'.'.join(path)}='{text}'"
         hint = quoted if kind == "string_type" else ""
-        return f"{toml_value(value)} is {what}, but {_WANTED[kind]} is needed", hint
+        return f"{_shown(value)} is {what}, but {_WANTED[kind]} is needed", hint
     rule = detail["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("Tuple should", "must")
-    return (f"{toml_value(value)}: {rule}" if path and not isinstance(value, Mapping) else rule), ""
+    return (f"{_shown(value)}: {rule}" if path and not isinstance(value, Mapping) else rule), ""
+
+
+def _shown(value: object) -> str:
+    return shortened(toml_value(value))
 
 
 def _suggest(value: object, choices: Sequence[str]) -> str:

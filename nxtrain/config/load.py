@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from nxtrain.config.bounds import MAX_DEPTH, faults, quoted, shortened
 from nxtrain.config.decode import decode
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.tables import flatten, merge, nest
@@ -50,9 +51,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            problems.append(Problem("", f"{override!r} is no override", hint="write dotted.key=value"))
+            problems.append(Problem("", f"{quoted(override)} is no override", hint="write dotted.key=value"))
             continue
-        added = nest(key, _parse_value(text))
+        try:
+            added = nest(key, _parse_value(text))
+        except (RecursionError, ValueError) as error:
+            problems.append(Problem(shortened(key), _unparsed(error), "override"))
+            continue
+        if found := _beyond(added, lambda _: "override"):
+            problems += found
+            continue
         table = merge(table, added)
         origins |= dict.fromkeys(flatten(added), "override")
     firsts = _firsts(origins)
@@ -88,16 +96,39 @@ def _firsts(origins: Mapping[str, str]) -> dict[str, str]:
     return firsts
 
 
+def _beyond(table: Mapping[str, Any], origin: Callable[[str], str]) -> list[Problem]:
+    """Problems of values outside the limits of any configuration."""
+    return [Problem(quoted(key)[1:-1], reason, origin(key)) for key, reason in faults(table)]
+
+
+def _unparsed(error: Exception) -> str:
+    """The reason why the parser gave up on a text that may be valid TOML."""
+    if isinstance(error, RecursionError):
+        return f"tables and lists lie more than {MAX_DEPTH} deep inside one another"
+    return f"not readable as TOML: {error}"
+
+
 def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    text = _text(path)
     if path.resolve() in parents:
         chain = " -> ".join(p.name for p in (*parents, path))
         raise ConfigError([Problem("extends", f"goes in a circle: {chain}", str(path))])
-    text = _text(path)
     try:
         own = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"line (\d+)", str(error))
         raise ConfigError(f"{path}:{line[1] if line else text.count(chr(10)) + 1}: not valid TOML: {error}") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: {_unparsed(error)}") from error
+    lines = _lines(text)
+
+    def line_of(key: str) -> str:
+        while key and key not in lines:
+            key = key.rpartition(".")[0]
+        return f"{path}:{lines[key]}" if key else str(path)
+
+    if found := _beyond(own, line_of):
+        raise ConfigError(found)
     extends = own.pop("extends", [])
     if not isinstance(extends, list) or not all(isinstance(name, str) for name in extends):
         raise ConfigError([Problem("extends", f"{extends!r} is not a list of file names", str(path))])
@@ -107,12 +138,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[s
         base, base_origins = _read(path.parent / name, (*parents, path.resolve()))
         table = merge(table, base)
         origins |= base_origins
-    lines = _lines(text)
-    for key in flatten(own):
-        line_key = key
-        while line_key and line_key not in lines:
-            line_key = line_key.rpartition(".")[0]
-        origins[key] = f"{path}:{lines[line_key]}" if line_key else str(path)
+    origins |= {key: line_of(key) for key in flatten(own)}
     return merge(table, own), origins
 
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
-TextPath = Annotated[Path, Field(strict=False)]  # TOML has no paths, so a string becomes one
+from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
+from nxtrain.config.paths import at_home, local
+
+# TOML has no paths, so a string becomes one.
+TextPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(at_home(str(path))))]
+LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
+LocalText = Annotated[str, AfterValidator(local)]
+TextPlace = Annotated[str, AfterValidator(at_home)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
+Degree = Annotated[int, Field(gt=0, le=MAX_RANKS)]
+DerivedDegree = Annotated[int, Field(ge=0, le=MAX_RANKS)]
+Seconds = Annotated[float, Field(ge=1e-3, le=1e9)]
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 """Values of parallel.shard that cut parameters and gradients."""
@@ -42,7 +47,7 @@ class IdentityConfig(Section):
 
     name: str = "nxtrain"
     """Name in logs and reports."""
-    dir: TextPath = Field(default_factory=lambda data: Path("runs") / data["name"])
+    dir: LocalPath = Field(default_factory=lambda data: Path("runs") / data["name"])
     """Folder of everything that the run writes; by default runs/ and the name."""
     seed: NonNegativeInt = 0
     """Start of all randomness: initial weights and data order."""
@@ -53,7 +58,7 @@ class ClusterConfig(Section):
 
     instance: str = ""
     """Instance type, such as `trn1.32xlarge`; empty: this machine."""
-    nodes: PositiveInt = 1
+    nodes: Degree = 1
     """Number of machines."""
 
 
@@ -64,7 +69,7 @@ class ModelChoiceConfig(Section):
     """Installed model family."""
     preset: str = ""
     """Published shape, such as `llama3-8b`; empty: `tiny`, unless model.hf gives the shape."""
-    hf: str = ""
+    hf: LocalText = ""
     """Hugging Face folder whose config.json gives the shape."""
     init: Literal["scaled", "normal", "hf"] = "scaled"
     """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
@@ -79,25 +84,25 @@ class ModelChoiceConfig(Section):
 class ParallelConfig(Section):
     """[parallel]: how the ranks share the work."""
 
-    tp: PositiveInt = 1
+    tp: Degree = 1
     """Tensor parallel degree: ranks that share each layer."""
-    pp: PositiveInt = 1
+    pp: Degree = 1
     """Pipeline parallel degree: stages that share the layers."""
-    virtual_pp: PositiveInt = 1
+    virtual_pp: Degree = 1
     """Model chunks per pipeline stage; more make the pipeline's bubble smaller, and its transfers more."""
     schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
     """Order of a pipeline's work; zero_bubble postpones weight gradients: less waiting, more activations held."""
-    pipeline_cuts: tuple[PositiveInt, ...] = Field(default=(), strict=False)
+    pipeline_cuts: tuple[Size, ...] = Field(default=(), strict=False)
     """First block of each chunk but the first, pp x virtual_pp - 1 of them; empty: cut so that all cost alike."""
-    dp: NonNegativeInt = 0
+    dp: DerivedDegree = 0
     """Data parallel degree: copies of the model; 0: the ranks that tp and pp leave over."""
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
     """What is cut over dp: nothing, optimizer state, gradients too, parameters too, or those inside each node."""
-    shard_size: NonNegativeInt = 0
+    shard_size: DerivedDegree = 0
     """With shard=hybrid, adjacent dp ranks that cut state between them; 0: those of one node."""
-    bucket_mib: PositiveInt = 64
+    bucket_mib: Size = 64
     """MiB of gradients in one data parallel collective."""
     prefetch: NonNegativeInt = 1
     """With shard=grad_op, full or hybrid, blocks that are gathered ahead of their use; 0: torch's own choice."""
@@ -110,19 +115,19 @@ class TrainConfig(Section):
 
     steps: PositiveInt = 1000
     """Optimizer updates of the whole run."""
-    seq_len: PositiveInt = 128
+    seq_len: Size = 128
     """Tokens per sequence."""
-    global_batch: PositiveInt = 8
+    global_batch: Size = 8
     """Sequences per update, over all dp ranks."""
-    micro_batch: PositiveInt = 1
+    micro_batch: Size = 1
     """Sequences per dp rank in one forward pass; the rest of the global batch is accumulated."""
     remat: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping: nothing, attention (from 8192 tokens MLPs too), whole blocks."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out data; 0: never."""
-    eval_batches: PositiveInt = 8
+    eval_batches: Size = 8
     """Global batches per evaluation."""
-    loss_chunk_mib: PositiveInt = 64
+    loss_chunk_mib: Size = 64
     """Most MiB of float32 logits that one rank holds at once."""
 
 
@@ -171,9 +176,9 @@ class DataConfig(Section):
 
     source: Literal["stdlib", "text", "arrow", "tokens"] = "stdlib"
     """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
-    path: str = ""
+    path: LocalText = ""
     """File, folder or glob that the source reads."""
-    tokenizer: str = ""
+    tokenizer: LocalText = ""
     """tokenizer.json or its folder; empty: that of the weights of model.init=hf or checkpoint.resume, else a byte-level
     BPE of the model's vocab_size, trained on the data."""
     packing: Literal["concat", "best_fit"] = "concat"
@@ -197,11 +202,11 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are multiples of this stay for good; 0: none."""
     async_: bool = Field(default=True, alias="async")
     """Write while training goes on, which waits only until its state is copied to host memory."""
-    mirror: str = ""
+    mirror: TextPlace = ""
     """Folder or `s3://bucket/prefix` that gets a copy of each checkpoint; run.dir may then be a disk of each node."""
     strict: bool = False
     """A checkpoint that cannot be written ends the run; otherwise it is told, and training goes on."""
-    resume: str = "auto"
+    resume: TextPlace = "auto"
     """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or a path or s3:// of one."""
     allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
     """What may differ from the run that wrote the checkpoint: then the losses are no longer those of one run."""
@@ -240,7 +245,7 @@ class CompileConfig(Section):
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
     torch_compile: bool = False
     """Compile each block with torch.compile, by inductor or TorchNeuron; PyTorch/XLA compiles whole steps anyway."""
-    manifest: TextPath = Path("compile_cache/manifests/{name}.json")
+    manifest: LocalPath = Path("compile_cache/manifests/{name}.json")
     """What `nxtrain compile` compiled, for a run to hold itself to; `{name}` becomes run.name. A node that holds some
     pipeline stages only has a file for these, named `.stages-0` and so on before its ending."""
     on_miss: Literal["compile", "stop"] = "compile"
@@ -250,11 +255,11 @@ class CompileConfig(Section):
 class RecoveryConfig(Section):
     """[recovery]: what happens when a rank fails."""
 
-    hang_timeout_s: PositiveFloat = 1800.0
+    hang_timeout_s: Seconds = 1800.0
     """Seconds that a rank waits for the others, or gets no further itself, before the run counts as hung."""
     max_restarts: NonNegativeInt = 0
     """Times that the launcher starts failed ranks again; counted anew when a run gets further than before."""
-    grace_s: PositiveFloat = 300.0
+    grace_s: Seconds = 300.0
     """Seconds that the launcher leaves ranks that are asked to stop, to finish a step and save; then it kills them.
     Half of it may go into a copy in checkpoint.mirror. A run that is done waits as long for one that is stuck."""
     max_same_step: NonNegativeInt = 3

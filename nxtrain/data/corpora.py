@@ -25,6 +25,9 @@ _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
 
+_LOOK_BYTES = 1 << 20
+"""Part of a file in which its first two lines are looked for."""
+
 
 @dataclass
 class Corpus:
@@ -57,7 +60,7 @@ class Corpus:
         for path in self.files:
             self.reading = path
             try:
-                documents = _json_lines(path) if path.suffix in _JSON_LINES else self._whole(path)
+                documents = _json_lines(path) if path.suffix.lower() in _JSON_LINES else self._whole(path)
                 yield from (document for document in documents if document.strip())
             except OSError as error:
                 raise unreadable(f"{path}", error) from error
@@ -67,6 +70,11 @@ class Corpus:
         if b"\0" in content:
             self.skipped[path] = "binary: it holds a NUL byte"
             return
+        if _looks_like_json_lines(content):
+            raise DataError(
+                f'{path}: each line is a JSON object with "text", which would be read as plain text; call it '
+                f'{path.stem}.jsonl, and the "text" of each line becomes a document'
+            )
         try:
             yield _decode(content, path)
         except DataError as error:
@@ -85,8 +93,7 @@ def stdlib_corpus(limit_bytes: int = 16_000_000) -> Corpus:
         limit_bytes: Files are taken until their sizes pass this; all of CPython 3.11 is 10.7 MB.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    modules = [path.relative_to(root) for path in root.rglob("*.py")]
-    modules = [module for module in modules if _NOT_PROSE.isdisjoint(module.parts)]
+    modules = list(_modules(root))
     modules.sort(key=lambda module: (zlib.crc32(module.as_posix().encode()), module))
     files, num_bytes = [], 0
     for module in modules:
@@ -95,6 +102,13 @@ def stdlib_corpus(limit_bytes: int = 16_000_000) -> Corpus:
             break
         files.append(root / module)
     return Corpus(f"the standard library in {root}", tuple(files), "skip")
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    """Modules of the library, relative to it; packages that are installed beside it are not even looked into."""
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_PROSE]
+        yield from (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
 
 
 def text_corpus(path: str) -> Corpus:
@@ -115,6 +129,17 @@ def text_corpus(path: str) -> Corpus:
     return Corpus(path, files, "refuse", found.skipped)
 
 
+def _looks_like_json_lines(content: bytes) -> bool:
+    lines = content[:_LOOK_BYTES].split(b"\n", 2)[:2]
+    if len(lines) == 1 or not all(line.lstrip().startswith(b"{") and b'"text"' in line for line in lines):
+        return False
+    try:
+        first = json.loads(lines[0])
+    except (RecursionError, ValueError):
+        return False
+    return isinstance(first, dict) and isinstance(first.get("text"), str)
+
+
 def _json_lines(path: Path) -> Iterator[str]:
     with open(open_regular(path), "rb") as file:
         start = 0
@@ -127,7 +152,7 @@ def _json_lines(path: Path) -> Iterator[str]:
 def _json_text(line: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise DataError(f"{where}: not JSON: {error}") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):

@@ -74,7 +74,7 @@ def open_data(
     # The barrier comes whether or not the leader succeeds, or the others would wait for it until they time out.
     try:
         if leader:
-            receipt.unlink(missing_ok=True)
+            _discard(receipt)
             prepared = prepare(config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
             with replacing(receipt) as file:
                 file.write(prepared.model_dump_json().encode())
@@ -112,6 +112,14 @@ def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> 
             f"the corpus {what} {read_array(path).size} tokens, less than one row of train.seq_len + 1 = "
             f"{samples.seq_len + 1}; {way_out}"
         )
+
+
+def _discard(receipt: Path) -> None:
+    try:
+        receipt.unlink(missing_ok=True)
+    except OSError as error:
+        way_out = f"make {receipt.parent} writable, or choose another run.dir"
+        raise DataError(f"{receipt} cannot be replaced: {error.strerror}; {way_out}") from error
 
 
 def _read_receipt(path: Path) -> Prepared:

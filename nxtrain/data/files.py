@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,7 +49,8 @@ def clear_drafts(folder: Path) -> None:
     """Delete what killed processes have left of `replacing` in a folder; nobody else may be writing there."""
     for path in folder.glob(".*"):
         if _DRAFT.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder that cannot be written is reported where something is to be written
+                path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -105,10 +106,11 @@ def read_array(path: Path) -> NDArray[Any]:
     """
     try:
         require_regular(path)
-        array = np.load(path, mmap_mode="r")
+        with np.errstate(over="ignore"):  # numpy multiplies the lengths of a header before it doubts them
+            array = np.load(path, mmap_mode="r")
     except OSError as error:
         raise unreadable(f"{path}", error) from error
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # numpy reads headers with parsers of Python, and passes on what these raise
         raise DataError(f"{path} is no .npy array of numbers, or is cut short: {error}") from error
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} is an archive of arrays; save the one that holds the ids with numpy.save")

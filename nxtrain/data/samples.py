@@ -184,7 +184,7 @@ def header(path: Path, descriptor: int) -> tuple[np.dtype[np.integer[Any]], tupl
             start = file.tell()
         except OSError as error:
             raise unreadable(f"{path}", error) from error
-        except ValueError as error:
+        except Exception as error:  # numpy reads headers with parsers of Python, and passes on what these raise
             raise DataError(f"{path} is no .npy array of numbers: {error}") from error
     if is_fortran and len(shape) > 1:
         raise DataError(

@@ -128,6 +128,11 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
     return TextTokenizer(file, tokenizer, end, end_id, np.min_scalar_type(last), digest)
 
 
+def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of the tokens that end a text, as far as their names tell."""
+    return frozenset(found for name in _END_NAMES if (found := tokenizer.token_to_id(name)) is not None)
+
+
 def declared_end(file: Path) -> str:
     """Token that ends a document, as the `tokenizer_config.json` beside a `tokenizer.json` has it; empty without it.
 
@@ -139,7 +144,7 @@ def declared_end(file: Path) -> str:
         declared = json.loads(read_bytes(config)).get("eos_token") if config.exists() else None
     except OSError as error:
         raise unreadable(f"data.tokenizer: {config}", error) from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise DataError(f"data.tokenizer: {config} is not JSON: {error}") from error
     if isinstance(declared, dict):
         declared = declared.get("content")

@@ -20,6 +20,7 @@ from nxtrain.train.recovery import stacks
 stacks.answer_requests()
 # isort: on
 
+import logging
 import os
 import signal
 import sys
@@ -257,8 +258,16 @@ class Agent(LocalElasticAgent):
             time.sleep(0.05)
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """Hide that a rank "failed" by a stop: torch's agent knows no other end than 0 and a failure."""
+    stops = {STOPPED, -Agent.stop, -signal.SIGTERM} if Agent.stop else {STOPPED}
+    is_end = str(record.msg).startswith("failed (exitcode")
+    return not (is_end and isinstance(record.args, tuple) and record.args[0] in stops)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this node under torch's elastic agent and return the exit code."""
+    logging.getLogger(multiprocessing.api.__name__).addFilter(is_news)
     options = run.parse_args(argv)
     # torch has no options for them.
     api.LocalElasticAgent = Agent  # type: ignore[misc]

@@ -14,12 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
+from nxtrain.errors import BackendError
 from nxtrain.metrics.lasting import Lasting, refuse_deleted
 from nxtrain.metrics.progress import open_progress
 from nxtrain.regular import open_regular
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import MetricsConfig
+    from nxtrain.metrics.events import TensorBoardSink
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
@@ -80,12 +82,18 @@ def open_sinks(config: MetricsConfig, run_dir: Path, total_steps: int, resume_st
         total_steps: Last step of the run.
         resume_step: Finished steps of the checkpoint that the run starts from; 0 from scratch.
         leader: This rank speaks for the run; the others get no sinks.
+
+    Raises:
+        BackendError: TensorBoard is asked for, and is not installed.
     """
     if not leader:
         return []
+    event_sink = _event_sink() if config.tensorboard else None  # may be refused, before a file is open
     sinks = [Lasting(METRICS_FILE, partial(_jsonl, run_dir / METRICS_FILE), resume_step)]
-    if config.tensorboard:
-        sinks.append(Lasting(TENSORBOARD_DIR, partial(_tensorboard, run_dir / TENSORBOARD_DIR), resume_step))
+    if event_sink is not None:
+        sinks.append(
+            Lasting(TENSORBOARD_DIR, partial(_tensorboard, event_sink, run_dir / TENSORBOARD_DIR), resume_step)
+        )
     if config.progress:
         sinks.append(Lasting(PROGRESS, partial(open_progress, total_steps), resume_step))
     return sinks
@@ -95,10 +103,18 @@ def _jsonl(path: Path, resume_step: int) -> Sink:
     return JsonlSink(path, resume_step=resume_step)
 
 
-def _tensorboard(folder: Path, resume_step: int) -> Sink:
-    from nxtrain.metrics.events import TensorBoardSink  # its imports take a second, and only leaders need them
+def _event_sink() -> type[TensorBoardSink]:
+    try:
+        from nxtrain.metrics.events import TensorBoardSink  # its imports take a while, and only leaders need them
+    except ImportError as error:
+        raise BackendError(
+            f"tensorboard cannot be imported: {error}; pip install 'tensorboard>=2.18,<3', or metrics.tensorboard=false"
+        ) from error
+    return TensorBoardSink
 
-    return TensorBoardSink(folder, resume_step=resume_step)
+
+def _tensorboard(kind: type[TensorBoardSink], folder: Path, resume_step: int) -> Sink:
+    return kind(folder, resume_step=resume_step)
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -68,11 +68,19 @@ class Rope(nn.Module):
         angles = torch.outer(positions, frequencies(self._head_dim, self._theta, self._scaling))
         return {"cos": angles.cos()[:, None, None], "sin": angles.sin()[:, None, None]}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Turn each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Turn each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same.
+
+        Args:
+            x: What is turned.
+            positions: (S,) of its rows; None: from 0 on.
+        """
         length = x.shape[0]
-        # Whole, they are no views: where graphs end between forward and backward, those would be copied.
-        tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
+        if positions is not None:
+            tables = (self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+        else:
+            # Whole, they are no views: where graphs end between forward and backward, those would be copied.
+            tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
         rotated: Tensor = _Rotate.apply(x, *tables)
         return rotated
 

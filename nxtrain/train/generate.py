@@ -1,69 +1,155 @@
-"""Continue a text with the weights of a checkpoint."""
+"""Continue a text with the weights of a checkpoint, or of a Hugging Face folder."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import layout
+from nxtrain.checkpoint.hf import CONFIG
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import resolve
-from nxtrain.checkpoint.model import open_model
-from nxtrain.checkpoint.places import content_of
-from nxtrain.data.tokenization import END_OF_TEXT
-from nxtrain.errors import ConfigError
+from nxtrain.checkpoint.model import open_hf_model, open_model
+from nxtrain.checkpoint.places import Place, content_of, place_of
+from nxtrain.data.tokenization import end_ids
+from nxtrain.errors import ConfigError, DamagedError
+from nxtrain.family import CausalLM, ModelConfig, find_family
+from nxtrain.nn.decoding import Decoder
+from nxtrain.train.sampling import Sampling
+from nxtrain.train.text_stream import Detokenizer, Stops
 
 
 def generate(
-    checkpoint: Path | str, prompt: str, max_new_tokens: int, temperature: float, top_k: int, seed: int
-) -> str:
-    """Sample a continuation; the whole text is computed again for each token.
+    address: str,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    stops: Sequence[str] = (),
+    note: Callable[[str], None] = lambda line: None,
+) -> Iterator[str]:
+    """Sample a continuation token by token.
 
     Args:
-        checkpoint: A checkpoint, or a run folder; or its address in S3.
+        address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
         prompt: Text to continue.
-        max_new_tokens: Tokens to add; fewer if the text ends.
-        temperature: Divides the scores; 0 takes the likeliest token.
-        top_k: Choose among so many likeliest tokens; 0: all.
+        max_new_tokens: Tokens to add; fewer if the text ends, or reaches the model's length.
+        sampling: How each is drawn.
         seed: Start of the randomness.
+        stops: Texts before the first of which the continuation ends.
+        note: Takes lines for people.
 
-    Returns:
-        The prompt and its continuation.
+    Yields:
+        The prompt and its continuation, piece by piece, each of whole characters.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
-        ConfigError: It carries no tokenizer.
+        ConfigError: It carries no tokenizer, or the prompt does not fit the model.
+        DivergedError: The weights give no finite scores.
     """
-    place = resolve(checkpoint)
+    if not prompt or "" in stops:
+        raise ConfigError(f"{'--stop' if prompt else '--prompt'} is empty; give at least one character")
+    _refuse_surrogates(prompt, *stops)
+    place = place_of(address)
+    is_hf = isinstance(place, Path) and _is_hf_folder(place)
+    place = place if is_hf else resolve(address)
+    tokenizer = _open_tokenizer(place)
+    config, ends = _shape(place, is_hf, tokenizer)
+    ids = tokenizer.encode(prompt).ids
+    room = config.max_position_embeddings - len(ids)
+    _refuse_misfit(ids, config, room)
+    count = min(max_new_tokens, room)
+    backend = open_backend(choose("auto")[0])
+    decoder = Decoder(_open(place, is_hf, backend, len(ids) + count), backend.put)
+    generator = torch.Generator().manual_seed(seed)
+    text, stop = Detokenizer(tokenizer), Stops(stops)
+    yield text.add(ids)
+    scores = decoder.scores(ids)
+    ends |= end_ids(tokenizer)
+    for number in range(count):
+        token = sampling.draw(scores, generator)
+        if token in ends:
+            break
+        yield stop.add(text.add([token]))
+        if stop.found:
+            return
+        if number + 1 < count:
+            scores = decoder.scores([token])
+    else:
+        if count < max_new_tokens:
+            note(f"stopped at the model's length: max_position_embeddings={config.max_position_embeddings} tokens")
+    yield stop.add(text.rest()) + ("" if stop.found else stop.rest())
+
+
+def _open(place: Place, is_hf: bool, backend: Backend, seq_len: int) -> CausalLM:
+    if is_hf:
+        assert isinstance(place, Path)
+        return open_hf_model(place, backend, seq_len)
+    return open_model(place, backend, seq_len)
+
+
+def _is_hf_folder(place: Path) -> bool:
+    try:
+        return (place / CONFIG).is_file() and not layout.is_checkpoint(place)
+    except OSError:  # reported by those who read it
+        return False
+
+
+def _open_tokenizer(place: Place) -> Tokenizer:
     file = place / layout.TOKENIZER
     if not file.is_file():
-        raise ConfigError(f"{place} carries no {layout.TOKENIZER}: it was trained on token ids alone")
-    tokenizer = Tokenizer.from_buffer(content_of(file))
-    ids = tokenizer.encode(prompt).ids
-    backend = open_backend(choose("auto")[0])
-    model = open_model(place, backend, seq_len=max(1, len(ids)) + max_new_tokens)
-    end = tokenizer.token_to_id(read_meta(place).end_of_text or END_OF_TEXT)
+        hint = "generate continues text and needs one; save one there, or train with data.tokenizer=PATH"
+        raise ConfigError(f"{place} carries no {layout.TOKENIZER}: {hint}")
+    try:
+        tokenizer = Tokenizer.from_buffer(content_of(file))
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error}") from error
+    # A file may ask for the cut and the padding of the task that it was made for.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _shape(place: Place, is_hf: bool, tokenizer: Tokenizer) -> tuple[ModelConfig, frozenset[int]]:
+    """The model's shape, and the ids that the checkpoint or the Hugging Face folder declares as the ends of a text."""
+    if not is_hf:
+        meta = read_meta(place)
+        end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
+        return meta.model()[1], frozenset() if end is None else frozenset({end})
+    try:
+        content = json.loads(content_of(place / CONFIG))
+        family, declared = find_family(str(content["model_type"])), content.get("eos_token_id")
+        listed = declared if isinstance(declared, list) else [declared]
+        return family.from_hf(content), frozenset(token for token in listed if isinstance(token, int))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {error!r}") from error
+
+
+def _refuse_surrogates(*texts: str) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            at = f"at character {error.start}"
+            raise ConfigError(f"--prompt and --stop take UTF-8 text, and {text[:40]!a} is none {at}") from error
+
+
+def _refuse_misfit(ids: Sequence[int], config: ModelConfig, room: int) -> None:
     if not ids:
-        raise ConfigError("--prompt is empty; give at least one character to continue")
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(max_new_tokens):
-        with torch.no_grad():
-            scores = model.logits(backend.put(torch.tensor([ids])))[0, -1].cpu()
-        token = _sample(scores, temperature, top_k, generator)
-        if token == end:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids)
-
-
-def _sample(scores: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(scores.argmax())
-    if top_k:
-        best = scores.topk(min(top_k, scores.numel()))
-        return int(best.indices[torch.multinomial((best.values / temperature).softmax(0), 1, generator=generator)])
-    return int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator))
+        raise ConfigError("--prompt has no token in the model's vocabulary; give another text to continue")
+    if room <= 0:
+        raise ConfigError(
+            f"--prompt has {len(ids):,} tokens, and the model's length is max_position_embeddings="
+            f"{config.max_position_embeddings:,} with what is added; shorten the prompt by {1 - room:,} tokens or more"
+        )
+    if max(ids) >= config.vocab_size:
+        reason = f"its tokenizer gives ids up to {max(ids)}, and its vocabulary ends at {config.vocab_size - 1}"
+        raise ConfigError(f"the tokenizer does not belong to the model: {reason}")

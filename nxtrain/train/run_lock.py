@@ -100,5 +100,5 @@ def _holder(file: int) -> tuple[str, int]:
     try:
         content = json.loads(os.pread(file, 4096, 0))
         return str(content["host"]), int(content["pid"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, RecursionError, ValueError, KeyError, TypeError):
         return "", 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import BackendError, DataError, DivergedError, HangError
+from nxtrain.errors import BackendError, DataError, DivergedError, HangError, StoppedBySignal
 from nxtrain.launch.torchrun import blame
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -38,6 +39,29 @@ def launched(
 @pytest.mark.parametrize("code", [0, DivergedError.exit_code])
 def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path, code: int) -> None:
     assert launched(tmp_path, RANK, code).returncode == code
+
+
+STOPPING = """
+import os, signal, sys, time
+signal.signal(int(sys.argv[2]), lambda *_: sys.exit(int(sys.argv[1])))
+if os.environ["RANK"] == "1":
+    open(sys.argv[3], "x").close()
+else:
+    while not os.path.exists(sys.argv[3]):
+        time.sleep(0.05)
+    os.kill(os.getppid(), int(sys.argv[2]))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_is_no_failure_in_the_log(tmp_path: Path, number: signal.Signals) -> None:
+    done = launched(tmp_path, STOPPING, StoppedBySignal.exit_code, int(number), tmp_path / "there")
+    assert (done.returncode, done.stdout, done.stderr) == (StoppedBySignal.exit_code, "", "")
+
+
+def test_a_failure_stays_in_the_log(tmp_path: Path) -> None:
+    assert f"failed (exitcode: {DivergedError.exit_code})" in launched(tmp_path, RANK, DivergedError.exit_code).stderr
 
 
 LOSING = """

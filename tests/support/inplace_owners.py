@@ -110,7 +110,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "owned: before[chunk.copies] +=": "host: number",
     },
     "nxtrain/checkpoint/hf.py": {
-        "hf_weights.fill: view.copy_": "state: parameter under construction, which `materialize` fills",
+        "HfWeights.__call__: view.copy_": "state: parameter under construction, which `materialize` fills",
     },
     "nxtrain/checkpoint/load.py": {
         "load: filled[chunk.kind, chunk.parameter] +=": "host: number",
@@ -146,9 +146,12 @@ OWNERS: dict[str, dict[str, str]] = {
             "read: bytes for a file; `_Piece.take` writes those of what is loaded"
         ),
     },
+    "nxtrain/data/checksums.py": {
+        "VerifiedBlocks.fill: view[done:done + len(part)] =": "given: the view that the docstring lets it fill",
+    },
     "nxtrain/data/files.py": {
         "writing_tokens.append: num_tokens +=": "host: number",
-        "writing_tokens.append: ids.astype(dtype, copy=False).data": "read: bytes for a file",
+        "writing_tokens.append: np.ascontiguousarray(ids.astype(dtype, copy=False)).data": "read: bytes for a file",
     },
     "nxtrain/data/order.py": {
         "shuffled: rows[outside] =": "fresh: a result of `_permute`",
@@ -162,6 +165,10 @@ OWNERS: dict[str, dict[str, str]] = {
         "Agent._start_workers: Agent.starts +=": "host: number",
         "Agent._count_restart: self._worker_group.spec.max_restarts +=": "host: number",
         "Agent._monitor_workers: worker_group.spec.max_restarts +=": "host: number",
+    },
+    "nxtrain/nn/decoding.py": {
+        "Decoder.scores: self._capacity *=": "host: number",
+        "_Cache.add: kept.index_copy_": "state: keys and values of this object, made by `new_zeros` or `F.pad`",
     },
     "nxtrain/nn/init.py": {
         "draw_shard: view.fill_": "state: parameter under construction, whose docstring says in place",
@@ -237,6 +244,9 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/train/faults.py": {
         "_Armed._count_steps.wrapped: self._step +=": "host: number",
+    },
+    "nxtrain/train/generate.py": {
+        "generate: ends |=": "host: frozen set",
     },
     "nxtrain/train/guard.py": {
         "Guard.begin: self._in_a_row +=": "host: number",

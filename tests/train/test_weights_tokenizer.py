@@ -16,6 +16,8 @@ from nxtrain.checkpoint.convert import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.config.show import dump
 from nxtrain.errors import CheckpointError, DataError
+from nxtrain.train.generate import generate
+from nxtrain.train.sampling import Sampling
 from tests.support.models import hf_model, plan
 from tests.support.runs import course, run_plan, token_file
 
@@ -204,7 +206,5 @@ def test_a_tokenizer_that_was_changed_in_its_checkpoint_is_not_taken(runs: Runs)
 def test_generation_ends_where_the_tokenizer_of_the_weights_ends_a_text(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nxtrain.train import generate
-
-    monkeypatch.setattr(generate, "_sample", lambda *args: 1)  # the id of <end>
-    assert generate.generate(runs.folder / "converted", "alpha beta", 5, 0.0, 0, 0) == "alpha beta"
+    monkeypatch.setattr(Sampling, "draw", lambda *args: 1)  # the id of <end>
+    assert "".join(generate(str(runs.folder / "converted"), "alpha beta", 5, Sampling(), seed=0)) == "alpha beta"

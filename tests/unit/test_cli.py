@@ -199,13 +199,16 @@ def test_a_long_message_stays_on_one_line(monkeypatch: pytest.MonkeyPatch, capsy
     assert f"error: cannot read {'x' * 200}.toml: No such file or directory\n" in capsys.readouterr().err
 
 
-def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise RuntimeError("bug")
 
     monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(RuntimeError, match="bug"):
-        cli.main()
+    assert main(monkeypatch, "train") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert "RuntimeError: bug" in said
+    assert said.endswith(f"{cli.DEFECT}\n")
 
 
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

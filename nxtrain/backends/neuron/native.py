@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.greetings import without_greetings
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.hardware import this_machine
@@ -44,7 +45,8 @@ class NeuronNativeBackend(AcceleratorBackend):
         # Before anything is on the device: joining is what gives this process its core.
         self._join(PROCESS_GROUP, hang_timeout_s)
         if self.world > 1:
-            self.host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
+            with without_greetings():
+                self.host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
         self.device = torch.device(DEVICE)
         self.kernels, self.host_kernels = PlainKernels(), CpuKernels()
 

@@ -100,3 +100,31 @@ def test_missing_path_says_what_was_looked_for(tmp_path: Path) -> None:
         text_corpus(str(tmp_path / "*.txt"))
     with pytest.raises(DataError, match="holds no file"):
         text_corpus(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["text.jsonl", "text.JSONL", "text.ndjson"])
+def test_json_lines_are_known_by_their_ending_however_it_is_written(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert list(text_corpus(str(tmp_path / name))) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["text.txt", "text.json", "text"])
+def test_json_lines_under_another_name_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"id": 1, "text": "one"}\n{"text": "two"}\n')
+    with pytest.raises(DataError, match=r"each line is a JSON object with \"text\".*call it text\.jsonl"):
+        list(text_corpus(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"text": 1}\n{"text": 2}\n', '{\n"text": "one"\n}\n', '{"text"\n{"text"\n', '{"text": "one"}', "[" * 100_000],
+)
+def test_what_only_resembles_json_lines_stays_text(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    assert list(text_corpus(str(tmp_path))) == [text]
+
+
+def test_json_lines_nested_too_deeply_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: not JSON"):
+        list(text_corpus(str(tmp_path)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding, LayerSet
 from nxtrain.backends.collectives import Collectives, Done, Pending
+from nxtrain.backends.greetings import without_greetings
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
@@ -101,7 +102,8 @@ class NxdBinding(Binding):
         if dist.is_initialized():
             return
         if self._is_cpu:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            with without_greetings():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         else:
             import torch_xla.distributed.xla_backend  # noqa: F401
 

@@ -1,0 +1,69 @@
+"""Process groups without gloo's greetings: each prints a line per rank to standard output, which no setting stops.
+
+Source: `Context::connectFullMesh` in gloo/rendezvous/context.cc, which writes to `std::cout` (torch 2.9).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import BinaryIO
+
+_STDOUT = 1
+_GREETING = b"[Gloo] Rank "
+
+
+class _Held:
+    """Standard output of the process while groups are made, in however many threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = Lock(), 0
+        self._before: int | None = None
+        self._file: BinaryIO | None = None
+
+    def begin(self) -> None:
+        """Hold it back from here on; a stream that is closed stays closed."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                with suppress(OSError):
+                    self._before = os.dup(_STDOUT)
+                    self._file = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+                    os.dup2(self._file.fileno(), _STDOUT)
+
+    def end(self) -> None:
+        """Write what was held back, but for the greetings."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._before is not None:
+                with suppress(OSError):  # nobody reads it any more
+                    os.dup2(self._before, _STDOUT)
+                    self._show()
+                os.close(self._before)
+                self._before = None
+
+    def _show(self) -> None:
+        if self._file is None:
+            return
+        with self._file as file:
+            file.seek(0)
+            rest = b"".join(line for line in file if not line.startswith(_GREETING))
+        self._file = None
+        while rest:
+            rest = rest[os.write(_STDOUT, rest) :]
+
+
+_HELD = _Held()
+
+
+@contextmanager
+def without_greetings() -> Iterator[None]:
+    """Hold back what the process writes to standard output, and write all of it but the greetings at the end."""
+    _HELD.begin()
+    try:
+        yield
+    finally:
+        _HELD.end()

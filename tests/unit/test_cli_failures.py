@@ -1,0 +1,332 @@
+"""Whatever a person, a shell or a machine gives to a command ends in its result or in a message with an exit code."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import typer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nxtrain import cli
+from nxtrain.config.load import values
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import BackendError, ConfigError, DataError, NxtrainError, StorageError
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs" / "tiny_cpu.toml")
+KEYS = [*values(RunConfig()), "model.config.rms_norm_eps", "model.config.num_attention_heads"]
+
+
+def run(*argv: str) -> tuple[int, str]:
+    """Exit code and standard error of a command in this process; any other end than that of a program is an error."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["nxtrain", *argv]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+    return int(ended.value.code or 0), err.getvalue()
+
+
+# --- exceptions
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "runs/x/config.toml"), 5, "runs/x/config.toml: Permission"),
+        (OSError(errno.EROFS, "Read-only file system", "a", None, "b"), 5, "a -> b: Read-only file system; check the"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a"), 5, "a: No such file or directory; check"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a"), 5, "a: File name too long; check the path"),
+        (OSError(errno.ENOSPC, "No space left on device", "a"), 4, "a: No space left on device; free space"),
+        (OSError(errno.EIO, "Input/output error", "a"), 4, "a: Input/output error; start again when"),
+        (OSError("odd"), 4, "the system: odd; start again"),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), 2, "a text is not UTF-8"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "a text is not UTF-8"),
+        (MemoryError(), 5, "this machine is out of memory"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 5, "torch cannot be imported: No module named"),
+        (ImportError("libcudart.so.12: cannot open shared object file"), 5, "a library cannot be loaded: libcudart"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_what_the_system_and_other_packages_raise_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, words: str
+) -> None:
+    monkeypatch.setattr(cli, "app", mock.Mock(side_effect=error))
+    found, said = run("train")
+    assert (found, said.count("error: "), "Traceback" in said) == (code, 1, False), said
+    assert words in said
+    assert code in {kind.exit_code for kind in (ConfigError, StorageError, BackendError)}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("bug"),
+        RecursionError("bug"),
+        AssertionError("bug"),
+        KeyError("bug"),
+        ModuleNotFoundError("bug", name="nxtrain.nothing"),
+        ImportError("bug", name="nxtrain_models.llama"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_defect_keeps_its_traceback_and_asks_for_a_report(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(cli, "app", mock.Mock(side_effect=error))
+    code, said = run("train")
+    assert code == 1
+    assert said.startswith("Traceback")
+    assert "bug" in said
+    assert said.rstrip().endswith(cli.DEFECT)
+
+
+ABSENT = "import sys; sys.modules[{name!r}] = None; from nxtrain.__main__ import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("name", "argv"),
+    [
+        ("torch", ("train", TINY)),
+        ("torch", ("generate", "runs/none", "--prompt", "x")),
+        ("safetensors", ("convert", "hf-to-nxtrain", "none", "other")),
+        ("tokenizers", ("generate", "runs/none", "--prompt", "x")),
+        ("pydantic", ("config", "show", TINY)),
+        ("typer", ("--help",)),
+        ("rich", ("--help",)),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named(tmp_path: Path, name: str, argv: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ABSENT.format(name=name), *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (BackendError.exit_code, False), done.stderr
+    assert f"error: {name} cannot be imported" in done.stderr
+    assert f"pip install '{name}" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("name", ["boto3", "botocore"])
+def test_addresses_in_s3_without_boto3_name_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    for module in [found for found in sys.modules if found.partition(".")[0] in {"boto3", "botocore"}]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, name, None)
+    for argv in (
+        ("generate", "s3://bucket/run", "--prompt", "x"),
+        ("convert", "nxtrain-to-hf", "s3://bucket/run", str(tmp_path / "out")),
+        ("cache", "sync", "s3://bucket/cache", str(tmp_path / "cache")),
+    ):
+        code, said = run(*argv)
+        assert (code, "Traceback" in said) == (BackendError.exit_code, False), said
+        assert "needs boto3, which is not installed: pip install 'nxtrain[s3]'" in said
+
+
+# --- streams
+
+
+def shell(command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    script = command.replace("nxtrain", f"{sys.executable} -m nxtrain", 1)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        ["bash", "-c", script],
+        env={**env, **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full; runs on Linux")
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("argv", [f"config show {TINY}", f"config show {TINY} --json", f"launch {TINY} --dry-run"])
+def test_standard_output_that_takes_nothing_is_an_error(argv: str, unbuffered: str) -> None:
+    done = shell(f"nxtrain {argv} >/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == BackendError.exit_code
+    assert done.stderr == "error: standard output cannot be written: No space left on device; send it elsewhere\n"
+
+
+def test_streams_that_are_closed_stop_nothing_and_their_descriptors_are_taken() -> None:
+    for closed in (">&-", "<&-", "<&- >&- 2>&-"):
+        done = shell(f"nxtrain config show {TINY} {closed}")
+        assert (done.returncode, done.stderr) == (0, ""), closed
+    look = (
+        "from nxtrain.metrics.streams import open_standard_streams as o; import os, sys; o(); print('x', flush=True); "
+    )
+    look += "os.write(2, str(os.open(os.devnull, os.O_RDONLY)).encode())"
+    done = subprocess.run(
+        ["bash", "-c", f'{sys.executable} -c "{look}" <&- >&-'], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "3")
+
+
+def test_standard_error_that_takes_nothing_stops_nothing() -> None:
+    assert shell(f"nxtrain launch {TINY} --dry-run 2>/dev/full").returncode == 0
+    assert shell("nxtrain train nothing.toml 2>/dev/full").returncode == ConfigError.exit_code
+
+
+@pytest.mark.parametrize("argv", [f"config show {TINY} run.name=\xe9", f"launch {TINY} run.name=\xe9 --dry-run"])
+def test_a_terminal_of_few_characters_ends_no_command(argv: str) -> None:
+    done = shell(f"nxtrain {argv}", PYTHONIOENCODING="ascii:strict", PYTHONUTF8="0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\xe9" in done.stdout or "\\xe9" in done.stdout
+
+
+# --- options, commands
+
+
+def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*words, name))
+        else:
+            yield (*words, name), command
+
+
+def options() -> list[tuple[tuple[str, ...], Any]]:
+    found = []
+    for words, command in commands(typer.main.get_command(cli.app)):
+        found += [(words, option) for option in command.params if option.opts[0].startswith("--")]
+    return found
+
+
+def test_no_number_of_an_option_is_too_large_for_what_takes_it() -> None:
+    numbers = 0
+    for words, option in options():
+        if not re.search(r"\b(int|float)\b", str(option.type_descriptor.annotation)):
+            continue
+        numbers += 1
+        for text in ("9" * 26, "-" + "9" * 26, "1e400", "nan"):
+            code, said = run(*words, option.opts[0], text, *("x",) * 4)
+            assert (code, "Traceback" in said) == (2, False), (words, option.opts, text, said)
+            assert f"'{option.opts[0]}'" in said or "an option is nan" in said, (words, option.opts, text, said)
+    assert numbers > 30
+
+
+@pytest.mark.parametrize("name", ["plan", "doctor", "report", "data", "eval"])
+def test_commands_of_later_releases_are_not_offered_and_get_an_answer(name: str) -> None:
+    code, said = run(name, "x", "--json")
+    assert (code, f"error: nxtrain {name} is not in this release" in said) == (2, True)
+    assert name not in typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+
+
+def test_help_offers_no_target_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(sys, "argv", ["nxtrain", "launch", "--help"]), pytest.raises(SystemExit):
+        cli.main()
+    assert "--target" not in capsys.readouterr().out
+    assert run("launch", TINY, "--target", "local", "--nproc", "3")[1].count("--target") == 0
+
+
+def test_the_home_folder_is_expanded_in_paths_of_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.toml").write_text("")
+    assert run("config", "show", "~/run.toml") == (0, "")
+    assert f"{tmp_path}/nothing" in run("generate", "~/nothing", "--prompt", "x")[1]
+    assert f"cannot read {tmp_path}/hf/config.json" in run("convert", "hf-to-nxtrain", "~/hf", "~/out")[1]
+    assert f"{tmp_path}/cache" in run("cache", "ls", "~/cache")[1]
+    assert "the home folder of nobody" in run("generate", "~nobody-of-this-name/x", "--prompt", "x")[1]
+    assert "the home folder of nobody" in run("train", "~nobody-of-this-name/x")[1]
+
+
+# --- anything at all
+
+HOSTILE = """
+true inf nan -1 0 1e400 1979-05-27 [] {} '' auto ~ ~x s3:// s3://b/c "\\u0000" / /dev/null "\\n" 1_0 -0.0 5e-324 1e308
+9223372036854775807 2147483647 1048576 [1,2] [nan] [[1]] {rms_norm_eps=inf} {x={y=[1]}} none cpu bf16 zero1 hf
+"""
+LONG = ("0x" + "f" * 5000, "9" * 26, "9" * 5000, "[" * 900 + "]" * 900, "{a=" * 200 + "1" + "}" * 200, "x" * 5000)
+WORDS = st.sampled_from((*HOSTILE.split(), *LONG, "\udcff"))
+TEXTS = st.one_of(WORDS, st.text(max_size=8).filter(lambda text: "\0" not in text), st.integers().map(str))
+NAMES = st.one_of(
+    st.sampled_from(KEYS),
+    st.sampled_from(KEYS),
+    st.sampled_from(KEYS),
+    st.sampled_from(
+        ["", ".", "a..b", "run", "model.config", "model.config.", "extends", "a" * 5000, ".".join("a" * 2000)]
+    ),
+    st.text(max_size=6).filter(lambda text: "\0" not in text),
+)
+OVERRIDES = st.lists(st.builds("{}={}".format, NAMES, TEXTS), max_size=4)
+
+
+def survives(*argv: str) -> None:
+    code, said = run(*argv)
+    assert code in {0, ConfigError.exit_code}, (argv, said)
+    assert (code == 0) == (said == ""), (argv, said)
+    assert "Traceback" not in said
+    assert len(said) < 20_000, (argv, len(said))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(overrides=OVERRIDES, command=st.sampled_from([("config", "show"), ("launch", "--dry-run"), ("config", "show")]))
+def test_any_override_ends_in_a_result_or_in_a_message(overrides: list[str], command: tuple[str, ...]) -> None:
+    survives(*command, TINY, "--", *overrides)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lines=st.lists(
+        st.one_of(st.builds("{} = {}".format, NAMES, TEXTS), st.sampled_from(["[run]", "[[x]]", "["])), max_size=5
+    ),
+    noise=st.one_of(st.just(b""), st.binary(max_size=6)),
+)
+def test_any_file_ends_in_a_result_or_in_a_message(tmp_path: Path, lines: list[str], noise: bytes) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape") + noise)
+    survives("config", "show", str(file))
+
+
+def test_json_that_people_can_touch_may_be_nested_deeply() -> None:
+    # What ranks send to each other, and what a run writes for itself a moment before.
+    own = {"graphs/trace.py", "graphs/command.py", "backends/board.py", "compile/tool.py"}
+    unheld = []
+    for path in sorted((ROOT / "nxtrain").rglob("*.py")):
+        name = path.relative_to(ROOT / "nxtrain").as_posix()
+        if name in own or name.startswith("bench/"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        held = {
+            call
+            for part in ast.walk(tree)
+            if isinstance(part, ast.Try)
+            and any("RecursionError" in ast.dump(handler.type) for handler in part.handlers if handler.type)
+            for statement in part.body
+            for call in ast.walk(statement)
+        }
+        for call in ast.walk(tree):
+            if (
+                isinstance(call, ast.Call)
+                and ast.unparse(call.func) in {"json.loads", "json.load"}
+                and call not in held
+            ):
+                unheld.append(f"{name}:{call.lineno}")
+    assert unheld == []
+
+
+def test_every_kind_of_error_has_a_code_of_the_table() -> None:
+    def kinds(base: type[NxtrainError]) -> Iterator[type[NxtrainError]]:
+        yield base
+        for kind in base.__subclasses__():
+            yield from kinds(kind)
+
+    assert {kind.exit_code for kind in kinds(NxtrainError)} <= {1, 2, 3, 4, 5, 6, 7, 75}
+    assert DataError.exit_code == 3
