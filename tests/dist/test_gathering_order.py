@@ -64,7 +64,7 @@ def events_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str,
             log.append(f"forward {index}")
 
         def backward(module: nn.Module, args: Any, out: Tensor, index: int = index) -> Any:
-            return _Backward.apply(out, log, f"backward {index}")  # type: ignore[no-untyped-call]
+            return _Backward.apply(out, log, f"backward {index}")
 
         block.register_forward_pre_hook(forward)  # after that of FSDP, which has gathered by then
         block.register_forward_hook(backward, prepend=True)  # inside that of FSDP, whose gathering comes first backward

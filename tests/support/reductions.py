@@ -64,7 +64,7 @@ def formula(rows: Sequence[Whole], resolved: Resolved) -> dict[str, Tensor]:
 def shard_pairs(
     found: Whole, expected: Whole, resolved: Resolved, world: int, rank: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """A rank's entries beside the same ones of the expected whole tensors, by global name."""
+    """A rank's entries beside the same ones of the expected whole tensors, in float32, by global name."""
     mesh = build_mesh(resolved, world, rank, world)
     layout_ = Layout(table_of(resolved, mesh), mesh)
     pairs = {}
@@ -74,7 +74,7 @@ def shard_pairs(
             part = expected[key]
             for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
                 part = part.narrow(dim, offset, size)
-            pairs[key] = block.of(found[name]), part
+            pairs[key] = block.of(found[name]).float(), part.float()
     return pairs
 
 
