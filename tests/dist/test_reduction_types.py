@@ -15,9 +15,9 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.precision import DTYPES
 from tests.support.models import changed, weights_of
-from tests.support.parity import layout, rank_gradient
+from tests.support.parity import layout
 from tests.support.ranks import RankPool
-from tests.support.reductions import formula, of_summed_loss, own_gradients, reducing, shard_pairs
+from tests.support.reductions import formula, own_gradients, reduced_gradient, reducing, shard_pairs
 
 CUTS = [("none", 2), ("zero1", 2), ("grad_op", 2), ("full", 2), ("hybrid", 4)]
 CASES = [(shard, dp, "bf16") for shard, dp in CUTS]
@@ -62,7 +62,7 @@ def types_of_a_step(
 ) -> Counter[tuple[str, torch.dtype]]:
     recording = _Types()
     with recording:
-        rank_gradient(backend, resolved, weights)
+        reduced_gradient(backend, resolved, weights)
     return recording.seen
 
 
@@ -88,17 +88,17 @@ def test_reduced_gradients_are_those_of_the_formula_in_that_type(
         weights = weights_of(resolved)
         (own,) = ranks.run(1, own_gradients, resolved, weights)
         expected = formula(own, resolved)
-        found[reduce] = ranks.run(dp, rank_gradient, resolved, weights)
+        found[reduce] = ranks.run(dp, reduced_gradient, resolved, weights)
         for rank, gradient in enumerate(found[reduce]):
-            pairs = shard_pairs(of_summed_loss(gradient, dp), expected, resolved, dp, rank)
+            pairs = shard_pairs(gradient, expected, resolved, dp, rank)
             for name, (ours, want) in pairs.items():
                 assert torch.equal(ours, want), name
     for wide, narrow in zip(found["fp32"], found["bf16"], strict=True):
-        for name, shard_ in wide.shards.items():
+        for name, shard_ in wide.items():
             if (
                 name != "model.embed_tokens.weight"
             ):  # most of its rows are of one rank, whose bf16 numbers no sum rounds
-                same = shard_.float() == narrow.shards[name].float()
+                same = shard_.float() == narrow[name].float()
                 assert same.float().mean() < 0.7, name
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
+from nxtrain.optim.adamw import AdamW
 from nxtrain.precision import DTYPES
 from nxtrain.sharding import Layout
 from nxtrain.train.build import build_mesh
-from nxtrain.train.step import DeviceBatch
+from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.models import changed
-from tests.support.parity import Gradient, batches, gradient, layout, start, table_of, whole
+from tests.support.parity import batches, layout, local_batch, start, table_of, whole
 
 Whole = Mapping[str, Tensor]
 """Whole tensors by global name."""
@@ -28,19 +31,45 @@ def reducing(shard: str, reduce: str, *, params: str, dp: int, accumulation: int
     return changed(resolved, precision={"reduce": reduce, "accumulate": reduce if one_type else "fp32"})
 
 
+class _Keeping(AdamW):
+    """Keeps the gradients that an update would be made of, on the device."""
+
+    def __init__(self) -> None:
+        self.grads: dict[str, Tensor] = {}
+
+    def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None) -> None:
+        self.grads = {name: grad.detach().clone() for name, grad in grads.items()}
+
+
+def _gradient(state: TrainState, batch: DeviceBatch) -> dict[str, Tensor]:
+    keeping = _Keeping()
+    train_step(replace(state, optimizer=keeping), batch, 1e-3)
+    state.backend.step_boundary()
+    return {name: grad.cpu() for name, grad in keeping.grads.items()}
+
+
+def reduced_gradient(backend: Backend, resolved: Resolved, weights: Whole) -> dict[str, Tensor]:
+    """This rank's part of the gradient of a global batch, as it comes out of the reduction: of losses summed."""
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    return _gradient(state, local_batch(state, batch, resolved.config.train.micro_batch))
+
+
 def own_gradients(backend: Backend, resolved: Resolved, weights: Whole) -> list[dict[str, Tensor]]:
-    """The gradient of each sequence of the global batch, alone on one rank: nothing is reduced."""
+    """The same of each sequence of the global batch, alone on one rank: nothing is reduced."""
     alone = changed(resolved, parallel={"dp": 1, "shard": "none", "shard_size": 0}, train={"global_batch": 1})
     state = start(backend, alone, weights)
     (batch,) = batches(resolved, 1)
     rows = batch[:, None, None]  # each a step of one micro-batch of one sequence
-    steps = [gradient(state, DeviceBatch.of(row[..., :-1], row[..., 1:], backend.put)) for row in rows]
-    return [whole([of_summed_loss(step, dp=1)], alone) for step in steps]
+    steps = [_gradient(state, DeviceBatch.of(row[..., :-1], row[..., 1:], backend.put)) for row in rows]
+    return [whole([step], alone) for step in steps]
 
 
-def of_summed_loss(found: Gradient, dp: int) -> dict[str, Tensor]:
-    """Gradients of the sum over a rank's tokens, as they are reduced; exact where numbers of tokens are powers of 2."""
-    return {name: grad * (found.num_tokens / dp) for name, grad in found.shards.items()}
+def of_each(
+    backend: Backend, body: Callable[[Backend, Resolved, Whole], Any], plans: Sequence[Resolved], weights: Whole
+) -> list[Any]:
+    """One of the above for several runs."""
+    return [body(backend, plan, weights) for plan in plans]
 
 
 def formula(rows: Sequence[Whole], resolved: Resolved) -> dict[str, Tensor]:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
-from nxtrain.optim.adamw import AdamW
 from nxtrain.precision import DTYPES
-from nxtrain.train.step import train_step
 from tests.support.graph_mutants import traced
 from tests.support.models import changed, weights_of
-from tests.support.parity import batches, layout, local_batch, start, table_of
-from tests.support.reductions import formula, own_gradients, reducing, shard_pairs
+from tests.support.parity import layout, table_of
+from tests.support.reductions import formula, of_each, own_gradients, reduced_gradient, reducing, shard_pairs
 from tests.support.xla_engine import run_devices
 
 WORLD = Mesh.build(4096, 0, tp=8)
@@ -66,48 +60,36 @@ def _plan(shard: str) -> Resolved:
 RUN = [("none", 2), ("zero1", 1)]
 
 
-class _Keeping(AdamW):
-    """Keeps the gradients that an update would be made of, on the device."""
-
-    def __init__(self) -> None:
-        self.grads: dict[str, Tensor] = {}
-
-    def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None) -> None:
-        self.grads = dict(grads)
-
-
-def gradients(backend: Backend, plans: Sequence[Resolved], weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Of one global batch each, as they come out of the reduction."""
-    found = []
-    for plan in plans:
-        keeping = _Keeping()
-        state = replace(start(backend, plan, weights), optimizer=keeping)
-        (batch,) = batches(plan, 1)
-        train_step(state, local_batch(state, batch, plan.config.train.micro_batch), 1e-3)
-        backend.step_boundary()
-        found.append({name: grad.cpu() for name, grad in keeping.grads.items()})
-    return found
-
-
 @pytest.fixture(scope="module")
 def reduced(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], list[dict[str, Tensor]]]:
     """By cut, accumulation and type: what two devices reduced, by rank."""
     cases = [(shard, accumulation, reduce) for shard, accumulation in RUN for reduce in DTYPES]
     plans = [reducing(shard, reduce, params="fp32", dp=2, accumulation=n) for shard, n, reduce in cases]
     folder = tmp_path_factory.mktemp("reduced")
-    by_rank = run_devices(2, gradients, plans, weights_of(plans[0]), folder=folder)
+    by_rank = run_devices(2, of_each, reduced_gradient, plans, weights_of(plans[0]), folder=folder)
     return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Tensor]]]:
+    """By accumulation: the gradient of each sequence, on one device."""
+    plans = [reducing(shard, "fp32", params="fp32", dp=2, accumulation=n) for shard, n in RUN]
+    folder = tmp_path_factory.mktemp("own")
+    (found,) = run_devices(1, of_each, own_gradients, plans, weights_of(plans[0]), folder=folder)
+    return {n: rows for (_, n), rows in zip(RUN, found, strict=True)}
 
 
 @pytest.mark.parametrize(("shard", "accumulation"), RUN)
 def test_reduced_gradients_are_those_of_the_formula_in_that_type(
-    reduced: dict[tuple[str, int, str], list[dict[str, Tensor]]], shard: str, accumulation: int, tmp_path: Path
+    reduced: dict[tuple[str, int, str], list[dict[str, Tensor]]],
+    own: dict[int, list[dict[str, Tensor]]],
+    shard: str,
+    accumulation: int,
 ) -> None:
     narrow = reducing(shard, "bf16", params="fp32", dp=2, accumulation=accumulation)
-    (own,) = run_devices(1, own_gradients, narrow, weights_of(narrow), folder=tmp_path)
     for reduce, tolerance in (("fp32", 1e-5), ("bf16", 2**-8)):
         resolved = changed(narrow, precision={"reduce": reduce})
-        expected = formula(own, resolved)
+        expected = formula(own[accumulation], resolved)
         for rank, found in enumerate(reduced[shard, accumulation, reduce]):
             for name, (ours, want) in shard_pairs(found, expected, resolved, 2, rank).items():
                 # XLA adds up a graph of two devices in another order: some last bits fall to the other side.
