@@ -106,7 +106,7 @@ def device_bytes(backend: Backend, resolved: Resolved, weights: Mapping[str, Ten
     before = torch.cuda.memory_allocated()
     state = start(backend, resolved, weights)
     (batch,) = batches(resolved, 1)
-    train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
+    train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), resolved.config.optim.lr)
     torch.cuda.synchronize()
     shards = state.data_parallel.shards.values()
     kept = [*shards, *(tensor for kind in state.optimizer.state.values() for tensor in kind.values())]
