@@ -67,9 +67,12 @@ CARRIED = ("nxtrain", "models", "tests", "configs", "scripts", "pyproject.toml")
 """What a copy has of the repository."""
 
 PRELOADED = (
-    *("numpy", "pytest", "hypothesis", "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+    *("numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
     *("torch.multiprocessing", "transformers", "transformers.models.llama.modeling_llama", "safetensors.torch"),
 )
+
+
+_QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")  # plugins that were imported early
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,7 @@ def _become_pytest(tree: Path, scratch: Path, log: Path, selection: Sequence[str
 
         nxtrain = import_module("nxtrain")
         assert Path(str(nxtrain.__file__)).is_relative_to(tree), nxtrain.__file__
-        options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", f"--basetemp={scratch}"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", f"--basetemp={scratch}", *_QUIET]
         code = int(pytest.main([*options, *selection]))
     except BaseException as error:
         os.write(2, f"ERROR {type(error).__name__}: {error}\n".encode())
