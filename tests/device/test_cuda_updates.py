@@ -122,10 +122,10 @@ def test_offloading_takes_parameters_and_state_off_the_device(two_gpus: RankPool
     offloaded = changed(resolved, parallel={"offload": True})
     weights = weights_of(resolved)
     on_device, on_host = (two_gpus.run(2, device_bytes, run, weights) for run in (resolved, offloaded))
-    for (stays, none, entries), (left, pinned, _) in zip(on_device, on_host, strict=True):
+    for (stays, none, entries), (stays_offloaded, pinned, _) in zip(on_device, on_host, strict=True):
         at_rest = (4 + 2 * 4) * entries  # a parameter and its two running means, in fp32
         assert stays > at_rest and none == 0
-        assert left < stays - 0.95 * at_rest
+        assert stays_offloaded < stays - 0.95 * at_rest
         assert pinned > 0.99 * 4 * entries
 
 

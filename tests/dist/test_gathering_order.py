@@ -1,4 +1,4 @@
-"""When the parameters of a block are gathered, and when its passes run, under `torch.distributed.fsdp`."""
+"""Order of gathering the parameters of blocks and of their passes, under `torch.distributed.fsdp`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Backward(torch.autograd.Function):
 
 
 def events_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> list[str]:
-    """What happens in the second step, in order; the first makes groups and hooks."""
+    """Events of the second step, in order; the first makes groups and hooks."""
     state = start(backend, resolved, weights)
     log: list[str] = []
     _record(state.model, "rest", log)
@@ -87,7 +87,7 @@ def events(resolved: Resolved, ranks: RankPool) -> list[str]:
 
 
 def expected(*, forward_ahead: int, backward_ahead: int, again: bool) -> list[str]:
-    """What a step does with so many blocks gathered ahead of their use.
+    """Events of a step with so many blocks gathered ahead of their use.
 
     Args:
         forward_ahead, backward_ahead: Blocks.

@@ -1,7 +1,7 @@
 """With `parallel.offload`, shards, their gradients and the state of the optimizer live and are updated on the host.
 
-The device of these ranks is the host as well. What goes to the device is therefore recorded where it passes: in `put`,
-and in the kernels.
+The device of these ranks is the host as well. Tensors for the device are therefore recorded as they pass: in `put`, and
+in the kernels.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _Kernels(PlainKernels):
 
 @dataclass(frozen=True)
 class Places:
-    """Where a run keeps what an update needs.
+    """Places of the tensors that an update needs.
 
     Args:
         offloads: Of each parameter of FSDP, whether its shard and its reduced gradient are copied to the host.
-        put: Names of what the update reads or writes and what went through `put`.
-        kept: Names of the rest of it.
+        put: Names of tensors of the update that went through `put`.
+        kept: Names of its other tensors.
         host_updates, device_updates: Calls of each set of kernels.
     """
 

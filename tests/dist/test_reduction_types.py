@@ -1,4 +1,4 @@
-"""Gradients are reduced in the configured type, however they are cut: by what collectives carry, and by the numbers."""
+"""Gradients are reduced in the configured type, however they are cut: by the operands of collectives, and by the numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCALARS = 2
 
 
 class _Types(TorchDispatchMode):
-    """Counts what collectives that reduce are given: operation and type."""
+    """Counts operands of collectives that reduce, by operation and type."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ _NAMES = {
     "reversed": "list",
 }
 _GUARDS = ("no_grad",)
-"""Decorators that are left out; without most others nothing would import."""
+"""Decorators that a defect drops; without most others nothing would import."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Mutant:
     Args:
         operator: Kind of the defect.
         line: Where it begins, from 1.
-        before, after: What stood there, and what stands there now.
+        before, after: The text there without and with the defect.
         source: The whole file.
     """
 
@@ -70,7 +70,7 @@ class Mutant:
 def mutants(source: str) -> list[Mutant]:
     """All defects of a file, in the order of its text.
 
-    Annotations, docstrings, assertions, what is raised, and what only type checkers read stay as they are.
+    Annotations, docstrings, assertions, raised errors and blocks for type checkers stay as they are.
     """
     tree = ast.parse(source)
     lines = source.encode().splitlines(keepends=True)
@@ -112,9 +112,9 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
         return
     if isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
         return
-    left_out = {"annotation", "returns", "decorator_list", "bases", "type_ignores"}
+    skipped = {"annotation", "returns", "decorator_list", "bases", "type_ignores"}
     for field, value in ast.iter_fields(node):
-        if field in left_out or (isinstance(node, ast.keyword) and node.arg == "strict"):  # what is sound fits anyway
+        if field in skipped or (isinstance(node, ast.keyword) and node.arg == "strict"):  # sound code always passes it
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not _is_docstring(child):
@@ -222,7 +222,7 @@ _OPERATORS: tuple[Callable[[_Located], Iterator[tuple[str, str]]], ...] = (
 
 
 def _with(node: _Located, **fields: object) -> str:
-    """The text of a node with other fields; in brackets, since what stands around it may bind closer."""
+    """The text of a node with other fields; in brackets, since the text around it may bind closer."""
     changed = copy.copy(node)
     for field, value in fields.items():
         setattr(changed, field, value)

@@ -61,10 +61,10 @@ COVERED: dict[str, Stages] = {
     "nxtrain/checkpoint/places.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
     "nxtrain/checkpoint/*": (_UNIT_CHECKPOINT, _RESHARDING, ("tests/train/test_resume.py",)),
 }
-"""By source file, what would notice a defect in it; the first pattern that fits counts."""
+"""By source file, the tests that should notice a defect in it; the first pattern that fits counts."""
 
 CARRIED = ("nxtrain", "models", "tests", "configs", "scripts", "pyproject.toml")
-"""What a copy has of the repository."""
+"""Names at the top of the repository that a copy has."""
 
 PRELOADED = (
     *("numpy", "pytest", "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
@@ -93,7 +93,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant.
+    """Fate of a mutant.
 
     Args:
         kind: Timeouts are noticed too.
@@ -143,7 +143,7 @@ def sources(tree: Path, paths: Sequence[str]) -> list[str]:
 
 
 def draw(tree: Path, paths: Sequence[str], number: int, seed: int, operators: Sequence[str] = ()) -> list[Drawn]:
-    """Mutants of some files, kinds of defects in turn, so that the frequent ones leave room for the rest."""
+    """Mutants of some files, kinds of defects in turn, so that rare ones are among few."""
     by_operator: dict[str, list[Drawn]] = {}
     for path in sources(tree, paths):
         for mutant in mutants((tree / path).read_text(encoding="utf-8")):
@@ -170,7 +170,7 @@ class Tree:
 
     Args:
         root: The repository, which is read only.
-        folder: Empty; holds the copy and what tests write.
+        folder: Empty; holds the copy and the files that tests write.
     """
 
     def __init__(self, root: Path, folder: Path) -> None:
@@ -221,7 +221,7 @@ class Tree:
         os.utime(target, (then, then))
 
     def _pytest(self, selection: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
-        """The exit code of a run, None where it took too long; the first test that failed; what it printed."""
+        """The exit code of a run, None where it took too long; the first test that failed; its output."""
         log, scratch = self._folder / "log", self._folder / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         sys.stdout.flush()
@@ -235,7 +235,7 @@ class Tree:
 
 
 def preload() -> None:
-    """Import what the library needs, and nothing of the library."""
+    """Import the packages that the library needs, and nothing of the library."""
     for name in PRELOADED:
         import_module(name)
     import_module("torch").set_num_threads(1)
@@ -297,7 +297,7 @@ def limits(seconds: Sequence[float], most_s: float) -> list[float]:
 
 
 def play(tree: Tree, drawn: Sequence[Drawn], *, quick: bool, most_s: float) -> Iterator[tuple[Drawn, Outcome]]:
-    """What becomes of each mutant."""
+    """The fate of each mutant."""
     usual: dict[tuple[str, ...], float] = {}
     for each in drawn:
         stages = stages_of(each.path)

@@ -1,4 +1,4 @@
-"""The harness that puts defects into copies of the source: what it makes of a text, and that it finds what it must."""
+"""The harness that puts defects into copies of the source: its defects, its verdicts, and the sound source kept."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ TRIED = {
     "value = 1 * 1\n": "killed",
     "import time\nvalue = 1 - 1\ntime.sleep(90 if value else 0)\n": "timeout",
 }
-"""A module and what becomes of its arithmetic mutant; its test wants a value from 0 to 1 or equal to 2."""
+"""A module and the fate of its arithmetic mutant; its test wants a value from 0 to 1 or equal to 2."""
 
 TRY = """
 import json, sys

@@ -26,7 +26,7 @@ TRACED = [(shard, params, reduce) for shard in ("none", "zero1") for params in (
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """What `nxtrain graphs` says of ranks of 4096, by cut, type of the parameters and of the reduction."""
+    """Reports of `nxtrain graphs` on a rank of 4096, by cut, type of the parameters and of the reduction."""
     plans = []
     for shard, params, reduce in TRACED:
         plan = layout("gqa2", tp=8, dp=512, sp=True, micro=1, batch=512, params=params, shard=shard)
@@ -62,7 +62,7 @@ RUN = [("none", 2), ("zero1", 1)]
 
 @pytest.fixture(scope="module")
 def reduced(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], list[dict[str, Tensor]]]:
-    """By cut, accumulation and type: what two devices reduced, by rank."""
+    """By cut, accumulation and type: the gradients that two devices reduced, by rank."""
     cases = [(shard, accumulation, reduce) for shard, accumulation in RUN for reduce in DTYPES]
     plans = [reducing(shard, reduce, params="fp32", dp=2, accumulation=n) for shard, n, reduce in cases]
     folder = tmp_path_factory.mktemp("reduced")

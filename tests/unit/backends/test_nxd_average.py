@@ -1,4 +1,4 @@
-"""What NeuronX Distributed's own average over the data parallel ranks is given, by a stand-in for its package."""
+"""Operands of NeuronX Distributed's average over the data parallel ranks, by a stand-in for its package."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
 
 
 class _Comm(SimpleNamespace):
-    """Collectives of our own; the average of what NxD cannot sum goes through them."""
+    """Collectives of our own; they average gradients that NxD cannot sum."""
 
     def start_all_reduce_bucket(self, *call: Any, **options: Any) -> Pending[list[Tensor]]:
         self.call = (*call, options)

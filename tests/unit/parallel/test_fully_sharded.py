@@ -1,4 +1,4 @@
-"""What `torch.distributed.fsdp` is asked for: what it shards, in which types, where it keeps that, what it gathers."""
+"""Calls of `torch.distributed.fsdp`: the units, their types, the place of their shards, and those gathered ahead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCKS = 4
 
 
 class Block(nn.Module):
-    """A unit that remembers what it gathers ahead."""
+    """A unit that remembers the units that it gathers ahead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 class Asked:
-    """What was asked of FSDP, in order.
+    """Calls of FSDP, in order.
 
     Attributes:
         events: `fill` or `shard` and the module.

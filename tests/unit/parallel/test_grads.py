@@ -21,11 +21,12 @@ def host(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("limit", [0.5, 1.0, 100.0])
-def test_clipping_is_that_of_torch(limit: float) -> None:
+@pytest.mark.parametrize(("limit", "scale"), [(0.5, 1.0), (1.0, 1.0), (100.0, 1.0), (1e-6, 1e-6)])
+def test_clipping_is_that_of_torch(limit: float, scale: float) -> None:
+    """Of small gradients too, beside whose norm the number added to it counts."""
     parameters = [nn.Parameter(torch.zeros(5, 3)), nn.Parameter(torch.zeros(7))]
     for seed, parameter in enumerate(parameters):
-        parameter.grad = random(*parameter.shape, seed=seed)
+        parameter.grad = random(*parameter.shape, seed=seed) * scale
     grads = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
     assert torch.nn.utils.clip_grad_norm_(parameters, limit).item() == pytest.approx(norm.item(), rel=1e-6)
