@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.collectives import Pending
+from nxtrain.backends.collectives import Done, Pending
 from nxtrain.backends.neuron.nxd.binding import NxdBinding
 from nxtrain.mesh import Mesh
 
@@ -29,7 +29,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
             grad.mul_(0.5)
 
     layers: Any = ModuleType(f"{PACKAGE}.parallel_layers")
-    parts = {"comm": {"all_reduce": None}, "mappings": {}}
+    parts: dict[str, dict[str, Any]] = {"comm": {"all_reduce": None}, "mappings": {}}
     parts["grads"] = {"bucket_allreduce_gradients": bucket_allreduce_gradients}
     monkeypatch.setitem(sys.modules, PACKAGE, ModuleType(PACKAGE))
     monkeypatch.setitem(sys.modules, layers.__name__, layers)
@@ -47,7 +47,7 @@ class _Comm(SimpleNamespace):
 
     def start_all_reduce_bucket(self, *call: Any, **options: Any) -> Pending[list[Tensor]]:
         self.call = (*call, options)
-        return self  # type: ignore[return-value]
+        return Done([])
 
 
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=str)
