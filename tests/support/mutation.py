@@ -50,6 +50,11 @@ COVERED: dict[str, Stages] = {
     "nxtrain/parallel/play.py": (("tests/unit/parallel/test_schedule.py", "tests/unit/plan"), _PIPELINE),
     "nxtrain/parallel/pipeline.py": (_PIPELINE,),
     "nxtrain/parallel/weight_grads.py": (_PIPELINE,),
+    "nxtrain/parallel/linear.py": (
+        ("tests/unit/parallel/test_linear.py", "tests/unit/models"),
+        ("tests/dist/test_layers.py", "tests/dist/test_logits.py"),
+        ("tests/dist/test_zero_bubble.py",),
+    ),
     "nxtrain/parallel/*": (
         ("tests/unit/models", "tests/unit/nn"),
         ("tests/dist/test_layers.py", "tests/dist/test_logits.py", _PARITY),
