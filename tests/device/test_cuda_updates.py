@@ -16,6 +16,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
+from nxtrain.train.step import train_step
 from tests.support.adamw import ours
 from tests.support.layers import random
 from tests.support.models import changed, weights_of
@@ -98,6 +99,34 @@ def test_options_of_sharding_change_the_course_by_no_more_than_the_order_of_sums
     resolved = changed(layout("odd", tp=1, dp=2, micro=1, shard="full"), parallel=options)
     expected = reference(layout("odd", tp=1), STEPS)
     check_course(two_gpus.run(2, run_ours, resolved, STEPS, weights_of(resolved)), expected, resolved)
+
+
+def device_bytes(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> tuple[int, int, int]:
+    """Of this rank after a step: bytes on the GPU, pinned bytes of the host's shards, entries that it updates."""
+    before = torch.cuda.memory_allocated()
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), resolved.config.optim.lr)
+    torch.cuda.synchronize()
+    shards = state.data_parallel.shards.values()
+    kept = [*shards, *(tensor for kind in state.optimizer.state.values() for tensor in kind.values())]
+    on_device = [tensor.is_cuda for tensor in (*kept, state.optimizer.num_updates)]
+    assert set(on_device) == {not resolved.config.parallel.offload}
+    pinned = sum(shard.nbytes for shard in shards if shard.is_pinned())
+    return torch.cuda.memory_allocated() - before, pinned, sum(shard.numel() for shard in shards)
+
+
+def test_offloading_takes_parameters_and_state_off_the_device(two_gpus: RankPool) -> None:
+    resolved = layout("gqa2", tp=1, dp=2, micro=1, shard="full", config={"vocab_size": 8192})
+    resolved = changed(resolved, parallel={"prefetch": 0})
+    offloaded = changed(resolved, parallel={"offload": True})
+    weights = weights_of(resolved)
+    on_device, on_host = (two_gpus.run(2, device_bytes, run, weights) for run in (resolved, offloaded))
+    for (stays, none, entries), (stays_offloaded, pinned, _) in zip(on_device, on_host, strict=True):
+        at_rest = (4 + 2 * 4) * entries  # a parameter and its two running means, in fp32
+        assert stays > at_rest and none == 0
+        assert stays_offloaded < stays - 0.95 * at_rest
+        assert pinned > 0.99 * 4 * entries
 
 
 def norm_divided_by_four(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> float:

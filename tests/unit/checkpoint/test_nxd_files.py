@@ -17,6 +17,7 @@ import torch
 
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta, read_meta
+from nxtrain.checkpoint.nxd_files import Grid
 from nxtrain.checkpoint.nxd_layout import NxdLayout
 from nxtrain.checkpoint.nxd_read import nxd_to_nxtrain
 from nxtrain.checkpoint.nxd_write import Rates, Target, nxtrain_to_nxd
@@ -332,3 +333,8 @@ def test_a_folder_of_somebody_elses_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "nxd/step_10/notes.txt").touch()
     with pytest.raises(ConfigError, match=r"holds notes\.txt, which no conversion wrote"):
         nxtrain_to_nxd(src, tmp_path / "nxd", Target(), rates=RATES)
+
+
+def test_a_folder_without_files_is_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no file such as dp_rank_"):
+        Grid.of(tmp_path)

@@ -153,6 +153,10 @@ def test_kernels_that_recompute_nothing_would_be_noticed(backend: CpuBackend) ->
     assert kept_bytes(model, tokens(resolved, 1)) == expected_bytes(resolve("fp32", "none", 512), 1)
 
 
+def test_long_is_what_the_documentation_says() -> None:
+    assert LONG_SEQUENCE == 8192
+
+
 @pytest.mark.parametrize(("seq_len", "num_matrices"), [(LONG_SEQUENCE - BLOCK, 3), (LONG_SEQUENCE, 0)])
 def test_selective_drops_the_feed_forward_of_long_sequences_only(
     backend: CpuBackend, seq_len: int, num_matrices: int

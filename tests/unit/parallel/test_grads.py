@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nxtrain.backends.base import Binding
 from nxtrain.backends.c10d_collectives import C10dCollectives
-from nxtrain.mesh import Mesh
+from nxtrain.backends.collectives import Collectives, Done, Pending
+from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.data_parallel import Reduction, Replicated, fill_buckets
 from nxtrain.parallel.grads import SquareSum, clip_factor
 from nxtrain.precision import Precision
@@ -21,11 +24,12 @@ def host(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("limit", [0.5, 1.0, 100.0])
-def test_clipping_is_that_of_torch(limit: float) -> None:
+@pytest.mark.parametrize(("limit", "scale"), [(0.5, 1.0), (1.0, 1.0), (100.0, 1.0), (1e-6, 1e-6)])
+def test_clipping_is_that_of_torch(limit: float, scale: float) -> None:
+    """Of small gradients too, beside whose norm the number added to it counts."""
     parameters = [nn.Parameter(torch.zeros(5, 3)), nn.Parameter(torch.zeros(7))]
     for seed, parameter in enumerate(parameters):
-        parameter.grad = random(*parameter.shape, seed=seed)
+        parameter.grad = random(*parameter.shape, seed=seed) * scale
     grads = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
     assert torch.nn.utils.clip_grad_norm_(parameters, limit).item() == pytest.approx(norm.item(), rel=1e-6)
@@ -124,6 +128,32 @@ def test_micro_batches_are_summed_in_the_type_of_the_configuration() -> None:
 
 def test_a_single_micro_batch_needs_no_sums_beside_autograd() -> None:
     assert sums_of(torch.float32, 1).dtype == torch.bfloat16
+
+
+class _Recording(Binding):
+    """A library that averages gradients: it records the axis and the type, and gives twos."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Axis, torch.dtype]] = []
+
+    def start_average(
+        self, grads: Sequence[Tensor], dp: Axis, dtype: torch.dtype, comm: Collectives
+    ) -> Pending[list[Tensor]]:
+        self.calls.append((dp, dtype))
+        return Done([torch.full_like(grad, 2.0, dtype=dtype) for grad in grads])
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=str)
+def test_a_library_that_averages_gradients_is_asked_to_and_its_result_is_taken(reduce: torch.dtype) -> None:
+    parameter, binding, mesh = nn.Parameter(torch.zeros(4)), _Recording(), Mesh.build(2, 0)
+    precision = Precision(torch.float32, torch.float32, reduce, "fp32", torch.float32)
+    layout = Layout(ParamTable({"w": ShardSpec((4,))}), mesh)
+    how = Reduction(precision, 1, 1 << 20)
+    ranks = Replicated({"w": parameter}, layout, C10dCollectives(2), how, host, binding)
+    ranks.begin(last=True)
+    parameter.sum().backward()
+    assert torch.equal(ranks.reduce()["w"], torch.full((4,), 2.0, dtype=reduce))
+    assert binding.calls == [(mesh.dp, reduce)]
 
 
 @pytest.mark.parametrize(

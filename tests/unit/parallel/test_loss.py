@@ -145,13 +145,22 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_of_the_size_of_all_logits_is_made_forward_or_backward() -> None:
-    vocab, rows = 4096, 4
+    vocab, rows = 4096, 16  # more than the width, whose product with the vocabulary is the gradient of the weight
     head = head_of(random(vocab, D, seed=1), rows)
     hidden = random(S, B, D).requires_grad_()
     with LargestTensor() as largest:
         head.loss(hidden, targets_of(vocab)).backward()
-    assert largest.numel == max(rows * vocab, vocab * D)
-    assert largest.numel * 8 <= T * vocab
+    assert largest.numel == rows * vocab > vocab * D
+    assert largest.numel * 4 <= T * vocab
+
+
+@pytest.mark.parametrize(("num_bytes", "rows"), [(1, 1), (4 * V, 1), (4 * V * 7, 7), (4 * V * 8 - 1, 7)])
+def test_a_chunk_is_as_many_rows_of_float32_logits_as_its_bytes_hold_and_at_least_one(
+    num_bytes: int, rows: int
+) -> None:
+    with torch.device("meta"):
+        head = VocabHead(V, D, Init(), alone(torch.bfloat16), chunk_bytes=num_bytes)
+    assert head._chunk_rows == rows
 
 
 def test_evaluation_computes_no_gradient() -> None:

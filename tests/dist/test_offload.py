@@ -1,0 +1,112 @@
+"""With `parallel.offload`, shards, their gradients and the state of the optimizer live and are updated on the host.
+
+The device of these ranks is the host as well. Tensors for the device are therefore recorded as they pass: in `put`, and
+in the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from nxtrain.backends.base import AdamStep, Backend
+from nxtrain.backends.kernels import PlainKernels
+from nxtrain.config.check import Resolved
+from nxtrain.train.step import TrainState, train_step
+from tests.support.models import changed, weights_of
+from tests.support.parity import batches, layout, local_batch, start
+from tests.support.ranks import RankPool
+
+
+class _Kernels(PlainKernels):
+    """Counts updates."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        how: AdamStep,
+    ) -> None:
+        self.updates += 1
+        super().adamw(params, grads, exp_avgs, exp_avg_sqs, how)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places of the tensors that an update needs.
+
+    Args:
+        offloads: Of each parameter of FSDP, whether its shard and its reduced gradient are copied to the host.
+        put: Names of tensors of the update that went through `put`.
+        kept: Names of its other tensors.
+        host_updates, device_updates: Calls of each set of kernels.
+    """
+
+    offloads: list[bool]
+    put: set[str]
+    kept: set[str]
+    host_updates: int
+    device_updates: int
+
+
+def places(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Places:
+    """Of a run after its first step."""
+    device, host = _Kernels(), _Kernels()
+    backend.host_kernels = host
+    uploaded: list[Tensor] = []  # kept, so that no address is used twice
+    sound = backend.put
+
+    def put(x: Tensor) -> Tensor:
+        uploaded.append(sound(x).clone())
+        return uploaded[-1]
+
+    backend.put = put  # type: ignore[method-assign]
+    backend.kernels.adamw = device.adamw  # type: ignore[method-assign]
+    state = start(backend, resolved, weights)
+    (batch,) = batches(resolved, 1)
+    train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-3)
+    addresses = {tensor.data_ptr() for tensor in uploaded}
+    tensors = _tensors_of_the_update(state)
+    put_names = {name for name, tensor in tensors.items() if tensor.data_ptr() in addresses}
+    offloads = [
+        parameter.offload_to_cpu
+        for module in state.model.modules()
+        if isinstance(module, FSDPModule)
+        for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params  # type: ignore[union-attr]
+    ]
+    return Places(offloads, put_names, tensors.keys() - put_names, host.updates, device.updates)
+
+
+def _tensors_of_the_update(state: TrainState) -> dict[str, Tensor]:
+    optimizer, gradients = state.optimizer, state.gradients
+    found = {f"{kind} {name}": x for kind, each in optimizer.state.items() for name, x in each.items()}
+    for kind, keys in optimizer._keys.items():
+        found |= {f"{kind} key {name}": key.rows for name, key in keys.items()}
+    return found | {"num_updates": optimizer.num_updates, "weights of norms": gradients.square_sum._weights}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("shard", "dp"), [("full", 2), ("grad_op", 2), ("hybrid", 4)])
+def test_what_an_update_needs_is_on_the_host_where_that_is_asked_for_and_on_the_device_elsewhere(
+    ranks: RankPool, shard: str, dp: int, offload: bool
+) -> None:
+    size = 2 if shard == "hybrid" else 0
+    resolved = layout("gqa2", tp=1, dp=dp, micro=1, params="bf16", update="bf16_stochastic", shard=shard)
+    resolved = changed(resolved, parallel={"offload": offload, "shard_size": size}, precision={"state": "bf16"})
+    if shard == "hybrid":
+        resolved = changed(resolved, precision={"reduce": "fp32", "accumulate": "fp32"})
+    for found in ranks.run(dp, places, resolved, weights_of(resolved)):
+        assert set(found.offloads) == {offload}
+        assert found.kept if offload else found.put
+        assert not (found.put if offload else found.kept)
+        assert (found.host_updates > 0, found.device_updates > 0) == (offload, not offload)

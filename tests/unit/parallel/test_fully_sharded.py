@@ -1,0 +1,133 @@
+"""Calls of `torch.distributed.fsdp`: the units, their types, the place of their shards, and those gathered ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from nxtrain.parallel import fully_sharded
+from nxtrain.parallel.fully_sharded import Sharding
+from nxtrain.precision import Precision
+
+BLOCKS = 4
+
+
+class Block(nn.Module):
+    """A unit that remembers the units that it gathers ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.ahead: dict[str, list[Block]] = {}
+
+    def set_modules_to_forward_prefetch(self, modules: list[Block]) -> None:
+        self.ahead["forward"] = modules
+
+    def set_modules_to_backward_prefetch(self, modules: list[Block]) -> None:
+        self.ahead["backward"] = modules
+
+
+class Model(nn.Module):
+    """Blocks, and something outside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """In order of use."""
+        return list(self.layers)
+
+
+class Asked:
+    """Calls of FSDP, in order.
+
+    Attributes:
+        events: `fill` or `shard` and the module.
+        options: Of each module that was sharded.
+        methods: Of the model, that gather like its forward pass.
+    """
+
+    def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+        self.events: list[tuple[str, nn.Module]] = []
+        self.options: dict[nn.Module, Mapping[str, Any]] = {}
+        self.methods: list[str] = []
+
+        def shard(module: nn.Module, **options: Any) -> None:
+            self.events.append(("shard", module))
+            self.options[module] = options
+
+        monkeypatch.setattr(fully_sharded, "fully_shard", shard)
+        monkeypatch.setattr(fully_sharded, "register_fsdp_forward_method", lambda _, name: self.methods.append(name))
+        self.mesh = cast(DeviceMesh, object())
+        sharding = Sharding(**{"mesh": self.mesh, "keep_gathered": False, "prefetch": 1, "offload": False, **how})
+        sharding.apply(model, lambda module: self.events.append(("fill", module)))
+
+
+def precision(params: torch.dtype = torch.bfloat16, reduce: torch.dtype = torch.float32) -> Precision:
+    return Precision(params, accumulate=reduce, reduce=reduce, update="fp32_master", state=torch.float32)
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_offloaded_shards_are_in_host_memory_that_is_pinned_where_a_device_copies_from_it(
+    monkeypatch: pytest.MonkeyPatch, has_accelerator: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    model = Model()
+    asked = Asked(model, monkeypatch, offload=True, precision=precision())
+    assert list(asked.options) == [*model.blocks, model]
+    for options in asked.options.values():
+        policy = options["offload_policy"]
+        assert isinstance(policy, CPUOffloadPolicy) and policy.pin_memory is has_accelerator
+
+
+def test_otherwise_shards_stay_where_they_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(Model(), monkeypatch, precision=precision())
+    assert {type(options["offload_policy"]) for options in asked.options.values()} == {OffloadPolicy}
+
+
+@pytest.mark.parametrize("params", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=str)
+def test_units_compute_and_reduce_in_the_configured_types_and_keep_their_inputs(
+    monkeypatch: pytest.MonkeyPatch, params: torch.dtype, reduce: torch.dtype
+) -> None:
+    asked = Asked(Model(), monkeypatch, precision=precision(params, reduce))
+    policy = MixedPrecisionPolicy(param_dtype=params, reduce_dtype=reduce, cast_forward_inputs=False)
+    for options in asked.options.values():
+        assert options["mp_policy"] == policy
+        assert options["mesh"] is asked.mesh
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_blocks_are_filled_and_cut_one_by_one_and_what_is_outside_them_stays_whole_between_passes(
+    monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    model = Model()
+    asked = Asked(model, monkeypatch, keep_gathered=keep, precision=precision())
+    assert asked.events == [(event, unit) for unit in (*model.blocks, model) for event in ("fill", "shard")]
+    drops = [options["reshard_after_forward"] for options in asked.options.values()]
+    assert drops == [not keep] * BLOCKS + [False]
+    assert asked.methods == ["run", "loss", "logits"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
+def test_each_block_gathers_those_behind_it_forward_and_those_before_it_backward_nearest_first(
+    monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
+    model = Model()
+    Asked(model, monkeypatch, prefetch=prefetch, precision=precision())
+    position = {block: index for index, block in enumerate(model.blocks)}
+    for index, block in enumerate(model.blocks):
+        ahead = {way: [position[other] for other in others] for way, others in cast(Block, block).ahead.items()}
+        assert ahead == {
+            "forward": [other for other in range(BLOCKS) if 0 < other - index <= prefetch],
+            "backward": [other for other in reversed(range(BLOCKS)) if 0 < index - other <= prefetch],
+        }
