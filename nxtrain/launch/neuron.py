@@ -125,7 +125,8 @@ def _attention(config: RunConfig, instance: Instance, sdk: SdkVersion) -> Attent
         shape = AttentionShape.of(config, find_family(config.model.family), resolve_model(config))
     except ConfigError:  # what is wrong with the model is said by those who check it
         return None
-    return choose(config.backend.attention, shape, instance, sdk, installed("neuronx-distributed"))
+    chosen, distributed = config.backend, installed("neuronx-distributed")
+    return choose(chosen.attention, shape, instance, sdk, distributed, allow_unverified=chosen.allow_unverified)
 
 
 def _unknown(name: str) -> Problem:

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 200
+from tests.support.patience import patient_s
+
+TIMEOUT_S = patient_s(200)
 
 
 def run_devices(world: int, body: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:

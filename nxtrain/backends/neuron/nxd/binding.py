@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nxtrain.backends.base import Binding, LayerSet
 from nxtrain.backends.collectives import Collectives, Done, Pending
 from nxtrain.backends.neuron.hardware import this_machine
+from nxtrain.backends.neuron.sdk import unverified_notes
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.sharding import ParamTable, ShardSpec
@@ -88,6 +89,9 @@ class NxdBinding(Binding):
         fresh = [grad.to(dtype, copy=True, memory_format=torch.contiguous_format) for grad in grads]
         bucket_allreduce_gradients(grads_list=fresh)
         return Done(fresh)
+
+    def notes(self) -> tuple[str, ...]:
+        return unverified_notes()
 
     def close(self) -> None:
         from nxtrain.backends.neuron.nxd.groups import forget
