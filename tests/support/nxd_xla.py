@@ -10,16 +10,24 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Binding
+from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.tracing import pretended_nxd
+from nxtrain.backends.xla import XlaBackend
+from nxtrain.backends.xla_graphs import hash_of, pending
 from nxtrain.config.check import Resolved
+from nxtrain.graphs.trace import trace
 from nxtrain.train.build import build_meta, mesh_of
+from nxtrain.train.step import train_step
 from tests.support import nxd_cpu
-from tests.support.parity import Course, run_ours
+from tests.support.models import tokens, weights_of
+from tests.support.parity import LR, Course, local_batch, run_ours, start
 
 _LOCK = threading.Lock()
 
@@ -91,3 +99,49 @@ def received(backend: Backend, pair: Sequence[int]) -> tuple[list[float], list[f
             patch.object(xm, "all_gather", lambda *_, **__: everything),
         ):
             return everything.tolist(), comm.recv_from(meta).tolist()
+
+
+def traced(backend: Backend, plans: Sequence[Resolved], world: int, ranks: Sequence[int], instance: str) -> list[Any]:
+    """The report of `nxtrain graphs` on each plan, with NxD's layers on ranks of a pretended world.
+
+    Args:
+        backend: Of the one true device.
+        plans: To trace, one after the other.
+        world: Ranks of the pretended world.
+        ranks: Those to play.
+        instance: Pretended machine, by name.
+    """
+    nxd_cpu.prepare(cpu_mode=False)
+    bind_pretended = pretended_nxd(INSTANCES[instance])
+    return [trace(plan, world, ranks, 2, None, bind_pretended) for plan in plans]
+
+
+def hashes_of_runs(backend: Backend, plans: Sequence[Resolved], steps: int) -> list[list[str]]:
+    """The graphs that a device of several runs while it trains each plan with NxD's layers, in order."""
+    import torch_xla.core.xla_model as xm
+
+    assert isinstance(backend, XlaBackend)
+    sync, found = backend._sync, list[list[str]]()
+
+    def note() -> None:
+        # To hash a graph waits for the last one, which waits for other devices, with the interpreter's lock held.
+        xm.wait_device_ops(xm.xla_real_devices([backend.device]))
+        if computed := pending(backend.device):
+            found[-1].append(hash_of(computed))
+        sync()
+
+    with _LOCK:
+        backend.binding = bind(backend)
+        build_meta(plans[0], backend, mesh_of(plans[0], backend))
+    for plan in plans:
+        state = start(backend, plan, weights_of(plan))
+        batch = local_batch(state, tokens(plan, plan.config.train.global_batch), plan.config.train.micro_batch)
+        backend.step_boundary()
+        found.append([])
+        backend._sync = note
+        for _ in range(steps):
+            result = train_step(state, batch, LR)
+            backend.step_boundary()
+            del result
+        backend._sync = sync
+    return found

@@ -159,7 +159,7 @@ def test_no_learning_rate_and_no_storage_changes_a_graph(reports: dict[str, dict
 def test_a_defect_is_refused(mutant: str, words: str, reports: dict[str, dict[str, Any]]) -> None:
     assert any(words in problem for problem in reports[mutant]["problems"]), reports[mutant]["problems"]
     with pytest.raises(BackendError) as raised:
-        present({**reports[mutant], "replaced": {}}, as_json=False)
+        present({**reports[mutant], "notes": []}, as_json=False)
     assert raised.value.exit_code == 5
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,27 @@ def test_all_ranks_record_the_same_graphs_with_the_collectives_of_the_native_lay
 def test_a_rank_that_is_a_number_would_be_noticed(tmp_path: Path) -> None:
     first, second, _ = record(tmp_path, "nxd", sp=True, mutant="nxd number")
     assert first[0].hash != second[0].hash
+
+
+def steady(report: dict[str, Any]) -> dict[str, str]:
+    """The graphs of training, by name."""
+    assert (report["problems"], report["host_reads"]) == ([], [])
+    return {graph["name"]: graph["hash"] for graph in report["graphs"] if graph["name"].startswith("steady")}
+
+
+def test_graphs_are_traced_as_a_run_of_two_devices_has_them(tmp_path: Path) -> None:
+    plans = [
+        layout("gqa2", tp=2, micro=2),
+        layout("tied", tp=2, sp=True, micro=2),
+        layout("gqa2", tp=2, sp=True, params="bf16", update="bf16_stochastic", remat="selective", micro=2),
+    ]
+    by_rank = run_devices(2, nxd_xla.hashes_of_runs, plans, 2, folder=tmp_path)
+    (reports,) = run_devices(1, nxd_xla.traced, plans, 2, [0, 1], "trn1.32xlarge", folder=tmp_path)
+    for plan, report, *runs in zip(plans, reports, *by_rank, strict=True):
+        found = steady(report)
+        accumulation = plan.config.train.global_batch // plan.config.train.micro_batch
+        expected = [*[found["steady micro-batch"]] * accumulation, found["steady update"]]
+        assert runs == [expected * 2] * 2
 
 
 @pytest.mark.parametrize(("pair", "taken"), [([0, 1], 1.0), ([1, 0], 0.0)])

@@ -124,14 +124,17 @@ def missing_devices() -> Iterator[str]:
         yield f"no Neuron device in {DEVICES}, as the driver of a Trainium instance makes them"
 
 
-def distributed_support(*, allow_unverified: bool = False) -> Support:
+def distributed_support(*, allow_unverified: bool = False, assumed: Package | None = None) -> Support:
     """Whether a NeuronX Distributed that can be used is installed; if not, what to install. Imports nothing.
 
     Args:
         allow_unverified: A release outside `DISTRIBUTED` can be used too.
+        assumed: What the machine of a run has, where this machine has none.
     """
     way_out = _install_distributed()
     package = installed("neuronx-distributed")
+    if assumed is not None and (package is None or package.placeholder):
+        package = assumed
     if package is None:
         return Support(False, f"neuronx-distributed is not installed; {way_out}")
     if package.placeholder:

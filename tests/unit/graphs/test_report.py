@@ -140,7 +140,10 @@ def test_a_read_is_refused_once_with_its_place() -> None:
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_report_is_printed_before_it_fails(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
-    extra: dict[str, Any] = {"replaced": {"backend.layers": "nxd"}, "seconds": [1.0, 0.5]}
+    extra: dict[str, Any] = {
+        "notes": ["traced with backend.layers=native in place of nxd (auto)"],
+        "seconds": [1.0, 0.5],
+    }
     sound = report(SOUND) | extra
     present(sound, as_json=as_json)
     printed = capsys.readouterr().out

@@ -30,6 +30,7 @@ class NxdBinding(Binding):
     """
 
     name = "nxd"
+    _meets = True  # the other ranks are there
 
     def __init__(self, device: torch.device) -> None:
         # Each layer calls a deprecated torch.cuda.amp.
@@ -59,7 +60,7 @@ class NxdBinding(Binding):
         self._join()
         if self._is_cpu:
             _refuse_descending(mesh)
-        initialize(mesh, lnc=self._lnc)
+        initialize(mesh, lnc=self._lnc, meets=self._meets)
         self._sums_over_dp = sums_over_dp(mesh)
         return NxdLayers(native, dtype)
 
