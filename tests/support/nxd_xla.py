@@ -18,16 +18,17 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.neuron.nxd.pretended import PretendedNxd
 from nxtrain.backends.tracing import pretended_nxd
 from nxtrain.backends.xla import XlaBackend
-from nxtrain.backends.xla_graphs import hash_of, pending
+from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
 from nxtrain.config.check import Resolved
 from nxtrain.graphs.trace import trace
 from nxtrain.train.build import build_meta, mesh_of
-from nxtrain.train.step import train_step
+from nxtrain.train.step import DeviceBatch, train_step
 from tests.support import nxd_cpu
 from tests.support.models import tokens, weights_of
-from tests.support.parity import LR, Course, local_batch, run_ours, start
+from tests.support.parity import LR, Course, run_ours, start
 
 _LOCK = threading.Lock()
 
@@ -116,32 +117,48 @@ def traced(backend: Backend, plans: Sequence[Resolved], world: int, ranks: Seque
     return [trace(plan, world, ranks, 2, None, bind_pretended) for plan in plans]
 
 
-def hashes_of_runs(backend: Backend, plans: Sequence[Resolved], steps: int) -> list[list[str]]:
-    """The graphs that a device of several runs while it trains each plan with NxD's layers, in order."""
-    import torch_xla.core.xla_model as xm
+def hashes_of_steps(
+    backend: Backend, plans: Sequence[Resolved], world: int, ranks: Sequence[int], steps: int
+) -> list[list[list[str]]]:
+    """The graphs of steps by plan and rank, from the backend and the binding of a run, executing nothing."""
+    import torch_xla
+    import torch_xla.runtime as xr
 
-    assert isinstance(backend, XlaBackend)
-    sync, found = backend._sync, list[list[str]]()
+    freeze_older_objects()
+    found: list[list[list[str]]] = []
 
     def note() -> None:
-        # To hash a graph waits for the last one, which waits for other devices, with the interpreter's lock held.
-        xm.wait_device_ops(xm.xla_real_devices([backend.device]))
-        if computed := pending(backend.device):
-            found[-1].append(hash_of(computed))
-        sync()
+        if recorded := pending(backend.device):
+            found[-1][-1].append(hash_of(recorded))
+        torch_xla._XLAC._clear_pending_irs(str(backend.device))
+        torch_xla._XLAC._set_all_reduce_token(str(backend.device), None)
 
-    with _LOCK:
-        backend.binding = bind(backend)
-        build_meta(plans[0], backend, mesh_of(plans[0], backend))
     for plan in plans:
-        state = start(backend, plan, weights_of(plan))
-        batch = local_batch(state, tokens(plan, plan.config.train.global_batch), plan.config.train.micro_batch)
-        backend.step_boundary()
         found.append([])
-        backend._sync = note
-        for _ in range(steps):
-            result = train_step(state, batch, LR)
-            backend.step_boundary()
-            del result
-        backend._sync = sync
+        for rank in ranks:
+            found[-1].append([])
+            xr._WORLD_SIZE, xr._ORDINAL = world, rank
+            pretended = XlaBackend(sync=note)
+            pretended.binding = bind(pretended)
+            state = start(pretended, plan, weights_of(plan))
+            rows = tokens(plan, plan.config.train.global_batch // state.mesh.dp.size)
+            rows = rows.unflatten(0, (-1, plan.config.train.micro_batch))
+            batch = DeviceBatch.of(rows[..., :-1], rows[..., 1:], pretended.put)
+            torch_xla.sync()
+            for _ in range(steps):
+                result = train_step(state, batch, LR)
+                pretended.step_boundary()
+                del result
+            pretended.binding.close()
+    return found
+
+
+def orders(backend: Backend, cases: Sequence[tuple[str, int, int]]) -> list[tuple[int, ...]]:
+    """NxD's order of ranks on pretended machines: instance, world and tp of each."""
+    nxd_cpu.prepare(cpu_mode=False)
+    found = []
+    for instance, world, tp in cases:
+        binding = PretendedNxd(backend.device, world, 0, INSTANCES[instance])
+        found.append(binding.rank_order(tp=tp, pp=1))
+        dist.destroy_process_group()
     return found

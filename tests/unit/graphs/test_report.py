@@ -160,6 +160,19 @@ def test_a_report_is_printed_before_it_fails(capsys: pytest.CaptureFixture[str],
         assert "  first " in failed
 
 
+def test_a_name_of_several_stages_and_a_long_note_stand_on_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    name = (
+        "stage 0 evaluation forward chunk 1, stages 1-6 evaluation forward chunk 0, stage 7 evaluation forward chunk 0"
+    )
+    note = "traced with " + "words " * 60
+    found = report(SOUND)
+    found["graphs"][0]["name"] = name
+    present({**found, "notes": [note], "seconds": [1.0]}, as_json=False)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith(f"{name} ")]
+    assert note.strip() in lines
+
+
 def test_ranks_of_every_kind_are_traced_by_default() -> None:
     assert some_ranks(plan("mha", parallel={"tp": 8}), 4096) == [0, 1, 7, 8, 2049, 4095]
     assert some_ranks(plan("mha"), 1) == [0]
