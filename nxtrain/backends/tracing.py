@@ -64,7 +64,7 @@ def pretended_nxd(instance: Instance) -> Callable[[Backend], Binding]:
     """
     from nxtrain.backends.neuron.nxd.pretended import PretendedNxd, load
 
-    load()
+    load(instance)
     return lambda backend: PretendedNxd(backend.device, backend.world, backend.rank, instance)
 
 

@@ -130,13 +130,13 @@ class _Bound(Binding):
     notes = NxdBinding.notes
 
 
-@pytest.mark.parametrize(("package", "count"), [(READ, 0), (UNREAD, 1)])
+@pytest.mark.parametrize(("package", "kind", "count"), [(READ, _Told, 0), (UNREAD, _Told, 1), (UNREAD, CpuBackend, 1)])
 def test_a_run_with_it_prints_the_warning_once(
-    package: Package, count: int, use: Use, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    package: Package, kind: type[CpuBackend], count: int, use: Use, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(package)
     data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 4)), "shuffle": False}
-    backend = _Told()
+    backend = kind()
     backend.binding = _Bound()
     allowed: dict[str, Any] = {"allow_unverified": True}
     run.train_on(backend, run_plan(tmp_path / "run", data, steps=1, backend=allowed), "this test")

@@ -10,17 +10,19 @@ from nxtrain.backends.neuron.nxd.binding import NxdBinding
 from nxtrain.errors import BackendError
 
 
-def load() -> None:
-    """Import what a run imports of NxD.
+def load(instance: Instance) -> None:
+    """Import what a run on an instance imports of NxD.
 
     Raises:
-        BackendError: It does not import. Without their device AWS's packages may fail in any way.
+        BackendError: It does not import, or cannot be put in an instance. Without their device AWS's packages may fail
+            in any way.
     """
     try:
         import nxtrain.backends.neuron.nxd.groups
         import nxtrain.backends.neuron.nxd.layers  # noqa: F401
     except Exception as error:
         raise BackendError(f"neuronx-distributed does not import here: {type(error).__name__}: {error}") from error
+    _put_in(instance)
 
 
 class PretendedNxd(NxdBinding):
@@ -34,7 +36,7 @@ class PretendedNxd(NxdBinding):
         instance: Pretended machine, whose wiring decides NxD's order of ranks.
 
     Raises:
-        BackendError: The package does not import.
+        BackendError: The package does not import, or asks for its platform in another way than 0.15 to 0.18.
     """
 
     _meets = False
@@ -43,9 +45,7 @@ class PretendedNxd(NxdBinding):
         super().__init__(device)
         self._world, self._rank = world, rank
         self._lnc = instance.physical_cores
-        from neuronx_distributed.parallel_layers import parallel_state
-
-        parallel_state.get_platform_target = lambda: instance.target
+        _put_in(instance)
 
     def _join(self) -> None:
         if dist.is_initialized():
@@ -54,3 +54,13 @@ class PretendedNxd(NxdBinding):
 
         dist.init_process_group("xla", store=dist.HashStore(), rank=self._rank, world_size=self._world)
         self._owns_process_group = True
+
+
+def _put_in(instance: Instance) -> None:
+    """Have NxD lay out ranks as on an instance, whatever machine this is: it asks a function of torch-neuronx."""
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    names = vars(parallel_state)
+    if "get_platform_target" not in names:
+        raise BackendError("neuronx-distributed asks for its platform in a way that nxtrain cannot answer")
+    names["get_platform_target"] = lambda: instance.target
