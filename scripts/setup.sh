@@ -1,10 +1,13 @@
 # Sourced by the other scripts. Makes the virtual environment on first use, and mends it when the project has changed.
 #
 # Afterwards $venv/bin holds nxtrain and its tools. NXTRAIN_TORCH=VERSION asks for another torch, without torch-xla, in
-# an environment of its own; PYTHON=PATH for another Python.
+# an environment of its own; `setup nxd` for one with what NeuronX Distributed imports; PYTHON=PATH for another Python.
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 5; }
+
+# What NeuronX Distributed 0.18 imports and does not declare, in the releases that it was made for.
+NXD_NEEDS="transformers==4.51.3 tenacity boto3 setuptools<81"
 
 NEEDED_GB=9  # torch's CUDA libraries, and the downloads beside them
 
@@ -62,7 +65,9 @@ install_packages() {
 }
 
 setup() {
-    if [ -n "${NXTRAIN_TORCH:-}" ]; then
+    if [ "${1:-}" = nxd ]; then
+        venv=".venv-nxd" packages=".[xla,dev] $NXD_NEEDS"
+    elif [ -n "${NXTRAIN_TORCH:-}" ]; then
         venv=".venv-torch-$NXTRAIN_TORCH" packages=".[dev] torch==$NXTRAIN_TORCH"
     else
         venv=".venv" packages=".[xla,dev]"

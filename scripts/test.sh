@@ -1,29 +1,44 @@
 #!/usr/bin/env bash
 # Proves nxtrain right on this machine.
 #
-#   bash scripts/test.sh [lane ...] [--torch VERSION] [-- pytest arguments]
+#   bash scripts/test.sh [lane ...] [--torch VERSION] [--source DIR] [-- pytest arguments]
 #
-# Lanes: lint device unit dist xla train faults; all of them by default. --torch runs them on another torch, without
-# torch-xla and so without the lane xla. Exit code 0 when everything passed, 1 when not, 2 for a wrong call.
+# Lanes: lint device unit dist xla train faults, all of them by default, and nxd, which needs --source DIR: a checkout of
+# NeuronX Distributed. --torch runs them on another torch, without torch-xla and so without the lane xla. Exit code 0 when
+# everything passed, 1 when not, 2 for a wrong call.
 set -euo pipefail
+here=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
+source scripts/nxd.sh
 
-lanes=()
+usage="usage: test.sh [lane ...] [--torch VERSION] [--source DIR] [-- pytest arguments]"
+lanes=() nxd_dir="" nxd_src=""
 while [ $# -gt 0 ]; do
     case $1 in
-        lint | unit | dist | xla | train | faults | device) lanes+=("$1") ;;
+        lint | unit | dist | xla | train | faults | device | nxd) lanes+=("$1") ;;
         --torch) NXTRAIN_TORCH=${2:?--torch needs a version, such as 2.13.0} && shift ;;
+        --source) nxd_dir=${2:?--source needs a folder: a checkout of NeuronX Distributed} && shift ;;
         --) shift && break ;;
-        *) say "unknown argument $1; usage: test.sh [lane ...] [--torch VERSION] [-- pytest arguments]" && exit 2 ;;
+        *) say "unknown argument $1; $usage" && exit 2 ;;
     esac
     shift
 done
+has_lane() { [[ " ${lanes[*]} " == *" $1 "* ]]; }
+if [ -n "$nxd_dir" ]; then
+    [ ${#lanes[@]} -eq 0 ] || has_lane nxd || { say "--source is for the lane nxd; $usage" && exit 2; }
+    [ -z "${NXTRAIN_TORCH:-}" ] || { say "NeuronX Distributed runs on torch 2.9.0, not $NXTRAIN_TORCH" && exit 2; }
+    nxd_src=$(cd "$here" && nxd_source "$nxd_dir") || exit 2
+fi
 export NXTRAIN_TORCH="${NXTRAIN_TORCH:-}"  # the demo, which a test runs, sets itself up the same way
 
 has_xla() { "$venv/bin/python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch_xla"))'; }
 
 setup
+if has_lane nxd && [ -z "$nxd_src" ]; then
+    say "nxd: $(nxd_left_out)" && exit 2
+fi
+left_out=""
 if [ ${#lanes[@]} -eq 0 ]; then
     lanes=(lint)
     for lane in device unit dist xla train faults; do
@@ -33,6 +48,7 @@ if [ ${#lanes[@]} -eq 0 ]; then
         say "without the lane xla: $venv has no torch-xla"
         lanes=(${lanes[@]/xla/})
     fi
+    if [ -n "$nxd_src" ]; then lanes+=(nxd); else left_out=$(nxd_left_out); fi
 fi
 
 lint() {
@@ -48,6 +64,7 @@ lint() {
 run_lane() {
     case $1 in
         lint) lint ;;
+        nxd) nxd_run "$nxd_src" "${@:2}" ;;
         dist) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest tests/dist "${@:2}" ;;  # the ranks share the cores
         *) "$venv/bin/python" -m pytest "tests/$1" "${@:2}" ;;
     esac
@@ -85,8 +102,6 @@ finish_xla() {
     judge xla $(cat "$log.end")
 }
 
-has_lane() { [[ " ${lanes[*]} " == *" $1 "* ]]; }
-
 xla=
 for lane in "${lanes[@]}"; do
     if [ "$lane" = dist ] || [ "$lane" = unit ]; then
@@ -102,5 +117,6 @@ for lane in "${lanes[@]}"; do
 done
 
 printf '\n%s' "torch $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')" "${summary[@]}"
+[ -z "$left_out" ] || printf '\n%-7s %s' nxd "$left_out"
 echo
 [ $failed = 0 ] && [ $ran = 1 ]

@@ -29,15 +29,16 @@ def _why_no_package(name: str) -> Callable[[], str]:
     return lambda: "" if find_spec(name) else f"{name} is not installed"
 
 
-def _why_no_nxd() -> str:
+def why_no_nxd() -> str:
+    """Names that NeuronX Distributed needs and that do not import here, with the way to run its tests; empty: none."""
     needed = [name for name in ("neuronx_distributed", "tenacity", "boto3") if not find_spec(name)]
     if "neuronx_distributed" not in needed and not find_spec("transformers.utils.fx"):
         needed.append("transformers<4.52")
-    return f"{', '.join(needed)} not importable; tests/support/nxd_cpu.py says how to run these" if needed else ""
+    return f"no {', '.join(needed)}: bash scripts/test.sh nxd --source DIR" if needed else ""
 
 
 _WHY_NOT = {
     "cuda": _why_no_cuda,
     "neuron": _why_no_package("torch_neuronx"),
-    "nxd": _why_no_nxd,
+    "nxd": why_no_nxd,
 }

@@ -10,6 +10,7 @@ from nxtrain.errors import BackendError
 
 if TYPE_CHECKING:
     from nxtrain.backends.base import Backend, Support
+    from nxtrain.backends.neuron.sdk import Package
 
 # An environment has torch-neuronx for PyTorch/XLA or that of TorchNeuron, never both: the first two exclude each other.
 _ORDER = ("neuron", "neuron-native", "cuda", "cpu")
@@ -31,7 +32,9 @@ def choose(name: str) -> tuple[str, str]:
     raise BackendError("no backend can run here: " + "; ".join(reasons))
 
 
-def choose_layers(name: str, backend: str) -> tuple[str, str]:
+def choose_layers(
+    name: str, backend: str, *, allow_unverified: bool = False, assumed: Package | None = None
+) -> tuple[str, str]:
     """Name the parallel layers to take and say why; `auto` takes NeuronX Distributed's on Neuron devices.
 
     Elsewhere `auto` has nothing to choose from, and the reason is empty.
@@ -39,6 +42,8 @@ def choose_layers(name: str, backend: str) -> tuple[str, str]:
     Args:
         name: `auto`, `native` or `nxd`.
         backend: Name of the backend that was chosen.
+        allow_unverified: Releases of NeuronX Distributed that nxtrain is not verified with can be used too.
+        assumed: The NeuronX Distributed of the machine that is asked about, where this machine has none.
 
     Raises:
         BackendError: `nxd` cannot run here; the message says why.
@@ -47,7 +52,7 @@ def choose_layers(name: str, backend: str) -> tuple[str, str]:
         return name, "backend.layers=native"
     if name == "auto" and backend != "neuron":
         return "native", ""
-    support = _distributed_support(backend)
+    support = _distributed_support(backend, allow_unverified, assumed)
     if name == "nxd":
         if not support.ok:
             raise BackendError(f"backend.layers=nxd cannot run here: {support.reason}; or use backend.layers=native")
@@ -55,14 +60,13 @@ def choose_layers(name: str, backend: str) -> tuple[str, str]:
     return "nxd" if support.ok else "native", support.reason
 
 
-def _distributed_support(backend: str) -> Support:
+def _distributed_support(backend: str, allow_unverified: bool, assumed: Package | None) -> Support:
     from nxtrain.backends.base import Support
     from nxtrain.backends.neuron.sdk import distributed_support
 
-    if backend == "neuron":
-        return distributed_support()
-    if backend == "cpu" and os.environ.get("NXD_CPU_MODE", "0") == "1":  # its own switch, for tests
-        return distributed_support()
+    # On a CPU by its own switch, for tests.
+    if backend == "neuron" or (backend == "cpu" and os.environ.get("NXD_CPU_MODE", "0") == "1"):
+        return distributed_support(allow_unverified=allow_unverified, assumed=assumed)
     return Support(False, f"NeuronX Distributed runs on backend.name=neuron, not on {backend}")
 
 

@@ -272,6 +272,10 @@ class Binding:
         """
         return comm.start_all_reduce_bucket(grads, dp, dtype, scale=1.0 / dp.size)
 
+    def notes(self) -> tuple[str, ...]:
+        """What people must know of the library, in words."""
+        return ()
+
     def close(self) -> None:
         """Forget the ranks."""
 
@@ -291,6 +295,7 @@ class Backend(ABC):
         extracts: It computes nothing, since graphs are being collected to be compiled; what is fetched has no meaning.
         host_group: Group of all ranks that carries host objects; None: torch's default group does.
         binding: What a vendor's library does in place of our own code.
+        allow_unverified: Releases of a vendor's library that nxtrain is not verified with can be used too.
     """
 
     name: str
@@ -306,6 +311,7 @@ class Backend(ABC):
     extracts: bool = False
     host_group: ProcessGroup | None = None
     binding: Binding = Binding()
+    allow_unverified: bool = False
 
     @abstractmethod
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nxtrain.backends.base import Backend, Binding
+from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.xla import XlaBackend
 from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
 
@@ -41,11 +43,29 @@ class Tape(Protocol):
         ...
 
 
-def trace_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that traces: one CPU device, no other ranks, and nothing that changes graphs."""
-    prefixes = ("NEURON", "PJRT_", "PT_XLA_", "XLA_", "TORCHELASTIC_")
+def trace_environment(environ: Mapping[str, str], local_world: int = 1) -> dict[str, str]:
+    """The environment of a process that traces: one CPU device, no other ranks, and nothing that changes graphs.
+
+    Args:
+        environ: Variables of this process.
+        local_world: Ranks of each pretended machine, which NeuronX Distributed reads there.
+    """
+    prefixes = ("NEURON", "NXD_", "PJRT_", "PT_XLA_", "XLA_", "TORCHELASTIC_")
     kept = {name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in TOLD_RANKS}
-    return {**kept, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
+    told = {"LOCAL_WORLD_SIZE": str(local_world), "NXD_LOG_LEVEL": "warning"}
+    return {**kept, **told, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
+
+
+def pretended_nxd(instance: Instance) -> Callable[[Backend], Binding]:
+    """What binds NeuronX Distributed to the rank of a backend, as it is bound on an instance.
+
+    Raises:
+        BackendError: It does not import here.
+    """
+    from nxtrain.backends.neuron.nxd.pretended import PretendedNxd, load
+
+    load(instance)
+    return lambda backend: PretendedNxd(backend.device, backend.world, backend.rank, instance)
 
 
 class TracingBackend(XlaBackend):

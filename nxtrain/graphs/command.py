@@ -19,8 +19,9 @@ from rich.table import Table
 
 from nxtrain.backends.host_group import spans
 from nxtrain.config.check import Resolved, resolve
-from nxtrain.config.load import load, values
+from nxtrain.config.load import load
 from nxtrain.errors import BackendError, ConfigError
+from nxtrain.graphs.choice import TRACED, backend_of, choose, without_nxd
 
 IRRELEVANT = (
     "data.source=stdlib",
@@ -31,8 +32,8 @@ IRRELEVANT = (
 )
 """Keys that no graph depends on, so that a run can be traced before its data is there."""
 
-REPLACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain"}
-"""Keys whose other values cannot be traced here, and what is traced in their place."""
+UNBOUND = 1000
+"""Width of a console that is none, in characters."""
 
 
 def graphs(
@@ -50,10 +51,12 @@ def graphs(
 
     Raises:
         ConfigError: The configuration cannot run in that world, or a rank is none of it.
-        BackendError: torch-xla is not installed, or the process that traces failed.
+        BackendError: torch-xla is not installed, the run refuses its layers, or the process that traces failed.
     """
-    given = values(load(config, overrides).config)
-    relaxed = [*overrides, *IRRELEVANT, *(f"{key}={value}" for key, value in REPLACED.items())]
+    given = load(config, [*overrides, *IRRELEVANT])
+    resolve(given, world, backend_of(given.config))
+    chosen = choose(given.config)
+    relaxed = [*overrides, *IRRELEVANT, *(f"{key}={value}" for key, value in TRACED.items())]
     plan = resolve(load(config, relaxed), world)
     outside = [rank for rank in ranks if not 0 <= rank < world]
     if outside:
@@ -65,9 +68,19 @@ def graphs(
         "ranks": list(dict.fromkeys(ranks)) or some_ranks(plan, world),
         "steps": steps,
         "hlo": str(hlo or ""),
+        "layers": chosen.layers,
+        "instance": chosen.instance.name,
     }
-    replaced = {key: given[key] for key, value in REPLACED.items() if given[key] not in {"auto", value}}
-    return {**_traced(job), "replaced": replaced}
+    found = _traced(job, min(world, chosen.instance.num_cores))
+    if lacking := found.pop("lacking"):
+        chosen = without_nxd(chosen, given.config, lacking)
+    return {
+        **found,
+        "layers": chosen.layers,
+        "attention": TRACED["backend.attention"],
+        "replaced": {each.key: each.configured for each in chosen.stand_ins},
+        "notes": [*map(str, chosen.stand_ins), *chosen.notes],
+    }
 
 
 def some_ranks(plan: Resolved, world: int) -> list[int]:
@@ -91,7 +104,7 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report, indent=2), flush=True)
     else:
         # Whoever reads a file or a pipe has no width to fit.
-        console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+        console = Console(width=None if sys.stdout.isatty() else UNBOUND, highlight=False)
         console.print(_table(report))
         for line in _notes(report):
             console.print(line, markup=False)
@@ -100,7 +113,7 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
         raise BackendError("\n".join(["a cluster would pay for these graphs:", *(f"  {line}" for line in problems)]))
 
 
-def _traced(job: Mapping[str, Any]) -> dict[str, Any]:
+def _traced(job: Mapping[str, Any], local_world: int) -> dict[str, Any]:
     from nxtrain.backends.tracing import trace_environment
     from nxtrain.backends.xla import XlaBackend
 
@@ -108,7 +121,9 @@ def _traced(job: Mapping[str, Any]) -> dict[str, Any]:
     if not support.ok:
         raise BackendError(f"graphs are traced with torch-xla: {support.reason}")
     argv = [sys.executable, "-m", "nxtrain.graphs.trace", json.dumps(job)]
-    done = subprocess.run(argv, env=trace_environment(os.environ), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        argv, env=trace_environment(os.environ, local_world), stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
         raise BackendError(f"the process that traces ended with exit code {done.returncode}; see its lines above")
     traced: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -130,7 +145,7 @@ def _table(report: Mapping[str, Any]) -> Table:
     for graph in report["graphs"]:
         steps = graph["steps"]
         span = f"{steps[0]}-{steps[-1]}" if len(steps) == steps[-1] - steps[0] + 1 > 1 else ", ".join(map(str, steps))
-        first = [f"{graph['name'].replace(', ', chr(10))}\n[dim]{graph['hash'][:12]}[/dim]", span]
+        first = [f"{graph['name']}\n[dim]{graph['hash'][:12]}[/dim]", span]
         rows = [
             [
                 row["op"],
@@ -152,9 +167,6 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     factor = ", ".join(f"{scale:g} = 1/{1 / scale:g}" for scale in scales) or "no constant"
     reads = ", ".join(f"{read['file']}:{read['line']}" for read in report["host_reads"]) or "none"
     notes = [f"factor of sums over dp: {factor}; host reads inside a step: {reads}"]
-    notes += [
-        f"traced with {key}={REPLACED[key]} in place of {value}, whose own kernels would stand in the graphs"
-        for key, value in report["replaced"].items()
-    ]
+    notes += report["notes"]
     notes += [f"{graph['name']}: {graph['hlo']}" for graph in report["graphs"] if "hlo" in graph]
     return [*notes, f"traced in {sum(report['seconds']):.1f} s, the first rank in {report['seconds'][0]:.1f} s"]

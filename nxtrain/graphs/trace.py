@@ -16,16 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nxtrain.backends.tracing import TracingBackend
+from nxtrain.backends.base import Backend, Binding
+from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.tracing import TracingBackend, pretended_nxd
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import load
+from nxtrain.errors import BackendError
 from nxtrain.graphs.hlo import Graph, Groups, parse
 from nxtrain.graphs.recording import Cut, Read, Recording
 from nxtrain.graphs.report import report
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.schedule import Action
 from nxtrain.sharding import ParamTable
-from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.rehearsal import EVALUATED_BATCHES, trainer
 from nxtrain.train.run import schedule_of
 from nxtrain.train.trainer import Work
@@ -42,6 +45,8 @@ class Job:
         ranks: Those to play.
         steps: Of each rank.
         hlo: Folder for the texts; empty: none.
+        layers: `native`, or `nxd` where it can be loaded.
+        instance: Machine of the run, by name.
     """
 
     config: str
@@ -50,9 +55,18 @@ class Job:
     ranks: Sequence[int]
     steps: int
     hlo: str
+    layers: str
+    instance: str
 
 
-def trace(plan: Resolved, world: int, ranks: Sequence[int], steps: int, hlo: Path | None) -> dict[str, Any]:
+def trace(
+    plan: Resolved,
+    world: int,
+    ranks: Sequence[int],
+    steps: int,
+    hlo: Path | None,
+    bind: Callable[[Backend], Binding] | None = None,
+) -> dict[str, Any]:
     """Trace and report.
 
     Args:
@@ -61,6 +75,7 @@ def trace(plan: Resolved, world: int, ranks: Sequence[int], steps: int, hlo: Pat
         ranks: Those to play.
         steps: Of each rank.
         hlo: Folder for the texts.
+        bind: Binds a vendor's library to each rank; None: our own layers.
     """
     tape, seconds = _Tape(), []
     axes: dict[Groups, Axis] = {}
@@ -68,7 +83,7 @@ def trace(plan: Resolved, world: int, ranks: Sequence[int], steps: int, hlo: Pat
     for rank in ranks:
         began = time.perf_counter()
         tape.rank = rank
-        mesh, table = _play(plan, world, tape, steps)
+        mesh, table = _play(plan, world, tape, steps, bind)
         stages[rank] = mesh.pp.rank
         for axis in _axes(mesh, table):
             axes.setdefault(axis.groups, axis)
@@ -130,12 +145,22 @@ class _Tape:
             self.reads.append(read)
 
 
-def _play(plan: Resolved, world: int, tape: _Tape, steps: int) -> tuple[Mesh, ParamTable]:
+def _play(
+    plan: Resolved, world: int, tape: _Tape, steps: int, bind: Callable[[Backend], Binding] | None = None
+) -> tuple[Mesh, ParamTable]:
     """Run the trainer as one rank; everything but the device, the weights and the data is that of a run."""
-    config = plan.config
     backend = TracingBackend(world, tape.rank, tape)
-    mesh = build_mesh(plan, world, tape.rank, backend.local_world)
-    backend.lay_out(mesh)
+    if bind is not None:
+        backend.binding = bind(backend)
+    try:
+        return _train(plan, backend, tape, steps)
+    finally:
+        backend.binding.close()
+
+
+def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> tuple[Mesh, ParamTable]:
+    config = plan.config
+    mesh = mesh_of(plan, backend)
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
     if state.pipeline is not None:
         tape.num_chunks, state.pipeline.watch = config.parallel.virtual_pp, tape.act
@@ -161,8 +186,14 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
 def main(job: Job) -> None:
     """Print the report as JSON."""
     plan = resolve(load(job.config, job.overrides), job.world)
-    found = trace(plan, job.world, job.ranks, job.steps, Path(job.hlo) if job.hlo else None)
-    print(json.dumps(found), flush=True)
+    bind, lacking = None, ""
+    if job.layers == "nxd":
+        try:
+            bind = pretended_nxd(INSTANCES[job.instance])
+        except BackendError as error:
+            lacking = str(error)
+    found = trace(plan, job.world, job.ranks, job.steps, Path(job.hlo) if job.hlo else None, bind)
+    print(json.dumps({**found, "lacking": lacking}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from nxtrain.backends.base import AttentionShape
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.attention import Attention, choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
-from nxtrain.backends.neuron.sdk import RECOMMENDED, SdkVersion, detect, installed, support
+from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
 from nxtrain.compile.location import cache_folder
 from nxtrain.config.check import resolve_model
 from nxtrain.config.decode import nearest
@@ -64,7 +64,7 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     Raises:
         ConfigError: Flags of the compiler that a shell cannot split.
     """
-    instance = INSTANCES.get(config.cluster.instance) if config.cluster.instance else this_machine()
+    instance = machine_of(config)
     if instance is None:
         return Needs(problems=(_unknown(config.cluster.instance),))
     native = is_native(config)
@@ -82,7 +82,7 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     else:
         flash = False
         try:
-            if attention := _attention(config, instance, sdk or RECOMMENDED):
+            if attention := attention_of(config, instance, sdk or RECOMMENDED, installed("neuronx-distributed")):
                 about.insert(0, str(attention))
                 flash = attention.flash
         except ConfigError as error:
@@ -120,12 +120,25 @@ def adopt(config: RunConfig, environ: Mapping[str, str], local_world: int) -> No
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
 
 
-def _attention(config: RunConfig, instance: Instance, sdk: SdkVersion) -> Attention | None:
+def machine_of(config: RunConfig) -> Instance | None:
+    """The instance that a run is for: the one that it names, or this machine; None if nxtrain does not know it."""
+    return INSTANCES.get(config.cluster.instance) if config.cluster.instance else this_machine()
+
+
+def attention_of(
+    config: RunConfig, instance: Instance, sdk: SdkVersion, distributed: Package | None
+) -> Attention | None:
+    """The attention that ranks on an instance choose; None if the model is wrong.
+
+    Raises:
+        ConfigError: The attention that is wanted cannot be had.
+    """
     try:
         shape = AttentionShape.of(config, find_family(config.model.family), resolve_model(config))
     except ConfigError:  # what is wrong with the model is said by those who check it
         return None
-    return choose(config.backend.attention, shape, instance, sdk, installed("neuronx-distributed"))
+    chosen = config.backend
+    return choose(chosen.attention, shape, instance, sdk, distributed, allow_unverified=chosen.allow_unverified)
 
 
 def _unknown(name: str) -> Problem:

@@ -63,7 +63,8 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     """
     began = began or now()
     name, reason = choose(loaded.config.backend.name)
-    layers, why = choose_layers(loaded.config.backend.layers, name)
+    chosen = loaded.config.backend
+    layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified)
     recovery = loaded.config.recovery
     limit_s = recovery.hang_timeout_s
     backend = opening(lambda: open_backend(name, limit_s, layers), limit_s)
@@ -113,8 +114,9 @@ def train_on(
     say = standard_error(quiet=not leader).print
     degrees = _stages(config, mesh) + f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
     say(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
+    backend.allow_unverified = config.backend.allow_unverified
     backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.family, plan.model))
-    for note in backend.notes():
+    for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
         say(note)
     if backend.extracts:
         # On every node, since the compiler's tool reads there what its own ranks say.

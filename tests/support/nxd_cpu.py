@@ -1,7 +1,7 @@
 """The real NeuronX Distributed on CPU, with stand-ins for what it imports of AWS's and no machine here has.
 
-To run the tests marked `nxd`, put the folder `src` of https://github.com/aws-neuron/neuronx-distributed (at fbac349) on
-PYTHONPATH, in an environment that has what it imports beside torch-xla: tenacity, boto3, transformers==4.51.*.
+`bash scripts/test.sh nxd --source DIR` runs the tests marked `nxd`: in an environment that has what NxD imports beside
+torch-xla (tenacity, boto3, transformers==4.51.*), with the `src` of a checkout on PYTHONPATH.
 
 Its own switch NXD_CPU_MODE=1 sends collectives to gloo; none of its code is replaced. The stand-ins answer every import
 below torch_neuronx, libneuronxla, neuronxcc, nki and nkilib. Three names do something: the platform, the ring of ranks,

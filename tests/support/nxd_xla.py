@@ -10,16 +10,25 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Binding
+from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.neuron.nxd.pretended import PretendedNxd
+from nxtrain.backends.tracing import pretended_nxd
+from nxtrain.backends.xla import XlaBackend
+from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
 from nxtrain.config.check import Resolved
+from nxtrain.graphs.trace import trace
 from nxtrain.train.build import build_meta, mesh_of
+from nxtrain.train.step import DeviceBatch, train_step
 from tests.support import nxd_cpu
-from tests.support.parity import Course, run_ours
+from tests.support.models import tokens, weights_of
+from tests.support.parity import LR, Course, run_ours, start
 
 _LOCK = threading.Lock()
 
@@ -91,3 +100,65 @@ def received(backend: Backend, pair: Sequence[int]) -> tuple[list[float], list[f
             patch.object(xm, "all_gather", lambda *_, **__: everything),
         ):
             return everything.tolist(), comm.recv_from(meta).tolist()
+
+
+def traced(backend: Backend, plans: Sequence[Resolved], world: int, ranks: Sequence[int], instance: str) -> list[Any]:
+    """The report of `nxtrain graphs` on each plan, with NxD's layers on ranks of a pretended world.
+
+    Args:
+        backend: Of the one true device.
+        plans: To trace, one after the other.
+        world: Ranks of the pretended world.
+        ranks: Those to play.
+        instance: Pretended machine, by name.
+    """
+    nxd_cpu.prepare(cpu_mode=False)
+    bind_pretended = pretended_nxd(INSTANCES[instance])
+    return [trace(plan, world, ranks, 2, None, bind_pretended) for plan in plans]
+
+
+def hashes_of_steps(
+    backend: Backend, plans: Sequence[Resolved], world: int, ranks: Sequence[int], steps: int
+) -> list[list[list[str]]]:
+    """The graphs of steps by plan and rank, from the backend and the binding of a run, executing nothing."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    freeze_older_objects()
+    found: list[list[list[str]]] = []
+
+    def note() -> None:
+        if recorded := pending(backend.device):
+            found[-1][-1].append(hash_of(recorded))
+        torch_xla._XLAC._clear_pending_irs(str(backend.device))
+        torch_xla._XLAC._set_all_reduce_token(str(backend.device), None)
+
+    for plan in plans:
+        found.append([])
+        for rank in ranks:
+            found[-1].append([])
+            xr._WORLD_SIZE, xr._ORDINAL = world, rank
+            pretended = XlaBackend(sync=note)
+            pretended.binding = bind(pretended)
+            state = start(pretended, plan, weights_of(plan))
+            rows = tokens(plan, plan.config.train.global_batch // state.mesh.dp.size)
+            rows = rows.unflatten(0, (-1, plan.config.train.micro_batch))
+            batch = DeviceBatch.of(rows[..., :-1], rows[..., 1:], pretended.put)
+            torch_xla.sync()
+            for _ in range(steps):
+                result = train_step(state, batch, LR)
+                pretended.step_boundary()
+                del result
+            pretended.binding.close()
+    return found
+
+
+def orders(backend: Backend, cases: Sequence[tuple[str, int, int]]) -> list[tuple[int, ...]]:
+    """NxD's order of ranks on pretended machines: instance, world and tp of each."""
+    nxd_cpu.prepare(cpu_mode=False)
+    found = []
+    for instance, world, tp in cases:
+        binding = PretendedNxd(backend.device, world, 0, INSTANCES[instance])
+        found.append(binding.rank_order(tp=tp, pp=1))
+        dist.destroy_process_group()
+    return found

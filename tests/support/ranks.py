@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 120
+from tests.support.patience import patient_s
+
+TIMEOUT_S = patient_s(120)
 
 
 class RankPool:

@@ -23,7 +23,9 @@ from tests.support.neuron_machine import INSTANCE, furnish, stand_on
 if TYPE_CHECKING:
     from nxtrain.backends.xla import XlaBackend
 
-TIMEOUT_S = 200
+from tests.support.patience import patient_s
+
+TIMEOUT_S = patient_s(200)
 
 
 def run_devices(

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.c10d import Placement
+from tests.support.patience import patient_s
 
-TIMEOUT_S = 200
+TIMEOUT_S = patient_s(200)
 AGENT = ("--standalone", "--local-addr=127.0.0.1")
 
 

@@ -18,6 +18,7 @@ from tests.support import graph_mutants
 from tests.support.graph_mutants import MUTANTS, STEPS, traced
 from tests.support.models import changed
 from tests.support.parity import layout
+from tests.support.patience import patient_s
 from tests.support.xla_engine import run_devices
 
 ROOT = Path(__file__).parents[2]
@@ -33,28 +34,36 @@ SMALL = {
 RATES = (0.0, 1e-3, 1.0, 0.1)  # the last is that of weight decay
 
 
+SHAPE = [f"model.config.{key}={value}" for key, value in SMALL.items()] + ["train.seq_len=32"]
+
+
 def published(ranks: list[int], *options: str) -> dict[str, Any]:
     """The published 7B run on 4096 ranks, as the command line reports it."""
-    argv = [sys.executable, "-m", "nxtrain", "graphs", "configs/llama2_7b_trn1.toml", "--world", "4096", "--json"]
+    shell = {"XLA_USE_BF16": "1"}  # what is set outside does not reach the process that traces
+    found: dict[str, Any] = json.loads(run_graphs("4096", ranks, "--json", *options, **shell))
+    return found
+
+
+def run_graphs(world: str, ranks: list[int], *options: str, **shell: str) -> str:
+    """What the command prints of the recipe."""
+    argv = [sys.executable, "-m", "nxtrain", "graphs", "configs/llama2_7b_trn1.toml", "--world", world]
     done = subprocess.run(
         [*argv, *(option for rank in ranks for option in ("--rank", str(rank))), *options],
         cwd=ROOT,
-        env={**os.environ, "XLA_USE_BF16": "1"},  # what is set outside does not reach the process that traces
+        env={**os.environ, **shell},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=patient_s(400),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """It in a small shape; half a minute at most."""
-    shape = [f"model.config.{key}={value}" for key, value in SMALL.items()]
-    return published(RANKS, *shape, "train.seq_len=32", "--hlo", str(tmp_path_factory.mktemp("hlo")))
+    return published(RANKS, *SHAPE, "--hlo", str(tmp_path_factory.mktemp("hlo")))
 
 
 def census(graph: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int, int]]:
@@ -111,6 +120,32 @@ def test_the_texts_of_its_graphs_are_saved(sound: dict[str, Any]) -> None:
 
 def test_what_was_traced_in_place_of_the_vendors_layers_is_said(sound: dict[str, Any]) -> None:
     assert sound["replaced"] == {"backend.name": "neuron", "backend.layers": "nxd"}
+    assert (sound["layers"], sound["attention"]) == ("native", "plain")
+    name, layers, attention = sound["notes"]
+    assert name.startswith("traced with backend.name=xla in place of neuron (")
+    reason = "nxd on neuron where neuronx-distributed is installed; it is not here"
+    assert layers == f"traced with backend.layers=native in place of nxd ({reason})"
+    assert attention.startswith("backend.attention=auto is plain on trn1.32xlarge: train.seq_len=32 is no multiple")
+
+
+def test_a_run_of_automatic_choices_is_told_what_stands_for_them_in_whole_lines(tmp_path: Path) -> None:
+    """NeuronX Distributed is installed, and fails as AWS's packages may where there is no device."""
+    (tmp_path / "neuronx_distributed-0.18.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: neuronx-distributed\nVersion: 0.18.0\n"
+    (tmp_path / "neuronx_distributed-0.18.0.dist-info" / "METADATA").write_text(metadata, encoding="ascii")
+    (tmp_path / "neuronx_distributed.py").write_text('raise OSError("no libnrt.so.1")\n', encoding="ascii")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    flash = ["train.seq_len=2048", "model.config.max_position_embeddings=2048", "parallel.tp=2"]
+    auto = ["backend.name=auto", "backend.layers=auto", "parallel.dp=2", "train.global_batch=2"]
+    said = run_graphs("4", [0], *SHAPE, *auto, *flash, "--steps", "1", PYTHONPATH=path).splitlines()
+    layers = "neuronx-distributed does not import here: OSError: no libnrt.so.1"
+    assert f"traced with backend.layers=native in place of nxd (auto: {layers})" in said
+    for line in (
+        "traced with backend.name=xla in place of neuron (auto: neuron on a Trainium instance; ",
+        "traced with backend.attention=plain in place of flash (auto: flash on trn1.32xlarge, by NKI's kernel of ",
+    ):
+        assert [other for other in said if other.startswith(line)]
+    assert not [line for line in said if line.startswith("traced with the layers")]
 
 
 def test_evaluation_is_one_graph_of_one_micro_batch_however_many_there_are(tmp_path: Path) -> None:
@@ -159,7 +194,7 @@ def test_no_learning_rate_and_no_storage_changes_a_graph(reports: dict[str, dict
 def test_a_defect_is_refused(mutant: str, words: str, reports: dict[str, dict[str, Any]]) -> None:
     assert any(words in problem for problem in reports[mutant]["problems"]), reports[mutant]["problems"]
     with pytest.raises(BackendError) as raised:
-        present({**reports[mutant], "replaced": {}}, as_json=False)
+        present({**reports[mutant], "notes": []}, as_json=False)
     assert raised.value.exit_code == 5
 
 

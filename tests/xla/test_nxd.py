@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from tests.support.parity import check_course, layout, reference
 from tests.support.xla_bodies import Recorded, recorded
 from tests.support.xla_engine import run_devices
 from tests.xla.test_graphs import census
+from tests.xla.test_graphs_command import ROOT, SHAPE, run_graphs
 
 pytestmark = pytest.mark.nxd
 
@@ -68,6 +72,63 @@ def test_all_ranks_record_the_same_graphs_with_the_collectives_of_the_native_lay
 def test_a_rank_that_is_a_number_would_be_noticed(tmp_path: Path) -> None:
     first, second, _ = record(tmp_path, "nxd", sp=True, mutant="nxd number")
     assert first[0].hash != second[0].hash
+
+
+def steady(report: dict[str, Any]) -> dict[str, str]:
+    """The graphs of training, by name."""
+    assert (report["problems"], report["host_reads"]) == ([], [])
+    return {graph["name"]: graph["hash"] for graph in report["graphs"] if graph["name"].startswith("steady")}
+
+
+def test_graphs_are_traced_as_the_ranks_of_a_run_record_them(tmp_path: Path) -> None:
+    published = layout("gqa2", tp=8, dp=512, sp=True, micro=1, params="bf16", update="bf16_stochastic", remat="full")
+    plans = [
+        changed(published, train={"global_batch": 1024}),
+        layout("tied", tp=8, dp=512, micro=1, batch=512),
+    ]
+    (runs,) = run_devices(1, nxd_xla.hashes_of_steps, plans, 4096, RANKS, 2, folder=tmp_path)
+    (reports,) = run_devices(1, nxd_xla.traced, plans, 4096, RANKS, "trn1.32xlarge", folder=tmp_path)
+    for by_rank, report in zip(runs, reports, strict=True):
+        found = steady(report)
+        micro = [found["steady micro-batch"]] * 2 if "steady micro-batch" in found else []
+        step = [*micro, *(found[name] for name in found if name != "steady micro-batch")]
+        assert by_rank == [step * 2] * len(RANKS)
+
+
+def test_the_order_of_ranks_is_that_of_the_instance_of_the_run(tmp_path: Path) -> None:
+    (found,) = run_devices(1, nxd_xla.orders, [("trn2.48xlarge", 128, 32), ("trn1.32xlarge", 64, 32)], folder=tmp_path)
+    # Opposite rows of chips of a trn2 together, with two physical cores per rank.
+    assert found[0] == tuple(16 * row + core for row in (0, 3, 1, 2, 4, 7, 5, 6) for core in range(16))
+    assert found[1] == tuple(range(64))
+
+
+def test_the_command_traces_its_layers_and_its_order_of_ranks(tmp_path: Path) -> None:
+    """NxD joins every eighth rank of a trn1.32xlarge at tp 4, whichever ranks the process that traces is one of."""
+    folders = (ROOT / "tests/support/nxd_site", ROOT, os.environ.get("PYTHONPATH", ""))
+    said = run_graphs(
+        "64",
+        [0, 8, 41],
+        "--json",
+        "--steps=2",
+        f"--hlo={tmp_path}",
+        *SHAPE,
+        "parallel.tp=4",
+        "parallel.dp=16",
+        "backend.layers=auto",
+        "backend.name=auto",
+        PYTHONPATH=os.pathsep.join(map(str, folders)),
+        NXD_CPU_MODE="1",  # does not reach the process that traces
+    )
+    report = json.loads(said)
+    assert steady(report)
+    assert (report["layers"], report["replaced"]) == ("nxd", {"backend.name": "auto"})
+    assert "traced with the layers and the order of ranks of neuronx-distributed 0.18.0" in report["notes"]
+    micro = next(graph for graph in report["graphs"] if graph["name"] == "steady micro-batch")
+    assert {(row["axis"], row["num_groups"], row["group_size"]) for row in micro["collectives"]} == {("tp", 16, 4)}
+    text = Path(micro["hlo"]).read_text(encoding="utf-8")
+    assert "replica_groups={{0,8,16,24},{1,9,17,25}," in text
+    assert "{39,47,55,63}}" in text
+    assert "replica_groups={{0,1,2,3}," not in text
 
 
 @pytest.mark.parametrize(("pair", "taken"), [([0, 1], 1.0), ([1, 0], 0.0)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from nxtrain.backends.base import AttentionShape
 from nxtrain.backends.neuron.hardware import Instance
-from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion
+from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverified
 from nxtrain.errors import ConfigError, Problem
 
 SEQUENCE_TILE = 2048
@@ -49,7 +49,13 @@ class Attention:
 
 
 def choose(
-    wanted: str, shape: AttentionShape, instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None
+    wanted: str,
+    shape: AttentionShape,
+    instance: Instance | None,
+    sdk: SdkVersion | None,
+    distributed: Package | None,
+    *,
+    allow_unverified: bool = False,
 ) -> Attention:
     """Choose the kernel where it can be had, unless something else is wanted.
 
@@ -59,13 +65,14 @@ def choose(
         instance: The machine.
         sdk: Release of the Neuron SDK.
         distributed: What is installed as neuronx-distributed.
+        allow_unverified: A release that nxtrain is not verified with can be used too.
 
     Raises:
         ConfigError: The kernel is wanted and cannot be had.
     """
     if wanted == "plain":
         return Attention(False, f"as backend.attention=plain asks; {_cost(shape)}")
-    obstacles = [*_lacking(instance, sdk, distributed), *_misfits(shape, instance)]
+    obstacles = [*_lacking(instance, sdk, distributed, allow_unverified), *_misfits(shape, instance)]
     if not obstacles:
         assert instance is not None
         assert distributed is not None
@@ -77,7 +84,9 @@ def choose(
     return Attention(False, f"{'; '.join(obstacles)}. {_cost(shape)}")
 
 
-def _lacking(instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None) -> Iterator[str]:
+def _lacking(
+    instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None, allow_unverified: bool
+) -> Iterator[str]:
     if instance is None:
         yield "this machine is no Trainium instance that nxtrain knows"
     if sdk is None:
@@ -89,6 +98,8 @@ def _lacking(instance: Instance | None, sdk: SdkVersion | None, distributed: Pac
         yield f"neuronx-distributed{version}, which calls NKI's kernel, is not installed"
     elif distributed.placeholder:
         yield f"neuronx-distributed {distributed.version} is PyPI's empty placeholder"
+    elif not allow_unverified and (why := unverified(distributed)):
+        yield f"{why}: use a release of those, or backend.allow_unverified=true"
 
 
 def _misfits(shape: AttentionShape, instance: Instance | None) -> Iterator[str]:

@@ -100,13 +100,22 @@ class NeuronBackend(XlaBackend):
         return dict.fromkeys(values, 1.0)
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
-        found = choose(wanted, shape, this_machine(), sdk.detect(), sdk.installed("neuronx-distributed"))
+        found = choose(
+            wanted,
+            shape,
+            this_machine(),
+            sdk.detect(),
+            sdk.installed("neuronx-distributed"),
+            allow_unverified=self.allow_unverified,
+        )
         function = load() if found.flash else None
         self.kernels = NeuronKernels(rounds=self._rounds, flash=function, lnc=found.lnc)
         self._attention = found
 
     def notes(self) -> tuple[str, ...]:
-        return (str(self._attention),) if self._attention else ()
+        if self._attention is None:
+            return ()
+        return (str(self._attention), *(sdk.unverified_notes() if self._attention.flash else ()))
 
     def peak_flops(self) -> float | None:
         instance = this_machine()

@@ -60,8 +60,8 @@ RELEASES = {
 Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 """
 
-DISTRIBUTED = ((0, 15), (0, 19))
-"""First and last known releases of NeuronX Distributed."""
+DISTRIBUTED = ((0, 15), (0, 18))
+"""First and last releases of NeuronX Distributed that nxtrain is verified with; later ones have no public source."""
 
 RECOMMENDED = SdkVersion(2, 28)
 """Release on which AWS advises to stay.
@@ -124,24 +124,61 @@ def missing_devices() -> Iterator[str]:
         yield f"no Neuron device in {DEVICES}, as the driver of a Trainium instance makes them"
 
 
-def distributed_support() -> Support:
-    """Whether a known NeuronX Distributed is installed; if not, what to install. Imports nothing."""
-    release = RELEASES[detect() or RECOMMENDED].neuronx_distributed
-    way_out = f"pip install --extra-index-url {PACKAGE_INDEX} 'neuronx-distributed=={release}.*'"
+def distributed_support(*, allow_unverified: bool = False, assumed: Package | None = None) -> Support:
+    """Whether a NeuronX Distributed that can be used is installed; if not, what to install. Imports nothing.
+
+    Args:
+        allow_unverified: A release outside `DISTRIBUTED` can be used too.
+        assumed: What the machine of a run has, where this machine has none.
+    """
+    way_out = _install_distributed()
     package = installed("neuronx-distributed")
+    if assumed is not None and (package is None or package.placeholder):
+        package = assumed
     if package is None:
         return Support(False, f"neuronx-distributed is not installed; {way_out}")
     if package.placeholder:
         return Support(False, f"{placeholder(package)}; {way_out}")
-    first, last = (".".join(map(str, version)) for version in DISTRIBUTED)
-    found = package.version.split(".")[:2]
-    if not all(part.isdigit() for part in found) or not DISTRIBUTED[0] <= tuple(map(int, found)) <= DISTRIBUTED[1]:
-        return Support(False, f"neuronx-distributed {package.version} is not of {first} to {last}; {way_out}")
+    if (why := unverified(package)) and not allow_unverified:
+        return Support(False, f"{why}; {way_out}, or use it with backend.allow_unverified=true")
     torch = installed("torch")
     if torch is None or not torch.version.startswith("2.9."):
         wrong = torch.version if torch else "none"
         return Support(False, f"neuronx-distributed {package.version} is used with torch 2.9, not {wrong}")
     return Support(True, f"neuronx-distributed {package.version} is installed")
+
+
+def unverified(package: Package) -> str:
+    """Why nothing is known of an installed NeuronX Distributed, in words; empty for a release of `DISTRIBUTED`."""
+    if _is_verified(package.version):
+        return ""
+    return f"{package.name} {package.version} is not of {_verified()}, whose source nxtrain is verified with"
+
+
+def unverified_notes() -> tuple[str, ...]:
+    """The warning that a run prints when it uses the installed NeuronX Distributed; none for a verified release."""
+    package = installed("neuronx-distributed")
+    why = unverified(package) if package else ""
+    return (f"warning: {why}; it is used all the same, as backend.allow_unverified=true asks",) if why else ()
+
+
+def _is_verified(version: str) -> bool:
+    parts = version.split(".")[:2]
+    return all(part.isdigit() for part in parts) and DISTRIBUTED[0] <= tuple(map(int, parts)) <= DISTRIBUTED[1]
+
+
+def _verified() -> str:
+    return " to ".join(".".join(map(str, version)) for version in DISTRIBUTED)
+
+
+def _install_distributed() -> str:
+    """The command that installs a verified NeuronX Distributed: that of this SDK, or else with an SDK that has one."""
+    sdk = detect() or RECOMMENDED
+    release = RELEASES[sdk].neuronx_distributed
+    if _is_verified(release):
+        return f"pip install --extra-index-url {PACKAGE_INDEX} 'neuronx-distributed=={release}.*'"
+    pin = f"'neuronx-distributed=={RELEASES[RECOMMENDED].neuronx_distributed}.*'"
+    return f"Neuron SDK {sdk} has {release} alone, which is not verified: {install_command()} {pin}"
 
 
 def install_command(sdk: SdkVersion = RECOMMENDED) -> str:

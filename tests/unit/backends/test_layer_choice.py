@@ -16,6 +16,10 @@ from nxtrain.errors import BackendError
 Install = Callable[..., None]
 INDEX = "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com"
 TO_INSTALL = f"{INDEX} 'neuronx-distributed==0.17.*'"
+UNVERIFIED = (
+    "neuronx-distributed {} is not of 0.15 to 0.18, whose source nxtrain is verified with; "
+    f"{TO_INSTALL}, or use it with backend.allow_unverified=true"
+)
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return leave
 
 
-@pytest.mark.parametrize("version", ["0.15.22259", "0.17.26814", "0.18.0", "0.19.1"])
+@pytest.mark.parametrize("version", ["0.15.22259", "0.17.26814", "0.18.0"])
 def test_auto_takes_a_known_release_on_neuron_devices_alone(install: Install, version: str) -> None:
     install("torch", "2.9.0")
     install("neuronx-distributed", version)
@@ -52,9 +56,19 @@ def test_auto_takes_a_known_release_on_neuron_devices_alone(install: Install, ve
             [("neuronx-distributed", "0.1", "WRONG PACKAGE. Please install")],
             f"neuronx-distributed 0.1 is PyPI's empty placeholder, not AWS's package; {TO_INSTALL}",
         ),
-        ([("neuronx-distributed", "0.14.1")], f"neuronx-distributed 0.14.1 is not of 0.15 to 0.19; {TO_INSTALL}"),
-        ([("neuronx-distributed", "0.20.0")], f"neuronx-distributed 0.20.0 is not of 0.15 to 0.19; {TO_INSTALL}"),
-        ([("neuronx-distributed", "1.15.0")], f"neuronx-distributed 1.15.0 is not of 0.15 to 0.19; {TO_INSTALL}"),
+        *(
+            ([("neuronx-distributed", version)], UNVERIFIED.format(version))
+            for version in ("0.14.1", "0.20.0", "1.15.0")
+        ),
+        ([("neuronx-distributed", "next")], UNVERIFIED.format("next")),
+        ([("neuronx-distributed", "0.19.1")], UNVERIFIED.format("0.19.1")),
+        (
+            [("neuronx-distributed", "0.19.1"), ("torch-neuronx", "2.9.0.2.14.1")],
+            "neuronx-distributed 0.19.1 is not of 0.15 to 0.18, whose source nxtrain is verified with; Neuron SDK 2.30 "
+            f"has 0.19 alone, which is not verified: install Neuron SDK 2.28: {INDEX} torch==2.9.0 torch-xla==2.9.0 "
+            "'torch-neuronx==2.9.0.2.12.*' 'neuronx-cc==2.23.*' 'neuronx-distributed==0.17.*', or use it with "
+            "backend.allow_unverified=true",
+        ),
         (
             [("neuronx-distributed", "0.17.1"), ("torch", "2.8.0")],
             "neuronx-distributed 0.17.1 is used with torch 2.9, not 2.8.0",

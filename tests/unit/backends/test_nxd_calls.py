@@ -24,7 +24,7 @@ TAKEN = {
         "initialize_model_parallel",
         "model_parallel_is_initialized",
     },
-    "parallel_layers": {"comm", "grads", "mappings"},
+    "parallel_layers": {"comm", "grads", "mappings", "parallel_state"},  # whose names are given other values
 }
 """By module of `neuronx_distributed`."""
 

@@ -140,7 +140,10 @@ def test_a_read_is_refused_once_with_its_place() -> None:
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_report_is_printed_before_it_fails(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
-    extra: dict[str, Any] = {"replaced": {"backend.layers": "nxd"}, "seconds": [1.0, 0.5]}
+    extra: dict[str, Any] = {
+        "notes": ["traced with backend.layers=native in place of nxd (auto)"],
+        "seconds": [1.0, 0.5],
+    }
     sound = report(SOUND) | extra
     present(sound, as_json=as_json)
     printed = capsys.readouterr().out
@@ -155,6 +158,19 @@ def test_a_report_is_printed_before_it_fails(capsys: pytest.CaptureFixture[str],
         for words in ("4 graphs in 2 steps; world 8, ranks 0-1", "steady micro-batch", "0.25 = 1/4", "backend.layers"):
             assert words in printed
         assert "  first " in failed
+
+
+def test_a_name_of_several_stages_and_a_long_note_stand_on_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    name = (
+        "stage 0 evaluation forward chunk 1, stages 1-6 evaluation forward chunk 0, stage 7 evaluation forward chunk 0"
+    )
+    note = "traced with " + "words " * 60
+    found = report(SOUND)
+    found["graphs"][0]["name"] = name
+    present({**found, "notes": [note], "seconds": [1.0]}, as_json=False)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith(f"{name} ")]
+    assert note.strip() in lines
 
 
 def test_ranks_of_every_kind_are_traced_by_default() -> None:

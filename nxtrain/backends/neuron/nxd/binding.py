@@ -14,6 +14,7 @@ from nxtrain.backends.base import Binding, LayerSet
 from nxtrain.backends.collectives import Collectives, Done, Pending
 from nxtrain.backends.greetings import without_greetings
 from nxtrain.backends.neuron.hardware import this_machine
+from nxtrain.backends.neuron.sdk import unverified_notes
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.sharding import ParamTable, ShardSpec
@@ -30,6 +31,7 @@ class NxdBinding(Binding):
     """
 
     name = "nxd"
+    _meets = True  # the other ranks are there
 
     def __init__(self, device: torch.device) -> None:
         # Each layer calls a deprecated torch.cuda.amp.
@@ -59,7 +61,7 @@ class NxdBinding(Binding):
         self._join()
         if self._is_cpu:
             _refuse_descending(mesh)
-        initialize(mesh, lnc=self._lnc)
+        initialize(mesh, lnc=self._lnc, meets=self._meets)
         self._sums_over_dp = sums_over_dp(mesh)
         return NxdLayers(native, dtype)
 
@@ -89,6 +91,9 @@ class NxdBinding(Binding):
         fresh = [grad.to(dtype, copy=True, memory_format=torch.contiguous_format) for grad in grads]
         bucket_allreduce_gradients(grads_list=fresh)
         return Done(fresh)
+
+    def notes(self) -> tuple[str, ...]:
+        return unverified_notes()
 
     def close(self) -> None:
         from nxtrain.backends.neuron.nxd.groups import forget

@@ -56,19 +56,23 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
     return order
 
 
-def initialize(mesh: Mesh, *, lnc: int) -> None:
+def initialize(mesh: Mesh, *, lnc: int, meets: bool = True) -> None:
     """Make NxD's process groups, once, and hold them to a mesh.
 
     Args:
         mesh: The axes of this rank.
         lnc: Physical cores per core that ranks see.
+        meets: All ranks join in a first sum, as NxD has it.
 
     Raises:
         BackendError: They differ from those of the mesh.
     """
     if not model_parallel_is_initialized():
         initialize_model_parallel(
-            tensor_model_parallel_size=mesh.tp_size, pipeline_model_parallel_size=mesh.pp_size, lnc_size=lnc
+            tensor_model_parallel_size=mesh.tp_size,
+            pipeline_model_parallel_size=mesh.pp_size,
+            skip_collective_init=not meets,
+            lnc_size=lnc,
         )
     found = {
         "tp": get_tensor_model_parallel_replica_groups(),

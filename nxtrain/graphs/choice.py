@@ -1,0 +1,166 @@
+"""The choices that a run makes on its own device, and what stands for them in a trace on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxtrain.backends import choose_layers
+from nxtrain.backends.neuron.hardware import INSTANCES, Instance
+from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, Package, SdkVersion, detect, installed, unverified_notes
+from nxtrain.config.schema import RunConfig
+from nxtrain.launch.neuron import attention_of, machine_of
+
+TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain"}
+"""What can be traced on any machine, by key."""
+
+ASSUMED = INSTANCES["trn1.32xlarge"]
+"""Instance of a run that names none, traced on a machine that is none."""
+
+_NXD = "neuronx-distributed"
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A value that is traced in place of the one that a run uses.
+
+    Args:
+        key: Dotted key of the configuration.
+        configured: Its value there.
+        run: Value that a run uses.
+        reason: Why `TRACED` has another, in words.
+    """
+
+    key: str
+    configured: str
+    run: str
+    reason: str
+
+    def __str__(self) -> str:
+        """As people are told."""
+        auto = "auto: " if self.configured == "auto" else ""
+        return f"traced with {self.key}={TRACED[self.key]} in place of {self.run} ({auto}{self.reason})"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is traced of a run.
+
+    Args:
+        layers: `native` or `nxd`.
+        instance: Machine of the run.
+        stand_ins: What is not traced as it runs.
+        notes: What else people must know of the choices.
+    """
+
+    layers: str
+    instance: Instance
+    stand_ins: tuple[StandIn, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The machine of a run; what is not installed here is taken as installed there.
+
+    Args:
+        instance: Its kind.
+        sdk: Release of the Neuron SDK.
+        distributed: NeuronX Distributed: the installed one, or the one that belongs to the SDK.
+        lacking: Why there is none here, in words; empty if there is.
+    """
+
+    instance: Instance
+    sdk: SdkVersion
+    distributed: Package
+    lacking: str
+
+
+def backend_of(config: RunConfig) -> str:
+    """The backend of a run; `auto` counts as that of a Trainium instance, for whose compiler graphs are traced."""
+    return "neuron" if config.backend.name == "auto" else config.backend.name
+
+
+def choose(config: RunConfig) -> Choices:
+    """Choose as the ranks of a run do on their machine, by the functions that they call.
+
+    Raises:
+        BackendError: Layers that the run refuses.
+        ConfigError: Attention that the run refuses.
+    """
+    name = backend_of(config)
+    stand_ins, notes = _device(config, name), list[str]()
+    if name != "neuron":
+        if config.backend.layers == "nxd":
+            stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} for tests alone"))
+        return Choices("native", ASSUMED, tuple(stand_ins))
+    known = machine_of(config)
+    if known is None:
+        notes.append(f"{ASSUMED.name} is assumed; cluster.instance names the instance of a run")
+    machine = _machine(known or ASSUMED)
+    layers = _layers(config, machine, stand_ins, notes)
+    is_flash = _attention(config, machine, stand_ins, notes)
+    if not machine.lacking and (layers == "nxd" or is_flash):
+        notes += unverified_notes()
+    return Choices(layers, machine.instance, tuple(stand_ins), tuple(notes))
+
+
+def without_nxd(choices: Choices, config: RunConfig, why: str) -> Choices:
+    """The choices of a machine on which NeuronX Distributed is installed and cannot be loaded."""
+    stand_in = StandIn("backend.layers", config.backend.layers, "nxd", why)
+    notes = tuple(note for note in choices.notes if note != _nxd_is_traced())
+    return Choices("native", choices.instance, (*choices.stand_ins, stand_in), notes)
+
+
+def _machine(instance: Instance) -> _Machine:
+    sdk, package = detect() or RECOMMENDED, installed(_NXD)
+    if package is None or package.placeholder:
+        lacking = "is not here" if package is None else "is PyPI's empty placeholder here"
+        return _Machine(instance, sdk, Package(_NXD, RELEASES[sdk].neuronx_distributed), lacking)
+    return _Machine(instance, sdk, package, "")
+
+
+def _device(config: RunConfig, name: str) -> list[StandIn]:
+    configured = config.backend.name
+    if configured == "xla":
+        return []
+    reason = "its device is not here, and graphs need none" if name == "neuron" else "graphs are those of PyTorch/XLA"
+    if configured == "auto":
+        reason = f"neuron on a Trainium instance; {reason}"
+    if name == "neuron" and config.precision.update == "bf16_stochastic":
+        reason += "; elementary operations stand for the hardware's rounding"
+    return [StandIn("backend.name", configured, name, reason)]
+
+
+def _layers(config: RunConfig, machine: _Machine, stand_ins: list[StandIn], notes: list[str]) -> str:
+    chosen, distributed = config.backend, machine.distributed
+    may = chosen.allow_unverified
+    layers, why = choose_layers(chosen.layers, "neuron", allow_unverified=may, assumed=distributed)
+    if layers == "native":
+        if chosen.layers == "auto":
+            notes.append(f"backend.layers=auto is native on neuron: {why}")
+        return "native"
+    if machine.lacking:
+        reason = f"nxd on neuron where {_NXD} is installed; it {machine.lacking}"
+        stand_ins.append(StandIn("backend.layers", chosen.layers, "nxd", reason))
+        return "native"
+    notes.append(_nxd_is_traced())
+    return "nxd"
+
+
+def _nxd_is_traced() -> str:
+    package = installed(_NXD)
+    return f"traced with the layers and the order of ranks of {_NXD} {package.version if package else ''}"
+
+
+def _attention(config: RunConfig, machine: _Machine, stand_ins: list[StandIn], notes: list[str]) -> bool:
+    """Whether a run has the flash kernel."""
+    configured, instance = config.backend.attention, machine.instance
+    found = attention_of(config, instance, machine.sdk, machine.distributed)
+    if found is None:
+        return False
+    if found.flash:
+        reason = f"flash on {instance.name}, by {found.reason}; NKI kernels are traced by AWS's compiler alone"
+        stand_ins.append(StandIn("backend.attention", configured, "flash", reason))
+    elif configured == "auto":
+        notes.append(f"backend.attention=auto is plain on {instance.name}: {found.reason}")
+    return found.flash
