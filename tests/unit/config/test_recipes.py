@@ -7,17 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from nxtrain.config.check import Resolved, resolve_model
+from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded, load, values
-from nxtrain.family import find_family
+from nxtrain.data.packing import concat
+from nxtrain.data.samples import check_table
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import ParamTable
 from nxtrain.train.run import schedule_of
 from tests.support.parity import table_of
-
-CONFIGS = Path(__file__).parents[3] / "configs"
+from tests.support.shipped import CONFIGS, world_of
 
 BOTH: dict[str, Any] = {
     "run.seed": 12349,
@@ -40,7 +41,9 @@ BOTH: dict[str, Any] = {
     "optim.weight_decay": 0.1,
     "optim.decay_norms": True,
     "optim.clip": 1.0,
-    "data.source": "arrow",
+    "data.source": "tokens",
+    "data.validation_fraction": 0.0,
+    "train.eval_every": 0,
     "data.packing": "concat",
     "data.doc_mask": False,
     "checkpoint.resume": "auto",
@@ -60,7 +63,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "parallel.dp": 512,
         "parallel.shard": "none",
         "parallel.bucket_mib": 512,
-        "train.eval_every": 1000,
         "precision.update": "bf16_stochastic",
         "precision.accumulate": "bf16",
         "precision.reduce": "bf16",
@@ -82,7 +84,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "parallel.pp": 8,
         "parallel.dp": 32,
         "parallel.shard": "zero1",
-        "train.eval_every": 0,
         "precision.update": "fp32_master",
         "precision.accumulate": "fp32",
         "precision.reduce": "fp32",
@@ -96,7 +97,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "checkpoint.async": True,
     },
 }
-CORES_PER_NODE = 32
 
 
 def recipe(name: str) -> Loaded:
@@ -104,9 +104,9 @@ def recipe(name: str) -> Loaded:
 
 
 def plan(name: str) -> Resolved:
-    """A recipe as it will run once its features are there; what it waits for is held by `test_configs`."""
-    config = recipe(name).config
-    return Resolved(config, find_family(config.model.family), resolve_model(config))
+    """A recipe as the commands of a user get it, on its own cluster."""
+    loaded = recipe(name)
+    return resolve(loaded, world_of(loaded))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -133,8 +133,9 @@ def test_every_value_names_its_source(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "accumulation"), [("llama2_7b_trn1", 2), ("llama2_70b_trn1", 32)])
 def test_the_degrees_fill_the_cluster_and_share_the_batch(name: str, accumulation: int) -> None:
-    config = recipe(name).config
-    mesh = Mesh.build(config.cluster.nodes * CORES_PER_NODE, 0, tp=config.parallel.tp, pp=config.parallel.pp)
+    loaded = recipe(name)
+    config = loaded.config
+    mesh = Mesh.build(world_of(loaded), 0, tp=config.parallel.tp, pp=config.parallel.pp)
     assert mesh.dp_size == config.parallel.dp
     assert config.train.global_batch == accumulation * config.train.micro_batch * mesh.dp_size
     assert config.train.global_batch * config.train.seq_len == 4_194_304
@@ -151,6 +152,23 @@ def test_the_degrees_fill_the_cluster_and_share_the_batch(name: str, accumulatio
 def test_the_learning_rates_are_the_published_ones(name: str, rates: dict[int, float]) -> None:
     schedule = schedule_of(plan(name))
     assert {step: schedule.at(step) for step in rates} == pytest.approx(rates, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_rows_that_a_recipe_asks_for_are_those_of_packed_text(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of its comment, executed, make what `packing = "concat"` makes of the same ids."""
+    config, model = recipe(name).config, plan(name).model
+    text = (CONFIGS / f"{name}.toml").read_text(encoding="utf-8")
+    lines = re.findall(r"^#     (.+)$", text.partition("[data]")[2], re.MULTILINE)
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, 3 * config.train.seq_len + 5, np.uint16)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / config.data.path).parent.mkdir()
+    exec("\n".join(lines), {"numpy": np, "ids": ids})
+    table = np.load(config.data.path)
+    check_table(table, Path(config.data.path), seq_len=config.train.seq_len, vocab_size=model.vocab_size)
+    np.testing.assert_array_equal(table, concat(ids, config.train.seq_len))
 
 
 def expected_norm(table: ParamTable, kv_copies: int = 1) -> float:
