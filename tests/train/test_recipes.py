@@ -34,7 +34,6 @@ SCALED: dict[str, Any] = {
     "backend.name": "cpu",
     "backend.layers": "native",
     "cluster.nodes": 1,
-    "cluster.instance": "",
 }
 DEGREES: dict[str, dict[str, Any]] = {
     "llama2_7b_trn1": {"parallel.tp": 2, "parallel.pp": 1, "parallel.dp": 2, "train.global_batch": 4},
