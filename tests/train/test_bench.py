@@ -79,9 +79,7 @@ def test_bench_train_prints_speeds_in_units_of_the_peak() -> None:
 class Traffic(TorchDispatchMode):
     """Counts the bytes that operations read and write; views move none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
+    num_bytes: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -93,7 +91,8 @@ class Traffic(TorchDispatchMode):
 
 def traffic(turn: Any) -> int:
     turn()  # the first makes what later ones reuse
-    with Traffic() as mode:
+    mode = Traffic()
+    with mode:
         turn()
     return mode.num_bytes
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded, load, values
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_table
 from nxtrain.mesh import Mesh
+from nxtrain.nn.init import draw
 from nxtrain.sharding import ParamTable
 from nxtrain.train.run import schedule_of
 from tests.support.parity import table_of
@@ -182,13 +184,60 @@ def expected_norm(table: ParamTable, kv_copies: int = 1) -> float:
     return math.sqrt(total)
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_copies", "logged", "bf16_spacing"),
-    [("llama2_7b_trn1", 1, 1536, 8), ("llama2_70b_trn1", 4, 4576, 32)],
-)
+LOGGED = [("llama2_7b_trn1", 1, 1536, 8), ("llama2_70b_trn1", 4, 4576, 32)]
+"""The READMEs of HLAT's 7b and 70b log it; 70b sums the copies that four ranks hold of each K/V head."""
+
+
+@pytest.mark.parametrize(("name", "kv_copies", "logged", "bf16_spacing"), LOGGED)
 def test_the_first_weights_have_the_norm_that_was_logged(
     name: str, kv_copies: int, logged: float, bf16_spacing: float
 ) -> None:
-    """The READMEs of HLAT's 7b and 70b log it; 70b sums the copies that four ranks hold of each K/V head."""
     table = table_of(plan(name), Mesh.build(1, 0))
     assert expected_norm(table, kv_copies) == pytest.approx(logged, abs=bf16_spacing)
+
+
+def kind(global_name: str) -> str:
+    """A tensor's name without its block."""
+    return re.sub(r"\.\d+\.", ".N.", global_name)
+
+
+def drawn_mean_squares(name: str) -> dict[str, tuple[float, int]]:
+    """Mean square and number of the weights that two ranks draw, one at either end of the pipeline and of tp."""
+    resolved = plan(name)
+    parallel = resolved.config.parallel
+    world = world_of(recipe(name))
+    sums: dict[str, list[tuple[float, int]]] = {}
+    for rank in (1, world - 1):
+        mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp)
+        table = table_of(resolved, mesh)
+        fill = draw(table, mesh.tp, resolved.config.run.seed)
+        blocks = sorted({int(found[1]) for each in table if (found := re.search(r"\.(\d+)\.", each))})
+        mine = blocks[0] if rank == 1 else blocks[-1]
+        for parameter, spec in table.items():
+            if (found := re.search(r"\.(\d+)\.", parameter)) and int(found[1]) != mine:
+                continue
+            local = torch.zeros(spec.local_shape(mesh.tp), dtype=torch.bfloat16)
+            fill(parameter, local)
+            for piece, view in spec.views(local, mesh.tp):
+                squares = float(view.float().square().sum(dtype=torch.float64))
+                sums.setdefault(kind(spec.global_name(parameter, piece.segment)), []).append((squares, view.numel()))
+    return {
+        key: (sum(s for s, _ in each) / sum(n for _, n in each), sum(n for _, n in each)) for key, each in sums.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "kv_copies", "logged", "bf16_spacing"), LOGGED)
+def test_weights_as_they_are_drawn_have_the_norm_that_was_logged(
+    name: str, kv_copies: int, logged: float, bf16_spacing: float
+) -> None:
+    """The shards of two ranks, at their true size, stand for all: each tensor's mean square, times its entries."""
+    measured = drawn_mean_squares(name)
+    total = 0.0
+    for parameter, spec in table_of(plan(name), Mesh.build(1, 0)).items():
+        expected = spec.init.std**2 if spec.init.kind == "normal" else 1.0
+        for segment in spec.segments:
+            square, number = measured[kind(spec.global_name(parameter, segment))]
+            assert square == pytest.approx(expected, rel=5 * math.sqrt(2 / number) if spec.init.kind == "normal" else 0)
+            copies = kv_copies if segment.name in {"k_proj", "v_proj"} else 1
+            total += copies * math.prod(spec.global_shape(segment)) * square
+    assert math.sqrt(total) == pytest.approx(logged, abs=bf16_spacing)
