@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [lane ...] [--torch VERSION] [-- pytest arguments]
 #
 # Lanes: lint device unit dist xla train faults; all of them by default. --torch runs them on another torch, without
-# torch-xla and so without the lane xla. Exit code 0 when everything passed, 1 when not, 2 for a wrong call.
+# torch-xla and so without the lane xla. The last lines name what each lane skipped, and why. Exit code 0 when everything passed, 1 when not, 2 for a wrong call.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
@@ -54,6 +54,7 @@ run_lane() {
 }
 
 summary=() failed=0 ran=0
+NXTRAIN_TEST_SKIPS="$(mktemp)" && export NXTRAIN_TEST_SKIPS  # lanes append what they skip, and why
 judge() {  # lane, seconds, exit code
     local lane=$1 seconds=$2 verdict
     case $3 in
@@ -102,5 +103,5 @@ for lane in "${lanes[@]}"; do
 done
 
 printf '\n%s' "torch $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')" "${summary[@]}"
-echo
+printf '\n' && cat "$NXTRAIN_TEST_SKIPS" && rm "$NXTRAIN_TEST_SKIPS"
 [ $failed = 0 ] && [ $ran = 1 ]
