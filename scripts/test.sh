@@ -4,7 +4,8 @@
 #   bash scripts/test.sh [lane ...] [--torch VERSION] [-- pytest arguments]
 #
 # Lanes: lint device unit dist xla train faults; all of them by default. --torch runs them on another torch, without
-# torch-xla and so without the lane xla. The last lines name what each lane skipped, and why. Exit code 0 when everything passed, 1 when not, 2 for a wrong call.
+# torch-xla and so without the lane xla. The last lines name what each lane skipped, and why. Exit code 0 when everything
+# passed, 1 when not, 2 for a wrong call.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
