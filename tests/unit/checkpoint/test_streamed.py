@@ -20,7 +20,7 @@ TENSORS = {
     "empty.weight": torch.randn(0, 4),
     "hollow.weight": torch.randn(4, 0),
     "wide.weight": torch.randn(2, 500),
-    "ümlaut": torch.arange(5),
+    "\u00fcmlaut": torch.arange(5),
 }
 
 
