@@ -66,10 +66,10 @@ class Scaled:
         blocks.BLOCK_BYTES, storage.PIECE_BYTES, streamed.BATCH_BYTES = block, piece, batch
 
 
-def save_alone(backend: Backend, path: Path) -> None:
+def save_alone(backend: Backend, path: Path, sizes: dict[str, Any]) -> None:
     mesh = Mesh(1, 0)
-    specs = table("gqa2", mesh, config=MODEL)
-    config = layout_of("gqa2", tp=1, config=MODEL).model.model_dump(mode="json")
+    specs = table("gqa2", mesh, config=sizes)
+    config = layout_of("gqa2", tp=1, config=sizes).model.model_dump(mode="json")
     with Scaled():
         save(path, cut(specs, mesh, KINDS), Layout(specs, mesh), meta(config=config))
 
@@ -84,7 +84,8 @@ def load_measured(backend: Backend, path: Path) -> tuple[int, bool]:
     return rise, same(shards, wanted)
 
 
-def export_measured(backend: Backend, path: Path, out: Path) -> int:
+def export_measured(backend: Backend, path: Path, small: Path, out: Path) -> int:
+    nxtrain_to_hf(small, out.with_name("small"))  # imports what only a first export does
     with Scaled():
         return rise_bytes(lambda: nxtrain_to_hf(path, out))
 
@@ -92,14 +93,17 @@ def export_measured(backend: Backend, path: Path, out: Path) -> int:
 def test_memory_follows_the_largest_tensor(ranks: RankPool, tmp_path: Path) -> None:
     """Beside the shards that are loaded, and in an export of one file that holds all tensors."""
     path = layout.step_path(tmp_path, 10)
-    ranks.run(1, save_alone, path)
+    small = layout.step_path(tmp_path / "other", 10)
+    for each, sizes in ((path, MODEL), (small, {})):
+        each.parent.mkdir(exist_ok=True)
+        ranks.run(1, save_alone, each, sizes)
     assert TOTAL_BYTES > 3 * LARGEST_BYTES
     for rank, (rise, equal) in enumerate(ranks.run(2, load_measured, path)):
         assert equal
         assert rise <= BOUND * LARGEST_BYTES, f"rank {rank}: {rise:,} bytes"
     fresh = RankPool()  # memory that a process has freed and kept would hide what it takes anew
     try:
-        (rise,) = fresh.run(1, export_measured, path, tmp_path / "export")
+        (rise,) = fresh.run(1, export_measured, path, small, tmp_path / "export")
     finally:
         fresh.close()
     assert rise <= BOUND * LARGEST_BYTES, f"{rise:,} bytes"
