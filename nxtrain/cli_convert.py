@@ -54,8 +54,9 @@ def nxtrain_to_hf(
         from nxtrain.backends import open_backend
         from nxtrain.checkpoint.model import verify_export
 
-        difference = verify_export(checkpoint, dst, open_backend("cpu"))
-        typer.echo(f"transformers loads {dst}; its scores differ from ours by at most {difference:.2g}")
+        found = verify_export(checkpoint, dst, open_backend("cpu"))
+        rounding = f", and rounding costs ours {found.rounding:.2f} of what it costs them" if found.rounding else ""
+        typer.echo(f"transformers loads {dst}; its scores differ from ours by at most {found.difference:.2g}{rounding}")
 
 
 @convert.command(epilog="Example: nxtrain convert nxd-to-nxtrain nxd_ckpts/step_2000 from-nxd --config config.json")

@@ -8,7 +8,7 @@ of its own under its own name in every checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from nxtrain.mesh import Axis, Mesh
@@ -92,6 +92,13 @@ class Block:
         """All of an unfused tensor."""
         origin = (0,) * len(shape)
         return Block(Segment("", shape[0]), origin, shape, origin, copy=0, copies=1)
+
+    def rows(self, start: int, number: int) -> Block:
+        """Adjacent rows of the box, counted in dimension 0 from its first."""
+        sizes = (number, *self.sizes[1:])
+        first, local_first = self.offsets[0] + start, self.local_offsets[0] + start
+        offsets, local_offsets = (first, *self.offsets[1:]), (local_first, *self.local_offsets[1:])
+        return replace(self, offsets=offsets, sizes=sizes, local_offsets=local_offsets)
 
     def of(self, local: Tensor) -> Tensor:
         """Its view into the local tensor."""

@@ -4,8 +4,8 @@
 #   bash scripts/test.sh [lane ...] [--torch VERSION] [--source DIR] [-- pytest arguments]
 #
 # Lanes: lint device unit dist xla train faults, all of them by default, and nxd, which needs --source DIR: a checkout of
-# NeuronX Distributed. --torch runs them on another torch, without torch-xla and so without the lane xla. Exit code 0 when
-# everything passed, 1 when not, 2 for a wrong call.
+# NeuronX Distributed. --torch runs them on another torch, without torch-xla and so without the lane xla. The last lines
+# name what each lane skipped, and why. Exit code 0 when everything passed, 1 when not, 2 for a wrong call.
 set -euo pipefail
 here=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -71,6 +71,7 @@ run_lane() {
 }
 
 summary=() failed=0 ran=0
+NXTRAIN_TEST_SKIPS="$(mktemp)" && export NXTRAIN_TEST_SKIPS  # lanes append what they skip, and why
 judge() {  # lane, seconds, exit code
     local lane=$1 seconds=$2 verdict
     case $3 in
@@ -118,5 +119,5 @@ done
 
 printf '\n%s' "torch $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')" "${summary[@]}"
 [ -z "$left_out" ] || printf '\n%-7s %s' nxd "$left_out"
-echo
+printf '\n' && cat "$NXTRAIN_TEST_SKIPS" && rm "$NXTRAIN_TEST_SKIPS"
 [ $failed = 0 ] && [ $ran = 1 ]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+SKIPS_FILE = "NXTRAIN_TEST_SKIPS"
+"""Variable with the file to which each lane appends what it skipped; `scripts/test.sh` prints it at its end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,6 +22,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Append what was skipped, for a summary of all lanes."""
+    if file := os.environ.get(SKIPS_FILE):
+        with Path(file).open("a", encoding="utf-8") as out:
+            out.writelines(f"{line}\n" for line in skips(terminalreporter.stats.get("skipped", ())))
+
+
+def skips(reports: Iterable[pytest.TestReport]) -> list[str]:
+    """One line for each lane and reason, with the number of its tests."""
+    found = Counter[tuple[str, str]]()
+    for report in reports:
+        lane = (*Path(report.nodeid.partition("::")[0]).parts, "", "")[1]
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        found[lane, " ".join(reason.removeprefix("Skipped: ").split())] += 1
+    return [f"{lane:7} {number:5} skipped: {reason}" for (lane, reason), number in sorted(found.items())]
 
 
 def _why_no_cuda() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ Shards = Mapping[str, Mapping[str, Tensor]]
 
 MODEL = "model"
 """The kind of the weights."""
+
+SLIVER = 1 / 32
+"""Of what a rank writes: an end of a tensor that is less is no part of its own."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class Chunk:
         """How `torch.distributed.checkpoint` refers to it."""
         return MetadataIndex(self.key, self.box.offsets)
 
+    def rows(self, start: int, number: int) -> Chunk:
+        """Adjacent rows of it, counted in dimension 0."""
+        return replace(self, block=self.block.rows(start, number))
+
     def of(self, local: Tensor) -> Tensor:
         """Its view into the local tensor."""
         return self.block.of(local)
@@ -99,6 +106,9 @@ def chunks(shards: Shards, cut: Layout) -> Iterator[Chunk]:
 def owned(held: Sequence[Chunk]) -> list[Chunk]:
     """Those of a rank's chunks that it writes: of equal copies one rank writes, and they share the bytes evenly.
 
+    Chunks with as many copies lie end to end, and each copy's writer has an equal stretch of their bytes. A chunk that
+    reaches into several stretches is cut between rows, unless the end cut off is no `SLIVER` of a stretch.
+
     Ranks that hold copies of a chunk hold copies of all chunks with as many copies, in the same order. So each can deal
     them out by itself and come to the same result.
     """
@@ -108,8 +118,34 @@ def owned(held: Sequence[Chunk]) -> list[Chunk]:
         total[chunk.copies] += chunk.num_bytes
     mine = []
     for chunk in held:
-        middle = 2 * before[chunk.copies] + chunk.num_bytes
+        start = before[chunk.copies]
         before[chunk.copies] += chunk.num_bytes
-        if middle * chunk.copies // (2 * total[chunk.copies]) == chunk.copy:
-            mine.append(chunk)
+        if not chunk.num_bytes:
+            mine += [chunk] * (chunk.copy == 0)
+        elif rows := _rows(chunk, start, total[chunk.copies]):
+            mine.append(chunk.rows(rows.start, len(rows)))
     return mine
+
+
+def _rows(chunk: Chunk, start: int, total: int) -> range:
+    """The rows of a chunk that its copy's writer has.
+
+    Args:
+        chunk: It.
+        start: Its first byte among all that the writers of as many copies share.
+        total: Number of those bytes.
+    """
+    num_rows = chunk.block.sizes[0]
+    row_bytes = chunk.num_bytes // num_rows
+
+    def cut(stretch: int) -> int:
+        """The first row that stretches from this one on have."""
+        inside = stretch * total // chunk.copies - start
+        sliver = SLIVER * total / chunk.copies
+        if inside >= chunk.num_bytes:
+            return num_rows
+        if inside < sliver:
+            return 0
+        return num_rows if inside > chunk.num_bytes - sliver else round(inside / row_bytes)
+
+    return range(cut(chunk.copy), cut(chunk.copy + 1))

@@ -1,9 +1,9 @@
-"""Conversion between checkpoints and Hugging Face folders, streamed: one tensor in, one file out at a time."""
+"""Conversion between checkpoints and Hugging Face folders, streamed: one tensor in, some rows out at a time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from torch import Tensor
 
 from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.backends.kernels import FusedKernels
@@ -30,6 +30,7 @@ from nxtrain.checkpoint.planner import ChunkLoadPlanner, ChunkSavePlanner
 from nxtrain.checkpoint.ranks import collective
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.storage import FileReader
+from nxtrain.checkpoint.streamed import write_streamed
 from nxtrain.data.tokenization import declared_end
 from nxtrain.errors import CheckpointError, ConfigError, DamagedError
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
@@ -163,11 +164,14 @@ def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
 
 
 def _write_file(checkpoint: Place, manifest: Manifest, chunks: list[Chunk], file: Path) -> None:
-    targets = {chunk: torch.empty(chunk.shape, dtype=chunk.dtype) for chunk in chunks}
-    with collective(f"cannot read {checkpoint}"):
-        reader = FileReader(checkpoint, manifest, targets)
-        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
-    save_file({chunk.name: tensor for chunk, tensor in targets.items()}, file, {"format": "pt"})
+    def read(batch: Sequence[Chunk]) -> Mapping[Chunk, Tensor]:
+        targets = {chunk: torch.empty(chunk.block.sizes, dtype=chunk.dtype) for chunk in batch}
+        with collective(f"cannot read {checkpoint}"):
+            reader = FileReader(checkpoint, manifest, targets)
+            dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+        return targets
+
+    write_streamed(file, chunks, read)
 
 
 def _copy_tokenizer(file: Place, out: Path, end: str) -> dict[str, tuple[str, int] | None]:

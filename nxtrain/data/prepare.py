@@ -219,7 +219,16 @@ def digest(*parts: object) -> str:
 
 def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepared:
     path = Path(config.path).expanduser()
-    table = read_array(path)
+    try:
+        table = read_array(path)
+    except DataError as error:
+        if path.exists():
+            raise
+        relative = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
+        raise DataError(
+            f"{error}. data.source=tokens reads rows of train.seq_len + 1 = {seq_len + 1} integer ids below "
+            f"{vocab_size} from a .npy file: numpy.save({str(path)!r}, rows){relative}, or set data.path to yours"
+        ) from error
     content = check_table(table, path, seq_len=seq_len, vocab_size=vocab_size)
     tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size).path if config.tokenizer else None
     return Prepared(

@@ -59,6 +59,9 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/backends/neuron/backend.py": {
         "NeuronKernels.stochastic_round: out.copy_": "given: `Kernels.stochastic_round` writes it",
     },
+    "nxtrain/backends/neuron/nxd/pretended.py": {
+        "_put_in: names['get_platform_target'] =": "host: names of NxD's module",
+    },
     "nxtrain/backends/neuron/nxd/binding.py": {
         "NxdBinding.start_average: bucket_allreduce_gradients(fresh)": "fresh: copies of this function (`copy=True`)",
     },
@@ -134,6 +137,10 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/checkpoint/staging.py": {
         "Staging.fill: buffer.copy_": "state: buffer of this object",
+    },
+    "nxtrain/checkpoint/streamed.py": {
+        "batches: free -=": "host: number",
+        "_header: text +=": "host: bytes",
     },
     "nxtrain/checkpoint/storage.py": {
         "FileWriter._write: high +=": "host: number",

@@ -7,6 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
+from nxtrain.train.generate import generate
+from nxtrain.train.sampling import Sampling
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,5 +27,8 @@ def test_the_demo_trains_writes_and_exports() -> None:
     assert "NeuronX Distributed" not in done.stderr  # there was nothing to choose from
     assert f"unigram entropy of the same tokens {summary['unigram_entropy']:.4f}" in done.stderr
     assert re.search(r"scores differ from ours by at most \d", done.stdout)
-    assert "def " in done.stdout
+    text = "".join(generate(str(run), "def ", max_new_tokens=64, sampling=Sampling(), seed=0))  # the command's defaults
+    assert f"\n{text}\n" in done.stdout
+    assert text.startswith("def ")
+    assert len(text) > len("def ") + 20
     assert (run / "huggingface" / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Every configuration that ships is one that can run, or waits for nothing but features that it names."""
+"""Every configuration that ships starts as it stands, on the ranks of its own cluster."""
 
 from __future__ import annotations
 
@@ -6,41 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.config.check import AVAILABLE, resolve
-from nxtrain.config.load import Loaded, load
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.config.check import resolve
+from nxtrain.config.load import load
+from nxtrain.launch.local import render
+from tests.support.shipped import CONFIGS, world_of
 
-CONFIGS = Path(__file__).parents[3] / "configs"
-RECIPES = {"llama2_7b_trn1", "llama2_70b_trn1"}
-
-# Which files wait for a feature that this release lacks; a feature that arrives deletes its line, here and there.
-WAITING: dict[str, set[str]] = {
-    "data.source": RECIPES,
-}
+SHIPPED = sorted(CONFIGS.rglob("*.toml"))
 
 
-def problems(loaded: Loaded) -> tuple[Problem, ...]:
-    """What keeps a configuration from running on as many ranks as it asks for."""
-    parallel = loaded.config.parallel
-    try:
-        resolve(loaded, world=parallel.tp * parallel.pp * max(parallel.dp, 1))
-    except ConfigError as error:
-        return error.problems
-    return ()
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_configuration_fits_its_cluster(path: Path) -> None:
+    loaded = load(path)
+    resolve(loaded, world_of(loaded))
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
-def test_a_shipped_configuration_fits_and_waits_for_the_named_features_only(path: Path) -> None:
-    found = problems(load(path))
-    assert {problem.key for problem in found} == {key for key, files in WAITING.items() if path.stem in files}
-    assert all("not available in this release" in problem.reason for problem in found), found
-
-
-def test_what_configurations_wait_for_is_what_this_release_lacks() -> None:
-    assert WAITING.keys() <= {key for key, _, _ in AVAILABLE}
-    assert set.union(*WAITING.values()) <= {path.stem for path in CONFIGS.rglob("*.toml")}
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_configuration_can_be_launched_on_the_nodes_it_names(path: Path) -> None:
+    loaded = load(path)
+    command = render(path, (), None, {"OMP_NUM_THREADS": "1"}, first_node="node0")
+    nodes = loaded.config.cluster.nodes
+    per_node = world_of(loaded) // nodes
+    argv = " ".join(command.argv)
+    assert (f"--nnodes={nodes} " in argv) is (nodes > 1)
+    assert (f"--nproc-per-node={per_node} " in argv) is (per_node > 1)
 
 
 def test_a_shipped_configuration_writes_to_a_folder_of_its_own() -> None:
-    folders = [load(path).config.run.dir for path in CONFIGS.rglob("*.toml") if path.stem != "base"]
+    folders = [load(path).config.run.dir for path in SHIPPED if path.stem != "base"]
     assert len(folders) == len(set(folders)) > 0

@@ -7,17 +7,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from nxtrain.config.check import Resolved, resolve_model
+from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded, load, values
-from nxtrain.family import find_family
+from nxtrain.data.packing import concat
+from nxtrain.data.samples import check_table
 from nxtrain.mesh import Mesh
+from nxtrain.nn.init import draw
 from nxtrain.sharding import ParamTable
 from nxtrain.train.run import schedule_of
 from tests.support.parity import table_of
-
-CONFIGS = Path(__file__).parents[3] / "configs"
+from tests.support.shipped import CONFIGS, world_of
 
 BOTH: dict[str, Any] = {
     "run.seed": 12349,
@@ -40,7 +43,9 @@ BOTH: dict[str, Any] = {
     "optim.weight_decay": 0.1,
     "optim.decay_norms": True,
     "optim.clip": 1.0,
-    "data.source": "arrow",
+    "data.source": "tokens",
+    "data.validation_fraction": 0.0,
+    "train.eval_every": 0,
     "data.packing": "concat",
     "data.doc_mask": False,
     "checkpoint.resume": "auto",
@@ -61,7 +66,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "parallel.dp": 512,
         "parallel.shard": "none",
         "parallel.bucket_mib": 512,
-        "train.eval_every": 1000,
         "precision.update": "bf16_stochastic",
         "precision.accumulate": "bf16",
         "precision.reduce": "bf16",
@@ -83,7 +87,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "parallel.pp": 8,
         "parallel.dp": 32,
         "parallel.shard": "zero1",
-        "train.eval_every": 0,
         "precision.update": "fp32_master",
         "precision.accumulate": "fp32",
         "precision.reduce": "fp32",
@@ -97,7 +100,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "checkpoint.async": True,
     },
 }
-CORES_PER_NODE = 32
 
 
 def recipe(name: str) -> Loaded:
@@ -105,9 +107,9 @@ def recipe(name: str) -> Loaded:
 
 
 def plan(name: str) -> Resolved:
-    """A recipe as it will run once its features are there; what it waits for is held by `test_configs`."""
-    config = recipe(name).config
-    return Resolved(config, find_family(config.model.family), resolve_model(config))
+    """A recipe as the commands of a user get it, on its own cluster."""
+    loaded = recipe(name)
+    return resolve(loaded, world_of(loaded))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -134,8 +136,9 @@ def test_every_value_names_its_source(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "accumulation"), [("llama2_7b_trn1", 2), ("llama2_70b_trn1", 32)])
 def test_the_degrees_fill_the_cluster_and_share_the_batch(name: str, accumulation: int) -> None:
-    config = recipe(name).config
-    mesh = Mesh.build(config.cluster.nodes * CORES_PER_NODE, 0, tp=config.parallel.tp, pp=config.parallel.pp)
+    loaded = recipe(name)
+    config = loaded.config
+    mesh = Mesh.build(world_of(loaded), 0, tp=config.parallel.tp, pp=config.parallel.pp)
     assert mesh.dp_size == config.parallel.dp
     assert config.train.global_batch == accumulation * config.train.micro_batch * mesh.dp_size
     assert config.train.global_batch * config.train.seq_len == 4_194_304
@@ -154,6 +157,23 @@ def test_the_learning_rates_are_the_published_ones(name: str, rates: dict[int, f
     assert {step: schedule.at(step) for step in rates} == pytest.approx(rates, rel=1e-12)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_rows_that_a_recipe_asks_for_are_those_of_packed_text(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of its comment, executed, make what `packing = "concat"` makes of the same ids."""
+    config, model = recipe(name).config, plan(name).model
+    text = (CONFIGS / f"{name}.toml").read_text(encoding="utf-8")
+    lines = re.findall(r"^#     (.+)$", text.partition("[data]")[2], re.MULTILINE)
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, 3 * config.train.seq_len + 5, np.uint16)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / config.data.path).parent.mkdir()
+    exec("\n".join(lines), {"numpy": np, "ids": ids})
+    table = np.load(config.data.path)
+    check_table(table, Path(config.data.path), seq_len=config.train.seq_len, vocab_size=model.vocab_size)
+    np.testing.assert_array_equal(table, concat(ids, config.train.seq_len))
+
+
 def expected_norm(table: ParamTable, kv_copies: int = 1) -> float:
     """Root of the expected squared sum of all initial weights, K and V counted as often as they have copies."""
     total = 0.0
@@ -165,13 +185,60 @@ def expected_norm(table: ParamTable, kv_copies: int = 1) -> float:
     return math.sqrt(total)
 
 
-@pytest.mark.parametrize(
-    ("name", "kv_copies", "logged", "bf16_spacing"),
-    [("llama2_7b_trn1", 1, 1536, 8), ("llama2_70b_trn1", 4, 4576, 32)],
-)
+LOGGED = [("llama2_7b_trn1", 1, 1536, 8), ("llama2_70b_trn1", 4, 4576, 32)]
+"""The READMEs of HLAT's 7b and 70b log it; 70b sums the copies that four ranks hold of each K/V head."""
+
+
+@pytest.mark.parametrize(("name", "kv_copies", "logged", "bf16_spacing"), LOGGED)
 def test_the_first_weights_have_the_norm_that_was_logged(
     name: str, kv_copies: int, logged: float, bf16_spacing: float
 ) -> None:
-    """The READMEs of HLAT's 7b and 70b log it; 70b sums the copies that four ranks hold of each K/V head."""
     table = table_of(plan(name), Mesh.build(1, 0))
     assert expected_norm(table, kv_copies) == pytest.approx(logged, abs=bf16_spacing)
+
+
+def kind(global_name: str) -> str:
+    """A tensor's name without its block."""
+    return re.sub(r"\.\d+\.", ".N.", global_name)
+
+
+def drawn_mean_squares(name: str) -> dict[str, tuple[float, int]]:
+    """Mean square and number of the weights that two ranks draw, one at either end of the pipeline and of tp."""
+    resolved = plan(name)
+    parallel = resolved.config.parallel
+    world = world_of(recipe(name))
+    sums: dict[str, list[tuple[float, int]]] = {}
+    for rank in (1, world - 1):
+        mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp)
+        table = table_of(resolved, mesh)
+        fill = draw(table, mesh.tp, resolved.config.run.seed)
+        blocks = sorted({int(found[1]) for each in table if (found := re.search(r"\.(\d+)\.", each))})
+        mine = blocks[0] if rank == 1 else blocks[-1]
+        for parameter, spec in table.items():
+            if (found := re.search(r"\.(\d+)\.", parameter)) and int(found[1]) != mine:
+                continue
+            local = torch.zeros(spec.local_shape(mesh.tp), dtype=torch.bfloat16)
+            fill(parameter, local)
+            for piece, view in spec.views(local, mesh.tp):
+                squares = float(view.float().square().sum(dtype=torch.float64))
+                sums.setdefault(kind(spec.global_name(parameter, piece.segment)), []).append((squares, view.numel()))
+    return {
+        key: (sum(s for s, _ in each) / sum(n for _, n in each), sum(n for _, n in each)) for key, each in sums.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "kv_copies", "logged", "bf16_spacing"), LOGGED)
+def test_weights_as_they_are_drawn_have_the_norm_that_was_logged(
+    name: str, kv_copies: int, logged: float, bf16_spacing: float
+) -> None:
+    """The shards of two ranks, at their true size, stand for all: each tensor's mean square, times its entries."""
+    measured = drawn_mean_squares(name)
+    total = 0.0
+    for parameter, spec in table_of(plan(name), Mesh.build(1, 0)).items():
+        expected = spec.init.std**2 if spec.init.kind == "normal" else 1.0
+        for segment in spec.segments:
+            square, number = measured[kind(spec.global_name(parameter, segment))]
+            assert square == pytest.approx(expected, rel=5 * math.sqrt(2 / number) if spec.init.kind == "normal" else 0)
+            copies = kv_copies if segment.name in {"k_proj", "v_proj"} else 1
+            total += copies * math.prod(spec.global_shape(segment)) * square
+    assert math.sqrt(total) == pytest.approx(logged, abs=bf16_spacing)

@@ -63,6 +63,16 @@ def test_id_outside_of_the_vocabulary_names_its_place(
         open_alone(source="tokens", path=str(tmp_path / "ids.npy"))
 
 
+def test_absent_file_is_refused_with_the_shape_that_it_should_have(
+    tmp_path: Path, open_alone: OpenAlone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = r"train\.seq_len \+ 1 = 9 integer ids below 300 from .*: numpy\.save\('{0}', rows\){1}, or set data\.path"
+    for path, relative in (("data/ids.npy", rf" \(relative to {tmp_path}\)"), (f"{tmp_path}/ids.npy", "")):
+        with pytest.raises(DataError, match=rf"{path} cannot be read: No such file .*{wanted.format(path, relative)}"):
+            open_alone(source="tokens", path=path)
+
+
 def test_file_that_is_no_array_is_refused(tmp_path: Path, open_alone: OpenAlone) -> None:
     path = tmp_path / "ids.npy"
     with pytest.raises(DataError, match=r"ids\.npy cannot be read: No such file"):

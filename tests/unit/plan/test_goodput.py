@@ -1,7 +1,9 @@
 """The model of goodput against a job that is played, the literature's formulas, and the two published figures.
 
 The figures are those that AWS gives for its Llama 2 7B run on 128 trn1 nodes: 98.81% of the time effectively used with
-automatic recovery, and 77.83% by hand. Neither a rate of failures nor the time that recovery took is published.
+automatic recovery, and 77.83% by hand. Neither a rate of failures nor the time that recovery took is published with
+them. So the rate is taken from another published run, and the response by hand from the hours of a working week; what
+the two figures imply for each other is derived beside it, and proves nothing about either.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ def response_s(goodput: float, mtbf_s: float, stall_s: float = 0.5) -> float:
     # Derived: both responses follow from the two figures, once a rate of failures is assumed.
     [(17, 9, 4.6), (20, 135, 5.4), (24, 303, 6.6), (36, 807, 10.0), (48, 1311, 13.4)],
 )
-def test_one_rate_of_failures_and_two_responses_give_both_published_figures(
+def test_what_both_published_figures_imply_for_a_response_at_an_assumed_rate(
     mtbf_h: float, automatic_s: float, by_hand_h: float
 ) -> None:
     mtbf_s = mtbf_h * HOUR
@@ -125,11 +127,44 @@ def test_no_recovery_however_fast_reaches_the_figure_if_the_job_fails_more_often
     assert response_s(AUTOMATIC, 16.7 * HOUR) < 0 < response_s(AUTOMATIC, 16.85 * HOUR)
 
 
+NODE_MTBF_S = 54 * 24 * HOUR / 419 * (16_384 / 8)
+"""Of one node: 419 unexpected interruptions in 54 days on 16,384 GPUs, eight in each node. The time of all: 3.09 h.
+
+Source: The Llama 3 Herd of Models, 2024 (arXiv:2407.21783), section 3.3.4 and table 5.
+"""
+
+MTBF_S = NODE_MTBF_S / 128
+"""Of 128 nodes that fail as those do."""
+
+
+def office_hours_response_s() -> float:
+    """Mean wait for somebody who works from 9 to 17, five days a week, after a failure at any time of the week."""
+    open_hours = [day * 24.0 + hour for day in range(5) for hour in range(9, 17)]
+    waits = []
+    for minute in range(7 * 24 * 60):
+        hour = minute / 60
+        ahead = [0.0 if start <= hour < start + 1 else (start - hour) % 168 for start in open_hours]
+        waits.append(min(ahead))
+    return sum(waits) / len(waits) * HOUR
+
+
 NXTRAIN = Failures(mtbf_s=24 * HOUR, stall_s=0.5, write_s=30.0, detect_s=10.0, restart_s=90.0)
 """Assumed: one failure a day; ranks that are lost, not hung; graphs out of the compile cache."""
 
-MANUAL = replace(NXTRAIN, detect_s=6.5 * HOUR)
-"""The same, but that somebody has to come and start it: derived above."""
+AT_PUBLISHED_RATE = replace(NXTRAIN, mtbf_s=MTBF_S)
+MANUAL = replace(AT_PUBLISHED_RATE, detect_s=office_hours_response_s())
+"""The same, but that somebody has to come and start it."""
+
+
+def test_the_published_rate_of_another_run_and_office_hours_predict_both_figures() -> None:
+    """Nothing here is solved from 98.81% or 77.83%: the prediction by hand is 1.7 points off."""
+    assert round(MTBF_S / HOUR, 1) == 49.5
+    assert office_hours_response_s() / HOUR == pytest.approx((4 * 16**2 / 2 + 64**2 / 2) / 168, abs=0.02)  # 15.2
+    assert MANUAL.shares(EVERY * STEP_S).goodput == pytest.approx(BY_HAND, abs=0.03)
+    assert AT_PUBLISHED_RATE.shares(EVERY * STEP_S).goodput >= AUTOMATIC
+    # The other way round: at that rate the figures leave 23 minutes and 14 hours for a response.
+    assert response_s(AUTOMATIC, MTBF_S) / 60 == pytest.approx(22.9, abs=0.5)
+    assert response_s(BY_HAND, MTBF_S) / HOUR == pytest.approx(13.8, abs=0.1)
 
 
 def test_a_played_job_of_128_nodes_reaches_the_published_figures() -> None:
@@ -137,8 +172,9 @@ def test_a_played_job_of_128_nodes_reaches_the_published_figures() -> None:
     assert every == EVERY
     found = {}
     for name, costs, steps in (
-        ("automatic", NXTRAIN, every),
+        ("one a day", NXTRAIN, every),
         ("best interval", NXTRAIN, NXTRAIN.best_every(STEP_S)),
+        ("automatic", AT_PUBLISHED_RATE, every),
         ("by hand", MANUAL, every),
     ):
         job = Job(costs, steps * STEP_S, nodes(128, 128 * costs.mtbf_s, seed=5))
@@ -146,10 +182,10 @@ def test_a_played_job_of_128_nodes_reaches_the_published_figures() -> None:
         found[name] = shares.goodput
         expected = costs.shares(steps * STEP_S)
         print(f"{name}: checkpoint.every={steps}, {failures} failures: goodput {shares.goodput:.2%}")
-        assert shares.goodput == pytest.approx(expected.goodput, abs=2e-3 if name != "by hand" else 8e-3)
-    assert found["automatic"] >= AUTOMATIC
-    assert found["best interval"] >= found["automatic"] + 0.002
-    assert found["by hand"] == pytest.approx(BY_HAND, abs=0.01)
+        assert shares.goodput == pytest.approx(expected.goodput, abs=2e-3 if name != "by hand" else 1e-2)
+    assert found["automatic"] >= found["one a day"] >= AUTOMATIC
+    assert found["best interval"] >= found["one a day"] + 0.002
+    assert found["by hand"] == pytest.approx(BY_HAND, abs=0.03)
 
 
 def test_the_default_stays_above_the_figure_up_to_a_stated_response() -> None:

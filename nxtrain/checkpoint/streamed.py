@@ -1,0 +1,74 @@
+"""A safetensors file of whole tensors, written part by part: memory holds some rows of them and never the file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxtrain.checkpoint.chunks import Chunk
+from nxtrain.checkpoint.manifest import CODES
+from nxtrain.checkpoint.storage import bytes_of
+
+BATCH_BYTES = 192 << 20
+"""Most bytes that are read at once, unless a single row exceeds it."""
+
+_LENGTH = struct.Struct("<Q")
+"""Of the header, before it."""
+_ALIGNMENT_BYTES = 8
+
+
+def write_streamed(
+    file: Path, tensors: Sequence[Chunk], read: Callable[[Sequence[Chunk]], Mapping[Chunk, Tensor]]
+) -> None:
+    """Write the file that `safetensors.torch.save_file` makes of the same tensors, byte for byte.
+
+    Args:
+        file: A new file.
+        tensors: Whole tensors.
+        read: Host tensors of some of their rows, which this function drops before the next call.
+    """
+    ordered = sorted(tensors, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
+    with file.open("wb") as out:
+        out.write(_header(ordered))
+        for batch in batches(ordered):
+            found = read(batch)
+            for part in batch:
+                out.write(bytes_of(found[part].contiguous()))
+            del found
+
+
+def batches(tensors: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    """Adjacent rows of adjacent tensors, at most `BATCH_BYTES` of them at once."""
+    batch: list[Chunk] = []
+    free = BATCH_BYTES
+    for chunk in tensors:
+        num_rows = chunk.block.sizes[0]
+        start = 0
+        while start < num_rows:
+            row_bytes = chunk.num_bytes // num_rows
+            taken = min(num_rows - start, max(free // row_bytes if row_bytes else num_rows, 0 if batch else 1))
+            if taken:
+                batch.append(chunk.rows(start, taken) if taken < num_rows else chunk)
+                free -= taken * row_bytes
+                start += taken
+            if start < num_rows:
+                yield batch
+                batch, free = [], BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _header(ordered: Sequence[Chunk]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for chunk in ordered:
+        start, end = end, end + chunk.num_bytes
+        entries[chunk.name] = {"dtype": CODES[chunk.dtype], "shape": chunk.shape, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return _LENGTH.pack(len(text)) + text
