@@ -135,7 +135,9 @@ def test_copies_of_a_stage_share_its_writing(ranks: RankPool, tmp_path: Path) ->
     """Under a tied embedding too, whose copy the last stage leaves to the first."""
     path = layout.step_path(tmp_path, 10)
     ranks.run(4, save_stage, path, "tied", (1, 2, 2, {}))
-    first, second = ([(path / f"rank-{rank:05d}.safetensors").stat().st_size for rank in stage] for stage in ((0, 1), (2, 3)))
+    first, second = (
+        [(path / f"rank-{rank:05d}.safetensors").stat().st_size for rank in stage] for stage in ((0, 1), (2, 3))
+    )
     assert_even(first)
     assert_even(second)
 

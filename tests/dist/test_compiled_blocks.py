@@ -88,9 +88,7 @@ def test_compiled_runs_and_plain_ones_go_on_from_each_others_checkpoints(
     ranks.run(2, train_rank, part("half", 4, compiled=False))
     ranks.run(2, train_rank, part("other half", 2, compiled=False))
     ranks.run(2, train_compiled, part("other half", 4, compiled=True))
-    losses, *others = (
-        [line["loss"] for line in records(tmp_path / name)] for name in ("plain", "half", "other half")
-    )
+    losses, *others = ([line["loss"] for line in records(tmp_path / name)] for name in ("plain", "half", "other half"))
     for found in others:
         assert found == pytest.approx(losses, abs=2e-6)
 

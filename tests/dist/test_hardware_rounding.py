@@ -27,9 +27,7 @@ def plan(state: str = "bf16", config: dict[str, Any] | None = None, **cuts: Any)
     return changed(layout("tied", params="bf16", update="bf16_stochastic", **cuts), precision={"state": state})
 
 
-def run(
-    ranks: RankPool, resolved: Resolved, seeds: Sequence[int], mutant: str = ""
-) -> list[tuple[Entries, list[str]]]:
+def run(ranks: RankPool, resolved: Resolved, seeds: Sequence[int], mutant: str = "") -> list[tuple[Entries, list[str]]]:
     """What each rank holds at the end, and what the vote says there."""
     parallel = resolved.config.parallel
     world = parallel.tp * parallel.pp * parallel.dp

@@ -1,4 +1,4 @@
-"""What communicates leaves its inputs as they are, on a process group, as `tests/unit/test_input_contract.py` has it."""
+"""Communication leaves its inputs as they are, on a process group, as `tests/unit/test_input_contract.py` has it."""
 
 from __future__ import annotations
 

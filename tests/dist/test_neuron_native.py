@@ -1,4 +1,4 @@
-"""On a fake of TorchNeuron, CPU tensors and gloo under its names, training is that of transformers, as on any backend."""
+"""On a fake of TorchNeuron, CPU tensors and gloo under its names, training is that of transformers, as elsewhere."""
 
 from __future__ import annotations
 

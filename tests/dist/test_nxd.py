@@ -1,6 +1,6 @@
 """The layers of NeuronX Distributed, its own code on gloo, do what the native ones do.
 
-`tests/support/nxd_cpu.py` says how to run these. Without sequence parallelism both sets add the same numbers in the same
+`tests/support/nxd_cpu.py` says how to run these. Without sequence parallelism both sets add the same numbers in one
 order, and every result is equal bit for bit. With it, NxD's embedding looks the tokens up batch first, so that the
 gradient of a token that occurs several times is summed in another order.
 """
@@ -317,9 +317,11 @@ def test_the_order_of_ranks_is_that_of_the_machine(nxd_ranks: RankPool) -> None:
     assert strided == tuple(node + start + 8 * i for node in (0, 32) for start in range(8) for i in range(4))
     # The first and the last quarter of a node together, and those between.
     rows = [list(range(first, first + 16)) for first in range(0, 128, 16)]
-    assert opposite == tuple(sum((rows[i] for i in (0, 3, 1, 2, 4, 7, 5, 6)), []))
+    assert opposite == tuple(rank for row in (0, 3, 1, 2, 4, 7, 5, 6) for rank in rows[row])
     assert staged == opposite
-    for said, degrees in zip(impossible, ("tp=4, pp=16 over 64", "tp=4, pp=1 over 4", "tp=2, pp=1 over 8"), strict=True):
+    for said, degrees in zip(
+        impossible, ("tp=4, pp=16 over 64", "tp=4, pp=1 over 4", "tp=2, pp=1 over 8"), strict=True
+    ):
         assert isinstance(said, str)
         assert f"cannot lay out {degrees} ranks on this instance" in said
     mesh = Mesh.build(64, 8, tp=4, order=strided)

@@ -1,4 +1,4 @@
-"""Defects that NeuronX Distributed has and that runs with its layers stay clear of: shown in its own code, then avoided.
+"""Defects of NeuronX Distributed that runs with its layers stay clear of: shown in its own code, then avoided.
 
 tests/unit/backends/test_nxd_calls.py holds the library to the few names that it may call.
 """

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.collectives import Done, Op, Pending
 from nxtrain.backends.c10d_collectives import C10dCollectives
+from nxtrain.backends.collectives import Done, Op, Pending
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.grads import Gradients, SquareSum

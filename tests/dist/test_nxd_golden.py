@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.support import nxd_golden
-from tests.support.nxd_golden import CASES, STEPS, Case, Course, Distance, bound, our_course, our_plan, recorded, token_file
+from tests.support.nxd_golden import (
+    CASES,
+    STEPS,
+    Case,
+    Course,
+    Distance,
+    bound,
+    our_course,
+    our_plan,
+    recorded,
+    token_file,
+)
 from tests.support.ranks import RankPool
 from tests.support.runs import train_rank
 

@@ -1,4 +1,4 @@
-"""What the pipeline of NeuronX Distributed does, shown in its own code: its schedules, and where it is wrong or refuses.
+"""The pipeline of NeuronX Distributed, shown in its own code: its schedules, and where it is wrong or refuses.
 
 Its whole courses are compared in `test_nxd_golden.py`. Here its manual partition runs lists of small layers.
 """

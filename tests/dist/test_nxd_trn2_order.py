@@ -1,4 +1,4 @@
-"""Training in the order in which NeuronX Distributed groups the ranks of a trn2 whose tensor parallelism takes half a node.
+"""Training in the order of ranks of a trn2 whose tensor parallelism takes half a node, as NeuronX Distributed has it.
 
 Its own rule for that order asks for 64 ranks. Here it is applied to four, which stand for the four rows of chips:
 tensor parallelism goes over the outer two rows and over the inner two.

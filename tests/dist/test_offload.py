@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 

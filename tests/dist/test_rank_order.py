@@ -90,7 +90,7 @@ def without_norms(run_dir: Path) -> tuple[list[dict[str, Any]], list[float]]:
 
 @pytest.mark.parametrize("shard", ["none", "zero1", "full"])
 def test_a_run_goes_on_in_another_order_bit_for_bit(ranks: RankPool, tmp_path: Path, shard: str) -> None:
-    """In groups of two, sums do not depend on who is first; norms are sums over four, and nothing is clipped by them."""
+    """In groups of two, sums do not depend on who is first; norms are sums over four, and clip nothing."""
     data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 16)), "shuffle": True}
     parallel = {"tp": 2, "dp": 2, "sequence_parallel": True, "shard": shard}
 

@@ -1,4 +1,4 @@
-"""Gradients are reduced in the configured type, however they are cut: by the operands of collectives, and by the numbers."""
+"""Gradients are reduced in the configured type, however they are cut: operands of collectives, and numbers."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.collectives import Op, Pending
 from nxtrain.backends.c10d_collectives import C10dCollectives
+from nxtrain.backends.collectives import Op, Pending
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Axis
 from tests.support.models import weights_of

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.collectives import Pending
 from nxtrain.backends.c10d_collectives import C10dCollectives
+from nxtrain.backends.collectives import Pending
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Axis
 from nxtrain.train.step import TrainState, train_step
@@ -103,14 +103,18 @@ SCALARS = 1
     [
         ("none", lambda _: {"allreduce": SCALARS + 1}),
         ("zero1", lambda _: {"allreduce": SCALARS + 1, "reduce_scatter_base": 1, "allgather_base": 1}),
-        # Gathered once for both passes, or blocks again for the backward pass; gradients scattered in every micro-batch.
+        # Gathered once for both passes, or blocks again for the backward pass; gradients scattered per micro-batch.
         (
             "grad_op",
             lambda n: {"allreduce": SCALARS + 1, "reduce_scatter_base": UNITS * n, "allgather_base": UNITS * n},
         ),
         (
             "full",
-            lambda n: {"allreduce": SCALARS + 1, "reduce_scatter_base": UNITS * n, "allgather_base": (UNITS + LAYERS) * n},
+            lambda n: {
+                "allreduce": SCALARS + 1,
+                "reduce_scatter_base": UNITS * n,
+                "allgather_base": (UNITS + LAYERS) * n,
+            },
         ),
     ],
 )

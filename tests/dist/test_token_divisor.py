@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.collectives import Pending
 from nxtrain.backends.c10d_collectives import C10dCollectives
+from nxtrain.backends.collectives import Pending
 from nxtrain.config.check import Resolved
 from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis
@@ -24,7 +24,17 @@ from nxtrain.parallel.data_parallel import Reduction, Replicated
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import DeviceBatch
 from tests.support.models import hf_model, our_model, tokens, weights_of
-from tests.support.parity import GLOBAL_BATCH, Gradient, batches, gradient, layout, local_batch, relative_errors, start, whole
+from tests.support.parity import (
+    GLOBAL_BATCH,
+    Gradient,
+    batches,
+    gradient,
+    layout,
+    local_batch,
+    relative_errors,
+    start,
+    whole,
+)
 from tests.support.ranks import RankPool
 
 COUNTED = (32, 3, 0, 17)
@@ -124,9 +134,7 @@ def norm(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], by
     return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch)).norm
 
 
-@pytest.mark.parametrize(
-    ("shard", "dp"), [("none", 2), ("zero1", 2), ("grad_op", 2), ("full", 2), ("hybrid", 4)]
-)
+@pytest.mark.parametrize(("shard", "dp"), [("none", 2), ("zero1", 2), ("grad_op", 2), ("full", 2), ("hybrid", 4)])
 def test_a_gradient_divided_by_the_world_size_would_be_seen(ranks: RankPool, shard: str, dp: int) -> None:
     size = 2 if shard == "hybrid" else 0
     alone, resolved = layout("gqa2", tp=1), layout("gqa2", tp=2, dp=dp, micro=4 // dp, shard=shard, shard_size=size)

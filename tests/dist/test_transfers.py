@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+
 import pytest
 import torch
 from torch import Tensor

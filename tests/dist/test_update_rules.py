@@ -109,7 +109,9 @@ def test_every_rule_trains_alike_however_state_is_cut(ranks: RankPool, update: s
                 assert torch.equal(row, home.of(want.weights[name])[offset : offset + block.sizes[0]]), name
 
 
-def hashes(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], steps: int, knows_rank: bool) -> list[str]:
+def hashes(
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], steps: int, knows_rank: bool
+) -> list[str]:
     """Fingerprint of this rank's weights after each step."""
     plain = rounding_keys
     if knows_rank:

@@ -1,4 +1,4 @@
-"""What the vote of replicas covers, and what it cannot: a bit turned over in each kind of tensor, in each cut of state."""
+"""Reach of the vote of replicas: a bit turned over in each kind of tensor, in each cut of state."""
 
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ def test_copies_of_a_tied_embedding_are_compared_over_the_stages(
 ) -> None:
     """With all of their state; stages between the two hear of it."""
     words = told(ranks, flipped, name, **cuts)
-    assert words == {kind: [who.format(of_kind(kind, EMBEDDING))] for kind in ("param", "exp_avg", "exp_avg_sq", "master")}
+    assert words == {
+        kind: [who.format(of_kind(kind, EMBEDDING))] for kind in ("param", "exp_avg", "exp_avg_sq", "master")
+    }
 
 
 def test_zero1_compares_the_rows_of_a_tied_embedding_that_two_ranks_alone_have(ranks: RankPool) -> None:
