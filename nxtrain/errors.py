@@ -189,7 +189,7 @@ def _requirement(name: str) -> str:
 
 
 def _refused(error: OSError) -> NxtrainError:
-    """What the system refuses: names and rights fail at every start, while storage may be back at the next."""
+    """Error of the system: names and rights fail at every start, while storage may be back at the next."""
     names = [f"{name}" for name in (error.filename, error.filename2) if name is not None]
     text = f"{' -> '.join(names) or 'the system'}: {error.strerror or error}"
     if error.errno in _ACCESS:

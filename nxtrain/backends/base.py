@@ -273,7 +273,7 @@ class Binding:
         return comm.start_all_reduce_bucket(grads, dp, dtype, scale=1.0 / dp.size)
 
     def notes(self) -> tuple[str, ...]:
-        """What people must know of the library, in words."""
+        """Lines for people about the library that is used."""
         return ()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def trace_environment(environ: Mapping[str, str], local_world: int = 1) -> dict[
 
 
 def pretended_nxd(instance: Instance) -> Callable[[Backend], Binding]:
-    """What binds NeuronX Distributed to the rank of a backend, as it is bound on an instance.
+    """Binding of NeuronX Distributed to the rank of a backend, as it is bound on an instance.
 
     Raises:
         BackendError: It does not import here.

@@ -35,7 +35,7 @@ _TOKENS = 256
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two implementations agree.
+    """Agreement of two implementations.
 
     Args:
         difference: Largest difference of a score.

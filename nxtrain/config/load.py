@@ -86,7 +86,7 @@ def origin_of(origins: Mapping[str, str], key: str) -> str:
 
 
 def _firsts(origins: Mapping[str, str]) -> dict[str, str]:
-    """What `origin_of` gives, for every key and every table at once: a search for each would be slow in a long file."""
+    """Results of `origin_of` for every key and every table at once: a search for each would be slow in a long file."""
     firsts: dict[str, str] = {}
     for key, origin in origins.items():
         table = key

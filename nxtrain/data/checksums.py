@@ -27,7 +27,7 @@ _SEAL = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a token file is when it is whole.
+    """Checksums of a whole token file.
 
     Attributes:
         num_bytes: Length of its ids.
@@ -40,11 +40,11 @@ class Checksums:
     blocks: NDArray[np.uint64]
 
     def is_header(self, content: bytes) -> bool:
-        """Whether this is what comes before the ids."""
+        """True for the bytes that come before the ids."""
         return xxh3_64_intdigest(content) == self.header
 
     def is_block(self, index: int, content: memoryview) -> bool:
-        """Whether this is the content of a block."""
+        """True for the content of a block."""
         return xxh3_64_intdigest(content) == int(self.blocks[index])
 
     def span(self, index: int) -> tuple[int, int]:

@@ -242,7 +242,7 @@ def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepar
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether an earlier start wrote a file that can be read, and its checksums; any other is written anew.
+    """True if an earlier start wrote a file that can be read, and its checksums; any other is written anew.
 
     The content is verified as it is read, and damage there is told: it may be that of a disk.
     """

@@ -11,7 +11,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch.neuron import attention_of, machine_of
 
 TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain"}
-"""What can be traced on any machine, by key."""
+"""Choices that can be traced on any machine, by key."""
 
 ASSUMED = INSTANCES["trn1.32xlarge"]
 """Instance of a run that names none, traced on a machine that is none."""
@@ -43,7 +43,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Choices:
-    """What is traced of a run.
+    """Choices of a run that are traced.
 
     Args:
         layers: `native` or `nxd`.
@@ -153,7 +153,7 @@ def _nxd_is_traced() -> str:
 
 
 def _attention(config: RunConfig, machine: _Machine, stand_ins: list[StandIn], notes: list[str]) -> bool:
-    """Whether a run has the flash kernel."""
+    """True for a run with the flash kernel."""
     configured, instance = config.backend.attention, machine.instance
     found = attention_of(config, instance, machine.sdk, machine.distributed)
     if found is None:

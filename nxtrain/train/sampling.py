@@ -12,7 +12,7 @@ from nxtrain.errors import DivergedError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Rule by which tokens are drawn.
 
     Args:
         temperature: Divides the scores; 0 takes the likeliest token.

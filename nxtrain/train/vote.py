@@ -163,7 +163,7 @@ class Vote:
         ]
 
     def _held(self, *, whole: bool) -> Iterator[tuple[Holders, _Part]]:
-        """What others hold too of the parameters, whole or the shards of them, and of the optimizer's state."""
+        """Parameters and optimizer state that others hold too, whole or as shards."""
         state, mesh = self._state, self._mesh
         shards = state.data_parallel.shards
         parameters = {name: p.detach() for name, p in state.model.named_parameters()} if whole else shards

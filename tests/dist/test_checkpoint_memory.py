@@ -39,7 +39,7 @@ BOUND = 1.2
 
 
 def rise_bytes(act: Callable[[], object]) -> int:
-    """How far the resident memory of this process rises above its present size while a function runs."""
+    """Rise of this process's resident memory above its present size while a function runs."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
     before = _status("VmRSS")
     act()

@@ -28,7 +28,7 @@ def plan(state: str = "bf16", config: dict[str, Any] | None = None, **cuts: Any)
 
 
 def run(ranks: RankPool, resolved: Resolved, seeds: Sequence[int], mutant: str = "") -> list[tuple[Entries, list[str]]]:
-    """What each rank holds at the end, and what the vote says there."""
+    """Tensors of each rank at the end, and the vote's finding there."""
     parallel = resolved.config.parallel
     world = parallel.tp * parallel.pp * parallel.dp
     found: list[tuple[Entries, list[str]]] = ranks.run(

@@ -147,7 +147,7 @@ def test_the_code_that_tells_most_wins(exit_codes: list[int], code: int) -> None
 
 
 def _isolates() -> bool:
-    """Whether this machine makes network namespaces, in a new one of which the loopback interface is down."""
+    """True on a machine that makes network namespaces, in a new one of which the loopback interface is down."""
     tried = (
         subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False) if shutil.which("unshare") else None
     )

@@ -87,7 +87,7 @@ def test_with_one_copy_in_all_there_is_nothing_to_compare(ranks: RankPool, shard
 def turned(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], flipped: int, name: str, row: int
 ) -> dict[str, list[str]]:
-    """What the vote says with a bit turned over in a row of one rank's tensor, which others may lack, by kind."""
+    """Findings of the vote, by kind, with a bit turned over in a row of one rank's tensor, which others may lack."""
     state = start(backend, resolved, weights)
     (batch,) = batches(resolved, 1)
     train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
@@ -110,7 +110,7 @@ def turned(
 def told(
     ranks: RankPool, flipped: int, name: str, row: int = 0, shape: str = "tied", **cuts: Any
 ) -> dict[str, list[str]]:
-    """What is said by kind, by those who compared it; all others hear that it is elsewhere, and nobody at first."""
+    """Findings by kind, of the ranks that compare it; all others hear that it is elsewhere, and nobody at first."""
     resolved = layout(shape, micro=1, **{"params": "bf16", "update": "fp32_master", **cuts})
     world = cuts["tp"] * cuts.get("pp", 1) * cuts.get("dp", 1)
     by_rank = ranks.run(world, turned, resolved, weights_of(resolved), flipped, name, row)

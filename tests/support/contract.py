@@ -1,4 +1,4 @@
-"""What every operation promises its callers: inputs stay as they are, and values and gradients are those of a formula.
+"""Contract of every operation: inputs stay as they are, and values and gradients are those of a formula.
 
 An operation gets its operands in drawn forms of memory (`tests.support.forms`). Forward, backward and a second backward
 pass must leave all of them, and the incoming gradient, as they were: values, neighbours in memory, version counters.
@@ -86,7 +86,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is drawn beside the operation and its sizes.
+    """Draws beside the operation and its sizes.
 
     Args:
         rng: Draws.

@@ -1,4 +1,4 @@
-"""What ranks and devices do to be held to `tests.support.contract`; imported by name in their processes."""
+"""Work of ranks and devices that is held to `tests.support.contract`; imported by name in their processes."""
 
 from __future__ import annotations
 

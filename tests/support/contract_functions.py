@@ -75,11 +75,11 @@ class Ranks:
     axis: Axis
 
     def parallel(self, dtype: torch.dtype, sequence_parallel: bool) -> TensorParallel:
-        """What layers are built with."""
+        """Context that layers are built with."""
         return TensorParallel(self.axis, self.comm, dtype, sequence_parallel and self.axis.size > 1)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """What all ranks have, one after the other; the gradient is that of this rank's part."""
+        """Parts of all ranks, one after the other; the gradient is that of this rank's part."""
         return torch.cat([x if rank == self.axis.rank else x.detach() for rank in range(self.axis.size)])
 
     def heard(self, x: Tensor) -> Tensor:

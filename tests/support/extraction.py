@@ -1,4 +1,4 @@
-"""Which graphs a run needs, and which its extraction reaches; imported by name in the process of the XLA lane.
+"""Graphs that a run needs, and those that its extraction reaches; imported by name in the XLA lane's process.
 
 The backend is that of Trainium, on a pretended machine (see `tests.support.neuron_machine`).
 """

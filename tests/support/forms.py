@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """How a tensor lies in memory.
+    """Form of a tensor in memory.
 
     Args:
         name: In messages.
@@ -92,7 +92,7 @@ class Placed:
     form: Form
 
     def within(self, base: Tensor) -> Tensor:
-        """What the tensor shows of other contents of its base."""
+        """View of other contents of the base, as the tensor shows them."""
         return self.form.view(base, tuple(self.x.shape))
 
 
@@ -139,7 +139,7 @@ class Watch:
         self._kept[name] = _Kept(placed, values, placed.x._version, is_written)
 
     def changes(self) -> Iterator[str]:
-        """What is not as it was, in words."""
+        """Changes since then, in words."""
         for name, kept in self._kept.items():
             placed, now = kept.placed, kept.placed.base.detach().cpu().clone()
             if kept.is_written:
@@ -159,7 +159,7 @@ class Watch:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of a host are equal bit for bit, NaN included."""
+    """True for two tensors of a host that are equal bit for bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     one, other = (x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in (a, b))

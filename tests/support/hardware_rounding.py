@@ -28,7 +28,7 @@ Entries = dict[tuple[str, str, tuple[int, ...]], Tensor]
 
 
 class RandomCasts(TorchDispatchMode):
-    """What `NEURON_RT_STOCHASTIC_ROUNDING_EN=1` does to casts.
+    """Effect of `NEURON_RT_STOCHASTIC_ROUNDING_EN=1` on casts.
 
     Args:
         seed: `NEURON_RT_STOCHASTIC_ROUNDING_SEED`.
@@ -105,7 +105,7 @@ def mutant(name: str) -> Iterator[None]:
 def trained(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], steps: int, seeds: Sequence[int], broken: str
 ) -> tuple[Entries, list[str]]:
-    """What this rank holds after some steps on such hardware, and what the vote of copies says of it.
+    """Tensors of this rank after some steps on such hardware, and the vote's finding on its copies.
 
     Args:
         backend: Of this rank; its kernels are replaced.

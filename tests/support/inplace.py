@@ -154,7 +154,7 @@ class _Scope:
                 self._bind(part, item)
 
     def _operations(self, node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-        """What a node does in place: the operand and the operation in words."""
+        """Operand and operation, in words, of a node that works in place."""
         if isinstance(node, ast.Call):
             yield from _calls(node)
         elif isinstance(node, ast.AugAssign):
@@ -171,7 +171,7 @@ class _Scope:
             yield node, ast.unparse(node)
 
     def _is_owned(self, x: ast.expr, seen: frozenset[str] = frozenset()) -> bool:
-        """Whether an expression is memory that this function allocated and has not given away."""
+        """True for memory that this function allocated and has not given away."""
         if isinstance(x, ast.Name):
             if x.id in seen:
                 return True
@@ -202,7 +202,7 @@ class _Scope:
         return False
 
     def _is_host(self, node: ast.AugAssign) -> bool:
-        """Whether `+=` provably acts on numbers or lists of the host."""
+        """True for a `+=` that provably acts on numbers or lists of the host."""
         target, value = node.target, node.value
         if isinstance(value, ast.List | ast.ListComp | ast.JoinedStr | ast.Tuple):
             return True
@@ -214,7 +214,7 @@ class _Scope:
         return self._matches(target, HOST_TYPES)
 
     def _holds(self, container: ast.expr) -> bool:
-        """Whether an index provably writes a container of the host."""
+        """True for an index that provably writes a container of the host."""
         return self._matches(container, _CONTAINERS)
 
     def _matches(self, target: ast.expr, kinds: re.Pattern[str]) -> bool:
@@ -231,7 +231,7 @@ _SIGNS |= {"BitXor": "^", "BitAnd": "&", "BitOr": "|", "LShift": "<<", "RShift":
 
 
 def _host_kind(value: ast.expr, kinds: re.Pattern[str]) -> bool:
-    """Whether a value is a number or container of the host that a pattern of types names."""
+    """True for a number or container of the host that a pattern of types names."""
     if isinstance(value, ast.Constant):
         return value.value is not None and kinds.match(type(value.value).__name__) is not None
     if isinstance(value, ast.JoinedStr):
@@ -261,7 +261,7 @@ def _class_type(owner: ast.ClassDef | None, text: str) -> str | None:
 
 
 def _class_values(owner: ast.ClassDef | None, text: str) -> list[ast.expr | None]:
-    """What a class assigns to `self.x`."""
+    """Values that a class assigns to `self.x`."""
     found: list[ast.expr | None] = []
     for node in ast.walk(owner) if owner is not None and text.startswith("self.") else ():
         if not isinstance(node, ast.Assign):
@@ -275,7 +275,7 @@ def _class_values(owner: ast.ClassDef | None, text: str) -> list[ast.expr | None
 
 
 def _calls(node: ast.Call) -> Iterator[tuple[ast.expr, str]]:
-    """What a call writes."""
+    """Operands that a call writes."""
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     text = ast.unparse(function)

@@ -1,4 +1,4 @@
-"""What the devices of the XLA lane do as a pretended Trainium machine's; imported by name in their process."""
+"""Work of the XLA lane's devices as a pretended Trainium machine's; imported by name in their process."""
 
 from __future__ import annotations
 

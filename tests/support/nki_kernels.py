@@ -28,7 +28,7 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class FlashConfig:
-    """What a caller may ask of the forward kernel."""
+    """Options of the forward kernel."""
 
     seq_tile_size: int = TILE
     attn_core_tile_size: int = 256

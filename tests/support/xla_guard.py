@@ -174,7 +174,7 @@ def hung(backend: Backend, logs: Path) -> None:
 def compared(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], flips: Sequence[tuple[int, str]]
 ) -> tuple[list[list[str]], list[int]]:
-    """What the vote says of sound copies after a step, and with a bit turned over in each of some parameters.
+    """Findings of the vote on sound copies after a step, and with a bit turned over in each of some parameters.
 
     Args:
         backend: Of the device.

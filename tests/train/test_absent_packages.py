@@ -19,7 +19,7 @@ def train_without(
     patch: pytest.MonkeyPatch,
     capture: pytest.CaptureFixture[str],
 ) -> str:
-    """What a run says that fails for want of packages."""
+    """Output of a run that fails for want of packages."""
     for name in [found for found in sys.modules if found.partition(".")[0] in names]:
         patch.delitem(sys.modules, name)
     for name in names:

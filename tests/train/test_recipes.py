@@ -51,7 +51,7 @@ def nxtrain(*argv: object, environ: dict[str, str] | None = None) -> subprocess.
 
 
 def changes(name: str, folder: Path) -> dict[str, Any]:
-    """What a run here has otherwise than the recipe."""
+    """Keys in which a run here differs from the recipe."""
     return {**SCALED, **DEGREES[name], "run.dir": str(folder / "run"), "data.path": str(folder / "rows.npy")}
 
 

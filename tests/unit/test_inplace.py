@@ -42,7 +42,7 @@ def test_the_table_of_owners_holds_nothing_else() -> None:
 
 
 def operations(*lines: str) -> list[str]:
-    """What is not proven of a function `f(x, other, key)` in a module that imports torch."""
+    """Operations not proven of a function `f(x, other, key)` in a module that imports torch."""
     body = "\n    ".join(lines)
     return [f.operation for f in unproven(f"import torch\n\ndef f(x, other, key):\n    {body}\n")]
 

@@ -38,7 +38,7 @@ ELSEWHERE = {
     "nxtrain.backends.neuron.backend:NeuronKernels": "tests/xla/test_input_contract.py",
     "nxtrain.backends.neuron.nxd.layers:NxdLayers": "tests/dist/test_input_contract.py, marked nxd",
 }
-"""What needs a vendor's package, and the tests that hold it to the contract."""
+"""Classes that need a vendor's package, and the tests that hold them to the contract."""
 
 VENDORS = {
     "nxtrain.backends.neuron.nxd.groups": "neuronx_distributed",

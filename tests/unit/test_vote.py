@@ -70,7 +70,7 @@ def test_nothing_is_the_sum_of_a_rank_without_entries() -> None:
 
 
 def said(columns: dict[str, list[int]]) -> list[str]:
-    """What is said of the checksums of some tensors, each held by all ranks of a world."""
+    """Finding on the checksums of some tensors, each held by all ranks of a world."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name, sums in columns.items():
         if sides := minority(range(len(sums)), sums):

@@ -32,7 +32,7 @@ print(json.dumps({name: metrics.counter_value(name) for name in metrics.counter_
 
 
 def counters(side: str) -> dict[str, int]:
-    """What PyTorch/XLA counts in one step that is not the first."""
+    """Counters of PyTorch/XLA over one step that is not the first."""
     env = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, "-c", COUNTED, side, str(MICRO_BATCHES)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=250, check=False)

@@ -45,7 +45,7 @@ def published(ranks: list[int], *options: str) -> dict[str, Any]:
 
 
 def run_graphs(world: str, ranks: list[int], *options: str, **shell: str) -> str:
-    """What the command prints of the recipe."""
+    """Output of the command on the recipe."""
     argv = [sys.executable, "-m", "nxtrain", "graphs", "configs/llama2_7b_trn1.toml", "--world", world]
     argv += ["train.eval_every=1000", "data.validation_fraction=1e-5"]  # a run that evaluates has one graph more
     done = subprocess.run(

@@ -125,7 +125,7 @@ def missing_devices() -> Iterator[str]:
 
 
 def distributed_support(*, allow_unverified: bool = False, assumed: Package | None = None) -> Support:
-    """Whether a NeuronX Distributed that can be used is installed; if not, what to install. Imports nothing.
+    """Support by an installed NeuronX Distributed; if there is none, the packages to install. Imports nothing.
 
     Args:
         allow_unverified: A release outside `DISTRIBUTED` can be used too.

@@ -184,7 +184,7 @@ def test_rounding_is_left_to_the_hardware_only_where_it_rounds(
 def test_hardware_rounds_by_a_plain_cast_only_what_no_other_rank_rounds_too(
     monkeypatch: pytest.MonkeyPatch, rounds: bool, shared: bool
 ) -> None:
-    """What ranks share is rounded in software, with the CPU's bits, as is everything if the hardware does not round.
+    """Shared parameters are rounded in software, with the CPU's bits, as are all if the hardware does not round.
 
     What a Trainium gets to round, `tests/xla/test_neuron_rounding.py` holds: one cast per tensor, and nothing else.
     """

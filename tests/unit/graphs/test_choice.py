@@ -1,4 +1,4 @@
-"""What `nxtrain graphs` traces of the layers and the attention that a run has on its machine, and what it says."""
+"""Layers and attention that `nxtrain graphs` traces of a run on its machine, and the lines about them."""
 
 from __future__ import annotations
 
