@@ -74,10 +74,10 @@ def census(graph: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int, int]]
 def test_all_ranks_and_steps_of_the_published_run_need_one_graph_for_each_purpose(sound: dict[str, Any]) -> None:
     assert (sound["world"], sound["rank"], sound["ranks"], sound["steps"]) == (4096, 0, RANKS, 3)
     names = [graph["name"] for graph in sound["graphs"]]
-    assert set(names) - {"steady micro-batch", "steady update"} <= {"steady", "log", "evaluation"}
-    assert names[-2:] == ["log", "evaluation"]
+    assert set(names) - {"steady micro-batch", "steady update"} <= {"steady", "log", "vote", "evaluation"}
+    assert names[-3:] == ["log", "vote", "evaluation"]
     assert sound["distinct_graphs"] == len({graph["hash"] for graph in sound["graphs"]}) == len(names)
-    assert [graph["steps"] for graph in sound["graphs"]] == [*[[1, 2, 3]] * (len(names) - 1), [3]]
+    assert [graph["steps"] for graph in sound["graphs"]] == [*[[1, 2, 3]] * (len(names) - 2), [3], [3]]
     assert all(graph["ranks"] == RANKS for graph in sound["graphs"])
 
 
@@ -99,6 +99,7 @@ def test_the_whole_7b_needs_a_graph_per_micro_batch_and_one_to_update() -> None:
         ("steady micro-batch", [1, 2]),
         ("steady update", [1, 2]),
         ("log", [1, 2]),
+        ("vote", [2]),
         ("evaluation", [2]),
     ]
     micro, update = map(census, found["graphs"][:2])
