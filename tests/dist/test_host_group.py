@@ -15,7 +15,7 @@ from nxtrain.errors import LostPeerError, NxtrainError
 from nxtrain.mesh import Mesh
 from tests.support.ranks import RankPool
 
-PATIENCE_S = 1.5
+PATIENCE_S = 3.0
 
 
 def compared(
