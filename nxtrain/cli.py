@@ -82,7 +82,8 @@ def main() -> None:
                 _report(known, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
                 _end(known.exit_code)
             sys.excepthook(*sys.exc_info())
-            print(DEFECT, file=sys.stderr)
+            if not isinstance(error, MemoryError):  # the next start may find room, as code 1 lets the launcher try
+                print(DEFECT, file=sys.stderr)
             _end(1)
 
 

@@ -156,8 +156,6 @@ def explained(error: Exception) -> NxtrainError | None:
         return error
     if isinstance(error, ImportError):
         return _missing(error)
-    if isinstance(error, MemoryError):
-        return BackendError(f"this machine is out of memory: {error or 'an allocation failed'}; lower the sizes")
     if isinstance(error, UnicodeError):
         return ConfigError(f"a text is not UTF-8: {error}; give or save it as UTF-8")
     return _refused(error) if isinstance(error, OSError) else None

@@ -58,7 +58,6 @@ def run(*argv: str) -> tuple[int, str]:
         (OSError("odd"), 4, "the system: odd; start again"),
         (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), 2, "a text is not UTF-8"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), 2, "a text is not UTF-8"),
-        (MemoryError(), 5, "this machine is out of memory"),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 5, "torch cannot be imported: No module named"),
         (ImportError("libcudart.so.12: cannot open shared object file"), 5, "a library cannot be loaded: libcudart"),
     ],
@@ -93,6 +92,12 @@ def test_a_defect_keeps_its_traceback_and_asks_for_a_report(monkeypatch: pytest.
     assert said.startswith("Traceback")
     assert "bug" in said
     assert said.rstrip().endswith(cli.DEFECT)
+
+
+def test_a_host_without_memory_is_no_defect_and_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "app", mock.Mock(side_effect=MemoryError("full")))
+    code, said = run("train")
+    assert (code, "MemoryError: full" in said, cli.DEFECT in said) == (1, True, False)
 
 
 ABSENT = "import sys; sys.modules[{name!r}] = None; from nxtrain.__main__ import main; main()"
