@@ -34,7 +34,10 @@ from tests.support.forms import WHOLE, Shape
 
 
 class Echo(Collectives):
-    """Ranks that all have the same: a collective needs no other rank. The one that may work in place does."""
+    """Ranks that all have the same: a collective needs no other rank. The one that may work in place does.
+
+    Buckets and transfers belong to steps and pipelines. No autograd function calls them, and one that did would fail.
+    """
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         return Done(x.mul_(axis.size) if op == "sum" and axis.size > 1 else x)
