@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
@@ -164,12 +164,10 @@ def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
 
 
 def _write_file(checkpoint: Place, manifest: Manifest, chunks: list[Chunk], file: Path) -> None:
-    def read(batch: Sequence[Chunk]) -> Mapping[Chunk, Tensor]:
-        targets = {chunk: torch.empty(chunk.block.sizes, dtype=chunk.dtype) for chunk in batch}
+    def read(targets: Mapping[Chunk, Tensor]) -> None:
         with collective(f"cannot read {checkpoint}"):
             reader = FileReader(checkpoint, manifest, targets)
             dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
-        return targets
 
     write_streamed(file, chunks, read)
 

@@ -1,4 +1,4 @@
-"""A safetensors file of whole tensors, written part by part: memory holds some rows of them and never the file."""
+"""A safetensors file of whole tensors, written part by part: memory holds some rows of them, never the file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nxtrain.checkpoint.chunks import Chunk
@@ -22,24 +23,39 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 8
 
 
-def write_streamed(
-    file: Path, tensors: Sequence[Chunk], read: Callable[[Sequence[Chunk]], Mapping[Chunk, Tensor]]
-) -> None:
+def write_streamed(file: Path, tensors: Sequence[Chunk], read: Callable[[Mapping[Chunk, Tensor]], None]) -> None:
     """Write the file that `safetensors.torch.save_file` makes of the same tensors, byte for byte.
+
+    All batches share one buffer: the allocator keeps freed memory of a batch beside the next one's at its pleasure.
 
     Args:
         file: A new file.
         tensors: Whole tensors.
-        read: Host tensors of some of their rows, which this function drops before the next call.
+        read: Fills a host tensor for each chunk, some rows of a tensor.
     """
     ordered = sorted(tensors, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
+    parts = list(batches(ordered))
+    buffer = torch.empty(max(map(_num_bytes, parts), default=0), dtype=torch.uint8)
     with file.open("wb") as out:
         out.write(_header(ordered))
-        for batch in batches(ordered):
-            found = read(batch)
-            for part in batch:
-                out.write(bytes_of(found[part].contiguous()))
-            del found
+        for batch in parts:
+            read(_cut(buffer, batch))
+            out.write(bytes_of(buffer[: _num_bytes(batch)]))
+
+
+def _num_bytes(batch: Sequence[Chunk]) -> int:
+    return sum(chunk.num_bytes for chunk in batch)
+
+
+def _cut(buffer: Tensor, batch: Sequence[Chunk]) -> dict[Chunk, Tensor]:
+    """Adjacent parts of a buffer, one per chunk; wide types come first, so that each part is aligned."""
+    parts: dict[Chunk, Tensor] = {}
+    start = 0
+    for chunk in batch:
+        end = start + chunk.num_bytes
+        parts[chunk] = buffer[start:end].view(chunk.dtype).view(chunk.block.sizes)
+        start = end
+    return parts
 
 
 def batches(tensors: Sequence[Chunk]) -> Iterator[list[Chunk]]:
