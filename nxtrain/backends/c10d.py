@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.distributed.failure_reporter import Parting
+from nxtrain.distributed.c10d_collectives import WAITS, C10dCollectives
+from nxtrain.distributed.failures import Parting
 from nxtrain.distributed.heartbeats import Board
 from nxtrain.distributed.rendezvous import meet
-from nxtrain.distributed.waits import WAITS
 from nxtrain.mesh import Mesh
 from nxtrain.process.greetings import without_greetings
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
+from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import read_back, write
-from nxtrain.checkpoint.staging import Staging
 from nxtrain.io.checksummed_file import BLOCK_BYTES
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec

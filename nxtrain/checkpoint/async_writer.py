@@ -11,11 +11,11 @@ from threading import Thread
 import torch.distributed as dist
 
 from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.dcp_storage import Staged, Staging
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror_uploads import Copies, Patience
 from nxtrain.checkpoint.save import Retention, tidy, write_state
 from nxtrain.checkpoint.shards import Shards
-from nxtrain.checkpoint.staging import Staged, Staging
 from nxtrain.distributed.agreement import Disk, Group, by_leader
 from nxtrain.errors import CheckpointError
 from nxtrain.sharding import Layout

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from nxtrain.checkpoint.match import mismatches
-from nxtrain.checkpoint.shards import Chunk
+from nxtrain.checkpoint.shards import Chunk, mismatches
 from nxtrain.errors import CheckpointError
 
 

@@ -1,13 +1,17 @@
-"""How `torch.distributed.checkpoint` writes and reads the files of a rank: plain, in order, and verified."""
+"""Storage for `torch.distributed.checkpoint`: files of a rank, written in order from staged memory and read verified.
+
+Host memory is laid out as the file will be, so that the disk takes the bytes from their place.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -20,10 +24,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, Part, TensorEntry, file_of, header
-from nxtrain.checkpoint.shards import Chunk
+from nxtrain.checkpoint.shards import Chunk, Shards, chunks, owned
 from nxtrain.errors import DamagedError
-from nxtrain.io.checksummed_file import BlockReader, BlockWriter, Stored, verify
+from nxtrain.io.checksummed_file import BlockReader, BlockWriter, Stored, aligned_memory, verify
 from nxtrain.io.object_store import Place, open_source
+from nxtrain.sharding import Layout
 
 PIECE_BYTES = 1 << 26
 """Most bytes of a tensor that wait for being copied to where they go."""
@@ -307,3 +312,62 @@ def _join(told: Sequence[Sequence[_Told]]) -> dict[str, TensorEntry]:
         assert planned == math.prod(shape), f"{key} {shape}: ranks hold {planned} entries"
         joint[key] = TensorEntry.of(dtype, shape, ranks, starts, boxes)
     return joint
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What a rank writes.
+
+    Args:
+        tensors: By chunk.
+        memory: The bytes in which all of them lie.
+        joint: What all ranks write, the same each time.
+    """
+
+    tensors: Mapping[Chunk, Tensor]
+    memory: Tensor
+    joint: Joint = field(default_factory=Joint)
+
+
+class Staging:
+    """The memory, kept from one checkpoint to the next.
+
+    Args:
+        cut: Where the rank's tensors lie in the model.
+    """
+
+    def __init__(self, cut: Layout) -> None:
+        self._cut = cut
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._staged: Staged | None = None
+
+    def fill(self, shards: Shards) -> Staged:
+        """Bring the chunks to the host, each local tensor in one transfer.
+
+        Args:
+            shards: Kind to parameter name to local tensor, on any device; the same ones in each call.
+
+        Returns:
+            What this rank writes; valid until the next call.
+        """
+        if self._staged is None:
+            self._staged = self._prepare(shards)
+        for (kind, parameter), buffer in self._buffers.items():
+            buffer.copy_(shards[kind][parameter].detach())
+        return self._staged
+
+    def _prepare(self, shards: Shards) -> Staged:
+        mine = sorted(owned(tuple(chunks(shards, self._cut))), key=lambda chunk: -chunk.dtype.itemsize)
+        places = [
+            (place, tuple(group)) for place, group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter))
+        ]
+        local = {(kind, parameter): shards[kind][parameter] for (kind, parameter), _ in places}
+        memory = torch.frombuffer(aligned_memory(max(1, sum(x.nbytes for x in local.values()))), dtype=torch.uint8)
+        tensors, start = {}, 0
+        for place, group in places:
+            x = local[place]
+            buffer = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
+            tensors.update({chunk: chunk.of(buffer) for chunk in group})
+            self._buffers[place] = buffer
+            start += x.nbytes
+        return Staged(tensors, memory)

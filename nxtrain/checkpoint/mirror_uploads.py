@@ -16,8 +16,7 @@ from threading import Thread
 from nxtrain.checkpoint.mirror import Mirrored, copy
 from nxtrain.checkpoint.save import Retention
 from nxtrain.distributed.agreement import Group, by_leader, gather
-from nxtrain.io.checksummed_file import Stored
-from nxtrain.io.transfer_progress import arrived
+from nxtrain.io.checksummed_file import Stored, arrived
 from nxtrain.mesh import Mesh
 
 LOOK_S = 0.5

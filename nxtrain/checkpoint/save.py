@@ -12,10 +12,9 @@ import torch.distributed.checkpoint as dcp
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
-from nxtrain.checkpoint.dcp_storage import FileWriter
+from nxtrain.checkpoint.dcp_storage import FileWriter, Staged, Staging
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.shards import Shards
-from nxtrain.checkpoint.staging import Staged, Staging
 from nxtrain.distributed.agreement import Disk, Group, by_leader, collective, is_distributed, shared_disk, together
 from nxtrain.errors import CheckpointError
 from nxtrain.io.atomic import write_durably

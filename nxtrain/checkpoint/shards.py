@@ -1,4 +1,4 @@
-"""Which part of which whole tensor lies where in a rank's local tensors, and which rank writes it."""
+"""Shards of whole tensors: place in local tensors, the rank that writes each, mismatches with a checkpoint."""
 
 from __future__ import annotations
 
@@ -149,3 +149,29 @@ def _rows(chunk: Chunk, start: int, total: int) -> range:
         return num_rows if inside > chunk.num_bytes - sliver else round(inside / row_bytes)
 
     return range(cut(chunk.copy), cut(chunk.copy + 1))
+
+
+_SHOWN = 10
+
+
+def mismatches(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
+    """Say how two lists of tensors differ, one line for each way; empty if they do not.
+
+    Args:
+        wanted: What the model needs, by name: a shape, or a shape and a type.
+        found: What is there.
+    """
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    wrong = [
+        f"{name} is {found[name]} instead of {what}"
+        for name, what in wanted.items()
+        if name in found and found[name] != what
+    ]
+    lines = {"missing": missing, "unknown to the model": extra, "different": wrong}
+    return [f"{len(names)} {title}: {_some(names)}" for title, names in lines.items() if names]
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -18,7 +18,7 @@ from nxtrain.cli.convert import convert
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
-from nxtrain.process.streams import outliving_readers
+from nxtrain.process.console import outliving_readers
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
@@ -111,7 +111,7 @@ def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> No
     try:
         from rich.text import Text
 
-        from nxtrain.process.screen import standard_error
+        from nxtrain.process.console import standard_error
     except ImportError:  # perhaps that is the error
         print(f"error: {error}", file=sys.stderr)
         return
@@ -309,7 +309,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=-MAX_INT, max=MAX_INT, help="Start of the randomness.")] = 0,
 ) -> None:
     """Continue a text with a trained model; each token is shown as it comes."""
-    from nxtrain.process.screen import standard_error
+    from nxtrain.process.console import standard_error
     from nxtrain.train.generate import generate
     from nxtrain.train.sampling import Sampling
 

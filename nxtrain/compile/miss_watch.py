@@ -35,12 +35,13 @@ from nxtrain.compile.manifest import (
     Build,
     Manifest,
     check_ready,
+    differ,
+    explain,
     manifest_file,
     other_manifests,
     read_manifest,
     stage_words,
 )
-from nxtrain.compile.misses import differ, explain
 from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nxtrain.checkpoint.match import mismatches
+from nxtrain.checkpoint.shards import mismatches
 from nxtrain.config.check import quantization
 from nxtrain.convert.finite import Finiteness
 from nxtrain.errors import ConfigError, Problem

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.checkpoint.match import mismatches
-from nxtrain.checkpoint.shards import Chunk
+from nxtrain.checkpoint.shards import Chunk, mismatches
 from nxtrain.convert.hf import dtype_name, whole_shapes
 from nxtrain.convert.nxd_files import MODEL_DIR, Grid, open_file, rank_file
 from nxtrain.convert.nxd_layout import EMBEDDING, HEAD, NxdLayout, Param, Platform, Qkv

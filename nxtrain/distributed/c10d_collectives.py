@@ -1,7 +1,8 @@
-"""Collectives over the process groups of `torch.distributed`."""
+"""Collectives over the process groups of `torch.distributed`, and a clock of the time spent waiting in them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,10 +14,33 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending, Result_co
-from nxtrain.distributed.lost_peers import Peers, blaming, loss
-from nxtrain.distributed.waits import WAITS
+from nxtrain.distributed.failures import Peers, blaming, loss
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.process.greetings import without_greetings
+
+
+class Waits:
+    """A clock that runs within its context.
+
+    Attributes:
+        total_s: Seconds so far.
+    """
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.total_s += time.perf_counter() - self._since
+
+
+WAITS = Waits()
+"""Of the collectives on `torch.distributed`. On devices with streams waiting is left to these, and takes the host no
+time."""
+
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _FUNCTIONAL: Any = torch.ops._c10d_functional

@@ -1,6 +1,7 @@
-"""Where ranks say what they are doing, apart from any collective: the store in which they met.
+"""Heartbeats of all ranks, in the store of the rendezvous and apart from any collective.
 
-The watchdogs of all ranks read and write here, each from a thread of its own, while their main threads may hang.
+The watchdog of each rank reads and writes them in a thread of its own, while the main thread may hang. The link to the
+store may be lost and found again.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nxtrain.distributed.first_failure import LastWords
+from nxtrain.distributed.failures import LastWords
+from nxtrain.process.deadlines import Aside
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -168,3 +171,43 @@ def _soon(work: Callable[[], str], seconds: float) -> str:
     while not (text := work()) and time.monotonic() < limit:
         time.sleep(0.02)
     return text
+
+
+class Link:
+    """A board, as long as its store answers.
+
+    Args:
+        board: Where the ranks meet; None: there is one rank, or they have no such place.
+
+    Attributes:
+        board: The same; None while it is lost.
+        is_alone: There never was one.
+    """
+
+    def __init__(self, board: Board | None) -> None:
+        self.board = board
+        self.is_alone = board is None
+        self._lost: Board | None = None
+        self._lost_at = 0.0
+        self._connecting = Aside("nxtrain-reach")
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds for which it is lost."""
+        return time.monotonic() - self._lost_at if self._lost is not None and self.board is None else 0.0
+
+    def lose(self) -> None:
+        """Do without the store, and look for it again: it may have been slow for once."""
+        if self.board is not None:
+            self._lost, self.board, self._lost_at = self.board, None, time.monotonic()
+        self.reach()
+
+    def reach(self) -> None:
+        """Look for a store that is lost, in a thread that nobody waits for."""
+
+        def connect() -> None:
+            with suppress(RuntimeError):  # tried again at the next beat
+                self.board = self._lost.again() if self._lost is not None else None
+
+        if self.board is None and self._lost is not None:
+            self._connecting.start(connect)

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 from nxtrain.errors import CheckpointError, DamagedError, StorageError
 from nxtrain.io.atomic import sync_folder, write_durably
-from nxtrain.io.checksummed_file import BlockReader, BlockWriter, FileSource, Source, Stored, verify
+from nxtrain.io.checksummed_file import BlockReader, BlockWriter, FileSource, Source, Stored, arrived, verify
 from nxtrain.io.paths import local_path
 from nxtrain.io.regular import read_bytes
 from nxtrain.io.s3 import SCHEME, explained, is_missing, open_client, split
-from nxtrain.io.transfer_progress import arrived
 
 _CHECKSUM = {"ChecksumAlgorithm": "CRC32"}
 """S3 computes it of what arrives, and refuses what is something else."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nxtrain.metrics.meters import Clock
-from nxtrain.process.screen import standard_error
+from nxtrain.process.console import standard_error
 
 if TYPE_CHECKING:
     from nxtrain.metrics.sinks import Sink

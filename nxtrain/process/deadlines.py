@@ -1,4 +1,4 @@
-"""When no watchdog looks after a process: while its devices are opened, and while they are closed."""
+"""Deadlines for work that may hang: opening and closing devices, slow disks and stores."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from nxtrain.errors import HangError
 from nxtrain.process import stacks
-from nxtrain.process.exit_timer import Alarm
-from nxtrain.process.stacks import say
+from nxtrain.process.stacks import Alarm, say
 
 Opened = TypeVar("Opened")
 
@@ -84,3 +83,26 @@ def bounded(seconds: float, words: str, code: int) -> Iterator[None]:
 
 def _me() -> str:
     return f"rank {os.environ.get('RANK', '0')}"
+
+
+class Aside:
+    """One call at a time, each in a thread that nobody waits for.
+
+    Args:
+        name: Of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Do some work, unless what was begun before is still under way.
+
+        Raises:
+            RuntimeError: The system has no thread to give.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=work, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread

@@ -44,7 +44,7 @@ POINTS = {
     "reduce": Place("nxtrain.parallel.grads:Gradients", "reduce"),
     "opt": Place("nxtrain.optim.adamw:AdamW", "step"),
     "post_step": Place("nxtrain.train.trainer", "update", "after"),
-    "ckpt_stage": Place("nxtrain.checkpoint.staging:Staging", "fill"),
+    "ckpt_stage": Place("nxtrain.checkpoint.dcp_storage:Staging", "fill"),
     "ckpt_write": Place("nxtrain.io.checksummed_file:BlockWriter", "_transfer", "writing"),
     "ckpt_fsync": Place("nxtrain.io.checksummed_file:BlockWriter", "close"),
     "ckpt_commit": Place("nxtrain.checkpoint.save", "_commit"),

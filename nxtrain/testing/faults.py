@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from nxtrain.process.screen import standard_error
+from nxtrain.process.console import standard_error
 from nxtrain.run_folder import FAULTS_DIR
 from nxtrain.testing import fault_kinds
 from nxtrain.testing.fault_points import GRADIENTS, LOSS, POINTS, VARIABLE, Fault, Place, parse

@@ -27,8 +27,8 @@ from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
 from nxtrain.process.clock import Instant, now
+from nxtrain.process.console import Screen, standard_error
 from nxtrain.process.deadlines import CLOSING_S, closing, opening
-from nxtrain.process.screen import Screen, standard_error
 from nxtrain.process.signals import Signals
 from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR, SUMMARY_FILE
 from nxtrain.train.build import mesh_of

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.errors import CheckpointError, RestartError
-from nxtrain.io.notes import Notes
+from nxtrain.io.jsonl import Notes
 from nxtrain.train.health.numerics import NON_FINITE
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course

@@ -135,14 +135,12 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/checkpoint/dcp_planner.py": {
         "ChunkLoadPlanner.finish_plan: tensor.zero_": "state: padding of what is loaded",
     },
-    "nxtrain/checkpoint/staging.py": {
-        "Staging.fill: buffer.copy_": "state: buffer of this object",
-    },
     "nxtrain/convert/streamed.py": {
         "batches: free -=": "host: number",
         "_header: text +=": "host: bytes",
     },
     "nxtrain/checkpoint/dcp_storage.py": {
+        "Staging.fill: buffer.copy_": "state: buffer of this object",
         "FileWriter._write: high +=": "host: number",
         "FileReader.read_data: wanted[file] +=": "host: list",
         "_Piece.take: self._into[low - self.start:high - self.start] =": (

@@ -21,7 +21,7 @@ from nxtrain.backends.xla.environment import refuse_dead_variables
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla.world import join
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
-from nxtrain.distributed.failure_reporter import Parting
+from nxtrain.distributed.failures import Parting
 from nxtrain.distributed.heartbeats import Board
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh

@@ -17,9 +17,9 @@ from torch import Tensor
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import by_leader
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
-from nxtrain.io.notes import Notes
+from nxtrain.io.jsonl import Notes
 from nxtrain.metrics.stability import Stability
-from nxtrain.process.screen import standard_error
+from nxtrain.process.console import standard_error
 from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.health.replica_check import Vote
 from nxtrain.train.health.skipped_steps import BadSteps

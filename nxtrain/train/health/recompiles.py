@@ -8,7 +8,7 @@ from rich.console import Console
 
 from nxtrain.backends.base import Backend
 from nxtrain.errors import BackendError
-from nxtrain.process.screen import standard_error
+from nxtrain.process.console import standard_error
 from nxtrain.train.trainer import Work
 
 WARM_UP = 2

@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from nxtrain.distributed.heartbeats import PATIENCE_S, Board
-from nxtrain.distributed.link import Link
+from nxtrain.distributed.heartbeats import PATIENCE_S, Board, Link
 from nxtrain.errors import LostPeerError
-from nxtrain.process.background import Aside
+from nxtrain.process.deadlines import Aside
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import say
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from nxtrain.errors import NxtrainError, StoppedBySignal
 from nxtrain.metrics.attempts import Attempts, Reached
 from nxtrain.metrics.goodput_meter import GoodputMeter
-from nxtrain.process.screen import standard_error
+from nxtrain.process.console import standard_error
 from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.supervision.watchdog import Watchdog
 from nxtrain.train.trainer import Work

@@ -1,7 +1,7 @@
-"""A thread beside training: it tells other ranks what this one does, and ends the run when nobody gets on.
+"""Watchdog of a rank: a thread that publishes heartbeats, reads those of other ranks, and ends a run that hangs.
 
-The main thread only notes where it is. What other ranks do, the thread reads where they met; a rank that holds Python's
-lock cannot run it, and is ended by a timer of the interpreter, which needs no lock.
+The main thread only notes its position. A rank that holds Python's lock cannot run the watchdog, and is ended by a
+timer of the system, which needs no lock. While a checkpoint is restored, bytes that any rank transfers are progress.
 """
 
 from __future__ import annotations
@@ -16,21 +16,48 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.first_failure import within
-from nxtrain.distributed.heartbeats import PATIENCE_S, Beat
-from nxtrain.distributed.link import Link
-from nxtrain.distributed.lost_peers import loss
+from nxtrain.distributed.failures import loss, within
+from nxtrain.distributed.heartbeats import PATIENCE_S, Beat, Board, Link
 from nxtrain.errors import HangError, StoppedBySignal
-from nxtrain.io.transfer_progress import arrived
+from nxtrain.io.checksummed_file import arrived
 from nxtrain.process import stacks
-from nxtrain.process.background import Aside
+from nxtrain.process.deadlines import Aside
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import say
 from nxtrain.train.health.recompiles import WARM_UP
 from nxtrain.train.supervision.coordinated_stop import Stop
 from nxtrain.train.supervision.hang_diagnosis import agree, point, waits
-from nxtrain.train.supervision.received import Received
 from nxtrain.train.supervision.stragglers import Stragglers
+
+
+class Received:
+    """What came of a checkpoint, or went to its mirror, at this rank and at those for which it waits.
+
+    Args:
+        here: Tells the bytes that this process has received or sent.
+
+    Attributes:
+        at: When something came last.
+    """
+
+    def __init__(self, here: Callable[[], int]) -> None:
+        self._here = here
+        self._seen = self._told = self._all = 0
+        self.at = time.monotonic()
+
+    def look(self) -> None:
+        """Look what came to this process."""
+        if (seen := self._here()) != self._seen:
+            self._seen, self.at = seen, time.monotonic()
+
+    def share(self, board: Board) -> None:
+        """Tell the other ranks, and hear of them."""
+        new = self._seen - self._told
+        together = board.advance(new)
+        self._told += new
+        if together != self._all:
+            self._all, self.at = together, time.monotonic()
+
 
 TICK_S = 0.25
 """Between looks at this rank."""

@@ -23,8 +23,8 @@ from nxtrain.checkpoint.save import Retention
 from nxtrain.distributed.agreement import Disk
 from nxtrain.errors import BackendError, CheckpointError, ConfigError, DamagedError
 from nxtrain.io import checksummed_file, object_store
+from nxtrain.io.checksummed_file import Arrivals, arrived
 from nxtrain.io.object_store import FolderStore, S3Store, Store, open_store, place_of
-from nxtrain.io.transfer_progress import Arrivals, arrived
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta

@@ -11,9 +11,9 @@ import torch
 
 from nxtrain.checkpoint import async_writer, directory
 from nxtrain.checkpoint.async_writer import Outcome, Saver
+from nxtrain.checkpoint.dcp_storage import Staged
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.save import Retention, write_state
-from nxtrain.checkpoint.staging import Staged
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta

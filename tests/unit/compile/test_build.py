@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.compile.compile_key import build_of
-from nxtrain.compile.manifest import Build
-from nxtrain.compile.misses import differ
+from nxtrain.compile.manifest import Build, differ
 from nxtrain.config.check import resolve
 from nxtrain.config.load import load
 

@@ -16,12 +16,13 @@ from nxtrain.compile.manifest import (
     Manifest,
     Setting,
     check_ready,
+    differ,
+    explain,
     manifest_file,
     other_manifests,
     read_manifest,
     write_manifest,
 )
-from nxtrain.compile.misses import differ, explain
 from nxtrain.config.schema import CompileConfig, IdentityConfig, RunConfig
 from nxtrain.errors import BackendError, ConfigError
 from tests.support.caches import COMPILER, add_done, add_failed, key

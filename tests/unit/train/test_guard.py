@@ -15,7 +15,7 @@ from rich.console import Console
 
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
-from nxtrain.io.notes import Notes
+from nxtrain.io.jsonl import Notes
 from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.health import numerics as guards
 from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, Guard

@@ -17,7 +17,7 @@ from nxtrain.distributed.heartbeats import Board
 from nxtrain.errors import HangError, LostPeerError
 from nxtrain.metrics.attempts import Attempts, Reached, progress
 from nxtrain.process import stacks
-from nxtrain.process.background import Aside
+from nxtrain.process.deadlines import Aside
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import say
 from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
