@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.stages import LayerCosts, Part
+from nxtrain.stages import LayerCosts, StagePart
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ class BuildContext:
     fused_gate_up: bool = True
     scaled_init: bool = True
     decay_norms: bool = False
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StagePart, ...] = ()
 
 
 class CausalLM(Protocol):
@@ -87,7 +87,7 @@ class CausalLM(Protocol):
         """The submodules that repeat, in order of use: what is gathered as one when parameters are sharded."""
         ...
 
-    def run(self, part: Part, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute one of the parts that were built.
 
         Args:

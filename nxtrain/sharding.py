@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TpSlice:
     """One run of a local shard: which entries of which global tensor a rank holds, and where.
 
     Args:
@@ -69,7 +69,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBox:
     """A box of entries of one global tensor, and where a rank keeps it.
 
     Args:
@@ -88,12 +88,12 @@ class Block:
     copies: int
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> Block:
+    def whole(shape: tuple[int, ...]) -> ShardBox:
         """All of an unfused tensor."""
         origin = (0,) * len(shape)
-        return Block(Segment("", shape[0]), origin, shape, origin, copy=0, copies=1)
+        return ShardBox(Segment("", shape[0]), origin, shape, origin, copy=0, copies=1)
 
-    def rows(self, start: int, number: int) -> Block:
+    def rows(self, start: int, number: int) -> ShardBox:
         """Adjacent rows of the box, counted in dimension 0 from its first."""
         sizes = (number, *self.sizes[1:])
         first, local_first = self.offsets[0] + start, self.local_offsets[0] + start
@@ -154,7 +154,7 @@ class ShardSpec:
         """True for a parameter that the first and the last pipeline stage each hold."""
         return self.has_copy or self.tied_to is not None
 
-    def pieces(self, axis: Axis) -> tuple[Piece, ...]:
+    def pieces(self, axis: Axis) -> tuple[TpSlice, ...]:
         """What this rank of `axis` holds, in local order; a segment that does not divide is padded at its end."""
         pieces, local_start = [], 0
         for segment in self.segments:
@@ -162,7 +162,7 @@ class ShardSpec:
             width = -(-segment.size * copies // axis.size)
             start = min(axis.rank // copies * width, segment.size)
             length = min(width, segment.size - start)
-            pieces.append(Piece(segment, start, length, local_start, width, axis.rank % copies, copies))
+            pieces.append(TpSlice(segment, start, length, local_start, width, axis.rank % copies, copies))
             local_start += width
         return tuple(pieces)
 
@@ -181,7 +181,7 @@ class ShardSpec:
         """Name of a segment in checkpoints, the same for all copies, given the parameter's own name."""
         return global_name(self.tied_to or parameter, segment)
 
-    def blocks(self, tp: Axis, shard: Axis) -> Iterator[Block]:
+    def blocks(self, tp: Axis, shard: Axis) -> Iterator[ShardBox]:
         """What this rank holds once its tensor parallel shard is cut by rows over `shard`; padding left out."""
         dim = self.dim or 0
         first, num_rows = row_cut(self.local_shape(tp)[0], shard)
@@ -192,9 +192,9 @@ class ShardSpec:
             if low < high and piece.length:
                 offsets[0] += low - local[0]
                 sizes[0], local[0] = high - low, low - first
-                yield Block(piece.segment, tuple(offsets), tuple(sizes), tuple(local), piece.copy, piece.copies)
+                yield ShardBox(piece.segment, tuple(offsets), tuple(sizes), tuple(local), piece.copy, piece.copies)
 
-    def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[Piece, Tensor]]:
+    def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[TpSlice, Tensor]]:
         """Each piece with its view into the local shard, padding left out."""
         for piece in self.pieces(axis):
             yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
@@ -248,7 +248,7 @@ class ParamTable(Mapping[str, ShardSpec]):
         }
 
 
-class Layout(Mapping[str, tuple[Block, ...]]):
+class Layout(Mapping[str, tuple[ShardBox, ...]]):
     """The blocks of every parameter whose training state a rank holds: by parameter name, in model order.
 
     Its local tensors are the rows of the tensor parallel shards that `row_cut` gives this rank of `mesh.shard`, and
@@ -263,7 +263,7 @@ class Layout(Mapping[str, tuple[Block, ...]]):
         self.table, self.mesh = table, mesh
         self._blocks = {name: tuple(spec.blocks(mesh.tp, mesh.shard)) for name, spec in table.items()}
 
-    def __getitem__(self, name: str) -> tuple[Block, ...]:
+    def __getitem__(self, name: str) -> tuple[ShardBox, ...]:
         return self._blocks[name]
 
     def __iter__(self) -> Iterator[str]:

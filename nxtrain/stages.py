@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """A run of consecutive layers.
 
     Args:
@@ -40,7 +40,7 @@ class LayerCosts:
     head: int
 
 
-def cut(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[Part, ...]:
+def split_layers(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[StagePart, ...]:
     """Cut a model into parts so that the dearest is as cheap as can be; each has a block.
 
     Of equally good cuts, the one that gives blocks to later parts, which keep fewer micro-batches in flight.
@@ -53,11 +53,11 @@ def cut(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[Part, ...]:
         cheapest = min(range(num_parts), key=lambda part: (spent[part], -part))
         sizes[cheapest] += 1
         spent[cheapest] += costs.block
-    return cut_at(num_blocks, [sum(sizes[:part]) for part in range(1, num_parts)])
+    return split_layers_at(num_blocks, [sum(sizes[:part]) for part in range(1, num_parts)])
 
 
-def cut_at(num_blocks: int, cuts: Sequence[int]) -> tuple[Part, ...]:
+def split_layers_at(num_blocks: int, cuts: Sequence[int]) -> tuple[StagePart, ...]:
     """Cut a model before given blocks, ascending."""
     bounds = [0, *cuts, num_blocks]
     last = len(cuts)
-    return tuple(Part(range(bounds[i], bounds[i + 1]), first=i == 0, last=i == last) for i in range(last + 1))
+    return tuple(StagePart(range(bounds[i], bounds[i + 1]), first=i == 0, last=i == last) for i in range(last + 1))

@@ -22,7 +22,7 @@ from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, RopeScaling
 from nxtrain.sharding import Init, ShardSpec
-from nxtrain.stages import Part
+from nxtrain.stages import StagePart
 from nxtrain_models.llama.config import LlamaConfig
 
 
@@ -54,7 +54,7 @@ class LlamaBlock(nn.Module):
 class LlamaBody(nn.Module):
     """Everything but the output projection; its name in checkpoints is `model`."""
 
-    def __init__(self, config: LlamaConfig, context: BuildContext, parts: Sequence[Part]) -> None:
+    def __init__(self, config: LlamaConfig, context: BuildContext, parts: Sequence[StagePart]) -> None:
         super().__init__()
         init, _ = _inits(config, context)
         if any(part.first for part in parts):
@@ -65,7 +65,7 @@ class LlamaBody(nn.Module):
             self.norm = _norm(config, context)
         self.rope = Rope(context.seq_len, config.head_size, config.rope_theta, _scaling(config))
 
-    def forward(self, x: Tensor, part: Part) -> Tensor:
+    def forward(self, x: Tensor, part: StagePart) -> Tensor:
         """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D)."""
         if part.first:
             x = self.embed_tokens(x)
@@ -80,7 +80,7 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
         init, _ = _inits(config, context)
-        self._whole = Part(range(config.num_hidden_layers), first=True, last=True)
+        self._whole = StagePart(range(config.num_hidden_layers), first=True, last=True)
         parts = context.parts or (self._whole,)
         self.model = LlamaBody(config, context, parts)
         if any(part.last for part in parts):
@@ -93,7 +93,7 @@ class LlamaForCausalLM(nn.Module):
         """The transformer blocks, in order of use."""
         return tuple(self.model.layers.values())
 
-    def run(self, part: Part, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute one of the parts that were built, as `CausalLM` says.
 
         Tokens (B, S) or hidden states (S/tp, B, D), and targets (B, S) for the last, to (S/tp, B, D) or a loss ().

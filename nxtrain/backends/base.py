@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from nxtrain.backends.rounding import RoundingKey
     from nxtrain.config.schema import RunConfig
-    from nxtrain.distributed.heartbeats import Board
+    from nxtrain.distributed.heartbeats import HeartbeatStore
     from nxtrain.family import ModelConfig, ModelFamily
     from nxtrain.sharding import Init, Segment, ShardSpec
 
@@ -404,7 +404,7 @@ class Backend(ABC):
         """Most device memory that this rank has held at once; 0 if the device does not tell."""
         return 0
 
-    def board(self) -> Board | None:
+    def board(self) -> HeartbeatStore | None:
         """Where ranks tell each other what they do, apart from any collective; None if they have no such place."""
         return None
 

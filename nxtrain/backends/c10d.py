@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.c10d_collectives import WAITS, C10dCollectives
-from nxtrain.distributed.failures import Parting
-from nxtrain.distributed.heartbeats import Board
+from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives
+from nxtrain.distributed.failures import FailureReporter
+from nxtrain.distributed.heartbeats import HeartbeatStore
 from nxtrain.distributed.rendezvous import meet
 from nxtrain.mesh import Mesh
 from nxtrain.process.greetings import without_greetings
@@ -46,7 +46,7 @@ class C10dBackend(Backend):
     """A backend whose ranks are processes of `torch.distributed`."""
 
     collectives: C10dCollectives
-    _parting: Parting | None = None
+    _parting: FailureReporter | None = None
     _store: dist.Store | None = None
     _ends_early = False
 
@@ -61,7 +61,7 @@ class C10dBackend(Backend):
             timeout = timedelta(seconds=hang_timeout_s)
             # As without a store, but that this one can be talked to.
             self._store = store = meet(self.rank, self.world, timeout)
-            self._parting = Parting(store, self.rank, hang_timeout_s, self.collectives.words)
+            self._parting = FailureReporter(store, self.rank, hang_timeout_s, self.collectives.words)
             with without_greetings():
                 dist.init_process_group(
                     process_group,
@@ -79,11 +79,11 @@ class C10dBackend(Backend):
     def device_mesh(self, mesh: Mesh) -> DeviceMesh:
         return self.collectives.device_mesh(self.device.type, mesh)
 
-    def board(self) -> Board | None:
-        return Board(self._store, self.rank, self.world) if self._store is not None else None
+    def board(self) -> HeartbeatStore | None:
+        return HeartbeatStore(self._store, self.rank, self.world) if self._store is not None else None
 
     def waited_s(self) -> float:
-        return WAITS.total_s
+        return WAIT_CLOCK.total_s
 
     def failed(self, error: Exception) -> Exception:
         if self._parting is None:

@@ -29,7 +29,7 @@ from nxtrain.parallel.linear import Postpone, SplitBackward
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
 from nxtrain.parallel.weight_grads import WeightGradients
-from nxtrain.stages import Part
+from nxtrain.stages import StagePart
 from nxtrain.train.build import build_model, parts_of
 
 PATIENCE_S = 60.0
@@ -63,7 +63,7 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
     blank = torch.zeros(work.seq_len, 1, SHAPE["hidden_size"])
     last = work.pp * work.virtual_pp - 1
     stages = range(mesh.pp.rank, last + 1, work.pp)
-    parts = [Part(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
+    parts = [StagePart(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
     chunks: dict[str, nn.Module] = {
         str(stage): _Sleeper(work.forward_s) if work.work == "sleep" else _Blocks(work, backend, stage)
         for stage in stages
@@ -115,7 +115,7 @@ class _Chunks(nn.Module):
         self._chunks = nn.ModuleDict(chunks)
         self.entry = nn.Parameter(blank.clone())
 
-    def run(self, part: Part, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None) -> Tensor:
         out: Tensor = self._chunks[str(part.blocks[0])](self.entry if part.first else x)
         return out if targets is None else out.sum()
 

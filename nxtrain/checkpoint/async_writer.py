@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.dcp_storage import Staged, Staging
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.mirror_uploads import Copies, Patience
+from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.save import Retention, tidy, write_state
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.distributed.agreement import Disk, Group, by_leader
@@ -40,7 +40,7 @@ class Outcome:
     untidy: tuple[str, ...] = ()
 
 
-class Saver:
+class AsyncCheckpointWriter:
     """Writes checkpoints of a run, one at a time. Every rank makes one, and calls it at the same steps.
 
     A checkpoint that cannot be written costs nothing but itself: training goes on, and older ones are untouched.
@@ -71,7 +71,7 @@ class Saver:
         talk: Group,
         background: bool,
         told: Callable[[Outcome], None],
-        copies: Copies | None = None,
+        copies: MirrorUploader | None = None,
         disk: Disk | None = None,
         copied: Callable[[int, str], None] = lambda step, problem: None,
     ) -> None:
@@ -128,7 +128,10 @@ class Saver:
             self._copied(step, problem)
 
     def close(
-        self, patience: Patience, alive: Callable[[], None] = lambda: None, asked: Callable[[], bool] = lambda: False
+        self,
+        patience: UploadDeadline,
+        alive: Callable[[], None] = lambda: None,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """Wait for the last checkpoint, and for its copy as long as there is patience; none can be written after it.
 
@@ -145,7 +148,9 @@ class Saver:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
 
-    def _leave(self, copies: Copies, patience: Patience, alive: Callable[[], None], asked: Callable[[], bool]) -> None:
+    def _leave(
+        self, copies: MirrorUploader, patience: UploadDeadline, alive: Callable[[], None], asked: Callable[[], bool]
+    ) -> None:
         copies.wait(patience, alive, asked)
         self.report_copies()
         for step in sorted(copies.underway):

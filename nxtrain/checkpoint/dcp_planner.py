@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from nxtrain.checkpoint.shards import Chunk, mismatches
+from nxtrain.checkpoint.shards import TensorShard, mismatches
 from nxtrain.errors import CheckpointError
 
 
@@ -33,7 +33,7 @@ class ChunkSavePlanner(SavePlanner):
         read: Fetches a chunk's entries to the host when their turn comes.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor]) -> None:
+    def __init__(self, chunks: Sequence[TensorShard], read: Callable[[TensorShard], Tensor]) -> None:
         self._chunks = {chunk.index: chunk for chunk in chunks}
         self._read = read
 
@@ -80,7 +80,7 @@ class ChunkLoadPlanner(LoadPlanner):
     """
 
     def __init__(
-        self, targets: Mapping[Chunk, Tensor], complete: Collection[str] = (), padded: Sequence[Tensor] = ()
+        self, targets: Mapping[TensorShard, Tensor], complete: Collection[str] = (), padded: Sequence[Tensor] = ()
     ) -> None:
         self._chunks = tuple(targets)
         self._targets = {chunk.index: target for chunk, target in targets.items()}

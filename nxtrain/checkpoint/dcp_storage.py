@@ -23,18 +23,18 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, Part, TensorEntry, file_of, header
-from nxtrain.checkpoint.shards import Chunk, Shards, chunks, owned
+from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, StoredShard, TensorEntry, file_of, header
+from nxtrain.checkpoint.shards import Shards, TensorShard, owned, tensor_shards
 from nxtrain.errors import DamagedError
-from nxtrain.io.checksummed_file import BlockReader, BlockWriter, Stored, aligned_memory, verify
-from nxtrain.io.object_store import Place, open_source
+from nxtrain.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory, verify
+from nxtrain.io.object_store import Location, open_source
 from nxtrain.sharding import Layout
 
 PIECE_BYTES = 1 << 26
 """Most bytes of a tensor that wait for being copied to where they go."""
 
 
-class Joint:
+class SharedPlan:
     """What all ranks write, which they tell each other once: a run writes the same parts in each checkpoint.
 
     Attributes:
@@ -61,13 +61,13 @@ class FileWriter(StorageWriter):
         manifest: Of all ranks, on the coordinator when all is written.
     """
 
-    def __init__(self, folder: Path, rank: int, memory: Tensor | None = None, joint: Joint | None = None) -> None:
+    def __init__(self, folder: Path, rank: int, memory: Tensor | None = None, joint: SharedPlan | None = None) -> None:
         self._folder, self._name = folder, file_of(rank)
         self._memory = torch.empty(0, dtype=torch.uint8) if memory is None else memory
-        self._joint = joint or Joint()
+        self._joint = joint or SharedPlan()
         self._items: list[WriteItem] = []
         self._header = b""
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, FileDigest] = {}
         self.manifest: Manifest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -99,7 +99,7 @@ class FileWriter(StorageWriter):
         return done
 
     def _write(self, planner: SavePlanner) -> list[WriteResult]:
-        with BlockWriter(self._folder / self._name) as writer:
+        with ChecksummedWriter(self._folder / self._name) as writer:
             writer.write(memoryview(self._header))
             low = high = 0  # of the memory: adjacent tensors that are not written yet
             for item in self._items:
@@ -157,7 +157,7 @@ class FileReader(StorageReader):
     """
 
     def __init__(
-        self, folder: Place, manifest: Manifest, wanted: Iterable[Chunk], copies: Sequence[Place] = ()
+        self, folder: Location, manifest: Manifest, wanted: Iterable[TensorShard], copies: Sequence[Location] = ()
     ) -> None:
         self._places = (folder, *copies)
         self.damage: list[DamagedError] = []
@@ -194,7 +194,7 @@ class FileReader(StorageReader):
         for file, pieces in sorted(wanted.items()):
             entry = self._manifest.files[file]
             copies = [partial(open_source, place / file) for place in self._places]
-            with BlockReader(copies, entry.stored) as reader:
+            with ChecksummedReader(copies, entry.stored) as reader:
                 _fill(reader, sorted(pieces, key=lambda piece: piece.start), entry.block_bytes)
                 self.damage += reader.damage
         done: Future[None] = Future()
@@ -263,7 +263,7 @@ class _Piece:
             self._rows, self._into = None, memoryview(b"")
 
 
-def _fill(reader: BlockReader, pieces: Sequence[_Piece], block_bytes: int) -> None:
+def _fill(reader: ChecksummedReader, pieces: Sequence[_Piece], block_bytes: int) -> None:
     """Bring every block that is needed to the pieces that need it; pieces are sorted, and may share rows."""
     needed = {index for piece in pieces for index in range(piece.start // block_bytes, -(-piece.stop // block_bytes))}
     waiting, underway = deque(pieces), list[_Piece]()
@@ -280,11 +280,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _part(item: WriteItem) -> Part:
+def _part(item: WriteItem) -> StoredShard:
     data = item.tensor_data
     assert data is not None
     box = data.chunk
-    return Part(item.index.fqn, data.properties.dtype, tuple(box.offsets), tuple(box.sizes))
+    return StoredShard(item.index.fqn, data.properties.dtype, tuple(box.offsets), tuple(box.sizes))
 
 
 _Told = tuple[str, str, tuple[int, ...], Box, int]
@@ -324,9 +324,9 @@ class Staged:
         joint: What all ranks write, the same each time.
     """
 
-    tensors: Mapping[Chunk, Tensor]
+    tensors: Mapping[TensorShard, Tensor]
     memory: Tensor
-    joint: Joint = field(default_factory=Joint)
+    joint: SharedPlan = field(default_factory=SharedPlan)
 
 
 class Staging:
@@ -357,7 +357,7 @@ class Staging:
         return self._staged
 
     def _prepare(self, shards: Shards) -> Staged:
-        mine = sorted(owned(tuple(chunks(shards, self._cut))), key=lambda chunk: -chunk.dtype.itemsize)
+        mine = sorted(owned(tuple(tensor_shards(shards, self._cut))), key=lambda chunk: -chunk.dtype.itemsize)
         places = [
             (place, tuple(group)) for place, group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter))
         ]

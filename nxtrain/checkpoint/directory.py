@@ -52,7 +52,7 @@ def newest(directory: Path) -> Path | None:
     return next(reversed(list_checkpoints(directory)), None)
 
 
-def resolve(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Find the checkpoint meant by a path: itself, or the newest of a `checkpoints` folder or of a run folder.
 
     Raises:

@@ -15,14 +15,14 @@ from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.directory import MANIFEST
 from nxtrain.checkpoint.manifest import Manifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.shards import Chunk, Shards, chunks
+from nxtrain.checkpoint.shards import Shards, TensorShard, tensor_shards
 from nxtrain.distributed.agreement import Group, by_leader, collective, is_distributed
 from nxtrain.errors import DamagedError
-from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.object_store import Location, content_of
 from nxtrain.sharding import Layout
 
 
-def open_checkpoint(path: Place) -> tuple[Meta, Manifest]:
+def open_checkpoint(path: Location) -> tuple[Meta, Manifest]:
     """What a checkpoint says about itself, and its manifest.
 
     Raises:
@@ -37,12 +37,12 @@ def open_checkpoint(path: Place) -> tuple[Meta, Manifest]:
 
 
 def load(
-    path: Place,
+    path: Location,
     shards: Shards,
     cut: Layout,
     *,
     process_group: Group = None,
-    copies: Sequence[Place] = (),
+    copies: Sequence[Location] = (),
     told: Callable[[DamagedError], None] = lambda damaged: None,
 ) -> Meta:
     """Fill local tensors from a checkpoint, padding with zeros. Every rank calls this.
@@ -64,8 +64,8 @@ def load(
     action = f"cannot load {path}"
     meta, manifest = by_leader(lambda: open_checkpoint(path), cut.mesh, process_group, action)
     buffers = {kind: {name: _host(local) for name, local in tensors.items()} for kind, tensors in shards.items()}
-    targets: dict[Chunk, Tensor] = {
-        chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in chunks(shards, cut)
+    targets: dict[TensorShard, Tensor] = {
+        chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in tensor_shards(shards, cut)
     }
     filled = Counter[tuple[str, str]]()
     for chunk, target in targets.items():

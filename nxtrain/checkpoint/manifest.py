@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from nxtrain.checkpoint.directory import MANIFEST
 from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.io.checksummed_file import Stored
-from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.checksummed_file import FileDigest
+from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.read_retry import damage, unsteady
 
 CODES = {
@@ -64,7 +64,7 @@ def file_of(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredShard:
     """A box of entries of a whole tensor.
 
     Args:
@@ -84,7 +84,7 @@ class Part:
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-def header(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
+def header(parts: Sequence[StoredShard]) -> tuple[bytes, list[int]]:
     """The first bytes of a rank's file, and where in it each part begins: one after the other, in this order."""
     entries: dict[str, Any] = {}
     starts, end = [], 0
@@ -111,14 +111,14 @@ class FileEntry(BaseModel):
     xxh3: tuple[str, ...]
 
     @staticmethod
-    def of(stored: Stored) -> FileEntry:
+    def of(stored: FileDigest) -> FileEntry:
         """What a writer found."""
         return FileEntry(num_bytes=stored.num_bytes, block_bytes=stored.block_bytes, xxh3=stored.checksums)
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> FileDigest:
         """What a reader holds a file to."""
-        return Stored(self.num_bytes, self.block_bytes, self.xxh3)
+        return FileDigest(self.num_bytes, self.block_bytes, self.xxh3)
 
 
 Column = int | tuple[int, ...]
@@ -220,7 +220,7 @@ def _column(numbers: Sequence[int]) -> Column:
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
-def read_manifest(path: Place) -> Manifest:
+def read_manifest(path: Location) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:

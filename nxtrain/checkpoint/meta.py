@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from nxtrain.checkpoint.directory import META
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
-from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.read_retry import ROTTEN, damage, unsteady
 
 FORMAT = 2
@@ -90,7 +90,7 @@ def fingerprint(parts: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def read_meta(path: Place) -> Meta:
+def read_meta(path: Location) -> Meta:
     """Read the `meta.json` of a checkpoint.
 
     Raises:

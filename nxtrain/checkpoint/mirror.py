@@ -15,8 +15,8 @@ from pathlib import Path
 from nxtrain.checkpoint import directory
 from nxtrain.distributed.agreement import Disk, Group, by_leader, gather, together
 from nxtrain.errors import CheckpointError, NxtrainError
-from nxtrain.io.checksummed_file import Stored
-from nxtrain.io.object_store import Place, Store, content_of, open_store, place_of
+from nxtrain.io.checksummed_file import FileDigest
+from nxtrain.io.object_store import Location, ObjectStore, content_of, open_store, place_of
 from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
 
@@ -35,13 +35,13 @@ class Mirror:
         store: Where they are.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         self.store = store
 
     def __str__(self) -> str:
         return str(self.store.root)
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int) -> Location:
         """The folder of a step."""
         return self.store.root / _folder(step)
 
@@ -70,7 +70,7 @@ class Mirror:
             if other == step or not names & {directory.META, _CORRUPT, _ABANDONED}:
                 self._remove(other, names)
 
-    def add(self, step: int, file: Path, stored: Stored) -> None:
+    def add(self, step: int, file: Path, stored: FileDigest) -> None:
         """Copy a rank's file.
 
         Raises:
@@ -122,7 +122,7 @@ class Mirror:
         self.store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {directory.META})])
 
 
-def resolve(address: str | Path) -> Place:
+def locate_checkpoint(address: str | Path) -> Location:
     """Find the checkpoint meant by a path or an address in S3: itself, or the newest of a mirror or of a run folder.
 
     Raises:
@@ -133,7 +133,7 @@ def resolve(address: str | Path) -> Place:
     place = place_of(str(address))
     if isinstance(place, Path):
         try:
-            return directory.resolve(place)
+            return directory.find_checkpoint(place)
         except OSError as error:
             raise CheckpointError(f"cannot read {place}: {error.strerror}; check the path and its rights") from error
     if (place / directory.META).is_file():
@@ -145,18 +145,18 @@ def resolve(address: str | Path) -> Place:
     raise CheckpointError(f"{place} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
 
 
-def step_in(root: Place, place: Place) -> int | None:
+def step_in(root: Location, place: Location) -> int | None:
     """The step of a checkpoint of a `checkpoints` folder, or of a mirror; None: it lies elsewhere."""
     match = _FOLDER.fullmatch(place.name)
     return int(match[1]) if match and is_same(root, parent_of(place)) else None
 
 
-def is_same(one: Place, other: Place) -> bool:
+def is_same(one: Location, other: Location) -> bool:
     """Whether two places are one."""
     return one.resolve() == other.resolve() if isinstance(one, Path) and isinstance(other, Path) else one == other
 
 
-def parent_of(place: Place) -> Place:
+def parent_of(place: Location) -> Location:
     """The folder of a place."""
     return place.parent if isinstance(place, Path) else place_of(place.rpartition("/")[0])
 
@@ -208,7 +208,7 @@ def copy(
     mirrored: Mirrored,
     step: int,
     path: Path,
-    written: Mapping[str, Stored],
+    written: Mapping[str, FileDigest],
     mesh: Mesh,
     group: Group,
     *,

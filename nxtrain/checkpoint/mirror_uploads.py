@@ -16,7 +16,7 @@ from threading import Thread
 from nxtrain.checkpoint.mirror import Mirrored, copy
 from nxtrain.checkpoint.save import Retention
 from nxtrain.distributed.agreement import Group, by_leader, gather
-from nxtrain.io.checksummed_file import Stored, arrived
+from nxtrain.io.checksummed_file import FileDigest, transferred
 from nxtrain.mesh import Mesh
 
 LOOK_S = 0.5
@@ -26,7 +26,7 @@ _THREAD = "nxtrain-mirror"
 
 
 @dataclass(frozen=True)
-class Patience:
+class UploadDeadline:
     """How long the end of a run waits for its mirror.
 
     Args:
@@ -40,7 +40,7 @@ class Patience:
     asked_s: float = float("inf")
 
 
-class Copies:
+class MirrorUploader:
     """Brings checkpoints to the mirror. Every rank makes one, and adds the same in the same order.
 
     Args:
@@ -64,7 +64,7 @@ class Copies:
         """Steps whose files are still read."""
         return [each.step for each in tuple(self._started) if not each.done]
 
-    def offer(self, step: int, path: Path, written: Mapping[str, Stored], group: Group) -> None:
+    def offer(self, step: int, path: Path, written: Mapping[str, FileDigest], group: Group) -> None:
         """Copy a checkpoint; every rank calls this when it is committed.
 
         While one before is still being copied it waits for the next, which takes its place, or for the end of the run.
@@ -94,7 +94,9 @@ class Copies:
             copied = self._started.popleft()
             yield copied.step, copied.problem
 
-    def wait(self, patience: Patience, alive: Callable[[], None], asked: Callable[[], bool] = lambda: False) -> bool:
+    def wait(
+        self, patience: UploadDeadline, alive: Callable[[], None], asked: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Wait for all copies; every rank calls this, and all leave together.
 
         Args:
@@ -112,7 +114,7 @@ class Copies:
         limit, far, pause_s = began + patience.most_s, -1, 0.0
         while True:
             late = time.monotonic() > min(limit, moved + patience.still_s)
-            told = gather((not self.underway, arrived(), late, asked()), self._mesh, self._talk)
+            told = gather((not self.underway, transferred(), late, asked()), self._mesh, self._talk)
             if all(done for done, _, _, _ in told):
                 return True
             if told[0][2]:  # by one clock, so that all leave together
@@ -131,7 +133,7 @@ class Copies:
         self._started.append(copied)
         copied.start()
 
-    def _copy(self, step: int, path: Path, written: Mapping[str, Stored]) -> str:
+    def _copy(self, step: int, path: Path, written: Mapping[str, FileDigest]) -> str:
         keep, keep_every = self._retention.keep, self._retention.keep_every
         mesh, group = self._mesh, self._group
         return copy(self._mirrored, step, path, written, mesh, group, keep=keep, keep_every=keep_every)

@@ -12,12 +12,12 @@ from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.rewinds import Records, Return
+from nxtrain.checkpoint.rewinds import Rewind, RewindLog
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Group, by_leader, gather, together
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.io.checksummed_file import verify
-from nxtrain.io.object_store import Place, place_of
+from nxtrain.io.object_store import Location, place_of
 from nxtrain.io.read_retry import unsteady
 from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
@@ -36,8 +36,8 @@ class Found:
         copies: Where it reads what is damaged or absent there.
     """
 
-    place: Place
-    copies: tuple[Place, ...] = ()
+    place: Location
+    copies: tuple[Location, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Holding:
     present: tuple[str, ...] = ()
 
 
-class Resumption:
+class ResumePlanner:
     """Finds the checkpoint to continue, and puts damaged and left ones aside. Every rank makes one, and calls it alike.
 
     Args:
@@ -92,7 +92,7 @@ class Resumption:
         told = gather((restarted, job), mesh, group)
         is_restart, self._job = any(again for again, _ in told), told[0][1]
         at_mirror = by_leader(self._aims_at_mirror, mesh, group, "cannot look for checkpoints")
-        records = self._records = Records(config.run.dir, mirrored, mesh, group, takes_over=at_mirror)
+        records = self._records = RewindLog(config.run.dir, mirrored, mesh, group, takes_over=at_mirror)
         has_returned = records.newest.has_returned(self._resume, self._job)
         self.own = self._resume == "auto" or (is_restart and has_returned)
         if is_restart and not self.own and records.damaged:
@@ -106,7 +106,7 @@ class Resumption:
             self._tell_aside(records.put_aside_missed(), "the run went back where this was not seen")
         elif has_returned:  # by another start that told the same: no restart may take that for what this one tells
             known = len(records.newest.returns)
-            records.add(Return(told="", job=self._job))
+            records.add(Rewind(told="", job=self._job))
             records.write(known)
 
     def choose(self) -> Found | None:
@@ -123,7 +123,12 @@ class Resumption:
         self.own = False
         if self._resume != "never":
             self._chosen = Found(
-                by_leader(lambda: mirror.resolve(self._resume), self._mesh, self._group, "cannot look for checkpoints")
+                by_leader(
+                    lambda: mirror.locate_checkpoint(self._resume),
+                    self._mesh,
+                    self._group,
+                    "cannot look for checkpoints",
+                )
             )
         return self._chosen
 
@@ -160,7 +165,7 @@ class Resumption:
         gone = list[int]()
         if not self.own:  # a disk that was away may be so on purpose: it holds what is gone back to
             gone += self._records.put_aside_missed(on_disks=not in_folder, in_mirror=not in_mirror)
-            self._records.add(Return(told=self._resume, job=self._job, keeps=keeps))
+            self._records.add(Rewind(told=self._resume, job=self._job, keeps=keeps))
         gone += self._records.put_aside(keeps, damaged=not self.own)
         where = self._chosen.place if self._chosen else "scratch"
         self._tell_aside(sorted({*gone}), f"the run goes on from {where}")

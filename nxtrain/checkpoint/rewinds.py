@@ -21,7 +21,7 @@ from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.distributed.agreement import Group, by_leader, gather, shared_disk, together
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.io.atomic import sync_folder, write_durably
-from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.read_retry import damage, unsteady
 from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
@@ -32,7 +32,7 @@ FILE = "lineage.json"
 _SEAL = "crc32"
 
 
-class Return(BaseModel):
+class Rewind(BaseModel):
     """One time that a run went back."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -45,7 +45,7 @@ class Return(BaseModel):
     """The last step that stays part of the run; -1: none does; None: all do."""
 
 
-class Lineage(BaseModel):
+class RunHistory(BaseModel):
     """What is known of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -54,7 +54,7 @@ class Lineage(BaseModel):
     """Its identity."""
     run_dir: str
     """Its folder, as configured, from the root."""
-    returns: tuple[Return, ...] = ()
+    returns: tuple[Rewind, ...] = ()
     """The times that it went back, in their order."""
 
     def has_returned(self, told: str, job: str) -> bool:
@@ -73,7 +73,7 @@ class Lineage(BaseModel):
         return zlib.crc32(json.dumps(self.model_dump(mode="json")).encode())
 
 
-def read(root: Place) -> Lineage | None:
+def read(root: Location) -> RunHistory | None:
     """Read the record of a `checkpoints` folder or of a mirror; None: there is none.
 
     Raises:
@@ -83,7 +83,7 @@ def read(root: Place) -> Lineage | None:
     try:
         content = json.loads(unsteady.read(lambda: content_of(file), file))
         seal = content.pop(_SEAL)
-        found = Lineage.model_validate_json(json.dumps(content))
+        found = RunHistory.model_validate_json(json.dumps(content))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -95,7 +95,7 @@ def read(root: Place) -> Lineage | None:
     return found
 
 
-def write(folder: Path, lineage: Lineage) -> None:
+def write(folder: Path, lineage: RunHistory) -> None:
     """Write the record of a `checkpoints` folder, in one step for whoever looks."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{FILE}"
@@ -104,7 +104,7 @@ def write(folder: Path, lineage: Lineage) -> None:
     sync_folder(folder)
 
 
-class Records:
+class RewindLog:
     """The records of a run on its disks and in its mirror. Every rank makes one, and calls it alike.
 
     Args:
@@ -133,7 +133,7 @@ class Records:
     ) -> None:
         self._folder, self._mirrored, self._mesh, self._group = run_dir / CHECKPOINTS_DIR, mirrored, mesh, group
         self._disk = mirrored.disk if mirrored else shared_disk(mesh)
-        self._there: Lineage | DamagedError | None = None
+        self._there: RunHistory | DamagedError | None = None
         if mirrored is not None:
             root = mirrored.mirror.store.root
             self._there = by_leader(lambda: _read(root), mesh, group, f"cannot read {root / FILE}")
@@ -141,9 +141,9 @@ class Records:
         self._here = mine[0] if mine else None
         self.damaged = [found for found in (self._there, *disks) if isinstance(found, DamagedError)]
         folder, new = by_leader(lambda: (os.path.abspath(run_dir), uuid.uuid4().hex), mesh, group, "no name for a run")
-        fresh = Lineage(run=new, run_dir=folder)
-        known = [found for found in (self._there, *disks) if isinstance(found, Lineage)]
-        self._is_new = self._belongs_to_others([found for found in disks if isinstance(found, Lineage)], fresh)
+        fresh = RunHistory(run=new, run_dir=folder)
+        known = [found for found in (self._there, *disks) if isinstance(found, RunHistory)]
+        self._is_new = self._belongs_to_others([found for found in disks if isinstance(found, RunHistory)], fresh)
         if self._is_new and not takes_over:
             self._refuse(fresh)
         newest = fresh if self._is_new else max(known, key=lambda each: len(each.returns), default=fresh)
@@ -164,7 +164,7 @@ class Records:
         """
         return self._abandon(after, after, damaged=damaged)
 
-    def add(self, more: Return) -> None:
+    def add(self, more: Rewind) -> None:
         """Note that the run went back, or is told to; written by `write`."""
         self.newest = self.newest.model_copy(update={"returns": (*self.newest.returns, more)})
 
@@ -176,8 +176,8 @@ class Records:
         """
         newest, mirrored = self.newest, self._mirrored
 
-        def is_due(record: Lineage | DamagedError | None) -> bool:
-            return record != newest and (not known or (isinstance(record, Lineage) and len(record.returns) >= known))
+        def is_due(record: RunHistory | DamagedError | None) -> bool:
+            return record != newest and (not known or (isinstance(record, RunHistory) and len(record.returns) >= known))
 
         def write_here() -> None:
             if is_due(self._here):
@@ -191,7 +191,7 @@ class Records:
             self._there = newest
         self._disk.on_each(write_here, self._mesh, self._group, f"cannot write {self._folder / FILE}")
 
-    def _missed(self, record: Lineage | DamagedError | None) -> int | None:
+    def _missed(self, record: RunHistory | DamagedError | None) -> int | None:
         # Where a record cannot be read, that alone is no reason to believe that the run was elsewhere.
         if isinstance(record, DamagedError):
             return None
@@ -208,9 +208,9 @@ class Records:
             gone.append(by_leader(lambda: mirror.abandon(last, damaged=damaged), self._mesh, self._group, failure))
         return sorted({step for steps in gone for step in steps})
 
-    def _belongs_to_others(self, disks: list[Lineage], fresh: Lineage) -> bool:
+    def _belongs_to_others(self, disks: list[RunHistory], fresh: RunHistory) -> bool:
         """Whether the mirror is that of another run; a disk that is ends the start."""
-        there = self._there if isinstance(self._there, Lineage) else None
+        there = self._there if isinstance(self._there, RunHistory) else None
         if there is not None and not disks:  # of a node that was replaced, if the folder has the same name
             return there.run_dir != fresh.run_dir
         if there is not None and there.run not in {each.run for each in disks}:
@@ -223,9 +223,9 @@ class Records:
             )
         return False
 
-    def _refuse(self, fresh: Lineage) -> None:
+    def _refuse(self, fresh: RunHistory) -> None:
         assert self._mirrored is not None
-        assert isinstance(self._there, Lineage)
+        assert isinstance(self._there, RunHistory)
         other, mirror = self._there.run_dir, self._mirrored.mirror
         which = f"run.dir={other}" if other != fresh.run_dir else f"an earlier run of run.dir={other}"
         same = f"run.dir={other} to go on with that run, " if other != fresh.run_dir else ""
@@ -247,7 +247,7 @@ class Records:
         return mine, [each for some in gather(mine, self._mesh, self._group) for each in some]
 
 
-def _read(root: Place) -> Lineage | DamagedError | None:
+def _read(root: Location) -> RunHistory | DamagedError | None:
     try:
         return read(root)
     except DamagedError as error:

@@ -18,7 +18,7 @@ from nxtrain.checkpoint.shards import Shards
 from nxtrain.distributed.agreement import Disk, Group, by_leader, collective, is_distributed, shared_disk, together
 from nxtrain.errors import CheckpointError
 from nxtrain.io.atomic import write_durably
-from nxtrain.io.checksummed_file import Stored, verify
+from nxtrain.io.checksummed_file import FileDigest, verify
 from nxtrain.io.regular import read_bytes
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
@@ -78,7 +78,7 @@ def write_state(
     tokenizer: Path | None,
     group: Group,
     disk: Disk | None = None,
-) -> Mapping[str, Stored]:
+) -> Mapping[str, FileDigest]:
     """Write what every rank has staged, and read it back.
 
     Returns:
@@ -147,7 +147,7 @@ def write(
     disk: Disk | None = None,
     staged: Staged | None = None,
     check: Callable[[], None] = lambda: None,
-) -> Mapping[str, Stored]:
+) -> Mapping[str, FileDigest]:
     """Write what a planner holds into a staging folder, then commit it.
 
     Args:
@@ -216,7 +216,9 @@ def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
     directory.publish(draft, path)
 
 
-def read_back(path: Path, written: Mapping[str, Stored], mesh: Mesh, group: Group, disk: Disk | None = None) -> None:
+def read_back(
+    path: Path, written: Mapping[str, FileDigest], mesh: Mesh, group: Group, disk: Disk | None = None
+) -> None:
     """Let every rank read from the disk what it wrote; if any of it is something else, the checkpoint is put aside.
 
     Raises:

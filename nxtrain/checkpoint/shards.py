@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from nxtrain.sharding import Block, Layout
+from nxtrain.sharding import Layout, ShardBox
 
 Shards = Mapping[str, Mapping[str, Tensor]]
 """Local tensors of a rank: kind, then the parameter's name in the model."""
@@ -24,7 +24,7 @@ SLIVER = 1 / 32
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorShard:
     """A box of entries of one whole tensor, and its place in a local one.
 
     Args:
@@ -44,15 +44,15 @@ class Chunk:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    block: Block
+    block: ShardBox
     copy: int = 0
     copies: int = 1
     tied: bool = False
 
     @staticmethod
-    def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
+    def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
         """All of a weight."""
-        return Chunk(MODEL, name, name, shape, dtype, Block.whole(shape))
+        return TensorShard(MODEL, name, name, shape, dtype, ShardBox.whole(shape))
 
     @property
     def key(self) -> str:
@@ -74,7 +74,7 @@ class Chunk:
         """How `torch.distributed.checkpoint` refers to it."""
         return MetadataIndex(self.key, self.box.offsets)
 
-    def rows(self, start: int, number: int) -> Chunk:
+    def rows(self, start: int, number: int) -> TensorShard:
         """Adjacent rows of it, counted in dimension 0."""
         return replace(self, block=self.block.rows(start, number))
 
@@ -83,14 +83,14 @@ class Chunk:
         return self.block.of(local)
 
 
-def chunks(shards: Shards, cut: Layout) -> Iterator[Chunk]:
+def tensor_shards(shards: Shards, cut: Layout) -> Iterator[TensorShard]:
     """Every chunk in a rank's local tensors, in their order; padding is no part of any."""
     replica = cut.mesh.replica
     for kind, tensors in shards.items():
         for parameter, local in tensors.items():
             spec = cut.table[parameter]
             for block in cut[parameter]:
-                yield Chunk(
+                yield TensorShard(
                     kind,
                     parameter,
                     spec.global_name(parameter, block.segment),
@@ -103,7 +103,7 @@ def chunks(shards: Shards, cut: Layout) -> Iterator[Chunk]:
                 )
 
 
-def owned(held: Sequence[Chunk]) -> list[Chunk]:
+def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     """Those of a rank's chunks that it writes: of equal copies one rank writes, and they share the bytes evenly.
 
     Chunks with as many copies lie end to end, and each copy's writer has an equal stretch of their bytes. A chunk that
@@ -127,7 +127,7 @@ def owned(held: Sequence[Chunk]) -> list[Chunk]:
     return mine
 
 
-def _rows(chunk: Chunk, start: int, total: int) -> range:
+def _rows(chunk: TensorShard, start: int, total: int) -> range:
     """The rows of a chunk that its copy's writer has.
 
     Args:

@@ -135,8 +135,8 @@ def nxtrain_to_nxd(
     go on with the optimizer and the schedule where the run was, and begin their data anew.
     """
     from nxtrain.convert.nxd_write import Target, nxtrain_to_nxd
-    from nxtrain.convert.optimizer_settings import rates_of
+    from nxtrain.convert.optimizer_settings import optimizer_settings_of
 
-    rates = None if weights_only else rates_of(src, run)
+    rates = None if weights_only else optimizer_settings_of(src, run)
     target = Target(tp, pp, dp, kv_replicator, qkv, platform, zero1)
     typer.echo(f"{nxtrain_to_nxd(src, dst, target, rates=rates)} is complete")

@@ -18,7 +18,7 @@ from nxtrain.cli.convert import convert
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
-from nxtrain.process.console import outliving_readers
+from nxtrain.process.console import pipe_safe_streams
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
@@ -74,7 +74,7 @@ def main() -> None:
 
     A command comes to its end and its exit code whether or not somebody still reads what it prints.
     """
-    with outliving_readers():
+    with pipe_safe_streams():
         try:
             app()
         except Exception as error:
@@ -130,11 +130,11 @@ def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> No
 
 
 def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
-    from nxtrain.config.check import resolve
+    from nxtrain.config.check import resolve_config
     from nxtrain.config.load import load
 
     loaded = load(path, overrides or ())
-    resolve(loaded, world)
+    resolve_config(loaded, world)
     return loaded
 
 
@@ -167,20 +167,20 @@ def _options(
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     loaded = _load(config, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
-    from nxtrain.launch.neuron import adopt
+    from nxtrain.launch.neuron import reexec_with_environment
     from nxtrain.process.clock import process_began
     from nxtrain.process.signals import noted
 
-    adopt(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    reexec_with_environment(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with noted() as signals:  # from here on, since torch takes seconds to import
-        from nxtrain.compile.miss_watch import guarded
+        from nxtrain.compile.miss_watch import watch_misses
         from nxtrain.train.run import train
 
         if faults := os.environ.get("NXTRAIN_FAULTS"):
             from nxtrain.testing.faults import arm
 
             arm(faults, loaded.config.run.dir, int(os.environ.get("RANK", "0")))
-        with guarded(loaded, os.environ):
+        with watch_misses(loaded, os.environ):
             train(loaded, signals, process_began())
     if os.environ.get("RANK", "0") == "0":
         _advise(loaded.config)
@@ -322,13 +322,13 @@ def generate(
 @config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")
 def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print every value and where it came from, then check that they fit together."""
-    from nxtrain.config.check import resolve
+    from nxtrain.config.check import resolve_config
     from nxtrain.config.load import load
     from nxtrain.config.show import dump, to_json
 
     loaded = load(config, overrides or ())
     typer.echo(json.dumps(to_json(loaded), indent=2) if as_json else dump(loaded.config, loaded.origins), nl=as_json)
-    resolve(loaded, world=None)
+    resolve_config(loaded, world=None)
 
 
 @config.command(epilog="Example: nxtrain config keys | less")

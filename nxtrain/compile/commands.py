@@ -19,7 +19,7 @@ from rich.table import Table
 
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Entry, Key, State
-from nxtrain.compile.sync import Place, Step, open_place, sync
+from nxtrain.compile.sync import CacheLocation, Step, open_place, sync
 from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.load import load
 from nxtrain.config.schema import CompileConfig
@@ -173,7 +173,7 @@ class _Progress:
         self._bar.update(self._task, completed=step.num_done, total=step.num_total, description=words)
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> CacheLocation:
     return open_place(text if text.startswith(SCHEME) else _folder(text))
 
 
@@ -196,7 +196,7 @@ def _folder(where: str | None) -> Path:
 
 
 @contextmanager
-def _explained(place: Place) -> Iterator[None]:
+def _explained(place: CacheLocation) -> Iterator[None]:
     """Give what the file system answers to people."""
     try:
         yield

@@ -43,7 +43,7 @@ from nxtrain.compile.manifest import (
     stage_words,
 )
 from nxtrain.config.cache_dir import cache_folder
-from nxtrain.config.check import resolve
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.launch.neuron import compiles_ahead
@@ -61,7 +61,7 @@ OnMiss = Callable[[Key, Sequence[int]], None]
 
 
 @contextmanager
-def guarded(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
+def watch_misses(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
     """Hold a run to its manifest while it lasts; on one rank per node, and under PyTorch/XLA on Neuron devices only.
 
     Args:
@@ -80,7 +80,7 @@ def guarded(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
     for key in cache.break_locks():
         _say(f"broke the lock of {key}, whose owner is gone")
     world = int(environ.get("WORLD_SIZE", "1"))
-    build = build_of(resolve(loaded, world), world, environ, _compiler())
+    build = build_of(resolve_config(loaded, world), world, environ, _compiler())
     stops = config.compile.on_miss == "stop"
     rank, parallel = int(environ.get("RANK", "0")), config.parallel
     # No library's order of ranks, which goes within a machine, changes the stages that it holds.

@@ -19,7 +19,7 @@ from nxtrain.compile.memory import host_memory
 from nxtrain.compile.parallel_compile import Compiled, Job, compile_graphs, say
 from nxtrain.compile.tool import TOOL, tool_argv
 from nxtrain.config.cache_dir import cache_folder
-from nxtrain.config.check import resolve
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.host_group import spans
@@ -78,7 +78,7 @@ def precompile(
     cache = Cache(cache_folder(config.compile), grace_s=GRACE_S)
     compiled = compile_graphs(Job(tool, command.argv, env, cache), num_workers, retries_of(config, retries))
     world = ranks_per_node(config, nproc) * config.cluster.nodes
-    build = build_of(resolve(loaded, world), world, env, next(iter(compiled.names)).compiler)
+    build = build_of(resolve_config(loaded, world), world, env, next(iter(compiled.names)).compiler)
     file = manifest_file(config, compiled.stages)
     write_manifest(Manifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
     graphs, new = f"{len(compiled.names)} graphs", len(compiled.seconds)

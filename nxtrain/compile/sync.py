@@ -17,7 +17,7 @@ from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
 from nxtrain.io.s3 import SCHEME
 
-Place = Cache | Bucket
+CacheLocation = Cache | Bucket
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Step:
     bytes_total: int
 
 
-def open_place(text: str | Path) -> Place:
+def open_place(text: str | Path) -> CacheLocation:
     """The place that an address means: `s3://bucket/prefix`, or a folder.
 
     Raises:
@@ -66,7 +66,7 @@ def open_place(text: str | Path) -> Place:
     return Bucket(str(text)) if str(text).startswith(SCHEME) else Cache(local_path(str(text)))
 
 
-def sync(source: Place, target: Place, on_step: Callable[[Step], None] = lambda _: None) -> Report:
+def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
     """Copy every done entry that the target lacks.
 
     Args:
@@ -97,7 +97,7 @@ def sync(source: Place, target: Place, on_step: Callable[[Step], None] = lambda 
     return report
 
 
-def _check(source: Place, target: Place) -> None:
+def _check(source: CacheLocation, target: CacheLocation) -> None:
     if isinstance(source, Bucket) and isinstance(target, Bucket):
         raise ConfigError(f"{source} and {target} are both buckets; one must be a folder, or use: aws s3 sync")
     if isinstance(source, Cache) and not source.root.is_dir():
@@ -106,7 +106,7 @@ def _check(source: Place, target: Place) -> None:
         raise ConfigError(f"{source} and {target} are the same folder")
 
 
-def _copy(source: Place, target: Place, key: Key) -> bool:
+def _copy(source: CacheLocation, target: CacheLocation, key: Key) -> bool:
     if isinstance(target, Cache):
         return target.store(key, lambda folder: source.fetch(key, folder))
     assert isinstance(source, Cache)

@@ -54,7 +54,7 @@ class Resolved:
     model: ModelConfig
 
 
-def resolve(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
+def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
     """Hold a configuration to every rule between its keys.
 
     Args:

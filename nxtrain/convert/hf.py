@@ -22,9 +22,9 @@ from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import DTYPES, Manifest
 from nxtrain.checkpoint.meta import Meta, fingerprint
-from nxtrain.checkpoint.mirror import resolve
+from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
-from nxtrain.checkpoint.shards import MODEL, Chunk
+from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.convert.finite import Finiteness
 from nxtrain.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder
 from nxtrain.convert.streamed import write_streamed
@@ -34,7 +34,7 @@ from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.errors import CheckpointError, ConfigError, DamagedError
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
 from nxtrain.io.atomic import write_durably
-from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.regular import read_bytes
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
@@ -73,10 +73,10 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     wanted = whole_shapes(family, config)
     folder.check(wanted)
     refuse_to_overwrite(dst, CHECKPOINT_FILES)
-    tensors = [Chunk.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
+    tensors = [TensorShard.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
     finiteness = Finiteness(src)
 
-    def read(chunk: Chunk) -> torch.Tensor:
+    def read(chunk: TensorShard) -> torch.Tensor:
         tensor = folder.read(chunk.name)
         finiteness.note(chunk.name, tensor)
         return tensor.to(chunk.dtype)
@@ -103,7 +103,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     read_back(dst, written, alone, None)
 
 
-def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Place:
+def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Location:
     """Turn a checkpoint into a Hugging Face folder that `transformers` loads.
 
     Args:
@@ -118,7 +118,7 @@ def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_00
         CheckpointError: There is no such checkpoint, or it is damaged.
         ConfigError: `dst` holds something else.
     """
-    place = resolve(src)
+    place = locate_checkpoint(src)
     meta, manifest = open_checkpoint(place)
     family, config = meta.model()
     refuse_to_overwrite(dst, _EXPORTED_FILES)
@@ -138,7 +138,7 @@ def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[in
     return ParamTable.of(family.build(config, context)).global_shapes()
 
 
-def _write_weights(checkpoint: Place, manifest: Manifest, out: Path, max_bytes: int) -> None:
+def _write_weights(checkpoint: Location, manifest: Manifest, out: Path, max_bytes: int) -> None:
     files = list(_split(manifest, max_bytes))
     places: dict[str, str] = {}
     for number, chunks in enumerate(files, start=1):
@@ -150,13 +150,13 @@ def _write_weights(checkpoint: Place, manifest: Manifest, out: Path, max_bytes: 
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
+def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[TensorShard]]:
     """Cut the weights of a checkpoint into files."""
-    file: list[Chunk] = []
+    file: list[TensorShard] = []
     for key, stored in manifest.tensors.items():
         kind, _, name = key.partition("/")
         if kind == MODEL:
-            chunk = Chunk.whole(name, stored.shape, DTYPES[stored.dtype])
+            chunk = TensorShard.whole(name, stored.shape, DTYPES[stored.dtype])
             if file and sum(c.num_bytes for c in file) + chunk.num_bytes > max_bytes:
                 yield file
                 file = []
@@ -164,8 +164,8 @@ def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
     yield file
 
 
-def _write_file(checkpoint: Place, manifest: Manifest, chunks: list[Chunk], file: Path) -> None:
-    def read(targets: Mapping[Chunk, Tensor]) -> None:
+def _write_file(checkpoint: Location, manifest: Manifest, chunks: list[TensorShard], file: Path) -> None:
+    def read(targets: Mapping[TensorShard, Tensor]) -> None:
         with collective(f"cannot read {checkpoint}"):
             reader = FileReader(checkpoint, manifest, targets)
             dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
@@ -173,7 +173,7 @@ def _write_file(checkpoint: Place, manifest: Manifest, chunks: list[Chunk], file
     write_streamed(file, chunks, read)
 
 
-def _copy_tokenizer(file: Place, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
+def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
     """Copy a tokenizer, if there is one, and tell its tokens for the begin and the end of a text, if that is known."""
     if not file.is_file():
         return {"bos": None, "eos": None}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.sharding import Block, Segment
+from nxtrain.sharding import Segment, ShardBox
 
 Qkv = Literal["separate", "grouped", "fused"]
 """Projections of their own, the module for grouped queries, or the same with one matrix."""
@@ -53,14 +53,14 @@ class Param:
 
     name: str
     shape: tuple[int, ...]
-    blocks: tuple[tuple[str, Block], ...]
+    blocks: tuple[tuple[str, ShardBox], ...]
 
     def rows(self, rank: int, size: int) -> Param:
         """The rows that a rank of ZeRO-1 holds: equally many on each, the last ones padded with zeros."""
         width = -(-self.shape[0] // size)
         return replace(self, shape=(width, *self.shape[1:]), blocks=tuple(self._cut(rank * width, width)))
 
-    def _cut(self, first: int, num_rows: int) -> Iterator[tuple[str, Block]]:
+    def _cut(self, first: int, num_rows: int) -> Iterator[tuple[str, ShardBox]]:
         for name, block in self.blocks:
             begin = block.local_offsets[0]
             low, high = max(begin, first), min(begin + block.sizes[0], first + num_rows)
@@ -143,7 +143,7 @@ class NxdLayout:
         names = [f"{block}.{source}.weight".removeprefix(".") for source in sources]
         if name == HEAD and self.is_tied:
             names = [EMBEDDING]
-        placed: list[tuple[str, Block]] = []
+        placed: list[tuple[str, ShardBox]] = []
         start, dim = 0, int(module in ("o_proj", "down_proj"))
         for source, whole in zip(sources, names, strict=True):
             shape = self.shapes[whole]
@@ -151,7 +151,7 @@ class NxdLayout:
                 offsets, sizes, local = [0] * len(shape), list(shape), [0] * len(shape)
                 offsets[dim], sizes[dim], local[dim] = first, length, start
                 segment = Segment("", shape[dim])
-                placed.append((whole, Block(segment, tuple(offsets), tuple(sizes), tuple(local), copy, copies)))
+                placed.append((whole, ShardBox(segment, tuple(offsets), tuple(sizes), tuple(local), copy, copies)))
                 start += length
         shape = self.shapes[names[0]]
         return Param(name, (*shape[:dim], start, *shape[dim + 1 :]), tuple(placed))

@@ -13,7 +13,7 @@ from torch import Tensor
 from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.save import read_back, write
-from nxtrain.checkpoint.shards import MODEL, Chunk
+from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.config.schema import RunConfig
 from nxtrain.convert.hf import CHECKPOINT_FILES, dtype_name, refuse_to_overwrite
 from nxtrain.convert.hf_folder import CONFIG
@@ -95,7 +95,7 @@ def nxd_to_nxtrain(
         kinds=kinds,
     )
 
-    def read(chunk: Chunk) -> Tensor:
+    def read(chunk: TensorShard) -> Tensor:
         if chunk.kind == MODEL:
             return source.assemble(chunk, source.local)
         assert states is not None

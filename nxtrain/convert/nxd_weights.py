@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.checkpoint.shards import Chunk, mismatches
+from nxtrain.checkpoint.shards import TensorShard, mismatches
 from nxtrain.convert.hf import dtype_name, whole_shapes
 from nxtrain.convert.nxd_files import MODEL_DIR, Grid, open_file, rank_file
 from nxtrain.convert.nxd_layout import EMBEDDING, HEAD, NxdLayout, Param, Platform, Qkv
 from nxtrain.errors import CheckpointError, ConfigError, Problem
 from nxtrain.family import ModelConfig, ModelFamily
-from nxtrain.sharding import Block
+from nxtrain.sharding import ShardBox
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class NxdWeights:
         """Stage and name of the parameter that holds a tensor."""
         return self._places[name]
 
-    def chunks(self, kind: str, dtype: torch.dtype) -> list[Chunk]:
+    def chunks(self, kind: str, dtype: torch.dtype) -> list[TensorShard]:
         """Every tensor of a kind, whole."""
-        whole = (Chunk.whole(name, shape, dtype) for name, shape in self.layout.shapes.items())
+        whole = (TensorShard.whole(name, shape, dtype) for name, shape in self.layout.shapes.items())
         return [replace(chunk, kind=kind) for chunk in whole]
 
     def local(self, kind: str, param: Param, tp: int, pp: int) -> Tensor:
@@ -93,7 +93,7 @@ class NxdWeights:
         tensor: Tensor = self._open(0, tp, pp)[param.name]
         return tensor
 
-    def assemble(self, chunk: Chunk, local: Callable[[str, Param, int, int], Tensor]) -> Tensor:
+    def assemble(self, chunk: TensorShard, local: Callable[[str, Param, int, int], Tensor]) -> Tensor:
         """Put a tensor together from the ranks that hold parts of it, and make sure that copies are equal."""
         pp, name = self.place(chunk.name)
         whole = torch.empty(chunk.shape, dtype=chunk.dtype)
@@ -110,7 +110,7 @@ class NxdWeights:
                     self._place(chunk, whole, block.of(part), block, f"{name}, tp rank {tp}")
         return whole
 
-    def _place(self, chunk: Chunk, whole: Tensor, part: Tensor, block: Block, where: str) -> None:
+    def _place(self, chunk: TensorShard, whole: Tensor, part: Tensor, block: ShardBox, where: str) -> None:
         target = replace(block, local_offsets=block.offsets).of(whole)
         exact = part.to(chunk.dtype)
         if part.dtype != chunk.dtype and not torch.equal(exact.to(part.dtype), part):
@@ -129,7 +129,7 @@ class NxdWeights:
     def _platform(self) -> Platform:
         """In which order copied K/V heads lie: the one in which the copies are equal."""
         name = next(name for name in self.layout.shapes if name.endswith("k_proj.weight"))
-        chunk = Chunk.whole(name, self.layout.shapes[name], self.dtype)
+        chunk = TensorShard.whole(name, self.layout.shapes[name], self.dtype)
         fitting: list[Platform] = []
         for platform in ("trn1", "trn2"):
             tried = replace(self, layout=replace(self.layout, platform=platform))

@@ -17,8 +17,8 @@ from nxtrain.checkpoint.dcp_storage import FileReader
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.mirror import resolve
-from nxtrain.checkpoint.shards import MODEL, Chunk
+from nxtrain.checkpoint.mirror import locate_checkpoint
+from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.config.schema import OptimConfig
 from nxtrain.convert.hf import new_folder, refuse_to_overwrite, whole_shapes, write_json
 from nxtrain.convert.hf_folder import CONFIG
@@ -40,7 +40,7 @@ from nxtrain.convert.nxd_read import FAMILY, OURS
 from nxtrain.distributed.agreement import collective
 from nxtrain.errors import CheckpointError, ConfigError, Problem
 from nxtrain.io.atomic import write_durably
-from nxtrain.io.object_store import Place
+from nxtrain.io.object_store import Location
 
 _FILES = (BEGUN, DONE, MODEL_DIR, OPTIM_DIR, SCHEDULER, USER_CONTENT, CONFIG)
 
@@ -67,7 +67,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Rates:
+class OptimizerSettings:
     """What NxD takes from a checkpoint beside the state of its optimizer.
 
     Args:
@@ -79,7 +79,7 @@ class Rates:
     lr: float
 
 
-def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: Rates | None) -> Path:
+def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: OptimizerSettings | None) -> Path:
     """Turn a checkpoint into a tag that NeuronX Distributed's `load_checkpoint` reads.
 
     Args:
@@ -95,7 +95,7 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: Rates |
         CheckpointError: There is no such checkpoint, or it is damaged.
         ConfigError: NxD has no place for it, or `dst` holds something else.
     """
-    src = resolve(src)
+    src = locate_checkpoint(src)
     meta, manifest = open_checkpoint(src)
     family, config = meta.model()
     if family.name != FAMILY:
@@ -137,7 +137,7 @@ class _Writer:
         zero1: Whether they do.
     """
 
-    src: Place
+    src: Location
     meta: Meta
     manifest: Manifest
     layout: NxdLayout
@@ -173,7 +173,7 @@ class _Writer:
                 tensors[HEAD] = tensors[EMBEDDING]
             _save(tensors, folder / rank_file(tp=tp, pp=pp))
 
-    def write_states(self, folder: Path, rates: Rates) -> None:
+    def write_states(self, folder: Path, rates: OptimizerSettings) -> None:
         """Write the files of the optimizer."""
         folder.mkdir()
         kinds = (*MEANS, *((MASTER,) if self._has_master and self.zero1 else ()))
@@ -206,7 +206,7 @@ class _Writer:
         """Read what one file holds, by kind and name; padding is zero."""
         types = {MODEL: self.meta.dtype, MASTER: "float32"}
         read: dict[str, dict[str, Tensor]] = {}
-        targets: dict[Chunk, Tensor] = {}
+        targets: dict[TensorShard, Tensor] = {}
         first: dict[object, Tensor] = {}
         again: list[tuple[Tensor, Tensor]] = []
         for kind, params in wanted.items():
@@ -214,7 +214,7 @@ class _Writer:
             read[kind] = {param.name: torch.zeros(param.shape, dtype=dtype) for param in params}
             for param in params:
                 for whole, block in param.blocks:
-                    chunk = Chunk(kind, param.name, whole, self.layout.shapes[whole], dtype, block)
+                    chunk = TensorShard(kind, param.name, whole, self.layout.shapes[whole], dtype, block)
                     target = block.of(read[kind][param.name])
                     if chunk.index in first:  # a rank may hold a head twice
                         again.append((target, first[chunk.index]))
@@ -228,13 +228,13 @@ class _Writer:
         return read
 
 
-def _groups(params: Sequence[Param], rates: Rates) -> list[tuple[float, list[Param]]]:
+def _groups(params: Sequence[Param], rates: OptimizerSettings) -> list[tuple[float, list[Param]]]:
     """Weight decay and members of the two groups that NxD's scripts make."""
     apart = [] if rates.optim.decay_norms else [param for param in params if "norm" in param.name]
     return [(rates.optim.weight_decay, [param for param in params if param not in apart]), (0.0, apart)]
 
 
-def _param_groups(groups: Sequence[tuple[float, Sequence[Param]]], rates: Rates) -> list[dict[str, Any]]:
+def _param_groups(groups: Sequence[tuple[float, Sequence[Param]]], rates: OptimizerSettings) -> list[dict[str, Any]]:
     """As torch's AdamW and that of NxD keep them; what one of them does not know it leaves alone."""
     ours = {"lr": rates.lr, "betas": list(rates.optim.betas), "eps": rates.optim.eps, "initial_lr": rates.optim.lr}
     flags = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
@@ -247,7 +247,7 @@ def _param_groups(groups: Sequence[tuple[float, Sequence[Param]]], rates: Rates)
     return rows
 
 
-def _scheduler(step: int, rates: Rates) -> dict[str, Any]:
+def _scheduler(step: int, rates: OptimizerSettings) -> dict[str, Any]:
     """State of the LambdaLR that NxD's scripts use, whose functions are not saved."""
     return {
         "base_lrs": [rates.optim.lr] * 2,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nxtrain.checkpoint.dcp_storage import bytes_of
 from nxtrain.checkpoint.manifest import CODES
-from nxtrain.checkpoint.shards import Chunk
+from nxtrain.checkpoint.shards import TensorShard
 
 BATCH_BYTES = 192 << 20
 """Most bytes that are read at once, unless a single row exceeds it."""
@@ -23,7 +23,9 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 8
 
 
-def write_streamed(file: Path, tensors: Sequence[Chunk], read: Callable[[Mapping[Chunk, Tensor]], None]) -> None:
+def write_streamed(
+    file: Path, tensors: Sequence[TensorShard], read: Callable[[Mapping[TensorShard, Tensor]], None]
+) -> None:
     """Write the file that `safetensors.torch.save_file` makes of the same tensors, byte for byte.
 
     All batches share one buffer: the allocator keeps freed memory of a batch beside the next one's at its pleasure.
@@ -43,13 +45,13 @@ def write_streamed(file: Path, tensors: Sequence[Chunk], read: Callable[[Mapping
             out.write(bytes_of(buffer[: _num_bytes(batch)]))
 
 
-def _num_bytes(batch: Sequence[Chunk]) -> int:
+def _num_bytes(batch: Sequence[TensorShard]) -> int:
     return sum(chunk.num_bytes for chunk in batch)
 
 
-def _cut(buffer: Tensor, batch: Sequence[Chunk]) -> dict[Chunk, Tensor]:
+def _cut(buffer: Tensor, batch: Sequence[TensorShard]) -> dict[TensorShard, Tensor]:
     """Adjacent parts of a buffer, one per chunk; wide types come first, so that each part is aligned."""
-    parts: dict[Chunk, Tensor] = {}
+    parts: dict[TensorShard, Tensor] = {}
     start = 0
     for chunk in batch:
         end = start + chunk.num_bytes
@@ -58,9 +60,9 @@ def _cut(buffer: Tensor, batch: Sequence[Chunk]) -> dict[Chunk, Tensor]:
     return parts
 
 
-def batches(tensors: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+def batches(tensors: Sequence[TensorShard]) -> Iterator[list[TensorShard]]:
     """Adjacent rows of adjacent tensors, at most `BATCH_BYTES` of them at once."""
-    batch: list[Chunk] = []
+    batch: list[TensorShard] = []
     free = BATCH_BYTES
     for chunk in tensors:
         num_rows = chunk.block.sizes[0]
@@ -79,7 +81,7 @@ def batches(tensors: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         yield batch
 
 
-def _header(ordered: Sequence[Chunk]) -> bytes:
+def _header(ordered: Sequence[TensorShard]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for chunk in ordered:

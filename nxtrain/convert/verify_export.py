@@ -16,7 +16,7 @@ from nxtrain.checkpoint.shards import MODEL
 from nxtrain.convert.hf_folder import HfFolder, HfWeights
 from nxtrain.errors import CheckpointError
 from nxtrain.family import BuildContext, CausalLM, find_family
-from nxtrain.io.object_store import Place
+from nxtrain.io.object_store import Location
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import materialize
 from nxtrain.parallel.native import NativeLayers
@@ -46,7 +46,7 @@ class Agreement:
     rounding: float = 0.0
 
 
-def open_model(path: Place, backend: Backend, seq_len: int) -> CausalLM:
+def open_model(path: Location, backend: Backend, seq_len: int) -> CausalLM:
     """Build the model of a checkpoint on a backend of one rank and read its weights.
 
     Args:
@@ -94,7 +94,7 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
     return cast(CausalLM, model)
 
 
-def verify_export(checkpoint: Place, folder: Path, backend: Backend) -> Agreement:
+def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agreement:
     """Compare our scores with those of transformers on an exported folder.
 
     Narrower types than float32 round each implementation's scores differently, by an amount that depends on the model.

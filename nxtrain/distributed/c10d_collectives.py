@@ -19,7 +19,7 @@ from nxtrain.mesh import Axis, Mesh
 from nxtrain.process.greetings import without_greetings
 
 
-class Waits:
+class WaitClock:
     """A clock that runs within its context.
 
     Attributes:
@@ -37,7 +37,7 @@ class Waits:
         self.total_s += time.perf_counter() - self._since
 
 
-WAITS = Waits()
+WAIT_CLOCK = WaitClock()
 """Of the collectives on `torch.distributed`. On devices with streams waiting is left to these, and takes the host no
 time."""
 
@@ -58,7 +58,7 @@ class _Async:
 
     def wait(self) -> Tensor:
         try:
-            with WAITS:
+            with WAIT_CLOCK:
                 self.work.wait()
         except RuntimeError as error:
             found = loss(error, _others(self.axis))
@@ -120,7 +120,7 @@ class _Transfer(Generic[Result_co]):
     peer: Peers
 
     def wait(self) -> Result_co:
-        with blaming(self.peer), WAITS:
+        with blaming(self.peer), WAIT_CLOCK:
             for work in self.works:
                 work.wait()
         return self.result
@@ -278,7 +278,7 @@ class C10dCollectives(Collectives):
 
     def barrier(self) -> None:
         if self._world > 1:
-            with WAITS:
+            with WAIT_CLOCK:
                 dist.barrier()
 
     def forget(self) -> None:

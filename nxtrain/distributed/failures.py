@@ -35,7 +35,7 @@ LOOK_S = 0.02
 """Between looks for what others left."""
 
 
-class LastWords:
+class FirstFailure:
     """The first failure of a run, and who waits for whom when ranks hang.
 
     Args:
@@ -47,7 +47,7 @@ class LastWords:
 
     def leave(self, words: str) -> str:
         """Leave words unless another rank did before; those that count."""
-        first = within(ANSWER_S, lambda: self._store.compare_set("first", "", words).decode())
+        first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", words).decode())
         return first or words
 
     def first(self) -> str:
@@ -64,7 +64,7 @@ class LastWords:
                 time.sleep(LOOK_S)
             return first
 
-        return within(seconds, look) or ""
+        return call_with_timeout(seconds, look) or ""
 
     def who_hangs(self, rank: int, peer: int | None) -> int | None:
         """The rank that others wait for, and that waits for nobody; None if nobody can tell.
@@ -86,10 +86,10 @@ class LastWords:
                 at = int(words) if words else None
             return at
 
-        return within(GRACE_S + ANSWER_S, follow)
+        return call_with_timeout(GRACE_S + ANSWER_S, follow)
 
 
-def within(seconds: float, work: Callable[[], Result]) -> Result | None:
+def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
     """What work returns; None if it fails, or takes longer and is left behind."""
     done: list[Result] = []
 
@@ -185,7 +185,7 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-class Parting:
+class FailureReporter:
     """The end of one rank.
 
     Args:
@@ -196,7 +196,7 @@ class Parting:
     """
 
     def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
-        self._last_words = LastWords(store)
+        self._last_words = FirstFailure(store)
         self._rank, self._hang_timeout_s, self._words = rank, hang_timeout_s, words
         self._answer: tuple[Exception, Exception] | None = None
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nxtrain.distributed.failures import LastWords
-from nxtrain.process.deadlines import Aside
+from nxtrain.distributed.failures import FirstFailure
+from nxtrain.process.deadlines import SingleTask
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -52,7 +52,7 @@ class Beat:
         return f"step {self.step} ({self.section}) for {self.age_s:.1f} s" + (f", {self.point}" if self.point else "")
 
 
-class Board:
+class HeartbeatStore:
     """What the ranks of one start of a run know of each other.
 
     Args:
@@ -71,12 +71,12 @@ class Board:
         own.set_timeout(timedelta(seconds=PATIENCE_S))
         self._own = own
         self._store: Any = PrefixStore("nxtrain/board", own)  # torch's stubs lack a part of a store
-        self._words = LastWords(own)
+        self._words = FirstFailure(own)
         self._rank, self._world = rank, world
 
-    def again(self) -> Board:
+    def again(self) -> HeartbeatStore:
         """The same over a new connection; one that was too slow once may be out of step with its answers."""
-        return Board(self._own, self._rank, self._world)
+        return HeartbeatStore(self._own, self._rank, self._world)
 
     def beat(self, beat: Beat) -> None:
         """Say what this rank does."""
@@ -173,7 +173,7 @@ def _soon(work: Callable[[], str], seconds: float) -> str:
     return text
 
 
-class Link:
+class HeartbeatLink:
     """A board, as long as its store answers.
 
     Args:
@@ -184,12 +184,12 @@ class Link:
         is_alone: There never was one.
     """
 
-    def __init__(self, board: Board | None) -> None:
+    def __init__(self, board: HeartbeatStore | None) -> None:
         self.board = board
         self.is_alone = board is None
-        self._lost: Board | None = None
+        self._lost: HeartbeatStore | None = None
         self._lost_at = 0.0
-        self._connecting = Aside("nxtrain-reach")
+        self._connecting = SingleTask("nxtrain-reach")
 
     @property
     def lost_s(self) -> float:

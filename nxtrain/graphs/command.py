@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.distributed.host_group import spans
 from nxtrain.errors import BackendError, ConfigError
@@ -54,10 +54,10 @@ def graphs(
         BackendError: torch-xla is not installed, the run refuses its layers, or the process that traces failed.
     """
     given = load(config, [*overrides, *IRRELEVANT])
-    resolve(given, world, backend_of(given.config))
+    resolve_config(given, world, backend_of(given.config))
     chosen = choose(given.config)
     relaxed = [*overrides, *IRRELEVANT, *(f"{key}={value}" for key, value in TRACED.items())]
-    plan = resolve(load(config, relaxed), world)
+    plan = resolve_config(load(config, relaxed), world)
     outside = [rank for rank in ranks if not 0 <= rank < world]
     if outside:
         raise ConfigError(f"--rank {outside[0]} is none of the {world} ranks of --world; use 0 to {world - 1}")

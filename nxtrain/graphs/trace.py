@@ -19,7 +19,7 @@ from typing import Any
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.xla.tracing import TracingBackend, pretended_nxd
-from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.errors import BackendError
 from nxtrain.graphs.hlo import Graph, Groups, parse
@@ -185,7 +185,7 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
 
 def main(job: Job) -> None:
     """Print the report as JSON."""
-    plan = resolve(load(job.config, job.overrides), job.world)
+    plan = resolve_config(load(job.config, job.overrides), job.world)
     bind, lacking = None, ""
     if job.layers == "nxd":
         try:

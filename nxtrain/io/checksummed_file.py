@@ -29,7 +29,7 @@ from nxtrain.io.read_retry import damage, unsteady
 from nxtrain.io.regular import NotRegularError, open_regular
 
 
-class Arrivals:
+class TransferCounter:
     """Bytes that files and stores have given or taken, of all threads: where one is slow, a sign that it lives."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Arrivals:
         return self._num_bytes
 
 
-arrived = Arrivals()
+transferred = TransferCounter()
 """Those of this process."""
 
 
@@ -63,7 +63,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileDigest:
     """What a file is when it is whole.
 
     Args:
@@ -82,7 +82,7 @@ class Stored:
         return start, min(start + self.block_bytes, self.num_bytes)
 
 
-class BlockWriter:
+class ChecksummedWriter:
     """Writes a new file from its first byte to its last; what `close` returns is on the disk.
 
     Args:
@@ -122,16 +122,16 @@ class BlockWriter:
             if self._filled == BLOCK_BYTES:
                 self._flush()
 
-    def close(self) -> Stored:
+    def close(self) -> FileDigest:
         """Wait until the disk holds the file, and tell what it is."""
         self._flush()
         while self._underway:
             self._await()
         os.ftruncate(self._file, self._num_bytes)
         os.fsync(self._file)
-        return Stored(self._num_bytes, BLOCK_BYTES, tuple(self._checksums))
+        return FileDigest(self._num_bytes, BLOCK_BYTES, tuple(self._checksums))
 
-    def __enter__(self) -> BlockWriter:
+    def __enter__(self) -> ChecksummedWriter:
         return self
 
     def __exit__(
@@ -174,7 +174,7 @@ class BlockWriter:
                 whole = length
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """The bytes of a file, wherever they lie."""
 
     @property
@@ -211,12 +211,12 @@ class FileSource:
         self.num_bytes = os.fstat(self._file).st_size
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `Source`."""
+        """See `ByteSource`."""
         try:
             count = unsteady.read(lambda: self._read(view, start), self.name)
         except OSError as error:
             raise damage(self.name, error) from error
-        arrived.note(count)
+        transferred.note(count)
         return count
 
     def _read(self, view: memoryview, start: int) -> int:
@@ -229,11 +229,11 @@ class FileSource:
         return os.preadv(self._file, [view], start)
 
     def close(self) -> None:
-        """See `Source`."""
+        """See `ByteSource`."""
         os.close(self._file)
 
 
-class BlockReader:
+class ChecksummedReader:
     """Reads blocks of a file, each of them verified, and from another copy where one has it wrong.
 
     Args:
@@ -247,10 +247,10 @@ class BlockReader:
         DamagedError: All copies are absent, or of another length.
     """
 
-    def __init__(self, copies: Path | Sequence[Callable[[], Source]], stored: Stored) -> None:
+    def __init__(self, copies: Path | Sequence[Callable[[], ByteSource]], stored: FileDigest) -> None:
         self._stored = stored
         self._unopened = deque([partial(FileSource, copies)] if isinstance(copies, Path) else copies)
-        self._sources: list[Source] = []
+        self._sources: list[ByteSource] = []
         self._opening = Lock()
         self.damage: list[DamagedError] = []
         if not self._has(0):
@@ -280,7 +280,7 @@ class BlockReader:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> BlockReader:
+    def __enter__(self) -> ChecksummedReader:
         return self
 
     def __exit__(
@@ -297,7 +297,7 @@ class BlockReader:
                     self._sources.append(self._opened(self._unopened.popleft()))
         return len(self._sources) > number
 
-    def _opened(self, source_of: Callable[[], Source]) -> Source:
+    def _opened(self, source_of: Callable[[], ByteSource]) -> ByteSource:
         try:
             source = source_of()
             if source.num_bytes == self._stored.num_bytes:
@@ -322,7 +322,7 @@ class BlockReader:
                 damaged = error if isinstance(error, DamagedError) else DamagedError(source.name, f"{error}")
                 self.damage.append(damaged)
 
-    def _verified(self, source: Source, index: int, view: memoryview) -> memoryview:
+    def _verified(self, source: ByteSource, index: int, view: memoryview) -> memoryview:
         start, stop = self._stored.block(index)
         received = 0
         while received < stop - start:
@@ -336,13 +336,13 @@ class BlockReader:
         return content
 
 
-def verify(path: Path, stored: Stored) -> None:
+def verify(path: Path, stored: FileDigest) -> None:
     """Read a file from the disk and make sure that it is whole.
 
     Raises:
         DamagedError: It is not.
     """
-    with BlockReader(path, stored) as reader:
+    with ChecksummedReader(path, stored) as reader:
         for _ in reader.blocks(range(len(stored.checksums))):
             pass
 

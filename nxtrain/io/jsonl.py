@@ -53,7 +53,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-class Notes:
+class JsonlLog:
     """A file of JSON lines; what it cannot take now waits in memory, and is written before anything else.
 
     Args:

@@ -13,7 +13,15 @@ from typing import Any, Protocol
 
 from nxtrain.errors import CheckpointError, DamagedError, StorageError
 from nxtrain.io.atomic import sync_folder, write_durably
-from nxtrain.io.checksummed_file import BlockReader, BlockWriter, FileSource, Source, Stored, arrived, verify
+from nxtrain.io.checksummed_file import (
+    ByteSource,
+    ChecksummedReader,
+    ChecksummedWriter,
+    FileDigest,
+    FileSource,
+    transferred,
+    verify,
+)
 from nxtrain.io.paths import local_path
 from nxtrain.io.regular import read_bytes
 from nxtrain.io.s3 import SCHEME, explained, is_missing, open_client, split
@@ -79,16 +87,16 @@ class S3Path(str):
             return False
 
 
-Place = Path | S3Path
+Location = Path | S3Path
 """Where a file or a folder lies."""
 
 
-def place_of(text: str) -> Place:
+def place_of(text: str) -> Location:
     """The place that an address or a path means."""
     return S3Path(text.rstrip("/")) if text.startswith(SCHEME) else local_path(text)
 
 
-def content_of(place: Place) -> bytes:
+def content_of(place: Location) -> bytes:
     """All bytes of a small file.
 
     Raises:
@@ -97,7 +105,7 @@ def content_of(place: Place) -> bytes:
     return read_bytes(place) if isinstance(place, Path) else place.read_bytes()
 
 
-def open_source(place: Place) -> Source:
+def open_source(place: Location) -> ByteSource:
     """The bytes of a file.
 
     Raises:
@@ -127,7 +135,7 @@ class S3Source:
                 raise
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `Source`."""
+        """See `ByteSource`."""
         stop = min(start + len(view), self.num_bytes)
         if start >= stop:
             return 0
@@ -142,14 +150,14 @@ class S3Source:
         raise AssertionError("the last attempt returns or raises")
 
     def close(self) -> None:
-        """See `Source`."""
+        """See `ByteSource`."""
 
 
-class Store(Protocol):
+class ObjectStore(Protocol):
     """A folder or a prefix that is filled; names are relative, such as `step-00000100/meta.json`."""
 
     @property
-    def root(self) -> Place:
+    def root(self) -> Location:
         """Where it is."""
 
     def sizes(self) -> dict[str, int]:
@@ -158,7 +166,7 @@ class Store(Protocol):
     def put(self, name: str, content: bytes) -> None:
         """Add a small file, or replace it."""
 
-    def upload(self, name: str, file: Path, stored: Stored) -> None:
+    def upload(self, name: str, file: Path, stored: FileDigest) -> None:
         """Add a file of this node's disk, every block of which is verified as it is read; or replace it.
 
         Raises:
@@ -169,7 +177,7 @@ class Store(Protocol):
         """Remove files."""
 
 
-def open_store(address: str) -> Store:
+def open_store(address: str) -> ObjectStore:
     """The store at `s3://bucket/prefix`, or a folder.
 
     Raises:
@@ -191,19 +199,19 @@ class FolderStore:
         self.root = root
 
     def sizes(self) -> dict[str, int]:
-        """See `Store`."""
+        """See `ParamStorage`."""
         files = [path for path in self.root.glob("*/*") if path.is_file()]
         return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
 
     def put(self, name: str, content: bytes) -> None:
-        """See `Store`."""
+        """See `ParamStorage`."""
         self._add(name, lambda draft: _write(draft, content))
 
-    def upload(self, name: str, file: Path, stored: Stored) -> None:
-        """See `Store`."""
+    def upload(self, name: str, file: Path, stored: FileDigest) -> None:
+        """See `ParamStorage`."""
 
         def copy(draft: Path) -> None:
-            with BlockReader(file, stored) as reader, BlockWriter(draft) as writer:
+            with ChecksummedReader(file, stored) as reader, ChecksummedWriter(draft) as writer:
                 for _, content in reader.blocks(range(len(stored.checksums))):
                     writer.write(content)
                 writer.close()
@@ -212,7 +220,7 @@ class FolderStore:
         self._add(name, copy)
 
     def delete(self, names: Iterable[str]) -> None:
-        """See `Store`."""
+        """See `ParamStorage`."""
         for path in [self.root / name for name in names]:
             path.unlink(missing_ok=True)
             if path.parent.is_dir() and not any(path.parent.iterdir()):
@@ -244,19 +252,19 @@ class S3Store:
         self._prefix = f"{prefix}/" if prefix else ""
 
     def sizes(self) -> dict[str, int]:
-        """See `Store`."""
+        """See `ParamStorage`."""
         with explained(self.root):
             pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
             found = [item for page in pages for item in page.get("Contents", ())]
         return {item["Key"].removeprefix(self._prefix): item["Size"] for item in found}
 
     def put(self, name: str, content: bytes) -> None:
-        """See `Store`."""
+        """See `ParamStorage`."""
         with explained(self.root):
             self._client.put_object(**(self.root / name).object, Body=content, **_CHECKSUM)
 
-    def upload(self, name: str, file: Path, stored: Stored) -> None:
-        """See `Store`."""
+    def upload(self, name: str, file: Path, stored: FileDigest) -> None:
+        """See `ParamStorage`."""
         from boto3.s3.transfer import TransferConfig
 
         # Each part is a block or more, so that only what is underway is in memory.
@@ -264,14 +272,16 @@ class S3Store:
         settings = TransferConfig(multipart_threshold=part, multipart_chunksize=part, max_concurrency=2)
         target = self.root / name
         bucket, key = split(target)
-        with BlockReader(file, stored) as reader, explained(self.root):
+        with ChecksummedReader(file, stored) as reader, explained(self.root):
             body = _Stream(reader.blocks(range(len(stored.checksums))))
-            self._client.upload_fileobj(body, bucket, key, ExtraArgs=_CHECKSUM, Config=settings, Callback=arrived.note)
+            self._client.upload_fileobj(
+                body, bucket, key, ExtraArgs=_CHECKSUM, Config=settings, Callback=transferred.note
+            )
         if (found := S3Source(target).num_bytes) != stored.num_bytes:
             raise DamagedError(target, f"it has {found:,} bytes instead of {stored.num_bytes:,}")
 
     def delete(self, names: Iterable[str]) -> None:
-        """See `Store`."""
+        """See `ParamStorage`."""
         keys = [{"Key": self._prefix + name} for name in names]
         with explained(self.root):
             for first in range(0, len(keys), _DELETE):
@@ -310,7 +320,7 @@ def _receive(body: Any, view: memoryview) -> int:
     while piece := body.read(min(_PIECE_BYTES, len(view) - received)):
         view[received : received + len(piece)] = piece
         received += len(piece)
-        arrived.note(len(piece))
+        transferred.note(len(piece))
     return received
 
 

@@ -25,7 +25,7 @@ MOST_S = 12.0
 """For all pauses of a start: many bad sectors are no reason to wait for each."""
 
 
-class Unsteady:
+class RetryBudget:
     """What a process has met of it since its start."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Unsteady:
             return True
 
 
-unsteady = Unsteady()
+unsteady = RetryBudget()
 """That of this process."""
 
 

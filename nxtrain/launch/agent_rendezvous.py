@@ -17,7 +17,7 @@ POLL_S = 1.0
 
 
 @dataclass(frozen=True)
-class Meeting:
+class AgentRendezvous:
     """A place on one of the machines, whose agent holds the store of the rendezvous.
 
     Args:

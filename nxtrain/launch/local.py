@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nxtrain.config.check import resolve
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
@@ -131,7 +131,7 @@ def _render(
         problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], "use --nproc or another dp"))
     nproc = ranks_per_node(config, nproc)
     try:
-        resolve(loaded, world=nproc * nodes)
+        resolve_config(loaded, world=nproc * nodes)
     except ConfigError as error:
         problems += error.problems
     about: list[str] = []

@@ -93,7 +93,7 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     return Needs(tuple(about), environment.beside(environ), tuple(problems))
 
 
-def adopt(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
+def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
     """Start this rank anew with the variables that it lacks; a rank that `nxtrain launch` started lacks none.
 
     The process keeps its number, so that an agent above it sees no change. Where there is no Neuron device nothing

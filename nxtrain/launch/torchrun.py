@@ -51,7 +51,7 @@ from torch.distributed.launcher import api
 from nxtrain.config.load import load
 from nxtrain.config.schema import RecoveryConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
-from nxtrain.launch.agent_rendezvous import Meeting, reasons, unmet
+from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unmet
 from nxtrain.launch.loopback import unreachable
 from nxtrain.metrics.attempts import progress
 from nxtrain.process.signals import STOPPING
@@ -126,7 +126,7 @@ class Agent(LocalElasticAgent):
 
     recovery = RecoveryConfig()
     progress: Path | None = None
-    meeting = Meeting()
+    meeting = AgentRendezvous()
     stop = 0
     starts = 0
 
@@ -333,8 +333,8 @@ def _configure(options: Namespace) -> None:
     """Learn from the run's configuration what the agent needs of it; what is no run of ours has the defaults."""
     if options.rdzv_backend == "c10d" and not options.standalone:
         host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=PORT)
-        patience_s = _parse_rendezvous_config(options.rdzv_conf).get("join_timeout", Meeting.patience_s)
-        Agent.meeting = Meeting(host, port, float(patience_s))
+        patience_s = _parse_rendezvous_config(options.rdzv_conf).get("join_timeout", AgentRendezvous.patience_s)
+        Agent.meeting = AgentRendezvous(host, port, float(patience_s))
     arguments = options.training_script_args
     if not (options.module and options.training_script == "nxtrain" and arguments[:1] == ["train"]):
         return

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nxtrain.metrics.meters import Clock, Pace
-from nxtrain.process.console import Screen
+from nxtrain.process.console import PipeSafeConsole
 
 LINE_EVERY_S = 10.0
 """Seconds between plain lines, so that a log of days stays readable."""
@@ -29,7 +29,7 @@ def open_progress(
         console: Where to draw.
         clock: Seconds, monotonic.
     """
-    console = console or Screen(stderr=True)
+    console = console or PipeSafeConsole(stderr=True)
     if console.is_terminal and not console.is_dumb_terminal:
         return ProgressBar(total_steps, resume_step, console, clock)
     return ProgressLines(total_steps, console, clock)

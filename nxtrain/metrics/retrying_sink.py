@@ -22,7 +22,7 @@ REST = 20.0
 """Times as long as a failed try took passes before the next: trouble costs training a twentieth of its time at most."""
 
 
-class Lasting:
+class RetryingSink:
     """A sink that is opened anew after a failure, behind the last step that it took.
 
     A failure is told when it begins and when it ends, not at each step between.

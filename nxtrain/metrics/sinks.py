@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 from nxtrain.errors import BackendError
 from nxtrain.io.regular import open_regular
 from nxtrain.metrics.progress import open_progress
-from nxtrain.metrics.retrying_sink import Lasting, refuse_deleted
+from nxtrain.metrics.retrying_sink import RetryingSink, refuse_deleted
 from nxtrain.run_folder import METRICS_FILE, TENSORBOARD_DIR
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class JsonlSink:
         self._file.close()
 
 
-def open_sinks(config: MetricsConfig, run_dir: Path, total_steps: int, resume_step: int, leader: bool) -> list[Lasting]:
+def open_sinks(
+    config: MetricsConfig, run_dir: Path, total_steps: int, resume_step: int, leader: bool
+) -> list[RetryingSink]:
     """Open what the configuration asks for; none of it ends a run that it cannot record.
 
     Args:
@@ -88,13 +90,13 @@ def open_sinks(config: MetricsConfig, run_dir: Path, total_steps: int, resume_st
     if not leader:
         return []
     event_sink = _event_sink() if config.tensorboard else None  # may be refused, before a file is open
-    sinks = [Lasting(METRICS_FILE, partial(_jsonl, run_dir / METRICS_FILE), resume_step)]
+    sinks = [RetryingSink(METRICS_FILE, partial(_jsonl, run_dir / METRICS_FILE), resume_step)]
     if event_sink is not None:
         sinks.append(
-            Lasting(TENSORBOARD_DIR, partial(_tensorboard, event_sink, run_dir / TENSORBOARD_DIR), resume_step)
+            RetryingSink(TENSORBOARD_DIR, partial(_tensorboard, event_sink, run_dir / TENSORBOARD_DIR), resume_step)
         )
     if config.progress:
-        sinks.append(Lasting(PROGRESS, partial(open_progress, total_steps), resume_step))
+        sinks.append(RetryingSink(PROGRESS, partial(open_progress, total_steps), resume_step))
     return sinks
 
 

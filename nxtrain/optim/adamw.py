@@ -12,7 +12,7 @@ from nxtrain.backends.base import AdamStep, Kernels, Rows
 from nxtrain.backends.kernels import bias_correction
 from nxtrain.backends.rounding import RoundingKey, step_hash
 from nxtrain.optim.rounding import rounding_keys
-from nxtrain.optim.update_rules import Compensated, Copied, InPlace, Nearest, Stochastic, Store
+from nxtrain.optim.update_rules import Compensated, Copied, InPlace, Nearest, ParamStorage, Stochastic
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout
 
@@ -24,9 +24,9 @@ class _Tile:
     """Some rows of a parameter, and of its running means."""
 
     rows: Rows
-    param: Store
-    exp_avg: Store
-    exp_avg_sq: Store
+    param: ParamStorage
+    exp_avg: ParamStorage
+    exp_avg_sq: ParamStorage
 
 
 class AdamW:
@@ -157,7 +157,7 @@ class AdamW:
     def _tile(self, rows: Rows) -> _Tile:
         return _Tile(rows, self._param(rows), *(self._mean(kind, rows) for kind in _MEANS))
 
-    def _param(self, rows: Rows) -> Store:
+    def _param(self, rows: Rows) -> ParamStorage:
         value = rows.of(self._shards[rows.name])
         if self._precision.update == "bf16_stochastic":
             return self._stochastic("param", value, rows)
@@ -167,7 +167,7 @@ class AdamW:
             return InPlace(value)
         return Copied(value, rows.of(self.state["master"][rows.name]))
 
-    def _mean(self, kind: str, rows: Rows) -> Store:
+    def _mean(self, kind: str, rows: Rows) -> ParamStorage:
         value = rows.of(self.state[kind][rows.name])
         if value.dtype == torch.float32:
             return InPlace(value)

@@ -16,7 +16,7 @@ from torch import Tensor
 from nxtrain.backends.rounding import RoundingKey
 
 
-class Store(Protocol):
+class ParamStorage(Protocol):
     """A tensor between updates."""
 
     def open(self) -> Tensor:

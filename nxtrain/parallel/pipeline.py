@@ -31,10 +31,10 @@ from nxtrain.distributed.collectives import Collectives, Done, Pending
 from nxtrain.errors import NxtrainError
 from nxtrain.family import CausalLM
 from nxtrain.mesh import Axis
-from nxtrain.parallel.saved_tensors import no_views
+from nxtrain.parallel.saved_tensors import save_copies_of_views
 from nxtrain.parallel.schedule import Action, Order, Schedule, evaluation_schedule, schedule, with_exchanges
 from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
-from nxtrain.stages import Part
+from nxtrain.stages import StagePart
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 """Tokens and targets, (B, S) each; only a pipeline's first stage reads the ones, and its last the others."""
@@ -125,7 +125,7 @@ class Pipeline:
     def __init__(
         self,
         model: CausalLM,
-        parts: Sequence[Part],
+        parts: Sequence[StagePart],
         pp: Axis,
         comm: Collectives,
         boundary: Callable[[], None],
@@ -214,7 +214,7 @@ class Pipeline:
 
     def _keeping(self) -> AbstractContextManager[None]:
         """How autograd keeps what backward needs: eager devices give views no memory of their own."""
-        return no_views() if self._comm.lazy else nullcontext()
+        return save_copies_of_views() if self._comm.lazy else nullcontext()
 
     def _backward(self, action: Action, came: Tensor | None, underway: _Underway) -> None:
         chunk, micro = action.chunk, action.micro

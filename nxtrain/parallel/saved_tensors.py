@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @contextmanager
-def no_views() -> Iterator[None]:
+def save_copies_of_views() -> Iterator[None]:
     """Let what is saved for backward in this context be no view of anything."""
     kept: dict[int, tuple[Tensor, Tensor]] = {}  # what was saved, which keeps its number meanwhile, and in what form
 

@@ -18,7 +18,7 @@ class Span(NamedTuple):
     end_s: float
 
 
-def play(
+def simulate(
     actions: Sequence[Sequence[Action]],
     forward_s: Sequence[float],
     backward_s: Sequence[float],

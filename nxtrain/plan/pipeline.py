@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from nxtrain.parallel.schedule import Action, Kind, Order, num_warmup, schedule
-from nxtrain.parallel.simulate import Span, play
+from nxtrain.parallel.simulate import Span, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class PipelineCosts:
         """When each rank does what in a step."""
         actions = schedule(self.pp_size, self.virtual_pp, self.num_micro, self.order)
         costs = self.forward_s, self.backward_s, self.transfer_s
-        return play(actions, *costs, weight_s=self.weight_s, blocking=self.blocking)
+        return simulate(actions, *costs, weight_s=self.weight_s, blocking=self.blocking)
 
     @property
     def ideal_bubble(self) -> float:

@@ -16,7 +16,7 @@ from rich.console import Console
 from nxtrain.errors import BackendError
 
 
-class Screen(Console):
+class PipeSafeConsole(Console):
     """A console whose reader may go: what cannot be shown is dropped, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
@@ -31,20 +31,20 @@ class Screen(Console):
             del self._buffer[:]
 
 
-def standard_error(*, quiet: bool = False) -> Screen:
+def standard_error(*, quiet: bool = False) -> PipeSafeConsole:
     """Where lines for people go, each as it is.
 
     Args:
         quiet: Show nothing.
     """
-    return Screen(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
+    return PipeSafeConsole(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
 
 
 class OutputError(BackendError, OSError):
     """Standard output or standard error that takes nothing more, as a file on a full disk."""
 
 
-class Outliving:
+class PipeSafeStream:
     """A stream that shows nothing more once nobody reads it; other trouble ends the command.
 
     Args:
@@ -101,7 +101,7 @@ class Outliving:
 
 
 @contextmanager
-def outliving_readers() -> Iterator[None]:
+def pipe_safe_streams() -> Iterator[None]:
     """Let standard output and standard error outlive who reads them, where they are streams of the system."""
     before = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, _outliving(sys.stdout, carries_results=True))
@@ -143,11 +143,11 @@ def open_standard_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def _outliving(stream: TextIO, *, carries_results: bool = False) -> TextIO | Outliving:
+def _outliving(stream: TextIO, *, carries_results: bool = False) -> TextIO | PipeSafeStream:
     try:
         stream.fileno()
     except (AttributeError, OSError, ValueError):  # there is none, or it is a test's
         return stream
     if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")  # a terminal may show fewer characters than a text has
-    return Outliving(stream, carries_results=carries_results)
+    return PipeSafeStream(stream, carries_results=carries_results)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from nxtrain.errors import HangError
 from nxtrain.process import stacks
-from nxtrain.process.stacks import Alarm, say
+from nxtrain.process.stacks import HardExitTimer, say
 
 Opened = TypeVar("Opened")
 
@@ -25,7 +25,7 @@ CLOSING_S = 60.0
 """To leave the others and to free the devices, when all is saved."""
 
 
-def opening(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
+def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
     """Open devices; if that takes too long, the process ends as one that hangs.
 
     Args:
@@ -38,7 +38,7 @@ def opening(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
         return work()
 
 
-def closing(work: Callable[[], None], seconds: float, ended: BaseException | None) -> None:
+def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseException | None) -> None:
     """Close devices; if that takes too long, the process ends with the code of the run's own end.
 
     Args:
@@ -61,7 +61,7 @@ def bounded(seconds: float, words: str, code: int) -> Iterator[None]:
         words: What is told then.
         code: With which the process ends then.
     """
-    done, alarm = threading.Event(), Alarm(code)
+    done, alarm = threading.Event(), HardExitTimer(code)
 
     def watch() -> None:
         if not done.wait(seconds):
@@ -85,7 +85,7 @@ def _me() -> str:
     return f"rank {os.environ.get('RANK', '0')}"
 
 
-class Aside:
+class SingleTask:
     """One call at a time, each in a thread that nobody waits for.
 
     Args:

@@ -43,7 +43,7 @@ class _Times(ctypes.Structure):
     )
 
 
-class Alarm:
+class HardExitTimer:
     """Ends the process once it is not put off in time; where the system has no such timer, it does nothing.
 
     The system's own thread calls `_exit`, so that neither Python nor any of its locks has a part in it.
@@ -134,8 +134,8 @@ def say(line: str) -> None:
 
 
 @functools.cache
-def _alarm() -> Alarm:
-    return Alarm(HangError.exit_code)
+def _alarm() -> HardExitTimer:
+    return HardExitTimer(HangError.exit_code)
 
 
 def _has_descriptor() -> bool:

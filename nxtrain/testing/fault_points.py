@@ -23,7 +23,7 @@ EXAMPLE = "kill@1:5:reduce or oserror@0:10:ckpt_write:ENOSPC:4096"
 
 
 @dataclass(frozen=True)
-class Place:
+class PatchPoint:
     """A function that is wrapped.
 
     Args:
@@ -38,31 +38,31 @@ class Place:
 
 
 POINTS = {
-    "pre_step": Place("nxtrain.train.trainer", "train_step"),
-    "fwd": Place("nxtrain.train.step", "_accumulate"),
-    "bwd": Place("torch.autograd", "backward"),
-    "reduce": Place("nxtrain.parallel.grads:Gradients", "reduce"),
-    "opt": Place("nxtrain.optim.adamw:AdamW", "step"),
-    "post_step": Place("nxtrain.train.trainer", "update", "after"),
-    "ckpt_stage": Place("nxtrain.checkpoint.dcp_storage:Staging", "fill"),
-    "ckpt_write": Place("nxtrain.io.checksummed_file:BlockWriter", "_transfer", "writing"),
-    "ckpt_fsync": Place("nxtrain.io.checksummed_file:BlockWriter", "close"),
-    "ckpt_commit": Place("nxtrain.checkpoint.save", "_commit"),
-    "ckpt_rename": Place("nxtrain.checkpoint.directory", "publish"),
-    "ckpt_latest": Place("nxtrain.checkpoint.directory", "point_to"),
-    "load": Place("nxtrain.train.start", "restore"),
-    "data": Place("nxtrain.data.loader:Loader", "batch"),
-    "log": Place("nxtrain.metrics.sinks:JsonlSink", "log"),
+    "pre_step": PatchPoint("nxtrain.train.trainer", "train_step"),
+    "fwd": PatchPoint("nxtrain.train.step", "_accumulate"),
+    "bwd": PatchPoint("torch.autograd", "backward"),
+    "reduce": PatchPoint("nxtrain.parallel.grads:Gradients", "reduce"),
+    "opt": PatchPoint("nxtrain.optim.adamw:AdamW", "step"),
+    "post_step": PatchPoint("nxtrain.train.trainer", "update", "after"),
+    "ckpt_stage": PatchPoint("nxtrain.checkpoint.dcp_storage:Staging", "fill"),
+    "ckpt_write": PatchPoint("nxtrain.io.checksummed_file:ChecksummedWriter", "_transfer", "writing"),
+    "ckpt_fsync": PatchPoint("nxtrain.io.checksummed_file:ChecksummedWriter", "close"),
+    "ckpt_commit": PatchPoint("nxtrain.checkpoint.save", "_commit"),
+    "ckpt_rename": PatchPoint("nxtrain.checkpoint.directory", "publish"),
+    "ckpt_latest": PatchPoint("nxtrain.checkpoint.directory", "point_to"),
+    "load": PatchPoint("nxtrain.train.start", "restore"),
+    "data": PatchPoint("nxtrain.data.loader:Loader", "batch"),
+    "log": PatchPoint("nxtrain.metrics.sinks:JsonlSink", "log"),
 }
 """Where a fault can be. A run loads before its first step, so that its step is 0 there."""
 
 GRADIENTS = (
-    Place("nxtrain.parallel.data_parallel:Bucketed", "_take"),
-    Place("nxtrain.parallel.fully_sharded", "_local_grad"),
+    PatchPoint("nxtrain.parallel.data_parallel:Bucketed", "_take"),
+    PatchPoint("nxtrain.parallel.fully_sharded", "_local_grad"),
 )
 """What gives this rank's gradient of a parameter: before it is averaged, but for torch's own sharding, after."""
 
-LOSS = Place("nxtrain.train.step", "_sums")
+LOSS = PatchPoint("nxtrain.train.step", "_sums")
 """What gives the loss of a micro-batch; the fault `bwd` strikes this figure alone, and `fwd` the gradients too."""
 
 

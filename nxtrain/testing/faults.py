@@ -20,7 +20,7 @@ from torch import Tensor
 from nxtrain.process.console import standard_error
 from nxtrain.run_folder import FAULTS_DIR
 from nxtrain.testing import fault_kinds
-from nxtrain.testing.fault_points import GRADIENTS, LOSS, POINTS, VARIABLE, Fault, Place, parse
+from nxtrain.testing.fault_points import GRADIENTS, LOSS, POINTS, VARIABLE, Fault, PatchPoint, parse
 
 DATA_THREADS = "nxtrain-data"
 
@@ -74,8 +74,8 @@ class _Armed:
             _replace(LOSS, self._on_loss)
         _replace(POINTS["ckpt_stage"], self._begin_save)
         # Outermost, so that whatever happens in a step belongs to it.
-        _replace(Place("nxtrain.train.trainer", "update"), self._count_steps)
-        _replace(Place("nxtrain.train.trainer:Trainer", "run"), self._begin_run)
+        _replace(PatchPoint("nxtrain.train.trainer", "update"), self._count_steps)
+        _replace(PatchPoint("nxtrain.train.trainer:Trainer", "run"), self._begin_run)
 
     def _begin_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(trainer: Any, finished: int) -> Any:
@@ -189,12 +189,12 @@ class _Armed:
         return wrapped
 
 
-def _replace(place: Place, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(place: PatchPoint, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     owner = _owner(place)
     setattr(owner, place.attribute, wrapper(getattr(owner, place.attribute)))
 
 
-def _owner(place: Place) -> Any:
+def _owner(place: PatchPoint) -> Any:
     module, _, class_name = place.owner.partition(":")
     owner = importlib.import_module(module)
     return getattr(owner, class_name) if class_name else owner

@@ -30,7 +30,7 @@ from nxtrain.parallel.regions import TensorParallel
 from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
-from nxtrain.stages import Part, cut, cut_at
+from nxtrain.stages import StagePart, split_layers, split_layers_at
 from nxtrain.train.health.skipped_steps import SkippedSteps
 from nxtrain.train.step import TrainState
 
@@ -156,14 +156,14 @@ def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]
     return ParamTable.of(plan.family.build(plan.model, context)).global_shapes()
 
 
-def parts_of(plan: Resolved, mesh: Mesh) -> tuple[Part, ...]:
+def parts_of(plan: Resolved, mesh: Mesh) -> tuple[StagePart, ...]:
     """What a rank computes of the model, chunk by chunk."""
     parallel, num_blocks = plan.config.parallel, plan.model.num_hidden_layers
     if parallel.pipeline_cuts:
-        parts = cut_at(num_blocks, parallel.pipeline_cuts)
+        parts = split_layers_at(num_blocks, parallel.pipeline_cuts)
     else:
         costs = plan.family.layer_costs(plan.model, plan.config.train.seq_len)
-        parts = cut(num_blocks, mesh.pp_size * parallel.virtual_pp, costs)
+        parts = split_layers(num_blocks, mesh.pp_size * parallel.virtual_pp, costs)
     return parts[mesh.pp.rank :: mesh.pp_size]
 
 

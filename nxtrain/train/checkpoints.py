@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nxtrain.checkpoint.async_writer import Outcome, Saver
+from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
-from nxtrain.checkpoint.mirror_uploads import Copies, Patience
+from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.save import Retention
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
 from nxtrain.run_folder import CHECKPOINTS_DIR
-from nxtrain.train.compatibility import Inputs, meta_at
+from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
@@ -39,7 +39,7 @@ class Checkpoints:
         self,
         plan: Resolved,
         state: TrainState,
-        inputs: Inputs,
+        inputs: RunInputs,
         begun: Meta,
         tokenizer: Path | None,
         stability: Callable[[], dict[str, Any]],
@@ -53,11 +53,11 @@ class Checkpoints:
         self._failed = ""
         retention, mesh = Retention(config.checkpoint.keep, config.checkpoint.keep_every), state.mesh
         copies = (
-            Copies(mirrored, retention, mesh, backend.background_group(TIMEOUT_S), backend.host_group)
+            MirrorUploader(mirrored, retention, mesh, backend.background_group(TIMEOUT_S), backend.host_group)
             if mirrored
             else None
         )
-        self._saver = Saver(
+        self._saver = AsyncCheckpointWriter(
             config.run.dir / CHECKPOINTS_DIR,
             state.layout,
             retention=retention,
@@ -114,7 +114,9 @@ class Checkpoints:
         """
         grace_s = self._plan.config.recovery.grace_s
         soon_s = 0.5 * grace_s
-        self._saver.close(Patience(grace_s, soon_s) if soon else Patience(grace_s, asked_s=soon_s), alive, asked)
+        self._saver.close(
+            UploadDeadline(grace_s, soon_s) if soon else UploadDeadline(grace_s, asked_s=soon_s), alive, asked
+        )
         if self._failed:
             raise CheckpointError(self._failed)
 

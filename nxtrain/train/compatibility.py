@@ -16,7 +16,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.errors import CheckpointError
-from nxtrain.io.object_store import Place
+from nxtrain.io.object_store import Location
 from nxtrain.io.regular import read_bytes
 from nxtrain.precision import Precision
 
@@ -42,7 +42,7 @@ UNTOLD: dict[str, object] = {
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """Identity of what a run reads.
 
     Args:
@@ -58,13 +58,13 @@ class Inputs:
     trained: bool = False
 
     @staticmethod
-    def of(data_fingerprint: str, tokenizer: Path | None, end_of_text: str = "", *, trained: bool = False) -> Inputs:
+    def of(data_fingerprint: str, tokenizer: Path | None, end_of_text: str = "", *, trained: bool = False) -> RunInputs:
         """From the rows' fingerprint and the tokenizer's file."""
         identity = fingerprint([read_bytes(tokenizer)]) if tokenizer else ""
-        return Inputs(data_fingerprint, identity, end_of_text, trained)
+        return RunInputs(data_fingerprint, identity, end_of_text, trained)
 
 
-def meta_at(step: int, plan: Resolved, inputs: Inputs, before: Meta | None = None) -> Meta:
+def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = None) -> Meta:
     """What a checkpoint of this run says about itself.
 
     Args:
@@ -101,7 +101,7 @@ def code_fingerprint(plan: Resolved) -> str:
     return fingerprint(_sources([__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0]]))
 
 
-def refuse_drift(checkpoint: Place, meta: Meta, fresh: Meta, plan: Resolved, *, trained: bool = False) -> None:
+def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, *, trained: bool = False) -> None:
     """Hold a checkpoint against the run that is to continue it; weights alone may start any of their shape and ids.
 
     Args:

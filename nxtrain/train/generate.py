@@ -13,13 +13,13 @@ from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.checkpoint.mirror import resolve
+from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.convert.hf_folder import CONFIG
 from nxtrain.convert.verify_export import open_hf_model, open_model
 from nxtrain.data.tokenization import end_ids
 from nxtrain.errors import ConfigError, DamagedError
 from nxtrain.family import CausalLM, ModelConfig, find_family
-from nxtrain.io.object_store import Place, content_of, place_of
+from nxtrain.io.object_store import Location, content_of, place_of
 from nxtrain.nn.decoding import Decoder
 from nxtrain.train.sampling import Sampling
 from nxtrain.train.text_stream import Detokenizer, Stops
@@ -58,7 +58,7 @@ def generate(
     _refuse_surrogates(prompt, *stops)
     place = place_of(address)
     is_hf = isinstance(place, Path) and _is_hf_folder(place)
-    place = place if is_hf else resolve(address)
+    place = place if is_hf else locate_checkpoint(address)
     tokenizer = _open_tokenizer(place)
     config, ends = _shape(place, is_hf, tokenizer)
     ids = tokenizer.encode(prompt).ids
@@ -87,7 +87,7 @@ def generate(
     yield stop.add(text.rest()) + ("" if stop.found else stop.rest())
 
 
-def _open(place: Place, is_hf: bool, backend: Backend, seq_len: int) -> CausalLM:
+def _open(place: Location, is_hf: bool, backend: Backend, seq_len: int) -> CausalLM:
     if is_hf:
         assert isinstance(place, Path)
         return open_hf_model(place, backend, seq_len)
@@ -101,7 +101,7 @@ def _is_hf_folder(place: Path) -> bool:
         return False
 
 
-def _open_tokenizer(place: Place) -> Tokenizer:
+def _open_tokenizer(place: Location) -> Tokenizer:
     file = place / directory.TOKENIZER
     if not file.is_file():
         hint = "generate continues text and needs one; save one there, or train with data.tokenizer=PATH"
@@ -118,7 +118,7 @@ def _open_tokenizer(place: Place) -> Tokenizer:
     return tokenizer
 
 
-def _shape(place: Place, is_hf: bool, tokenizer: Tokenizer) -> tuple[ModelConfig, frozenset[int]]:
+def _shape(place: Location, is_hf: bool, tokenizer: Tokenizer) -> tuple[ModelConfig, frozenset[int]]:
     """The model's shape, and the ids that the checkpoint or the Hugging Face folder declares as the ends of a text."""
     if not is_hf:
         meta = read_meta(place)

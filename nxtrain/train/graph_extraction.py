@@ -20,7 +20,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state
-from nxtrain.train.health.numerics import Guard
+from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.start import settle, shards_of
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer, Work
@@ -32,7 +32,7 @@ EVALUATED_BATCHES = 2
 """As many show whether one batch records the graph of another."""
 
 
-def rehearse(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[str], None]) -> None:
+def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[str], None]) -> None:
     """Reach every graph of a run and of its resumption; reads no data and writes no file.
 
     Args:
@@ -92,7 +92,7 @@ def trainer(
         meter=ThroughputMeter(plan.family.flops_per_token(plan.model, config.train.seq_len), None),
         sinks=(),
         save=save,
-        guard=Guard(config, state, heeds=False),
+        guard=NumericsGuard(config, state, heeds=False),
         watch=watch,
     )
 

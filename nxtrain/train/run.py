@@ -14,7 +14,7 @@ from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
 from nxtrain.checkpoint.directory import clear, prune
 from nxtrain.checkpoint.mirror import open_mirrored
-from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
@@ -27,15 +27,15 @@ from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.optim.schedule import Schedule
 from nxtrain.process.clock import Instant, now
-from nxtrain.process.console import Screen, standard_error
-from nxtrain.process.deadlines import CLOSING_S, closing, opening
+from nxtrain.process.console import PipeSafeConsole, standard_error
+from nxtrain.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
 from nxtrain.process.signals import Signals
 from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR, SUMMARY_FILE
 from nxtrain.train.build import mesh_of
 from nxtrain.train.checkpoints import Checkpoints
-from nxtrain.train.compatibility import Inputs
-from nxtrain.train.graph_extraction import rehearse
-from nxtrain.train.health.numerics import Guard
+from nxtrain.train.compatibility import RunInputs
+from nxtrain.train.graph_extraction import extract_graphs
+from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import is_restart, start
 from nxtrain.train.supervision.course import Course
@@ -64,11 +64,11 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified)
     recovery = loaded.config.recovery
     limit_s = recovery.hang_timeout_s
-    backend = opening(lambda: open_backend(name, limit_s, layers), limit_s)
+    backend = open_with_deadline(lambda: open_backend(name, limit_s, layers), limit_s)
     ended: BaseException | None = None
     try:
         reason += f"; layers {layers}: {why}" if why else ""
-        plan = resolve(loaded, backend.world, backend.name)
+        plan = resolve_config(loaded, backend.world, backend.name)
         logs = plan.config.run.dir / LOGS_DIR
         # The leader's, unless the run is only to show its graphs.
         folder, is_again = plan.config.run.dir, is_restart(os.environ)
@@ -84,7 +84,7 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
             raise
         raise ended from error
     finally:
-        closing(backend.close, min(limit_s, CLOSING_S), ended)
+        close_with_deadline(backend.close, min(limit_s, CLOSING_S), ended)
 
 
 def train_on(
@@ -117,7 +117,9 @@ def train_on(
         say(note)
     if backend.extracts:
         # On every node, since the compiler's tool reads there what its own ranks say.
-        rehearse(plan, backend, mesh, Screen(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0).print)
+        extract_graphs(
+            plan, backend, mesh, PipeSafeConsole(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0).print
+        )
         return
     if watchdog is not None:
         stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]
@@ -146,7 +148,7 @@ def train_on(
         say(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")
     if data.skipped:
         say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
-    inputs = Inputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
+    inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
     if watchdog is not None:
         watchdog.enter(0, RESTORE)
     state, meta = start(plan, backend, mesh, inputs, say, mirrored)
@@ -184,7 +186,7 @@ def train_on(
     goodput = GoodputMeter(config.run.dir / LOGS_DIR, say, began) if leader else None
     other_disk = Reached(config.run.dir) if mirrored and mirrored.disk.leads and not leader else None
     course = Course(meta.step, watchdog, attempts if leader else None, goodput, other_disk, backend.failed)
-    guard = Guard(config, state)
+    guard = NumericsGuard(config, state)
     guard.begin(meta.step, meta.stability)
 
     def watch(step: int, work: Work) -> None:

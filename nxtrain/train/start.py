@@ -14,16 +14,16 @@ from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
-from nxtrain.checkpoint.resume import Found, Resumption
+from nxtrain.checkpoint.resume import Found, ResumePlanner
 from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.config.check import Resolved
 from nxtrain.distributed.agreement import Group, by_leader, gather
 from nxtrain.errors import DamagedError
-from nxtrain.io.object_store import Place, place_of
+from nxtrain.io.object_store import Location, place_of
 from nxtrain.io.read_retry import unsteady
 from nxtrain.mesh import Mesh
 from nxtrain.train.build import build_model, build_state
-from nxtrain.train.compatibility import Inputs, changes, meta_at, refuse_drift
+from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from nxtrain.train.step import TrainState
 from nxtrain.train.tokenizer import read_known, refuse_other
 
@@ -32,7 +32,7 @@ def start(
     plan: Resolved,
     backend: Backend,
     mesh: Mesh,
-    inputs: Inputs,
+    inputs: RunInputs,
     say: Callable[[str], None] = lambda line: None,
     mirrored: Mirrored | None = None,
 ) -> tuple[TrainState, Meta]:
@@ -59,7 +59,7 @@ def start(
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
     group = (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group
     restarted, job = is_restart(os.environ), job_of(os.environ)
-    resumption = Resumption(plan.config, mirrored, mesh, group, say, restarted=restarted, job=job)
+    resumption = ResumePlanner(plan.config, mirrored, mesh, group, say, restarted=restarted, job=job)
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     if checkpoint is None and first == "hf":
@@ -125,7 +125,7 @@ def shards_of(state: TrainState) -> Shards:
 
 
 def restore(
-    state: TrainState, checkpoint: Place, *, weights_only: bool, group: Group = None, copies: Sequence[Place] = ()
+    state: TrainState, checkpoint: Location, *, weights_only: bool, group: Group = None, copies: Sequence[Location] = ()
 ) -> list[DamagedError]:
     """Fill a state from a checkpoint; copies serve for what is damaged or absent there.
 

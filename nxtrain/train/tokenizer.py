@@ -11,10 +11,10 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.data.files import replacing
 from nxtrain.data.tokenization import KnownTokenizer
 from nxtrain.errors import CheckpointError
-from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.regular import read_bytes
 from nxtrain.run_folder import CHECKPOINTS_DIR
-from nxtrain.train.compatibility import Inputs
+from nxtrain.train.compatibility import RunInputs
 
 
 def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | None:
@@ -42,7 +42,7 @@ def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | N
     return None
 
 
-def refuse_other(folder: Path, inputs: Inputs, allow_drift: Iterable[str]) -> None:
+def refuse_other(folder: Path, inputs: RunInputs, allow_drift: Iterable[str]) -> None:
     """Hold the tokenizer of the data against that of a Hugging Face folder whose weights are taken.
 
     Args:
@@ -65,7 +65,7 @@ def refuse_other(folder: Path, inputs: Inputs, allow_drift: Iterable[str]) -> No
         )
 
 
-def read_known(place: Place) -> Meta:
+def read_known(place: Location) -> Meta:
     """The `meta.json` of a checkpoint, with the fingerprint of its tokenizer where an earlier conversion gave none.
 
     Raises:
@@ -77,15 +77,15 @@ def read_known(place: Place) -> Meta:
     return meta.model_copy(update={"tokenizer_fingerprint": fingerprint([content_of(file)])})
 
 
-def _newest(address: str) -> list[Place]:
+def _newest(address: str) -> list[Location]:
     """The checkpoint meant by an address, if there is one."""
     try:
-        return [mirror.resolve(address)] if address else []
+        return [mirror.locate_checkpoint(address)] if address else []
     except CheckpointError:
         return []
 
 
-def _of_checkpoint(place: Place, workdir: Path, origin: str) -> KnownTokenizer | None:
+def _of_checkpoint(place: Location, workdir: Path, origin: str) -> KnownTokenizer | None:
     file = place / directory.TOKENIZER
     try:
         meta = read_meta(place)

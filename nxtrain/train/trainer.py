@@ -18,7 +18,7 @@ from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.health.numerics import Guard, Verdict
+from nxtrain.train.health.numerics import NumericsGuard, Verdict
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 
 Work = Literal["training", "vote", "log", "evaluation", "checkpoint"]
@@ -65,7 +65,7 @@ class Trainer:
     meter: ThroughputMeter
     sinks: Sequence[Sink]
     save: Callable[[int, bool], None]
-    guard: Guard
+    guard: NumericsGuard
     watch: Callable[[int, Work], None] = unwatched
     goodput: Callable[[int], float | None] = unmetered
     stops: Callable[[int], bool] = unstopped

@@ -23,7 +23,7 @@ from nxtrain.checkpoint.save import save
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig
 from nxtrain.convert.nxd_read import nxd_to_nxtrain
-from nxtrain.convert.nxd_write import Rates, Target, nxtrain_to_nxd
+from nxtrain.convert.nxd_write import OptimizerSettings, Target, nxtrain_to_nxd
 from nxtrain.convert.verify_export import open_model
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
@@ -43,7 +43,7 @@ ALONE = Mesh(1, 0)
 ROUNDING = 2e-5
 """Of float32 sums in another order, over the few hundred terms of these models; relative to a tensor's norm."""
 
-RATES = Rates(OptimConfig(lr=3e-3, betas=(0.9, 0.95), eps=1e-5), lr=3e-3)
+RATES = OptimizerSettings(OptimConfig(lr=3e-3, betas=(0.9, 0.95), eps=1e-5), lr=3e-3)
 
 CASES: dict[str, tuple[Case, str]] = {
     "alone": (Case(), "trn1"),

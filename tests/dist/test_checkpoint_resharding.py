@@ -11,7 +11,7 @@ import pytest
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.manifest import DTYPES, Part, header, read_manifest
+from nxtrain.checkpoint.manifest import DTYPES, StoredShard, header, read_manifest
 from nxtrain.checkpoint.save import Retention, save
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
@@ -119,7 +119,7 @@ def test_stages_are_no_part_of_a_checkpoint(
     # What was written twice would be in the files, but only once in their index.
     for name, file in manifest.files.items():
         inside = sorted(
-            (start, Part(key, DTYPES[tensor.dtype], offsets, sizes))
+            (start, StoredShard(key, DTYPES[tensor.dtype], offsets, sizes))
             for key, tensor in manifest.tensors.items()
             for (offsets, sizes), where, start in tensor.parts()
             if where == name

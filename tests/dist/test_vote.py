@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
-from nxtrain.train.health.replica_check import Vote
+from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.step import TrainState, train_step
 from tests.support.models import weights_of
 from tests.support.parity import LR, batches, layout, local_batch, start
@@ -29,7 +29,7 @@ def found_after_flips(
     state = start(backend, resolved, weights)
     (batch,) = batches(resolved, 1)
     train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
-    vote = Vote(state)
+    vote = ReplicaCheck(state)
     found = {"": said(vote, state)}
     parameters = {name: getattr(p, "_local_tensor", p).detach() for name, p in state.model.named_parameters()}
     for kind, tensors in {"param": parameters, **state.optimizer.state}.items():
@@ -43,7 +43,7 @@ def found_after_flips(
     return found
 
 
-def said(vote: Vote, state: TrainState) -> list[str]:
+def said(vote: ReplicaCheck, state: TrainState) -> list[str]:
     of_all, differing = vote.gather()
     number = state.backend.fetch({"differing": differing})["differing"]
     dissents = [str(found) for found in vote.dissents(of_all)]
@@ -91,7 +91,7 @@ def turned(
     state = start(backend, resolved, weights)
     (batch,) = batches(resolved, 1)
     train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
-    vote = Vote(state)
+    vote = ReplicaCheck(state)
     assert vote.is_possible
     found = {"": said(vote, state)}
     parameters = {each: getattr(p, "_local_tensor", p).detach() for each, p in state.model.named_parameters()}
@@ -217,7 +217,7 @@ def test_heads_that_ranks_share_are_compared_and_those_that_one_has_are_not(
 def costs(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], rounds: int) -> float:
     """Processor time of a vote over that of a step: the median of rounds, after one that warms up."""
     state = start(backend, resolved, weights)
-    vote = Vote(state)
+    vote = ReplicaCheck(state)
     ratios = []
     for batch in batches(resolved, 1) * (1 + rounds):
         begin = time.process_time()

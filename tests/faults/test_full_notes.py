@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.errors import CheckpointError, RestartError
-from nxtrain.io.jsonl import Notes
+from nxtrain.io.jsonl import JsonlLog
 from nxtrain.train.health.numerics import NON_FINITE
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course
@@ -53,7 +53,7 @@ def fill_and_free(folder: Path) -> None:
 
 
 def verdicts(logs: Path) -> list[str]:
-    return [line["verdict"] for line in Notes(logs / NON_FINITE).read()]
+    return [line["verdict"] for line in JsonlLog(logs / NON_FINITE).read()]
 
 
 def test_no_verdict_is_forgotten_on_a_full_disk(tmp_path: Path, logs: Path) -> None:

@@ -15,7 +15,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.update_rules import Stochastic
 from nxtrain.precision import Precision, Update
-from nxtrain.sharding import Block, Init, Layout, ParamTable, ShardSpec
+from nxtrain.sharding import Init, Layout, ParamTable, ShardBox, ShardSpec
 from tests.support.layers import random
 
 STEPS = 50
@@ -82,7 +82,7 @@ def torchs(dtype: torch.dtype) -> tuple[torch.optim.AdamW, dict[str, nn.Paramete
     return optimizer, parameters
 
 
-def part(tensor: Tensor, block: Block) -> Tensor:
+def part(tensor: Tensor, block: ShardBox) -> Tensor:
     """A block's view into its whole tensor."""
     for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)

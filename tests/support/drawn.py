@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
 from nxtrain.errors import ConfigError
@@ -86,7 +86,7 @@ class Drawn:
     @property
     def resolved(self) -> Resolved:
         """The configuration, held to every rule."""
-        return resolve(load(CONFIG, self.overrides), self.degrees.world)
+        return resolve_config(load(CONFIG, self.overrides), self.degrees.world)
 
     @property
     def reproduce(self) -> str:

@@ -11,7 +11,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.errors import NxtrainError
 from nxtrain.testing import faults
-from nxtrain.testing.fault_points import Place
+from nxtrain.testing.fault_points import PatchPoint
 from nxtrain.train import run
 
 
@@ -21,7 +21,7 @@ def armed(text: str, run_dir: Path, rank: int) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     replace = faults._replace
 
-    def recorded(place: Place, wrapper: Any) -> None:
+    def recorded(place: PatchPoint, wrapper: Any) -> None:
         owner, attribute = faults._owner(place), place.attribute
         before = getattr(owner, attribute)
         undo.append(lambda: setattr(owner, attribute, before))

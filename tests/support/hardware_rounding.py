@@ -19,7 +19,7 @@ from nxtrain.optim import adamw
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel import grads
 from nxtrain.sharding import Layout
-from nxtrain.train.health.replica_check import Vote
+from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.step import TrainState, train_step
 from tests.support.parity import LR, batches, local_batch, start
 
@@ -121,7 +121,7 @@ def trained(
         with RandomCasts(seeds[backend.rank]):
             for batch in batches(resolved, steps):
                 train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
-    vote = Vote(state)
+    vote = ReplicaCheck(state)
     of_all, _ = vote.gather()
     return entries(state), [str(found) for found in vote.dissents(of_all)]
 

@@ -15,7 +15,7 @@ KINDS = ("fresh", "given", "state", "read", "host")
 
 OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/distributed/heartbeats.py": {
-        "Board.answers: found[rank] =": "host: dictionary",
+        "HeartbeatStore.answers: found[rank] =": "host: dictionary",
     },
     "nxtrain/distributed/c10d_collectives.py": {
         "_Async.wait: self.result.mul_": "fresh: made by the collective, which alone scales",
@@ -103,8 +103,8 @@ OWNERS: dict[str, dict[str, str]] = {
         ),
     },
     "nxtrain/io/checksummed_file.py": {
-        "BlockWriter.write: rest.data": "read: bytes that are sent",
-        "BlockWriter.write: np.frombuffer(self._block, np.uint8)[self._filled:self._filled + len(part)] =": (
+        "ChecksummedWriter.write: rest.data": "read: bytes that are sent",
+        "ChecksummedWriter.write: np.frombuffer(self._block, np.uint8)[self._filled:self._filled + len(part)] =": (
             "state: buffer of this object"
         ),
     },
@@ -190,10 +190,10 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/optim/update_rules.py": {
         "Copied.close: self.value.copy_": "state: parameter, which this rule updates",
         "Nearest.close: self.value.copy_": "state: parameter or running mean, which this rule updates",
-        "Stochastic.close: self.round_(wide)": "given: `Store.close` may overwrite what `open` gave",
+        "Stochastic.close: self.round_(wide)": "given: `ParamStorage.close` may overwrite what `open` gave",
         "Compensated.close: self.value.copy_": "state: parameter, which this rule updates",
         "Compensated.close: self.lost.copy_": "state: optimizer state, which this rule updates",
-        "Compensated.close: wide.sub_": "given: `Store.close` may overwrite what `open` gave, here a sum",
+        "Compensated.close: wide.sub_": "given: `ParamStorage.close` may overwrite what `open` gave, here a sum",
         "Compensated.close: torch.sub(out=narrow)": "fresh: a bfloat16 copy of float32",
     },
     "nxtrain/parallel/data_parallel.py": {
@@ -207,8 +207,8 @@ OWNERS: dict[str, dict[str, str]] = {
         "_TensorParallelSums.__init__: self._rows.setdefault(count, {})[name] =": "host: dictionary",
     },
     "nxtrain/parallel/saved_tensors.py": {
-        "no_views.pack: kept[id(x)] =": "host: dictionary",
-        "no_views.pack: (x if given else x.clone()).data": "read: what backward reads",
+        "save_copies_of_views.pack: kept[id(x)] =": "host: dictionary",
+        "save_copies_of_views.pack: (x if given else x.clone()).data": "read: what backward reads",
     },
     "nxtrain/parallel/loss.py": {
         "_VocabCrossEntropy.forward: weight_grad.float().add_": (
@@ -254,7 +254,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "generate: ends |=": "host: frozen set",
     },
     "nxtrain/train/health/numerics.py": {
-        "Guard.begin: self._in_a_row +=": "host: number",
+        "NumericsGuard.begin: self._in_a_row +=": "host: number",
     },
     "nxtrain/train/health/skipped_steps.py": {
         "SkippedSteps.note: self.marks.copy_": "state: marks of this object",

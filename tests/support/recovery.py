@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.manifest import DTYPES, Part, read_manifest
+from nxtrain.checkpoint.manifest import DTYPES, StoredShard, read_manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.launch.torchrun import FINAL, STOPPED, blame
 from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
@@ -279,7 +279,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
     found = {}
     for key, entry in manifest.tensors.items():
         for (offsets, sizes), file, begin in entry.parts():
-            size = Part(key, DTYPES[entry.dtype], offsets, sizes).num_bytes
+            size = StoredShard(key, DTYPES[entry.dtype], offsets, sizes).num_bytes
             found[f"{key}{list(offsets)}"] = files[file][begin : begin + size]
     return found
 

@@ -17,7 +17,7 @@ from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
-from nxtrain.train.compatibility import Inputs
+from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.run import train_on
 from nxtrain.train.start import shards_of, start
 from tests.support.models import BASE, plan
@@ -75,7 +75,7 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
     elsewhere = config.run.model_copy(update={"dir": run_dir / "read"})  # in the folder itself the run would go back
     alone = config.model_copy(update={"run": elsewhere, "parallel": parallel, "checkpoint": checkpoint})
     saved = read_meta(path)
-    inputs = Inputs(saved.data_fingerprint, saved.tokenizer_fingerprint)
+    inputs = RunInputs(saved.data_fingerprint, saved.tokenizer_fingerprint)
     state, _ = start(Resolved(alone, resolved.family, resolved.model), backend, Mesh.build(1, 0), inputs)
     return shards_of(state)
 

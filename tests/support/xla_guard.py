@@ -20,9 +20,9 @@ from nxtrain.process.signals import Signals
 from nxtrain.testing.fault_kinds import flip
 from nxtrain.train import graph_extraction
 from nxtrain.train.build import build_mesh, build_model, build_state
-from nxtrain.train.health.numerics import Guard
+from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import WARM_UP, Recompiles
-from nxtrain.train.health.replica_check import Vote, checksums, factors
+from nxtrain.train.health.replica_check import ReplicaCheck, checksums, factors
 from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.supervision.watchdog import Watchdog
 from nxtrain.train.trainer import Work
@@ -129,7 +129,7 @@ def voted(backend: Backend, resolved: Resolved, flipped: tuple[int, int] | None 
             flip(state.model)
 
     loop = graph_extraction.trainer(resolved, state, resolved.config, Schedule(1e-3, 1e-3, 0, 8, "constant"), watch)
-    loop = replace(loop, guard=Guard(resolved.config, state))
+    loop = replace(loop, guard=NumericsGuard(resolved.config, state))
     backend.collectives.barrier()
     before, read = Counts.now(), _read()
     told = ""
@@ -189,7 +189,7 @@ def compared(
     (batch,) = batches(resolved, 1)
     train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
     backend.step_boundary()
-    vote = Vote(state)
+    vote = ReplicaCheck(state)
     assert vote.is_possible
     words, compiled = [], []
     for rank, name in [(-1, ""), *flips]:

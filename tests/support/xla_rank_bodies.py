@@ -26,9 +26,9 @@ from nxtrain.parallel.grads import Gradients
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.checkpoints import Checkpoints
-from nxtrain.train.compatibility import Inputs, meta_at
+from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.graph_extraction import trainer
-from nxtrain.train.health.numerics import Guard
+from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import restore
 from nxtrain.train.step import TrainState
@@ -81,14 +81,14 @@ def _uneven_batch() -> AbstractContextManager[Any]:
 
 
 def _work_of_one_rank() -> AbstractContextManager[Any]:
-    sound = Guard.values
+    sound = NumericsGuard.values
 
-    def values(self: Guard) -> dict[str, Tensor]:  # the first of what is computed for a record
+    def values(self: NumericsGuard) -> dict[str, Tensor]:  # the first of what is computed for a record
         if self._state.mesh.rank == 1:
             self._state.backend.step_boundary()
         return sound(self)
 
-    return patch.object(Guard, "values", values)
+    return patch.object(NumericsGuard, "values", values)
 
 
 def _after_warm_up() -> AbstractContextManager[Any]:
@@ -145,7 +145,7 @@ def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:
 
     saved, loaded = state("draw"), state("zeros")
     backend.step_boundary()
-    inputs = Inputs("")
+    inputs = RunInputs("")
     Checkpoints(plan, saved, inputs, meta_at(0, plan, inputs), None, dict, print).save(1, True)
     restore(loaded, directory.step_path(plan.config.run.dir / CHECKPOINTS_DIR, 1), weights_only=False)
     backend.step_boundary()

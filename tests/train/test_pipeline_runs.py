@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from tests.support.models import hf_model
 from tests.support.ranks import RankPool
@@ -139,7 +139,7 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
     config.write_text(CONFIG, encoding="utf-8")
 
     def plan(file: Path, *overrides: str) -> Resolved:
-        return resolve(load(file, [f"data.path={texts}", *overrides]), 1)
+        return resolve_config(load(file, [f"data.path={texts}", *overrides]), 1)
 
     def command(*words: str) -> str:
         argv = (sys.executable, "-m", *words)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.cli import main as cli
-from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.mesh import Mesh
 from nxtrain.train import trainer
@@ -65,7 +65,7 @@ def test_the_configuration_in_the_folder_gives_the_run_again(
     resolved = run_plan(tmp_path / "first", data, steps=3, run={"seed": 5})
     train_rank(CpuBackend(), resolved)
     config = tmp_path / "first" / "config.toml"
-    assert resolve(load(config), 1).model == resolved.model
+    assert resolve_config(load(config), 1).model == resolved.model
     monkeypatch.setattr(sys, "argv", ["nxtrain", "train", str(config), f"run.dir={tmp_path / 'again'}"])
     with pytest.raises(SystemExit) as ended:
         cli.main()

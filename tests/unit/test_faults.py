@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from nxtrain.errors import ConfigError
-from nxtrain.io.checksummed_file import BlockWriter
+from nxtrain.io.checksummed_file import ChecksummedWriter
 from nxtrain.testing import fault_kinds, fault_points, faults
-from nxtrain.testing.fault_points import EXAMPLE, GRADIENTS, LOSS, POINTS, VARIABLE, Fault, Place, parse
+from nxtrain.testing.fault_points import EXAMPLE, GRADIENTS, LOSS, POINTS, VARIABLE, Fault, PatchPoint, parse
 
 
 def test_every_part_of_a_fault_is_read() -> None:
@@ -69,7 +69,7 @@ def test_the_example_is_a_fault() -> None:
 
 
 @pytest.mark.parametrize("place", [*POINTS.values(), *GRADIENTS, LOSS])
-def test_every_point_is_a_function_of_the_run(place: Place) -> None:
+def test_every_point_is_a_function_of_the_run(place: PatchPoint) -> None:
     assert callable(vars(faults._owner(place))[place.attribute])
 
 
@@ -132,7 +132,7 @@ def test_what_comes_before_a_fault_is_on_the_disk(tmp_path: Path) -> None:
     """A block of two pages of which 5000 bytes are to be written, before the error of a full disk."""
     _armed = faults._Armed([*parse("oserror@0:*:ckpt_write:ENOSPC:5000")], tmp_path / "marks", 0)
     content = bytes(range(256)) * 64
-    with mmap.mmap(-1, len(content)) as block, BlockWriter(tmp_path / "file") as writer:
+    with mmap.mmap(-1, len(content)) as block, ChecksummedWriter(tmp_path / "file") as writer:
         block[:] = content
         with pytest.raises(OSError, match="No space left"):
             _armed._reach_in_block("ckpt_write", 1, (writer, block, 0, len(content)))

@@ -6,11 +6,11 @@ import time
 
 from torch.distributed import TCPStore
 
-from nxtrain.distributed.failures import ANSWER_S, LastWords
+from nxtrain.distributed.failures import ANSWER_S, FirstFailure
 
 
 def test_words_are_left_at_once_after_none_were_found() -> None:
-    words = LastWords(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    words = FirstFailure(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     begin = time.monotonic()
     assert words.await_first(0.1) == ""
     assert words.leave("rank 1 failed") == "rank 1 failed"

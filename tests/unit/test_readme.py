@@ -17,7 +17,7 @@ import pytest
 import typer
 
 from nxtrain.cli import main as cli
-from nxtrain.config.check import resolve
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
 from nxtrain.launch.local import render
@@ -85,7 +85,7 @@ def _check_own(words: Sequence[str], world: int) -> None:
         first_node = values.get("first_node") or ("node0" if values["dry_run"] else "")
         render(path, overrides, values["nproc"], {"OMP_NUM_THREADS": "1"}, first_node=first_node)
     elif path.exists():
-        resolve(load(path, overrides), values.get("world", world))
+        resolve_config(load(path, overrides), values.get("world", world))
     else:  # one of the reader's own
         load(ROOT / "configs/base.toml", overrides)
 

@@ -17,7 +17,7 @@ from nxtrain.checkpoint import rewinds
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.compile.manifest import read_manifest as read_graphs
-from nxtrain.config.check import resolve
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import DataConfig
 from nxtrain.convert.hf_folder import HfFolder
@@ -80,7 +80,7 @@ def _hf(path: Path) -> object:
 
 def _hf_shape(path: Path) -> object:
     (path.parent / "empty.toml").touch()
-    return resolve(load(path.parent / "empty.toml", [f"model.hf={path.parent}"]), None)
+    return resolve_config(load(path.parent / "empty.toml", [f"model.hf={path.parent}"]), None)
 
 
 def _samples(path: Path) -> object:

@@ -15,12 +15,12 @@ from nxtrain.family import find_family
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw
 from nxtrain.sharding import ParamTable
-from nxtrain.stages import LayerCosts, Part, cut, cut_at
+from nxtrain.stages import LayerCosts, StagePart, split_layers, split_layers_at
 from nxtrain.train.build import build_meta, fill_model, parts_of
 from tests.support.models import plan
 
 
-def sizes(parts: tuple[Part, ...]) -> list[int]:
+def sizes(parts: tuple[StagePart, ...]) -> list[int]:
     return [len(part.blocks) for part in parts]
 
 
@@ -30,7 +30,7 @@ def test_every_cut_has_each_block_once_and_no_dearer_part_than_another(data: st.
     num_parts = data.draw(st.integers(1, 4))
     num_blocks = data.draw(st.integers(num_parts, 9))
     costs = LayerCosts(*data.draw(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(0, 30))))
-    parts = cut(num_blocks, num_parts, costs)
+    parts = split_layers(num_blocks, num_parts, costs)
     assert list(chain(*(part.blocks for part in parts))) == list(range(num_blocks))
     assert [part.first for part in parts] == [True] + [False] * (num_parts - 1)
     assert [part.last for part in parts] == [False] * (num_parts - 1) + [True]
@@ -62,11 +62,11 @@ def shares(total: int, number: int) -> list[list[int]]:
 def test_stages_are_balanced_by_what_they_compute(preset: str, num_parts: int, expected: list[int]) -> None:
     family = find_family("llama")
     model = family.preset(preset)
-    assert sizes(cut(model.num_hidden_layers, num_parts, family.layer_costs(model, 4096))) == expected
+    assert sizes(split_layers(model.num_hidden_layers, num_parts, family.layer_costs(model, 4096))) == expected
 
 
 def test_configured_cuts_are_taken_as_they_are() -> None:
-    assert sizes(cut_at(80, (18, 39, 60))) == [18, 21, 21, 20]
+    assert sizes(split_layers_at(80, (18, 39, 60))) == [18, 21, 21, 20]
     resolved = plan("gqa", parallel={"pp": 2, "pipeline_cuts": (1,)}, model={"config": {"num_hidden_layers": 5}})
     assert [parts_of(resolved, Mesh.build(2, rank, pp=2))[0].blocks for rank in (0, 1)] == [range(1), range(1, 5)]
 

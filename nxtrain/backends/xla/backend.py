@@ -21,8 +21,8 @@ from nxtrain.backends.xla.environment import refuse_dead_variables
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla.world import join
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
-from nxtrain.distributed.failures import Parting
-from nxtrain.distributed.heartbeats import Board
+from nxtrain.distributed.failures import FailureReporter
+from nxtrain.distributed.heartbeats import HeartbeatStore
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
 
@@ -201,7 +201,7 @@ class XlaBackend(Backend):
         self._hosts = join(place, hang_timeout_s) if place.world > 1 else None
         self._compared, self._num_compared = "", 0
         self._mesh: Mesh | None = None
-        self._parting: Parting | None = None
+        self._parting: FailureReporter | None = None
         self._ends_early = False
         self.device = torch_xla.device()
         self.rank, self.world = xr.global_ordinal(), xr.world_size()
@@ -212,7 +212,7 @@ class XlaBackend(Backend):
             freeze_older_objects()
             meet = self._hosts.barrier
             store = dist.distributed_c10d._get_default_store()
-            self._parting = Parting(store, place.rank, hang_timeout_s, self._words_of)
+            self._parting = FailureReporter(store, place.rank, hang_timeout_s, self._words_of)
         self.collectives = XlaCollectives(self.step_boundary, meet)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
@@ -261,10 +261,10 @@ class XlaBackend(Backend):
             graph = hash_of(computed) if computed else ""
             self._hosts.compare(f"{self._compared}, graph {self._num_compared}", graph)
 
-    def board(self) -> Board | None:
+    def board(self) -> HeartbeatStore | None:
         if self._hosts is None:
             return None
-        return Board(dist.distributed_c10d._get_default_store(), self.rank, self.world)
+        return HeartbeatStore(dist.distributed_c10d._get_default_store(), self.rank, self.world)
 
     def failed(self, error: Exception) -> Exception:
         if self._parting is None:

@@ -17,11 +17,11 @@ from torch import Tensor
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import by_leader
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
-from nxtrain.io.jsonl import Notes
+from nxtrain.io.jsonl import JsonlLog
 from nxtrain.metrics.stability import Stability
 from nxtrain.process.console import standard_error
 from nxtrain.run_folder import LOGS_DIR
-from nxtrain.train.health.replica_check import Vote
+from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.health.skipped_steps import BadSteps
 from nxtrain.train.step import TrainState
 
@@ -48,7 +48,7 @@ class Verdict:
     alarm: str = ""
 
 
-class Guard:
+class NumericsGuard:
     """Reads what the device remembers, and decides.
 
     A step that is not finite has updated nothing when it is read. What follows is `recovery.non_finite`: the end of the
@@ -74,9 +74,9 @@ class Guard:
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._last_read, self._in_a_row = 0, 0
         self._unrecorded: tuple[int, ...] = ()
-        self._vote = Vote(state) if config.recovery.vote_every else None
+        self._vote = ReplicaCheck(state) if config.recovery.vote_every else None
         self._verdicts: dict[int, str] = {}
-        self._bad_steps, self._votes = (Notes(config.run.dir / LOGS_DIR / name) for name in (NON_FINITE, VOTES))
+        self._bad_steps, self._votes = (JsonlLog(config.run.dir / LOGS_DIR / name) for name in (NON_FINITE, VOTES))
         if heeds and config.recovery.non_finite == "rollback":
             # By one rank: where each node has a disk of its own, the others' do not tell.
             lines = by_leader(
@@ -289,7 +289,7 @@ class Guard:
         line = {"step": step, "loss": loss, "grad_norm": grad_norm, "positions": positions, "attempt": self._attempt}
         self._keep(self._bad_steps, {**line, "verdict": verdict})
 
-    def _keep(self, notes: Notes, line: Mapping[str, Any]) -> None:
+    def _keep(self, notes: JsonlLog, line: Mapping[str, Any]) -> None:
         """Write down a line; if the disk is full, once there is room."""
         if problem := notes.add(line):
             self._warn(f"{notes.file} cannot be written: {problem}; until it is, it lacks {json.dumps(line)}")

@@ -72,14 +72,14 @@ class Holders:
     replicas: int
 
     def ranks(self, mesh: Mesh, replicas: Axis) -> tuple[int, ...]:
-        """Their numbers, in the order in which `Vote.gather` has their checksums."""
+        """Their numbers, in the order in which `ReplicaCheck.gather` has their checksums."""
         found = replicas.group_of(mesh.rank) if self.replicas > 1 else (mesh.rank,)
         tp = mesh.tp.neighbours(self.copies)
         found = tuple(tp.group_of(rank)[place] for place in range(self.copies) for rank in found)
         return found + tuple(mesh.pp.group_of(rank)[_other_end(mesh)] for rank in found) if self.tied else found
 
 
-class Vote:
+class ReplicaCheck:
     """The comparison of what this rank holds with what others hold of the same.
 
     Args:

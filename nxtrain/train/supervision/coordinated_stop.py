@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from nxtrain.distributed.heartbeats import PATIENCE_S, Board, Link
+from nxtrain.distributed.heartbeats import PATIENCE_S, HeartbeatLink, HeartbeatStore
 from nxtrain.errors import LostPeerError
-from nxtrain.process.deadlines import Aside
+from nxtrain.process.deadlines import SingleTask
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import say
 
@@ -23,7 +23,7 @@ GIVE_UP_S = 1.5 * PATIENCE_S
 """For a store that is lost while the run is to stop: more than a new connection takes."""
 
 
-class Gate:
+class StepGate:
     """Before each step of this rank; all methods may be called from any thread.
 
     Args:
@@ -77,7 +77,7 @@ class Gate:
             return False
 
 
-class Stop:
+class StopCoordinator:
     """This rank's part in finding out after which step all stop; a thread looks again and again.
 
     Args:
@@ -91,12 +91,14 @@ class Stop:
         why: Which signal, at which rank; empty: none.
     """
 
-    def __init__(self, rank: int, world: int, signals: Signals, link: Link, told: Callable[[str], None]) -> None:
-        self.gate = Gate()
+    def __init__(
+        self, rank: int, world: int, signals: Signals, link: HeartbeatLink, told: Callable[[str], None]
+    ) -> None:
+        self.gate = StepGate()
         self.why = ""
         self._rank, self._world, self._signals, self._link, self._told = rank, world, signals, link, told
         self._frozen = self._decided = self._told_asked = self._told_begun = False
-        self._noting = Aside("nxtrain-note")
+        self._noting = SingleTask("nxtrain-note")
 
     @property
     def pause_s(self) -> float | None:
@@ -127,12 +129,12 @@ class Stop:
         except RuntimeError:
             self._link.lose()
 
-    def leave(self, board: Board) -> None:
+    def leave(self, board: HeartbeatStore) -> None:
         """Say that this rank begins no other step, since its run has ended well."""
         if not self._told_begun:
             board.say_begun(self.gate.freeze())
 
-    def _meet(self, board: Board, *, due: bool) -> None:
+    def _meet(self, board: HeartbeatStore, *, due: bool) -> None:
         asked = self._signals.asked
         if asked and not self._told_asked:
             board.ask_stop(f"{asked} at rank {self._rank}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from types import FrameType
 
-from nxtrain.distributed.heartbeats import Beat, Board
+from nxtrain.distributed.heartbeats import Beat, HeartbeatStore
 from nxtrain.distributed.host_group import spans
 
 SHOWN = 4
@@ -50,7 +50,7 @@ def _place(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def agree(board: Board, beat: Beat, world: int, words: Callable[[int], str], limit: str) -> str:
+def agree(board: HeartbeatStore, beat: Beat, world: int, words: Callable[[int], str], limit: str) -> str:
     """Say that the run hangs, and find with all ranks that still live who causes it; the first to say so judges.
 
     Args:

@@ -16,21 +16,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.failures import loss, within
-from nxtrain.distributed.heartbeats import PATIENCE_S, Beat, Board, Link
+from nxtrain.distributed.failures import call_with_timeout, loss
+from nxtrain.distributed.heartbeats import PATIENCE_S, Beat, HeartbeatLink, HeartbeatStore
 from nxtrain.errors import HangError, StoppedBySignal
-from nxtrain.io.checksummed_file import arrived
+from nxtrain.io.checksummed_file import transferred
 from nxtrain.process import stacks
-from nxtrain.process.deadlines import Aside
+from nxtrain.process.deadlines import SingleTask
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import say
 from nxtrain.train.health.recompiles import WARM_UP
-from nxtrain.train.supervision.coordinated_stop import Stop
+from nxtrain.train.supervision.coordinated_stop import StopCoordinator
 from nxtrain.train.supervision.hang_diagnosis import agree, point, waits
 from nxtrain.train.supervision.stragglers import Stragglers
 
 
-class Received:
+class RestoreProgress:
     """What came of a checkpoint, or went to its mirror, at this rank and at those for which it waits.
 
     Args:
@@ -50,7 +50,7 @@ class Received:
         if (seen := self._here()) != self._seen:
             self._seen, self.at = seen, time.monotonic()
 
-    def share(self, board: Board) -> None:
+    def share(self, board: HeartbeatStore) -> None:
         """Tell the other ranks, and hear of them."""
         new = self._seen - self._told
         together = board.advance(new)
@@ -99,17 +99,17 @@ class Watchdog:
         self.on_stop: Callable[[str], None] = lambda why: None
         self.on_tick: Callable[[], None] | None = None
         self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
-        self._link = Link(backend.board())
-        self._stop = Stop(backend.rank, backend.world, signals, self._link, self._tell_stop)
+        self._link = HeartbeatLink(backend.board())
+        self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._tell_stop)
         self.gate = self._stop.gate
-        self._ticking = Aside("nxtrain-tick")
+        self._ticking = SingleTask("nxtrain-tick")
         self._words: Callable[[int], str] = "rank {}".format
         self._compiles = backend.compiler is None
         self._stragglers: Stragglers | None = None
         self._times: Counter[str] = Counter()
         self._spent: dict[str, float] = {}
         self._at = (0, "start", time.monotonic(), 0.0)
-        self._received = Received(arrived)
+        self._received = RestoreProgress(transferred)
         self._limited = not backend.extracts  # whose whole run is one compilation
         self._late = self._hanging = False
         self._ended = threading.Event()
@@ -311,8 +311,8 @@ class Watchdog:
         with suppress(RuntimeError):  # the store went with its rank, and what is known here must do
             if (board := self._link.board) is not None:
                 verdict = agree(board, beat, self._backend.world, self._words, limit) or verdict
-        within(FILES_S, self._dump)
-        within(FILES_S, lambda: self.on_hang(verdict))
+        call_with_timeout(FILES_S, self._dump)
+        call_with_timeout(FILES_S, lambda: self.on_hang(verdict))
         say(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
         with suppress(OSError, ValueError):  # whoever read it may be gone
             sys.stdout.flush()

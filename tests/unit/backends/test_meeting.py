@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from nxtrain.distributed.heartbeats import Beat, Board
+from nxtrain.distributed.heartbeats import Beat, HeartbeatStore
 from nxtrain.distributed.rendezvous import meet
 from nxtrain.errors import BackendError
 
@@ -82,7 +82,7 @@ def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_last_to_say_what_it_has_begun_decides() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    boards = [Board(store, rank, 3) for rank in range(3)]
+    boards = [HeartbeatStore(store, rank, 3) for rank in range(3)]
     assert not boards[0].calls()
     boards[2].ask_stop("SIGTERM at rank 2")
     boards[1].ask_stop("SIGTERM at rank 1")
@@ -96,7 +96,7 @@ def test_the_last_to_say_what_it_has_begun_decides() -> None:
 
 def test_who_says_it_again_over_a_new_connection_counts_once() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = (Board(store, rank, 2) for rank in range(2))
+    first, second = (HeartbeatStore(store, rank, 2) for rank in range(2))
     first.say_begun(4)
     first.again().say_begun(4)
     assert first.stop_step() is None
@@ -106,7 +106,7 @@ def test_who_says_it_again_over_a_new_connection_counts_once() -> None:
 
 def test_one_declares_a_hang_and_hears_those_that_live() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    boards = [Board(store, rank, 3) for rank in range(3)]
+    boards = [HeartbeatStore(store, rank, 3) for rank in range(3)]
     assert [board.declare_hang() for board in boards] == [True, False, False]
     assert boards[0].calls()
     assert not boards[0].stop_asked()

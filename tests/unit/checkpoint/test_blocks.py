@@ -13,7 +13,7 @@ import pytest
 
 from nxtrain.errors import DamagedError
 from nxtrain.io import checksummed_file, read_retry
-from nxtrain.io.checksummed_file import BlockReader, BlockWriter, Stored, verify
+from nxtrain.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, verify
 
 BLOCK = 8192
 """A multiple of what direct access needs, and small enough that these files have many."""
@@ -31,8 +31,8 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     yield tmp_path / "file"
 
 
-def write(path: Path, content: bytes, piece: int = 1000) -> Stored:
-    with BlockWriter(path) as writer:
+def write(path: Path, content: bytes, piece: int = 1000) -> FileDigest:
+    with ChecksummedWriter(path) as writer:
         for start in range(0, len(content), piece):
             writer.write(memoryview(content)[start : start + piece])
         return writer.close()
@@ -46,7 +46,7 @@ def test_what_is_written_is_read(path: Path, size: int, piece: int) -> None:
     assert path.read_bytes() == content
     assert stored.num_bytes == size
     assert len(stored.checksums) == -(-size // BLOCK)
-    with BlockReader(path, stored) as reader:
+    with ChecksummedReader(path, stored) as reader:
         read = b"".join(bytes(view) for _, view in reader.blocks(range(len(stored.checksums))))
     assert read == content
 
@@ -58,7 +58,7 @@ def test_memory_that_stays_is_written_from_where_it_lies_if_it_is_aligned(path: 
     memory = np.frombuffer(checksummed_file.aligned_memory(size + shift), np.uint8)[shift:]
     memory[:] = np.frombuffer(os.urandom(size), np.uint8)
     copied = list[int]()
-    with BlockWriter(path) as writer:
+    with ChecksummedWriter(path) as writer:
         put = writer._transfer
         address = memory.__array_interface__["data"][0]
 
@@ -88,7 +88,7 @@ def test_only_the_blocks_that_are_asked_for_are_read_and_verified(path: Path) ->
     damaged = bytearray(content)
     damaged[4 * BLOCK] ^= 1
     path.write_bytes(damaged)
-    with BlockReader(path, stored) as reader:
+    with ChecksummedReader(path, stored) as reader:
         for where, view in reader.blocks([1, 2, 7, 9]):
             assert bytes(view) == content[where : where + BLOCK]
         with pytest.raises(DamagedError, match="bytes 32,768 to 40,960 are not those that were written"):

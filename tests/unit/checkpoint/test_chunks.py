@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nxtrain.checkpoint.shards import Chunk, chunks, owned
+from nxtrain.checkpoint.shards import TensorShard, owned, tensor_shards
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec
 from tests.support.checkpoints import KINDS, table
@@ -18,15 +18,15 @@ LAYOUTS = [(tp, dp, 1) for tp, dp in [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2
 LAYOUTS += [(1, 3, 3), (2, 2, 2), (4, 3, 3), (8, 6, 2), (2, 6, 3), (1, 40, 40)]  # the last has ranks without rows
 
 
-def held(specs: ParamTable, mesh: Mesh) -> list[Chunk]:
+def held(specs: ParamTable, mesh: Mesh) -> list[TensorShard]:
     shards = {
         kind: {name: torch.empty(spec.local_shape(mesh.tp), dtype=dtype) for name, spec in specs.items()}
         for kind, dtype in KINDS.items()
     }
-    return list(chunks(shards, Layout(specs, mesh)))
+    return list(tensor_shards(shards, Layout(specs, mesh)))
 
 
-def ends(chunk: Chunk) -> list[int]:
+def ends(chunk: TensorShard) -> list[int]:
     return [offset + size for offset, size in zip(chunk.block.offsets, chunk.block.sizes, strict=True)]
 
 
@@ -58,7 +58,7 @@ def shares(tp: int, dp: int, **sizes: int) -> list[int]:
             }
             for kind, dtype in KINDS.items()
         }
-        written.append(sum(chunk.num_bytes for chunk in owned(list(chunks(shards, Layout(specs, mesh))))))
+        written.append(sum(chunk.num_bytes for chunk in owned(list(tensor_shards(shards, Layout(specs, mesh))))))
     return written
 
 
@@ -96,7 +96,7 @@ def test_padding_belongs_to_no_chunk() -> None:
     for rank in range(4):
         mesh = Mesh.build(4, rank, tp=4)
         lengths.append(
-            [chunk.block.sizes[0] for chunk in chunks({"model": {"w": torch.empty(2, 2)}}, Layout(specs, mesh))]
+            [chunk.block.sizes[0] for chunk in tensor_shards({"model": {"w": torch.empty(2, 2)}}, Layout(specs, mesh))]
         )
     assert lengths == [[2], [2], [1], []]
 
@@ -105,7 +105,7 @@ def test_a_tied_parameter_goes_by_the_name_of_the_other_and_is_not_written() -> 
     spec = ShardSpec((4, 2), dim=0, segments=(Segment("", 4),))
     specs = ParamTable({"lm_head.weight": replace(spec, tied_to="model.embed_tokens.weight")})
     mesh = Mesh(1, 0)
-    (chunk,) = chunks({"model": {"lm_head.weight": torch.empty(4, 2)}}, Layout(specs, mesh))
+    (chunk,) = tensor_shards({"model": {"lm_head.weight": torch.empty(4, 2)}}, Layout(specs, mesh))
     assert chunk.key == "model/model.embed_tokens.weight"
     assert owned([chunk]) == []
 

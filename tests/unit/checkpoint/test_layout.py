@@ -39,21 +39,21 @@ def test_a_checkpoint_is_found_from_itself_its_folder_and_its_run(tmp_path: Path
     make(directory.step_path(tmp_path / "checkpoints", 10))
     wanted = make(directory.step_path(tmp_path / "checkpoints", 20))
     assert (
-        directory.resolve(wanted)
-        == directory.resolve(tmp_path / "checkpoints")
-        == directory.resolve(tmp_path)
+        directory.find_checkpoint(wanted)
+        == directory.find_checkpoint(tmp_path / "checkpoints")
+        == directory.find_checkpoint(tmp_path)
         == wanted
     )
 
 
 def test_a_converted_checkpoint_may_have_any_name(tmp_path: Path) -> None:
-    assert directory.resolve(make(tmp_path / "llama")) == tmp_path / "llama"
+    assert directory.find_checkpoint(make(tmp_path / "llama")) == tmp_path / "llama"
 
 
 def test_no_checkpoint_is_an_error_that_says_what_was_looked_for(tmp_path: Path) -> None:
     make(directory.step_path(tmp_path / "checkpoints", 10), complete=False)
     with pytest.raises(CheckpointError, match=r"holds no complete checkpoint.*meta\.json"):
-        directory.resolve(tmp_path)
+        directory.find_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,22 +14,22 @@ import torch
 from torch.distributed.checkpoint import SavePlan
 
 from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
-from nxtrain.checkpoint.dcp_storage import FileWriter, Joint
+from nxtrain.checkpoint.dcp_storage import FileWriter, SharedPlan
 from nxtrain.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, read_manifest
-from nxtrain.checkpoint.shards import Chunk
+from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.errors import DamagedError
-from nxtrain.sharding import Block, Segment
+from nxtrain.sharding import Segment, ShardBox
 
 RANKS, ROWS, NAMES = 64, 7, [f"layers.{number}.mlp.down_proj.weight" for number in range(12)]
 
 
-def chunk(name: str, rank: int) -> Chunk:
+def chunk(name: str, rank: int) -> TensorShard:
     """The rows of one rank, of a tensor that is cut over all of them."""
     shape, box = (RANKS * ROWS, 96), ((rank * ROWS, 0), (ROWS, 96))
-    return Chunk("exp_avg", name, name, shape, torch.float32, Block(Segment("", shape[0]), *box, (0, 0), 0, 1))
+    return TensorShard("exp_avg", name, name, shape, torch.float32, ShardBox(Segment("", shape[0]), *box, (0, 0), 0, 1))
 
 
-def told(folder: Path, rank: int, joint: Joint) -> tuple[FileWriter, SavePlan]:
+def told(folder: Path, rank: int, joint: SharedPlan) -> tuple[FileWriter, SavePlan]:
     """What a rank tells the coordinator."""
     planner = ChunkSavePlanner([chunk(name, rank) for name in NAMES], lambda chunk: torch.zeros(chunk.block.sizes))
     writer = FileWriter(folder, rank, None, joint)
@@ -37,7 +37,7 @@ def told(folder: Path, rank: int, joint: Joint) -> tuple[FileWriter, SavePlan]:
 
 
 def test_a_part_costs_few_bytes_and_none_from_the_second_time_on(tmp_path: Path) -> None:
-    joints = [Joint() for _ in range(RANKS)]
+    joints = [SharedPlan() for _ in range(RANKS)]
     plans = [told(tmp_path, rank, joint) for rank, joint in enumerate(joints)]
     coordinator = plans[0][0]
     assert len(pickle.dumps(plans[5][1])) < 110 * len(NAMES)
@@ -57,13 +57,13 @@ def test_a_part_costs_few_bytes_and_none_from_the_second_time_on(tmp_path: Path)
 
 
 def test_ranks_that_do_not_add_up_are_noticed(tmp_path: Path) -> None:
-    plans = [told(tmp_path, rank, Joint()) for rank in range(RANKS)]
+    plans = [told(tmp_path, rank, SharedPlan()) for rank in range(RANKS)]
     with pytest.raises(AssertionError, match="ranks hold 42336 entries"):
         plans[0][0].prepare_global_plan([plan for _, plan in plans[:-1]])
 
 
 def test_a_reader_learns_of_the_parts_that_it_needs_only(tmp_path: Path) -> None:
-    plans = [told(tmp_path, rank, Joint()) for rank in range(RANKS)]
+    plans = [told(tmp_path, rank, SharedPlan()) for rank in range(RANKS)]
     coordinator = plans[0][0]
     coordinator.prepare_global_plan([plan for _, plan in plans])
     coordinator.finish(None, [])  # type: ignore[arg-type]

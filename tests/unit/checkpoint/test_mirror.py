@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import directory, rewinds
-from nxtrain.checkpoint.async_writer import Outcome, Saver
+from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.mirror import Mirror, Mirrored, open_mirrored, resolve
-from nxtrain.checkpoint.mirror_uploads import Copies, Patience
-from nxtrain.checkpoint.rewinds import Lineage, Return
+from nxtrain.checkpoint.mirror import Mirror, Mirrored, locate_checkpoint, open_mirrored
+from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
+from nxtrain.checkpoint.rewinds import Rewind, RunHistory
 from nxtrain.checkpoint.save import Retention
 from nxtrain.distributed.agreement import Disk
 from nxtrain.errors import BackendError, CheckpointError, ConfigError, DamagedError
 from nxtrain.io import checksummed_file, object_store
-from nxtrain.io.checksummed_file import Arrivals, arrived
-from nxtrain.io.object_store import FolderStore, S3Store, Store, open_store, place_of
+from nxtrain.io.checksummed_file import TransferCounter, transferred
+from nxtrain.io.object_store import FolderStore, ObjectStore, S3Store, open_store, place_of
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
@@ -34,7 +34,7 @@ __all__ = ["s3", "s3_variables"]
 
 SHAPE = (4, 2)
 FILE = "rank-00000.safetensors"
-WRITE = checksummed_file.BlockWriter.write
+WRITE = checksummed_file.ChecksummedWriter.write
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -49,15 +49,15 @@ class Run:
     """A run of one rank, whose weight is the number of its step."""
 
     def __init__(
-        self, folder: Path, store: Store, *, shape: tuple[int, int] = SHAPE, keep: int = 3, keep_every: int = 0
+        self, folder: Path, store: ObjectStore, *, shape: tuple[int, int] = SHAPE, keep: int = 3, keep_every: int = 0
     ) -> None:
         self.folder, self.mirror, self.told = folder, Mirror(store), list[Outcome]()
         self.cut = Layout(ParamTable({"a.weight": ShardSpec(shape, dim=0)}), Mesh(1, 0))
         self.shape = shape
         self.copied = list[tuple[int, str]]()
         retention, mirrored = Retention(keep, keep_every), Mirrored(self.mirror, Disk(True, 1))
-        self.copies = Copies(mirrored, retention, self.cut.mesh, None, None)
-        self.saver = Saver(
+        self.copies = MirrorUploader(mirrored, retention, self.cut.mesh, None, None)
+        self.saver = AsyncCheckpointWriter(
             folder,
             self.cut,
             retention=retention,
@@ -75,7 +75,7 @@ class Run:
             weight = torch.arange(step, step + self.shape[0] * self.shape[1]).reshape(self.shape).float()
             self.saver.save(lambda weight=weight: {"model": {"a.weight": weight}}, meta(step))  # type: ignore[misc]
             self.saver.settle()
-            assert self.copies.wait(Patience(60.0), lambda: None)
+            assert self.copies.wait(UploadDeadline(60.0), lambda: None)
             self.saver.report_copies()
 
     @property
@@ -113,8 +113,8 @@ def test_a_copy_is_the_checkpoint_byte_for_byte_and_loads(address: str, tmp_path
     run.save(1)
     assert [outcome.problem for outcome in run.told] == [""]
     assert run.copied == [(1, "")]
-    local, copied = directory.step_path(run.folder, 1), resolve(address)
-    assert resolve(str(copied)) == copied == place_of(address) / local.name
+    local, copied = directory.step_path(run.folder, 1), locate_checkpoint(address)
+    assert locate_checkpoint(str(copied)) == copied == place_of(address) / local.name
     for name in (FILE, directory.MANIFEST, directory.META):
         assert (copied / name).read_bytes() == (local / name).read_bytes()
     assert torch.equal(run.load(copied)[0], torch.arange(1.0, 9.0).reshape(SHAPE))
@@ -138,7 +138,7 @@ def test_meta_comes_last_and_without_it_there_is_no_checkpoint(
     assert f"step-00000002/{FILE}" in store.sizes()
     assert f"step-00000002/{directory.MANIFEST}" in store.sizes()
     assert run.mirror.steps() == [1]
-    assert resolve(address).name == "step-00000001"
+    assert locate_checkpoint(address).name == "step-00000001"
     monkeypatch.undo() if address.startswith("/") else monkeypatch.setattr(store, "put", put)
     run.save(3)
     assert run.mirror.steps() == [1, 3]
@@ -228,7 +228,7 @@ def test_what_a_run_went_back_from_is_neither_taken_nor_damaged_and_stays(addres
 
 @pytest.mark.parametrize("place", [".", "prefix"])
 def test_a_record_is_whole_or_damaged(s3: Any, tmp_path: Path, place: str) -> None:
-    kept = Lineage(run="a", run_dir="/b", returns=(Return(told="never", job="7", keeps=0), Return(told="")))
+    kept = RunHistory(run="a", run_dir="/b", returns=(Rewind(told="never", job="7", keeps=0), Rewind(told="")))
     store = FolderStore(tmp_path) if place == "." else open_store(f"s3://{BUCKET}/{place}")
     assert rewinds.read(store.root) is None
     store.put(rewinds.FILE, kept.sealed())
@@ -272,7 +272,7 @@ def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path, monkeypatch: p
     run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
     place: Any = run.mirror.place(1)
     parts = counted(place.client, "UploadPart")
-    monkeypatch.setattr(object_store, "arrived", sent := Arrivals())
+    monkeypatch.setattr(object_store, "arrived", sent := TransferCounter())
     run.save(1)
     assert sent() >= 4 * 2 * 2_500_000, "what is sent is a sign of life"
     assert run.unmirrored == ""
@@ -299,9 +299,10 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nxtrain.io.object_store.BlockWriter.write", full)
+    monkeypatch.setattr("nxtrain.io.object_store.ChecksummedWriter.write", full)
     monkeypatch.setattr(
-        "nxtrain.checkpoint.dcp_storage.BlockWriter", type("Free", (checksummed_file.BlockWriter,), {"write": WRITE})
+        "nxtrain.checkpoint.dcp_storage.ChecksummedWriter",
+        type("Free", (checksummed_file.ChecksummedWriter,), {"write": WRITE}),
     )
     run.save(1)
     assert (run.told[-1].problem, "No space left" in run.unmirrored) == ("", True)
@@ -321,7 +322,7 @@ def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
     assert run.told[-1].problem == "", "the checkpoint counts before its copy does"
     assert run.told[-1].write_s < 0.4
     assert run.mirror.steps() == []
-    run.saver.close(Patience(60.0))
+    run.saver.close(UploadDeadline(60.0))
     assert time.monotonic() - began > 3 * 0.5, "three objects: the rank's, the manifest and meta.json"
     assert run.copied == [(1, "")]
     assert run.mirror.steps() == [1]
@@ -350,10 +351,10 @@ def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
     assert [outcome.problem for outcome in run.told] == [""] * 6
     assert local() == [1, 5, 6]
     began = time.monotonic()
-    assert not run.copies.wait(Patience(0.3), lambda: None)
+    assert not run.copies.wait(UploadDeadline(0.3), lambda: None)
     assert 0.3 < time.monotonic() - began < 3.0
     gate.set()
-    assert run.copies.wait(Patience(20.0), lambda: None)
+    assert run.copies.wait(UploadDeadline(20.0), lambda: None)
     run.saver.report_copies()
     assert [step for step, problem in run.copied if not problem] == [1, 6], "the newest takes the place of others"
     assert [step for step, problem in run.copied if "took too long" in problem] == [2, 3, 4, 5]
@@ -369,15 +370,15 @@ def test_the_end_waits_for_a_mirror_while_bytes_come(tmp_path: Path, monkeypatch
     def slowly(*args: Any) -> None:
         for _ in range(10):
             time.sleep(0.15)
-            arrived.note(1)
+            transferred.note(1)
         add(*args)
 
     monkeypatch.setattr(run.mirror, "add", slowly)
     run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
     run.saver.settle()
-    assert not run.copies.wait(Patience(1.0, 0.3), lambda: None), "in all"
-    assert not run.copies.wait(Patience(1.0, asked_s=0.1), lambda: None, lambda: True), "asked to stop meanwhile"
-    run.saver.close(Patience(1.0), lambda: alive.append(time.monotonic()))
+    assert not run.copies.wait(UploadDeadline(1.0, 0.3), lambda: None), "in all"
+    assert not run.copies.wait(UploadDeadline(1.0, asked_s=0.1), lambda: None, lambda: True), "asked to stop meanwhile"
+    run.saver.close(UploadDeadline(1.0), lambda: alive.append(time.monotonic()))
     assert run.copied == [(1, "")]
     assert max(after - before for before, after in pairwise(alive)) < 1.0
 

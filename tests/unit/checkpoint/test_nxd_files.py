@@ -22,7 +22,7 @@ from nxtrain.config.schema import OptimConfig
 from nxtrain.convert.nxd_files import Grid
 from nxtrain.convert.nxd_layout import NxdLayout
 from nxtrain.convert.nxd_read import nxd_to_nxtrain
-from nxtrain.convert.nxd_write import Rates, Target, nxtrain_to_nxd
+from nxtrain.convert.nxd_write import OptimizerSettings, Target, nxtrain_to_nxd
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
@@ -32,7 +32,7 @@ from tests.support.models import plan
 ALONE = Mesh(1, 0)
 WIDE = {"model": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 MASTERED = {**WIDE, "model": torch.bfloat16, "master": torch.float32}
-RATES = Rates(OptimConfig(lr=1e-3, weight_decay=0.1), lr=5e-4)
+RATES = OptimizerSettings(OptimConfig(lr=1e-3, weight_decay=0.1), lr=5e-4)
 
 
 def saved(folder: Path, shape: str, kinds: Mapping[str, torch.dtype], **config: Any) -> Path:
@@ -121,7 +121,7 @@ def test_without_zero1_a_file_has_all_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("decay_norms", [True, False])
 def test_the_optimizer_gets_the_groups_of_the_run(tmp_path: Path, decay_norms: bool) -> None:
     src = saved(tmp_path, "gqa", WIDE)
-    rates = Rates(RATES.optim.model_copy(update={"decay_norms": decay_norms}), lr=5e-4)
+    rates = OptimizerSettings(RATES.optim.model_copy(update={"decay_norms": decay_norms}), lr=5e-4)
     tag = nxtrain_to_nxd(src, tmp_path / "nxd", Target(), rates=rates)
     state = torch.load(tag / "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt", weights_only=True)
     sizes = [len(group["params"]) for group in state["param_groups"]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import async_writer, directory
-from nxtrain.checkpoint.async_writer import Outcome, Saver
+from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
 from nxtrain.checkpoint.dcp_storage import Staged
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.save import Retention, write_state
@@ -34,8 +34,8 @@ class Held:
         monkeypatch.setattr(async_writer, "write_state", write)
 
 
-def make(folder: Path, told: Callable[[Outcome], None], *, background: bool = True) -> Saver:
-    return Saver(
+def make(folder: Path, told: Callable[[Outcome], None], *, background: bool = True) -> AsyncCheckpointWriter:
+    return AsyncCheckpointWriter(
         folder,
         CUT,
         retention=Retention(3),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nxtrain.checkpoint.shards import Chunk
+from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.convert import streamed
 
 TENSORS = {
@@ -29,12 +29,12 @@ def test_the_bytes_are_those_of_safetensors(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(streamed, "BATCH_BYTES", batch_bytes)
     largest_row = 2000
 
-    def read(batch: Mapping[Chunk, Tensor]) -> None:
+    def read(batch: Mapping[TensorShard, Tensor]) -> None:
         assert sum(chunk.num_bytes for chunk in batch) <= max(batch_bytes, largest_row)
         for chunk, rows in batch.items():
             rows.copy_(chunk.of(TENSORS[chunk.name]))
 
-    chunks = [Chunk.whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
+    chunks = [TensorShard.whole(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
     streamed.write_streamed(tmp_path / "ours", chunks, read)
     save_file(TENSORS, tmp_path / "theirs", {"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.io.read_retry import MOST_S, PAUSES_S, Unsteady
+from nxtrain.io.read_retry import MOST_S, PAUSES_S, RetryBudget
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def failing(times: int, number: int = errno.EIO) -> Callable[[], int]:
 
 
 def test_what_fails_for_a_while_is_read(slept: list[float], capfd: pytest.CaptureFixture[str]) -> None:
-    found = Unsteady()
+    found = RetryBudget()
     assert found.read(failing(len(PAUSES_S)), "file") == 7
     assert slept == [*PAUSES_S]
     assert found.read(failing(1), "file") == 7
@@ -44,15 +44,15 @@ def test_what_fails_for_a_while_is_read(slept: list[float], capfd: pytest.Captur
 
 def test_what_fails_for_good_or_otherwise_is_told(slept: list[float]) -> None:
     with pytest.raises(OSError, match="Input/output"):
-        Unsteady().read(failing(99), "file")
+        RetryBudget().read(failing(99), "file")
     assert len(slept) == len(PAUSES_S)
     with pytest.raises(FileNotFoundError):
-        Unsteady().read(failing(1, errno.ENOENT), "file")
+        RetryBudget().read(failing(1, errno.ENOENT), "file")
     assert len(slept) == len(PAUSES_S)
 
 
 def test_all_pauses_of_a_start_are_bounded(slept: list[float]) -> None:
-    found = Unsteady()
+    found = RetryBudget()
     for number in range(40):
         with pytest.raises(OSError, match="Input/output"):
             found.read(failing(99), f"file {number}")
@@ -62,7 +62,7 @@ def test_all_pauses_of_a_start_are_bounded(slept: list[float]) -> None:
 
 
 def test_the_second_that_cannot_be_read_is_the_storage() -> None:
-    found = Unsteady()
+    found = RetryBudget()
     unread, wrong = DamagedError("a", "gone", unread=True), DamagedError("b", "wrong")
     found.hold(pickle.loads(pickle.dumps(unread)))
     found.hold(wrong)

@@ -29,8 +29,8 @@ def exported(folder: Path, shape: str, dtype: torch.dtype, std: float) -> tuple[
     hf_model(plan(shape), std=std).to(dtype).save_pretrained(folder / "hf")
     hf_to_nxtrain(folder / "hf", folder / "ours")
     checkpoint = nxtrain_to_hf(folder / "ours", folder / "export")
-    assert checkpoint == directory.resolve(folder / "ours")
-    return directory.resolve(folder / "ours"), folder / "export"
+    assert checkpoint == directory.find_checkpoint(folder / "ours")
+    return directory.find_checkpoint(folder / "ours"), folder / "export"
 
 
 def change(export: Path, act: Change) -> None:

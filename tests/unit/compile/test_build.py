@@ -8,7 +8,7 @@ import pytest
 
 from nxtrain.compile.compile_key import build_of
 from nxtrain.compile.manifest import Build, differ
-from nxtrain.config.check import resolve
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 
 TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
@@ -16,7 +16,7 @@ TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
 
 def build(*overrides: str, world: int = 2, flags: str = "") -> Build:
     environ = {"NEURON_CC_FLAGS": flags, "NEURON_FUSE_SOFTMAX": "1", "NEURON_RT_EXEC_TIMEOUT": "7", "HOME": "there"}
-    return build_of(resolve(load(TINY, ["train.micro_batch=4", *overrides]), world), world, environ)
+    return build_of(resolve_config(load(TINY, ["train.micro_batch=4", *overrides]), world), world, environ)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from nxtrain.compile.compile_key import build_of
 from nxtrain.compile.entries import LOCK, Key, State
 from nxtrain.compile.lock_owners import descends, naming, this_process
 from nxtrain.compile.manifest import Graph, Manifest, read_manifest, write_manifest
-from nxtrain.compile.miss_watch import Watch, guarded
-from nxtrain.config.check import resolve
+from nxtrain.compile.miss_watch import Watch, watch_misses
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.errors import BackendError, ConfigError
 from tests.support.caches import COMPILER, add_done, add_locked, add_pending, compiling, key
@@ -149,7 +149,7 @@ def run(folder: Path, *overrides: str) -> Loaded:
 
 
 def compiled(folder: Path) -> None:
-    build = build_of(resolve(run(folder), 1), 1, {}, COMPILER)
+    build = build_of(resolve_config(run(folder), 1), 1, {}, COMPILER)
     manifest = Manifest("tiny_cpu", build, (Graph("step 1 #1", key(1).module, 1.0),))
     write_manifest(manifest, folder / "manifest.json")
 
@@ -158,41 +158,41 @@ def compiled(folder: Path) -> None:
 def test_a_run_that_must_not_compile_needs_its_manifest_and_its_graphs(tmp_path: Path) -> None:
     stops = run(tmp_path, "compile.on_miss=stop")
     with pytest.raises(BackendError, match=r"on_miss=stop, but there is no .*; write it with: nxtrain compile CONFIG"):
-        guarded(stops, {}).__enter__()
+        watch_misses(stops, {}).__enter__()
     compiled(tmp_path)
     with pytest.raises(BackendError, match="lacks 1 of the 1 graphs of tiny_cpu") as raised:
-        guarded(stops, {}).__enter__()
+        watch_misses(stops, {}).__enter__()
     assert "step 1 #1" in str(raised.value)
     add_done(tmp_path / "cache", key(1))
-    with guarded(stops, {}):
+    with watch_misses(stops, {}):
         pass
 
 
 @pytest.mark.usefixtures("neuron")
 def test_a_machine_of_some_stages_needs_the_graphs_of_these_only(tmp_path: Path) -> None:
     stops = run(tmp_path, "compile.on_miss=stop", "parallel.pp=2", "train.micro_batch=1")
-    build = build_of(resolve(stops, 4), 4, {}, COMPILER)
+    build = build_of(resolve_config(stops, 4), 4, {}, COMPILER)
     write_manifest(
         Manifest("tiny_cpu", build, (Graph("step 1 #1", key(1).module, 1.0),), (0,)),
         tmp_path / "manifest.stages-0.json",
     )
     add_done(tmp_path / "cache", key(1))
     first, last = ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": rank} for rank in ("0", "2"))
-    with guarded(stops, first):
+    with watch_misses(stops, first):
         pass
     words = (
         r"there is no .*/manifest\.stages-1\.json, the manifest of a machine that holds pipeline stage 1 of 2, but "
         r".*/manifest\.stages-0\.json; write it with"
     )
     with pytest.raises(BackendError, match=words):
-        guarded(stops, last).__enter__()
+        watch_misses(stops, last).__enter__()
     write_manifest(
         Manifest("tiny_cpu", build, (Graph("step 1 #1", key(2).module, 1.0),), (1,)),
         tmp_path / "manifest.stages-1.json",
     )
     with pytest.raises(BackendError, match="lacks 1 of the 1 graphs of tiny_cpu, pipeline stage 1 of 2, "):
-        guarded(stops, last).__enter__()
-    with guarded(stops, first):
+        watch_misses(stops, last).__enter__()
+    with watch_misses(stops, first):
         pass
 
 
@@ -200,18 +200,18 @@ def test_a_machine_of_some_stages_needs_the_graphs_of_these_only(tmp_path: Path)
 def test_a_run_that_may_compile_is_told_what_it_will_compile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with guarded(run(tmp_path), {}):
+    with watch_misses(run(tmp_path), {}):
         pass
     assert "every graph that" in capsys.readouterr().err
     compiled(tmp_path)
-    with guarded(run(tmp_path, "train.micro_batch=8"), {}):
+    with watch_misses(run(tmp_path, "train.micro_batch=8"), {}):
         pass
     said = capsys.readouterr().err
     assert "warning: " in said
     assert "lacks 1 of the 1 graphs of tiny_cpu" in said
     assert "    train.micro_batch: compiled 16, needed 8\n" in said
     add_done(tmp_path / "cache", key(1))
-    with guarded(run(tmp_path), {}):
+    with watch_misses(run(tmp_path), {}):
         pass
     assert capsys.readouterr().err == ""
 
@@ -222,8 +222,8 @@ def test_a_manifest_that_cannot_be_read_ends_only_a_run_that_must_have_one(
 ) -> None:
     (tmp_path / "manifest.json").write_text("no JSON", encoding="utf-8")
     with pytest.raises(ConfigError, match="not valid JSON"):
-        guarded(run(tmp_path, "compile.on_miss=stop"), {}).__enter__()
-    with guarded(run(tmp_path), {}):
+        watch_misses(run(tmp_path, "compile.on_miss=stop"), {}).__enter__()
+    with watch_misses(run(tmp_path), {}):
         pass
     assert "warning: " in (said := capsys.readouterr().err)
     assert "not valid JSON" in said
@@ -232,13 +232,13 @@ def test_a_manifest_that_cannot_be_read_ends_only_a_run_that_must_have_one(
 @pytest.mark.usefixtures("neuron")
 @pytest.mark.parametrize("environ", [{"LOCAL_RANK": "1"}, {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}])
 def test_other_ranks_and_extraction_are_left_alone(tmp_path: Path, environ: dict[str, str]) -> None:
-    with guarded(run(tmp_path, "compile.on_miss=stop"), environ):
+    with watch_misses(run(tmp_path, "compile.on_miss=stop"), environ):
         assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "xla", "neuron-native"])
 def test_runs_on_other_devices_are_left_alone(tmp_path: Path, backend: str) -> None:
-    with guarded(run(tmp_path, "compile.on_miss=stop", f"backend.name={backend}"), {}):
+    with watch_misses(run(tmp_path, "compile.on_miss=stop", f"backend.name={backend}"), {}):
         assert not (tmp_path / "cache").exists()
 
 

@@ -17,7 +17,7 @@ from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
 from nxtrain.compile.entries import DONE, LOCK, NEFF, Entry, Key
 from nxtrain.compile.entry_hashes import Seal
-from nxtrain.compile.sync import Place, Step, open_place, sync
+from nxtrain.compile.sync import CacheLocation, Step, open_place, sync
 from nxtrain.errors import BackendError, ConfigError, StorageError
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
 
@@ -68,7 +68,7 @@ def node(tmp_path: Path) -> Cache:
 
 
 @pytest.fixture(params=["folder", "s3"])
-def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> CacheLocation:
     if request.param == "s3":
         request.getfixturevalue("s3")
         return open_place(f"s3://{BUCKET}/{PREFIX}")
@@ -84,7 +84,7 @@ def contents(cache: Cache, of: Key) -> dict[str, bytes]:
 
 
 def test_what_is_done_reaches_another_node_byte_for_byte_and_nothing_else_does(
-    node: Cache, shared: Place, tmp_path: Path
+    node: Cache, shared: CacheLocation, tmp_path: Path
 ) -> None:
     other = Cache(tmp_path / "other")
     assert (sync(node, shared).copied, sync(shared, other).copied) == (DONE_KEYS, DONE_KEYS)
@@ -95,7 +95,7 @@ def test_what_is_done_reaches_another_node_byte_for_byte_and_nothing_else_does(
     assert not list((other.root / ".nxtrain" / "staging").iterdir())
 
 
-def test_a_second_sync_copies_what_is_new_only(node: Cache, shared: Place) -> None:
+def test_a_second_sync_copies_what_is_new_only(node: Cache, shared: CacheLocation) -> None:
     sync(node, shared)
     add_done(node.root, key(6))
     steps: list[Step] = []
@@ -105,7 +105,7 @@ def test_a_second_sync_copies_what_is_new_only(node: Cache, shared: Place) -> No
     assert steps == [Step(key(6), 1, 1, size, size)]
 
 
-def test_an_entry_damaged_at_the_source_is_not_taken(node: Cache, shared: Place) -> None:
+def test_an_entry_damaged_at_the_source_is_not_taken(node: Cache, shared: CacheLocation) -> None:
     list(node.verify())
     folder = node.root / key(1).compiler / key(1).module
     (folder / NEFF).write_bytes(neff(key(9)))

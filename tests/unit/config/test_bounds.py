@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nxtrain.config.bounds import MAX_DEPTH, MAX_INT, faults, integer, shortened
-from nxtrain.config.check import resolve
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError
@@ -24,7 +24,7 @@ def refused(tmp_path: Path, *overrides: str, text: str = "") -> str:
     path = tmp_path / "run.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as raised:
-        resolve(load(path, overrides), world=1)
+        resolve_config(load(path, overrides), world=1)
     assert len(str(raised.value)) < 2000
     return str(raised.value)
 

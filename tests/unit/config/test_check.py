@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.config.check import AVAILABLE, Resolved, resolve, resolve_model
+from nxtrain.config.check import AVAILABLE, Resolved, resolve_config, resolve_model
 from nxtrain.config.load import load, values
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
@@ -38,7 +38,7 @@ def hf(tmp_path: Path) -> Path:
 def checked(tmp_path: Path, *overrides: str, world: int | None = None) -> Resolved:
     path = tmp_path / "run.toml"
     path.touch()
-    return resolve(load(path, overrides), world)
+    return resolve_config(load(path, overrides), world)
 
 
 def problems(tmp_path: Path, *overrides: str, world: int | None = None) -> list[Problem]:

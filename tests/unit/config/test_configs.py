@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.config.check import resolve
+from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.launch.local import render
 from tests.support.shipped import CONFIGS, world_of
@@ -17,7 +17,7 @@ SHIPPED = sorted(CONFIGS.rglob("*.toml"))
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_configuration_fits_its_cluster(path: Path) -> None:
     loaded = load(path)
-    resolve(loaded, world_of(loaded))
+    resolve_config(loaded, world_of(loaded))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

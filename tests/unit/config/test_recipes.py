@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nxtrain.config.check import Resolved, resolve
+from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded, load, values
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_table
@@ -109,7 +109,7 @@ def recipe(name: str) -> Loaded:
 def plan(name: str) -> Resolved:
     """A recipe as the commands of a user get it, on its own cluster."""
     loaded = recipe(name)
-    return resolve(loaded, world_of(loaded))
+    return resolve_config(loaded, world_of(loaded))
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from nxtrain.launch import agent_rendezvous
-from nxtrain.launch.agent_rendezvous import Meeting, reasons
+from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons
 
 
 def test_a_machine_that_is_back_ends_the_wait_and_one_that_is_not_its_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = Meeting("127.0.0.1", server.getsockname()[1])
+        place = AgentRendezvous("127.0.0.1", server.getsockname()[1])
         assert place.await_store(time.monotonic() + 5.0)
     begin = time.monotonic()
     assert not place.await_store(begin + 0.1)
@@ -21,13 +21,13 @@ def test_a_machine_that_is_back_ends_the_wait_and_one_that_is_not_its_limit() ->
 
 
 def test_nobody_is_waited_for_without_other_machines() -> None:
-    assert not Meeting().await_store(time.monotonic() + 60.0)
+    assert not AgentRendezvous().await_store(time.monotonic() + 60.0)
 
 
 def test_others_that_are_waited_for_are_told_only_if_it_takes_long(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    place = Meeting("node0", 29500, patience_s=60.0)
+    place = AgentRendezvous("node0", 29500, patience_s=60.0)
     with place.told():
         pass
     monkeypatch.setattr(agent_rendezvous, "LATE_S", 0.01)

@@ -20,7 +20,7 @@ from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
 from nxtrain.launch import neuron
 from nxtrain.launch.local import render
-from nxtrain.launch.neuron import adopt
+from nxtrain.launch.neuron import reexec_with_environment
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = CONFIGS / "tiny_cpu.toml"
@@ -159,7 +159,7 @@ def test_a_rank_on_torchneuron_starts_anew_too(monkeypatch: pytest.MonkeyPatch, 
     started: list[dict[str, str]] = []
     monkeypatch.setattr(torchneuron, "support", lambda: Support(True, "16 chips in this test"))
     monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
-    adopt(load(TINY, [f"backend.name={name}", ON_TRN2[1]]).config, {}, local_world=64)
+    reexec_with_environment(load(TINY, [f"backend.name={name}", ON_TRN2[1]]).config, {}, local_world=64)
     (environ,) = started
     assert environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "0"
     assert "PJRT_DEVICE" not in environ
@@ -174,11 +174,11 @@ def test_a_rank_that_lacks_variables_starts_anew_with_them_once(monkeypatch: pyt
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
     monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
     config = load(TINY, [*ON_TRN2, "run.seed=3"]).config
-    adopt(config, {"RANK": "5", "MALLOC_ARENA_MAX": "8"}, local_world=64)
+    reexec_with_environment(config, {"RANK": "5", "MALLOC_ARENA_MAX": "8"}, local_world=64)
     ((program, argv, environ),) = started
     assert (program, argv) == (sys.executable, [sys.executable, *sys.orig_argv[1:]])
     assert (environ["RANK"], environ["MALLOC_ARENA_MAX"], environ["PJRT_DEVICE"]) == ("5", "8", "NEURON")
-    adopt(config, environ, local_world=64)
+    reexec_with_environment(config, environ, local_world=64)
     assert len(started) == 1
 
 
@@ -190,20 +190,20 @@ def test_a_rank_gets_what_the_number_of_machines_needs_that_torchrun_joined(
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
     monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
     config = load(TINY, [*ON_TRN2, f"cluster.nodes={nodes}"]).config
-    adopt(config, {"GROUP_WORLD_SIZE": str(started_on)}, local_world=64)
+    reexec_with_environment(config, {"GROUP_WORLD_SIZE": str(started_on)}, local_world=64)
     assert ("FI_PROVIDER" in started[0]) is (started_on > 1)
 
 
 def test_a_rank_whose_environment_contradicts_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
     with pytest.raises(ConfigError, match=r"NEURON_RT_EXEC_TIMEOUT .*: 5, but this run needs 1800"):
-        adopt(load(TINY, ON_TRN2).config, {"NEURON_RT_EXEC_TIMEOUT": "5"}, local_world=1)
+        reexec_with_environment(load(TINY, ON_TRN2).config, {"NEURON_RT_EXEC_TIMEOUT": "5"}, local_world=1)
 
 
 def test_a_rank_without_neuron_devices_is_left_to_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neuron, "support", lambda: Support(False, "no chip in this test"))
     for name in ("neuron", "auto", "cpu"):
-        adopt(load(TINY, [f"backend.name={name}"]).config, {"XLA_USE_BF16": "1"}, local_world=1)
+        reexec_with_environment(load(TINY, [f"backend.name={name}"]).config, {"XLA_USE_BF16": "1"}, local_world=1)
 
 
 def test_the_cache_is_the_folder_of_this_machine_on_a_disk_of_its_own(tmp_path: Path) -> None:

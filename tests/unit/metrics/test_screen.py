@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nxtrain.metrics.progress import ProgressBar
-from nxtrain.process.console import Screen
+from nxtrain.process.console import PipeSafeConsole
 
 
 class Dead(io.StringIO):
@@ -26,7 +26,7 @@ class Dead(io.StringIO):
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "input/output error")])
 def test_what_cannot_be_shown_is_dropped(error: OSError) -> None:
-    screen = Screen(file=Dead(error), force_terminal=True)
+    screen = PipeSafeConsole(file=Dead(error), force_terminal=True)
     for _ in range(2):
         screen.print("a line", style="yellow")
         screen.print(Text("another"))

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nxtrain.config.schema import MetricsConfig
 from nxtrain.metrics import retrying_sink
-from nxtrain.metrics.retrying_sink import Lasting
+from nxtrain.metrics.retrying_sink import RetryingSink
 from nxtrain.metrics.sinks import PROGRESS, JsonlSink, Sink, open_sinks
 from nxtrain.metrics.tensorboard import TensorBoardSink
 
@@ -192,7 +192,7 @@ def test_a_full_disk_is_told_once_and_what_waited_is_written_when_there_is_space
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = Disk(tmp_path / "m.jsonl")
-    sink = Lasting("m.jsonl", disk.open_after, 0, lambda: 0.0)
+    sink = RetryingSink("m.jsonl", disk.open_after, 0, lambda: 0.0)
     for step in range(1, 10):
         disk.is_full = 3 <= step < 7
         sink.log({"step": step, "loss": 1.0})
@@ -211,7 +211,7 @@ def test_tries_cost_a_twentieth_of_the_time_at_most(tmp_path: Path) -> None:
         now[0] += 1.0  # a try takes one second
         return now[0]
 
-    sink = Lasting("m.jsonl", disk.open_after, 0, clock)
+    sink = RetryingSink("m.jsonl", disk.open_after, 0, clock)
     disk.is_full = True
     for step in range(1, 101):
         sink.log({"step": step})
@@ -223,7 +223,7 @@ def test_what_never_could_be_written_is_counted_at_the_end(
 ) -> None:
     monkeypatch.setattr(retrying_sink, "KEPT", 3)
     disk = Disk(tmp_path / "m.jsonl")
-    sink = Lasting("m.jsonl", disk.open_after, 0)
+    sink = RetryingSink("m.jsonl", disk.open_after, 0)
     disk.is_full = True
     for step in range(1, 6):
         sink.log({"step": step})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from nxtrain.parallel.schedule import Action, Kind, Schedule, evaluation_schedule, schedule, with_exchanges
-from nxtrain.parallel.simulate import Span, play
+from nxtrain.parallel.simulate import Span, simulate
 
 Shape = tuple[int, int, int]  # ranks, chunks of each, micro-batches
 Tensor = tuple[str, int, int]  # "forward" or "backward", the virtual stage that made it, micro-batch
@@ -171,7 +171,7 @@ def test_whatever_computations_cost_they_begin_when_their_inputs_are_there(
     cost_s = {kind: data.draw(cost) for kind in KINDS[schedule] + ["weight"]}
     transfer_s = data.draw(st.integers(0, 20))
     of_step = cost_s["forward"], cost_s["backward"], transfer_s
-    spans = play(kind(*shape), *of_step, weight_s=cost_s["weight"], blocking=blocking)
+    spans = simulate(kind(*shape), *of_step, weight_s=cost_s["weight"], blocking=blocking)
     at = {
         (span.action.kind, stage_of(span.action, span.rank, p), span.action.micro): span
         for span in spans
@@ -242,7 +242,9 @@ def test_split_backwards_leave_the_bubble_of_the_paper(p: int, cost_s: tuple[int
     """Source: Qi et al. 2024 (arXiv:2401.10241) section 2.3: (p-1)(F+B-W), while the last rank waits (p-1)F anyhow."""
     forward_s, backward_s, weight_s = cost_s
     for m in range(p, 21):
-        spans = play(zero_bubble(p, 1, m), [forward_s] * p, [backward_s] * p, weight_s=[weight_s] * p, blocking=False)
+        spans = simulate(
+            zero_bubble(p, 1, m), [forward_s] * p, [backward_s] * p, weight_s=[weight_s] * p, blocking=False
+        )
         bubble_s = (p - 1) * (forward_s + max(0, backward_s - weight_s))
         assert max(span.end_s for span in spans) == m * sum(cost_s) + bubble_s
 
@@ -258,8 +260,8 @@ def test_equal_stages_and_free_transfers_leave_the_ideal_bubble(p: int) -> None:
         costs = [1] * (p * v), [2] * (p * v)
         step = m * v + p - 1 if m >= p else p * v + m - 1
         for blocking in (True, False):
-            assert max(span.end_s for span in play(schedule(p, v, m), *costs, blocking=blocking)) == 3 * step
-            assert max(span.end_s for span in play(evaluation_schedule(p, v, m), *costs, blocking=blocking)) == step
+            assert max(span.end_s for span in simulate(schedule(p, v, m), *costs, blocking=blocking)) == 3 * step
+            assert max(span.end_s for span in simulate(evaluation_schedule(p, v, m), *costs, blocking=blocking)) == step
 
 
 def test_two_ranks_and_three_micro_batches_by_hand() -> None:
@@ -299,7 +301,7 @@ def test_a_transfer_keeps_both_ranks_or_none() -> None:
     )
 
     def times(blocking: bool) -> dict[str, Span]:
-        spans = play(once, [1, 5], [0, 0], 2, blocking=blocking)
+        spans = simulate(once, [1, 5], [0, 0], 2, blocking=blocking)
         return {f"{span.rank} {span.action}": span for span in spans}
 
     together = times(True)
@@ -316,12 +318,12 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
     assert written(first) == "F0 F0> >B0 B0"
     swapped = (first[0], first[2], first[1], first[3])
     with pytest.raises(AssertionError, match="rank 0 at >B0 for rank 1, rank 1 at >F0 for rank 0"):
-        play((swapped, second), [1, 1], [2, 2], blocking=True)
+        simulate((swapped, second), [1, 1], [2, 2], blocking=True)
     # Where it does not block, it may be asked for before it can be there, but not computed from.
-    assert max(span.end_s for span in play((swapped, second), [1, 1], [2, 2], blocking=False)) == 6
+    assert max(span.end_s for span in simulate((swapped, second), [1, 1], [2, 2], blocking=False)) == 6
     swapped = (first[0], first[2], first[3], first[1])
     with pytest.raises(AssertionError, match="rank 0 at B0 for rank 1, rank 1 at F0 for rank 0"):
-        play((swapped, second), [1, 1], [2, 2], blocking=False)
+        simulate((swapped, second), [1, 1], [2, 2], blocking=False)
 
 
 class Recorder:

@@ -15,17 +15,17 @@ from rich.console import Console
 
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
-from nxtrain.io.jsonl import Notes
+from nxtrain.io.jsonl import JsonlLog
 from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.health import numerics as guards
-from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, Guard
+from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, NumericsGuard
 from nxtrain.train.health.skipped_steps import BadSteps
 from nxtrain.train.step import TrainState
 
 BAD, GOOD = {"loss": float("nan"), "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 1.0}
 
 
-def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | None = None) -> Guard:
+def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | None = None) -> NumericsGuard:
     """One that sees nothing but bad steps, unless a loss is finite."""
 
     def take(step: int, last: int, read: dict[str, float]) -> BadSteps:
@@ -43,7 +43,7 @@ def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | Non
         skipped=SimpleNamespace(take=take),
     )
     console = Console(file=screen or io.StringIO(), soft_wrap=True)
-    return Guard(cast("RunConfig", config), cast("TrainState", state), console=console)
+    return NumericsGuard(cast("RunConfig", config), cast("TrainState", state), console=console)
 
 
 def write(folder: Path, verdicts: dict[int, str]) -> None:
@@ -72,7 +72,7 @@ def test_what_was_decided_is_written_once_the_disk_takes_it(tmp_path: Path, poli
     watch.judge(8, dict(GOOD), recorded=False)
     assert "is written again, and lacks nothing" in screen.getvalue()
     expected = {"skip": ["skipped"], "rollback": ["rolled_back", "persistent"]}[policy]
-    assert [line["verdict"] for line in Notes(file).read()] == expected
+    assert [line["verdict"] for line in JsonlLog(file).read()] == expected
 
 
 def test_a_rollback_that_nobody_after_it_would_know_of_ends_the_run(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path: Path, policy: str, kn
     with pytest.raises(error):
         watch.judge(7, {**BAD, "param_norm": math.nan}, recorded=False)
     verdict = "rolled_back" if error is RestartError else "stopped"
-    assert Notes(tmp_path / LOGS_DIR / NON_FINITE).read()[-1]["verdict"] == verdict
+    assert JsonlLog(tmp_path / LOGS_DIR / NON_FINITE).read()[-1]["verdict"] == verdict
 
 
 @pytest.mark.parametrize("spoilt", [b"\xff\n", b"[1]\n", b"3\n", b"{}\n", b'{"step": 6, "ver'])
@@ -135,7 +135,7 @@ def test_a_file_of_verdicts_that_is_spoilt_tells_the_rest(tmp_path: Path, spoilt
     assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
     with pytest.raises(RestartError):
         watch.judge(8, dict(BAD), recorded=False)
-    assert [line["verdict"] for line in Notes(tmp_path / LOGS_DIR / NON_FINITE).read() if line] == [
+    assert [line["verdict"] for line in JsonlLog(tmp_path / LOGS_DIR / NON_FINITE).read() if line] == [
         "persistent",
         "rolled_back",
     ]

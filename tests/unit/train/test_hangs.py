@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from nxtrain.distributed.heartbeats import Beat
-from nxtrain.train.supervision.coordinated_stop import Gate
+from nxtrain.train.supervision.coordinated_stop import StepGate
 from nxtrain.train.supervision.hang_diagnosis import judge, point, waits
 
 LIMIT = "recovery.hang_timeout_s=3"
@@ -65,7 +65,7 @@ def frame_of(work: Callable[[], object]) -> tuple[bool, str]:
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_rank_at_the_gate_waits_for_others_and_one_at_another_lock_does_not(frozen: bool) -> None:
-    gate, event = Gate(), threading.Event()
+    gate, event = StepGate(), threading.Event()
     gate.freeze()
     waiting, place = frame_of(lambda: gate.stops(1) if frozen else event.wait())
     assert waiting == frozen

@@ -13,7 +13,7 @@ from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
 from nxtrain.train import compatibility
-from nxtrain.train.compatibility import Inputs, changes, meta_at, refuse_drift
+from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from tests.support.runs import run_plan
 
 HERE: dict[str, Any] = {"run": {"seed": 0}, "train": {"global_batch": 4}}
@@ -54,14 +54,14 @@ def hold(
     folder: Path, tokenizer: Path, drifted: tuple[str, ...], allowed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Save after two steps, let some things drift, and ask whether the run may go on."""
-    there: Meta = meta_at(2, planned(folder), Inputs.of("rows", tokenizer))
+    there: Meta = meta_at(2, planned(folder), RunInputs.of("rows", tokenizer))
     plan = planned(folder, *(DRIFTED[key] for key in drifted), allowed=allowed)
     if "tokenizer" in drifted:
         tokenizer.write_text('{"a": 1}', encoding="utf-8")
     if "code" in drifted:
         sources = list(compatibility._sources(["nxtrain"]))
         monkeypatch.setattr(compatibility, "_sources", lambda packages: [*sources[:-1], sources[-1] + b"\n"])
-    inputs = Inputs.of("other rows" if "data" in drifted else "rows", tokenizer)
+    inputs = RunInputs.of("other rows" if "data" in drifted else "rows", tokenizer)
     refuse_drift(folder / "step-00000002", there, meta_at(0, plan, inputs), plan)
 
 
@@ -81,12 +81,12 @@ def test_what_has_drifted_is_refused_by_its_key_and_allowed_by_it(
 
 
 def test_another_order_of_the_rows_is_held_as_other_data(tmp_path: Path) -> None:
-    there = meta_at(2, planned(tmp_path), Inputs.of("rows", None))
+    there = meta_at(2, planned(tmp_path), RunInputs.of("rows", None))
     assert there.shuffle is True
 
     def hold_to(meta: Meta, *allowed: str) -> None:
         plan = planned(tmp_path, {"data": {"shuffle": False}}, allowed=allowed)
-        refuse_drift(tmp_path / "step-00000002", meta, meta_at(0, plan, Inputs.of("rows", None)), plan)
+        refuse_drift(tmp_path / "step-00000002", meta, meta_at(0, plan, RunInputs.of("rows", None)), plan)
 
     with pytest.raises(CheckpointError, match=r"data.shuffle is True there and False here.*allow_drift=\[\"data\"\]"):
         hold_to(there)
@@ -95,12 +95,12 @@ def test_another_order_of_the_rows_is_held_as_other_data(tmp_path: Path) -> None
 
 
 def test_settings_that_move_the_course_are_told_and_not_refused(tmp_path: Path) -> None:
-    there = meta_at(2, planned(tmp_path), Inputs.of("rows", None))
+    there = meta_at(2, planned(tmp_path), RunInputs.of("rows", None))
     there = Meta.model_validate_json(there.model_dump_json())
 
     def told(*sections: Mapping[str, Mapping[str, Any]], meta: Meta = there) -> str:
         plan = planned(tmp_path, *sections)
-        fresh = meta_at(0, plan, Inputs.of("rows", None))
+        fresh = meta_at(0, plan, RunInputs.of("rows", None))
         refuse_drift(tmp_path / "step-00000002", meta, fresh, plan)
         return changes(meta, fresh)
 

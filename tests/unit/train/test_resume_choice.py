@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import directory, rewinds
-from nxtrain.checkpoint.async_writer import Saver
+from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter
 from nxtrain.checkpoint.mirror import Mirror, Mirrored
-from nxtrain.checkpoint.mirror_uploads import Copies, Patience
-from nxtrain.checkpoint.resume import Resumption
+from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
+from nxtrain.checkpoint.resume import ResumePlanner
 from nxtrain.checkpoint.save import Retention
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Disk
@@ -50,7 +50,9 @@ class Run:
         """What a start takes; one that is killed has chosen it and done nothing else."""
         config = RunConfig.model_validate({"run": {"dir": self.dir}, "checkpoint": {"resume": str(resume)}})
         self.said.clear()
-        resumption = Resumption(config, self.mirrored, Mesh(1, 0), None, self.said.append, restarted=restarted, job=job)
+        resumption = ResumePlanner(
+            config, self.mirrored, Mesh(1, 0), None, self.said.append, restarted=restarted, job=job
+        )
         found = resumption.choose()
         if not killed:
             resumption.begin()
@@ -62,7 +64,7 @@ class Run:
         """Reach some steps."""
         retention = Retention(9)
         copied = self.mirrored if mirrored else None
-        saver = Saver(
+        saver = AsyncCheckpointWriter(
             self.folder,
             CUT,
             retention=retention,
@@ -71,11 +73,11 @@ class Run:
             talk=None,
             background=False,
             told=lambda outcome: None,
-            copies=Copies(copied, retention, CUT.mesh, None, None) if copied else None,
+            copies=MirrorUploader(copied, retention, CUT.mesh, None, None) if copied else None,
         )
         for step in steps:
             saver.save(lambda step=step: {"model": {"a.weight": torch.full((4, 2), step)}}, meta(step))  # type: ignore[misc]
-        saver.close(Patience(20.0))
+        saver.close(UploadDeadline(20.0))
 
     def at(self, step: int) -> Path:
         return directory.step_path(self.folder, step)

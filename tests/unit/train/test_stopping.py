@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from nxtrain.errors import LostPeerError
-from nxtrain.train.supervision.coordinated_stop import Gate
+from nxtrain.train.supervision.coordinated_stop import StepGate
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -16,7 +16,7 @@ def test_ranks_that_wait_for_each_other_in_each_step_stop_together(seed: int) ->
     """Threads stand for ranks, a barrier for the collectives of a step; one that stopped early would leave it."""
     world, total = 3, 60
     draw = random.Random(seed)
-    gates = [Gate() for _ in range(world)]
+    gates = [StepGate() for _ in range(world)]
     meeting = threading.Barrier(world, timeout=10)
     stopped = [0] * world
     after = draw.randrange(total)
@@ -48,7 +48,7 @@ def test_ranks_that_wait_for_each_other_in_each_step_stop_together(seed: int) ->
 
 
 def test_a_rank_begins_nothing_beyond_what_it_said() -> None:
-    gate = Gate()
+    gate = StepGate()
     assert not gate.stops(4)
     assert gate.freeze() == 5
     gate.decide(6)
@@ -57,7 +57,7 @@ def test_a_rank_begins_nothing_beyond_what_it_said() -> None:
 
 
 def test_nobody_waits_for_a_rank_that_failed() -> None:
-    gate = Gate()
+    gate = StepGate()
     gate.freeze()
     gate.lose("rank 1 failed")
     with pytest.raises(LostPeerError, match="rank 1 failed\nthe run was about to stop"):

@@ -13,11 +13,11 @@ from typing import cast
 import pytest
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.heartbeats import Board
+from nxtrain.distributed.heartbeats import HeartbeatStore
 from nxtrain.errors import HangError, LostPeerError
 from nxtrain.metrics.attempts import Attempts, Reached, progress
 from nxtrain.process import stacks
-from nxtrain.process.deadlines import Aside
+from nxtrain.process.deadlines import SingleTask
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import say
 from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
@@ -71,7 +71,7 @@ def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0) ->
         world=2 if board else 1,
         compiler="",
         extracts=False,
-        board=lambda: cast("Board | None", board),
+        board=lambda: cast("HeartbeatStore | None", board),
         waited_s=lambda: 0.0,
     )
     return Watchdog(cast("Backend", backend), limit_s, folder / LOGS_DIR, Signals())
@@ -176,7 +176,7 @@ def test_any_end_ends_the_watch(tmp_path: Path) -> None:
 
 
 def test_one_call_at_a_time_is_under_way() -> None:
-    aside, begun, free = Aside("nxtrain-test"), list[int](), threading.Event()
+    aside, begun, free = SingleTask("nxtrain-test"), list[int](), threading.Event()
 
     def work() -> None:
         begun.append(1)
@@ -194,7 +194,7 @@ def test_a_watch_that_fails_says_so_once_and_goes_on(
     """No thread can be started for a while; a hang is found all the same, and a run that gets on lives."""
     ended: list[int] = []
 
-    def refuse(self: Aside, work: Callable[[], None]) -> None:
+    def refuse(self: SingleTask, work: Callable[[], None]) -> None:
         raise RuntimeError("can't start new thread")
 
     watchdog = watch(tmp_path, limit_s=0.5)
@@ -205,7 +205,7 @@ def test_a_watch_that_fails_says_so_once_and_goes_on(
         watchdog._ended.set()
 
     monkeypatch.setattr(watchdogs, "TICK_S", 0.02)
-    monkeypatch.setattr(Aside, "start", refuse)
+    monkeypatch.setattr(SingleTask, "start", refuse)
     monkeypatch.setattr(watchdogs, "within", lambda seconds, work: refuse(watchdog._ticking, work))
     monkeypatch.setattr(os, "_exit", leave)
     with watchdog:
