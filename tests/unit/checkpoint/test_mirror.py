@@ -272,7 +272,7 @@ def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path, monkeypatch: p
     run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
     place: Any = run.mirror.place(1)
     parts = counted(place.client, "UploadPart")
-    monkeypatch.setattr(object_store, "arrived", sent := TransferCounter())
+    monkeypatch.setattr(object_store, "transferred", sent := TransferCounter())
     run.save(1)
     assert sent() >= 4 * 2 * 2_500_000, "what is sent is a sign of life"
     assert run.unmirrored == ""
