@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,11 +36,12 @@ def offends(line: str) -> bool:
     return word.strip("`'\"*_.,:;()-").partition("'")[0].lower() in QUESTION_WORDS
 
 
-def found(folders: Iterable[str] = FOLDERS) -> list[tuple[str, str]]:
-    """Place (`path:line`) and first line of every docstring below some folders that offends."""
+@cache
+def found() -> list[tuple[str, str]]:
+    """Place (`path:line`) and first line of every docstring that offends."""
     return [
         (f"{path.relative_to(ROOT)}:{number}", line)
-        for folder in folders
+        for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
         for number, line in first_lines(path.read_text(encoding="utf-8"))
         if offends(line)
