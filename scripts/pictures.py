@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nxtrain.parallel.play import Span
+    from nxtrain.parallel.simulate import Span
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH = 760

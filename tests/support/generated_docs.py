@@ -1,4 +1,4 @@
-"""Parts of docs/ that are written from the code: the keys of the configuration, and the list of files.
+"""Parts of docs/ that are written from the code: configuration keys, files, import layers, releases of the Neuron SDK.
 
 A part stands between two comments of its page, `begin: NAME` and `end: NAME`.
 """
@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from nxtrain.backends.neuron import torchneuron
+from nxtrain.backends.neuron.sdk import RELEASES, install_command
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -57,9 +65,33 @@ def file_list() -> str:
     return "\n".join([*lines, ""])
 
 
-PARTS: dict[str, tuple[str, Callable[[], str]]] = {
-    "configuration.md": ("keys", key_tables),
-    "architecture.md": ("files", file_list),
+def layers() -> str:
+    """Block of the layers of imports, from the contract of import-linter."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (found,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    return "\n".join(["```text", *found, "```", ""])
+
+
+def releases() -> str:
+    """Table of the packages of each release of the Neuron SDK, with the command that installs them."""
+    lines = ["", "| SDK | torch | torch-neuronx | neuronx-cc | NxD |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {sdk} | 2.9.0 | 2.9.0.{found.torch_neuronx} | {found.neuronx_cc} | {found.neuronx_distributed} |"
+        for sdk, found in RELEASES.items()
+    ]
+    lines += ["", "```text", install_command().partition(": ")[2], "```", ""]
+    return "\n".join(
+        [*lines, "For TorchNeuron:", "", "```text", torchneuron.install_command().partition(": ")[2], "```", ""]
+    )
+
+
+PARTS: dict[tuple[str, str], Callable[[], str]] = {
+    ("configuration.md", "keys"): key_tables,
+    ("architecture.md", "layers"): layers,
+    ("architecture.md", "files"): file_list,
+    ("trainium.md", "releases"): releases,
 }
 
 
@@ -72,10 +104,12 @@ def replaced(text: str, name: str, part: str) -> str:
 
 
 def pages() -> Iterator[tuple[Path, str, str]]:
-    """Path of each page with a generated part, its text, and the text that the code asks for."""
-    for file, (name, write) in PARTS.items():
-        text = (DOCS / file).read_text(encoding="utf-8")
-        yield DOCS / file, text, replaced(text, name, write())
+    """Path of each page with generated parts, its text, and the text that the code asks for."""
+    for file in dict.fromkeys(file for file, _ in PARTS):
+        text = wanted = (DOCS / file).read_text(encoding="utf-8")
+        for (of, name), write in PARTS.items():
+            wanted = replaced(wanted, name, write()) if of == file else wanted
+        yield DOCS / file, text, wanted
 
 
 def _folders() -> Iterator[Path]:

@@ -15,8 +15,8 @@ import pytest
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
-from nxtrain.parallel.play import Span
 from nxtrain.parallel.schedule import Action, Kind
+from nxtrain.parallel.simulate import Span
 from tests.support import generated_docs
 from tests.support.markdown import (
     FENCE,
