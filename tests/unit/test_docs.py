@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from statistics import mean
@@ -32,6 +33,11 @@ from tests.support.markdown import (
     pages,
     sentences,
 )
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 PAGES = pages()
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
@@ -210,6 +216,12 @@ def test_the_index_has_every_page_of_the_documentation_and_the_readme_has_the_in
     assert found == {page.name for page in DOCS} - {"index.md"}
     assert len(DOCS) == 16
     assert "docs/index.md" in links(TEXTS[ROOT / "README.md"])
+
+
+def test_every_extra_has_a_row_with_its_index() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| [^|]+ \|$", TEXTS[ROOT / "docs" / "quickstart.md"], re.MULTILINE)
+    assert set(extras) <= set(rows)
 
 
 # Blocks that are no commands
