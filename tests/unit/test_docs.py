@@ -13,9 +13,12 @@ from types import ModuleType
 
 import pytest
 
+from nxtrain.backends.neuron import torchneuron
+from nxtrain.backends.neuron.sdk import RELEASES
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
+from nxtrain.errors import NxtrainError
 from nxtrain.parallel.schedule import Action, Kind
 from nxtrain.parallel.simulate import Span
 from tests.support import generated_docs
@@ -222,6 +225,26 @@ def test_every_extra_has_a_row_with_its_index() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     rows = re.findall(r"^\| `([\w-]+)` \|.*\| [^|]+ \|$", TEXTS[ROOT / "docs" / "quickstart.md"], re.MULTILINE)
     assert set(extras) <= set(rows)
+
+
+def test_the_status_table_has_every_backend_and_its_torch_and_sdk() -> None:
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", TEXTS[ROOT / "README.md"], re.MULTILINE))
+    assert set(rows) == set(KEYS["backend.name"].kind.split(" | ")) - {"auto"}
+    assert f"| {min(RELEASES)} to {max(RELEASES)} |" in rows["neuron"]
+    assert f"| {', '.join(torchneuron.TORCH)} | {torchneuron.SDK} (public beta) |" in rows["neuron-native"]
+
+
+def exit_codes(error: type[NxtrainError]) -> set[int]:
+    return {error.exit_code}.union(*(exit_codes(child) for child in error.__subclasses__()))
+
+
+def test_the_readme_and_the_page_on_recovery_have_every_exit_code() -> None:
+    codes = exit_codes(NxtrainError)
+    assert codes > {2, 75}
+    (row,) = re.findall(r"^\| (0 \| [\d |]+) \|$", TEXTS[ROOT / "README.md"], re.MULTILINE)
+    assert {int(code) for code in row.split(" | ")} == (codes - {1}) | {0}
+    table = re.findall(r"^\| ([\d, +n]+) \| .* \| .* \|$", TEXTS[ROOT / "docs" / "recovery.md"], re.MULTILINE)
+    assert {int(code) for cell in table for code in re.findall(r"\d+", cell)} == codes | {0, 1, 128}
 
 
 # Blocks that are no commands
