@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH = 760
 INK, GRID, PAPER = "#24292f", "#d0d7de", "#ffffff"
+FORWARD_S = 0.2
+"""Forward of a stage that sleeps: long enough that a busy machine hardly shows."""
 COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "weight": "#8a8f98"}
 
 
@@ -120,7 +122,7 @@ def _measured() -> list[tuple[str, list[Span]]]:
     from nxtrain.bench.pipeline import StageWork, fastest, measure
     from nxtrain.plan.pipeline import computations, figures
 
-    works = [StageWork(4, 1, order, 8, "sleep", 0.05, 1, 32) for order in ("1f1b", "zero_bubble")]
+    works = [StageWork(4, 1, order, 8, "sleep", FORWARD_S, 1, 32) for order in ("1f1b", "zero_bubble")]
     found = []
     for work, turns in zip(works, measure(works, rounds=5), strict=True):
         spans = fastest(work, turns).spans
