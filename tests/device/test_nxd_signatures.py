@@ -46,7 +46,7 @@ def test_the_recorded_signatures_are_those_of_the_installed_release() -> None:
     assert spec is not None
     assert spec.origin is not None
     version, table = scan(Path(spec.origin).parents[1])
-    assert version in recorded(), f"{version} is not recorded yet; CONTRIBUTING.md says how"
+    assert version in recorded(), f"{version} is not recorded yet; tests/golden/README.md says how"
     assert table == recorded()[version]
 
     names = [name for name, entry in table.items() if entry.kind in ("function", "method", "static")]

@@ -1,4 +1,4 @@
-"""The README's script under a real Slurm: what is preempted, out of time, or dead goes on by itself, bit for bit.
+"""`scripts/train.sbatch` under a real Slurm: what is preempted, out of time, or dead goes on by itself, bit for bit.
 
 The reference is the uninterrupted run on as many ranks.
 """
@@ -6,7 +6,6 @@ The reference is the uninterrupted run on as many ranks.
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.support.recovery import Golden, History, Start, assert_recovered, con
 MISSING = slurm.missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-README = Path(__file__).parents[2] / "README.md"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 ONE_RANK = ("--nproc=1", "parallel.dp=1")
 PACE = "sleep@*:1:fwd:0.3"
 WITHIN_S = 60.0
@@ -36,24 +35,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
         yield found
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the README tells people to give to sbatch."""
-    block = re.search(r"(?m)^    #!/bin/bash\n(?:    .*\n)+", README.read_text(encoding="utf-8"))
-    assert block is not None
-    path = tmp_path_factory.mktemp("script") / "train.sbatch"
-    path.write_text(textwrap.dedent(block[0]), encoding="utf-8")
-    return path
-
-
 class Job:
     """A run that was submitted."""
 
-    def __init__(self, cluster: slurm.Cluster, script: Path, folder: Path, *argv: str, nodes: int = 1) -> None:
+    def __init__(self, cluster: slurm.Cluster, folder: Path, *argv: str, nodes: int = 1) -> None:
         self.cluster, self.folder = cluster, folder
         options = (f"--nodes={nodes}", f"--output={folder / 'job.log'}", "--time=10")
         environ = {"NXTRAIN_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
-        self.number = cluster.submit(*options, script, folder / "config.toml", *argv, environ=environ)
+        self.number = cluster.submit(*options, SCRIPT, folder / "config.toml", *argv, environ=environ)
 
     def said(self) -> str:
         log = self.folder / "job.log"
@@ -104,13 +93,13 @@ def golden_of_one(started_by: ForkServerContext, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture
-def submit(cluster: slurm.Cluster, script: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def submit(cluster: slurm.Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Submits a run of this test, of which nothing is left on the cluster when that is over."""
     jobs: list[Job] = []
 
     def found(*argv: str, nodes: int = 1) -> Job:
         configure(tmp_path, patience_s=30.0)
-        jobs.append(Job(cluster, script, tmp_path, *argv, nodes=nodes))
+        jobs.append(Job(cluster, tmp_path, *argv, nodes=nodes))
         return jobs[-1]
 
     yield found

@@ -364,7 +364,7 @@ def recorded() -> dict[str, Course]:
         AssertionError: They were recorded from another start, or of other cases.
     """
     found = json.loads(FILE.read_text(encoding="utf-8"))
-    again = "; record the courses again (CONTRIBUTING.md says how)"
+    again = "; record the courses again (tests/golden/README.md says how)"
     assert found["sha256"] == fingerprints(), "the golden recipe now makes other weights or tokens" + again
     courses = {name: Course(case["losses"], case["grad_norms"]) for name, case in found["cases"].items()}
     assert courses.keys() == CASES.keys(), "other cases than those recorded" + again

@@ -71,7 +71,9 @@ def missing() -> str:
     """Why there can be no cluster here; empty if there can."""
     packages = sorted({package for program, package in PROGRAMS.items() if shutil.which(program, path=_path()) is None})
     if packages:
-        return f"needs Debian's packages {' '.join(packages)}; runs where bash scripts/slurm.sh has installed them"
+        return (
+            f"needs Debian's packages {' '.join(packages)}; runs where bash scripts/install_slurm.sh has installed them"
+        )
     done = subprocess.run([*NAMESPACES, "true"], capture_output=True, text=True, check=False)
     return f"needs namespaces, runs as root of a machine: {done.stderr.strip()}" if done.returncode else ""
 

@@ -1,7 +1,7 @@
-"""Every command of the README parses, and every configuration in it runs on the ranks that the command implies.
+"""Every command of the documentation would start: its words parse, and its configuration runs on the ranks it implies.
 
-Blocks of commands are those without a language. A line with a placeholder in it, as in a table of commands, is held to
-its options only.
+Blocks of commands are those without a language, and code spans that begin with `nxtrain`, `bash scripts` or
+`python scripts`. A line with a placeholder in it, as in a table of commands, is checked for its options only.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,21 +21,34 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
 from nxtrain.launch.local import render
+from tests.support import markdown
+from tests.support.markdown import GENERATED, ROOT, blocks, inline_code, pages
 
-ROOT = Path(__file__).parents[2]
-PROGRAMS = ("nxtrain", "torchrun", "neuron_parallel_compile", "python", "bash")
-PLACEHOLDER = re.compile(r"\[|\||\b(CONFIG|RUN|CKPT|SRC|DST|N|W|R)\b")
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PLACEHOLDER = re.compile(r"\[|\||\b(CONFIG|RUN|CKPT|SRC|DST|DIR|N|W|R)\b")
+MENTIONED = "[mentioned] "
+"""Before commands that a sentence names, whose arguments may be missing."""
+
+KNOWN_ELSEWHERE = {("tensorboard", "--logdir")}
+"""Programs of others, with their options."""
 
 
 def commands(text: str) -> Iterator[str]:
-    """The commands of a text in Markdown, with their variables filled in."""
+    """The commands of a page in Markdown, with their variables filled in."""
     variables: dict[str, str] = {}
-    for block in re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
-        for line in re.findall(r'(?:"[^"]*"|[^"\n])+', block):
+    for language, block in blocks(text):
+        for line in re.findall(r'(?:"[^"]*"|[^"\n])+', block if not language else ""):
             if assigned := re.fullmatch(r'(\w+)="([^"]*)"', line):
                 variables[assigned[1]] = assigned[2]
-            elif line.split()[0] in PROGRAMS:
+            else:
                 yield re.sub(r"\$(\w+)", lambda found: variables[found[1]], line)
+    for span in inline_code(GENERATED.sub("", text)):
+        if re.match(r"nxtrain [a-z]|bash scripts/|python scripts/", span):
+            yield f"{MENTIONED}{span}" if span.startswith("nxtrain") else span
 
 
 def check(command: str) -> None:
@@ -45,16 +58,56 @@ def check(command: str) -> None:
         AssertionError: It has an option that is none, or is none itself.
         ConfigError: A configuration that cannot run.
     """
+    if command.startswith(MENTIONED):
+        _check_synopsis(command.removeprefix(MENTIONED), is_table=False)
+        return
     if command.startswith("nxtrain ") and PLACEHOLDER.search(command.partition("#")[0]):
         _check_synopsis(command)
         return
     words = shlex.split(command, comments=True)
-    if words[0] == "bash":
-        assert (ROOT / words[1]).exists(), words[1]
-    elif words[0] == "nxtrain":
-        _check_own(words[1:], world=1)
-    else:
-        _check_started([word for word in words if word not in {"neuron_parallel_compile", "torchrun", "python"}])
+    match words:
+        case ["bash", script, *rest]:
+            _check_script(script, rest)
+        case ["python", script, *rest] if script.startswith("scripts/"):
+            _check_script(script, rest)
+        case ["python", "-m", module, *rest] if module.startswith("tests."):
+            _check_script(f"{module.replace('.', '/')}.py", rest)
+        case ["pip", "install", package]:
+            _check_package(package)
+        case ["sbatch", nodes, script, path, *overrides]:
+            number = int(nodes.removeprefix("--nodes="))
+            _check_script(script, ())
+            _check_own(["launch", path, *overrides, f"cluster.nodes={number}", "--first-node=node0"], world=1)
+        case ["nxtrain", *rest]:
+            _check_own(rest, world=1)
+        case ["torchrun" | "python" | "neuron_parallel_compile", *_]:
+            _check_started([word for word in words if word not in {"neuron_parallel_compile", "torchrun", "python"}])
+        case [program, option, *_]:
+            assert (program, option) in KNOWN_ELSEWHERE, f"{program} is not checked"
+        case _:
+            raise AssertionError(f"{command!r} is not checked")
+
+
+def _check_script(script: str, words: Sequence[str]) -> None:
+    """A script of the repository: it exists, and it names each option; of the test command, each lane."""
+    path = ROOT / script
+    assert path.is_file(), script
+    source = path.read_text(encoding="utf-8")
+    own = list(words)[: list(words).index("--")] if "--" in words else list(words)
+    for word in own:
+        assert not word.startswith("--") or re.search(rf"(?<![\w-]){word}(?![\w-])", source), f"{script} has no {word}"
+    if script == "scripts/test.sh":
+        lanes = re.search(r"^ +([a-z |]+)\) lanes\+=", source, re.MULTILINE)
+        assert lanes is not None
+        named = [word for before, word in zip(["", *own], own, strict=False) if not before.startswith("--")]
+        assert {word for word in named if word.islower() and not word.startswith("--")} <= set(lanes[1].split(" | "))
+
+
+def _check_package(package: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    found = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", package)
+    assert found, f"{package} is not this project"
+    assert set((found[1] or "").split(",")) - {""} <= extras.keys(), package
 
 
 def _check_started(words: Sequence[str]) -> None:
@@ -85,19 +138,22 @@ def _check_own(words: Sequence[str], world: int) -> None:
         first_node = values.get("first_node") or ("node0" if values["dry_run"] else "")
         render(path, overrides, values["nproc"], {"OMP_NUM_THREADS": "1"}, first_node=first_node)
     elif path.exists():
-        resolve_config(load(path, overrides), values.get("world", world))
+        resolve_config(load(path, overrides), None if name == "show" else values.get("world", world))
     else:  # one of the reader's own
         load(ROOT / "configs/base.toml", overrides)
 
 
-def _check_synopsis(line: str) -> None:
-    *columns, _ = re.split(r" {2,}", line)
-    words = " ".join(columns).split()
+def _check_synopsis(line: str, is_table: bool = True) -> None:
+    """A line of a table, whose last column explains; or a command that a sentence names."""
+    columns = re.split(r" {2,}", line)
+    words = " ".join(columns[:-1] if is_table and len(columns) > 1 else columns).split()
     command, _ = _command(words[1:2])
     if hasattr(command, "commands"):
-        choices = {choice.split()[0] for choice in " ".join(words[2:]).split("|")}
-        assert choices <= command.commands.keys(), line
-        return
+        choices = [choice.split() for choice in " ".join(words[2:]).split("|") if choice.strip()]
+        assert {choice[0] for choice in choices} <= command.commands.keys(), line
+        if len(choices) != 1:
+            return
+        command = command.commands[choices[0][0]]
     known = {option for parameter in command.params for option in parameter.opts}
     assert {word.strip("[]") for word in words if word.strip("[]").startswith("--")} <= known, line
 
@@ -121,19 +177,29 @@ def parse(words: Sequence[str]) -> Any:
         raise AssertionError(repr(error)) from error
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {page: page.read_text(encoding="utf-8") for page in pages()}
+COMMANDS = sorted({(markdown.name(page), command) for page, text in PAGES.items() for command in commands(text)})
 
 
-@pytest.mark.parametrize("command", list(dict.fromkeys(commands(README))))
-def test_every_command_of_the_readme_would_start(command: str) -> None:
+@pytest.mark.parametrize("command", list(dict.fromkeys(command for _, command in COMMANDS)))
+def test_every_command_of_the_documentation_would_start(command: str) -> None:
     check(command)
 
 
 def test_commands_are_found_with_their_variables_and_their_comments() -> None:
-    text = '```\nRUN="a.toml\n  b.c=1"\nnxtrain launch $RUN  # why\n```\n\n```python\nnxtrain x\n```\n'
-    (found,) = commands(text)
-    assert shlex.split(found, comments=True) == ["nxtrain", "launch", "a.toml", "b.c=1"]
-    assert sum(command.startswith("nxtrain ") for command in commands(README)) > 20
+    text = (
+        '```\nRUN="a.toml\n  b.c=1"\nnxtrain launch $RUN  # why\nls -l\n```\n\n```text\nnxtrain x\n```\n'
+        "`nxtrain cache` and `bash scripts/demo.sh`, `nxtrain/cli.py`\n"
+    )
+    launch, *others = commands(text)
+    assert shlex.split(launch, comments=True) == ["nxtrain", "launch", "a.toml", "b.c=1"]
+    assert others == ["ls -l", "[mentioned] nxtrain cache", "bash scripts/demo.sh"]
+
+
+def test_every_page_with_commands_is_read() -> None:
+    found = {page for page, _ in COMMANDS}
+    assert {"README.md", "CONTRIBUTING.md", "docs/trainium.md", "docs/quickstart.md", "tests/golden/README.md"} <= found
+    assert len(COMMANDS) > 80
 
 
 @pytest.mark.parametrize(
@@ -149,6 +215,20 @@ def test_commands_are_found_with_their_variables_and_their_comments() -> None:
         ("torchrun --nproc-per-nod 2 -m nxtrain train configs/tiny_cpu.toml", AssertionError),
         ("nxtrain cache clean configs/none.toml", ConfigError),
         ("nxtrain train my.toml model.hff=x", ConfigError),
+        ("nxtrain config show configs/tiny_cpu.toml train.stepz=3", ConfigError),
+        ("[mentioned] nxtrain lunch", AssertionError),
+        ("[mentioned] nxtrain bench pipelines", AssertionError),
+        ("[mentioned] nxtrain bench pipeline --pq", AssertionError),
+        ("bash scripts/none.sh", AssertionError),
+        ("bash scripts/test.sh unitt", AssertionError),
+        ("bash scripts/test.sh unit --tor 2.13.0", AssertionError),
+        ("python scripts/soak.py 1 --step", AssertionError),
+        ("python -m tests.support.none", AssertionError),
+        ('pip install ".[none]"', AssertionError),
+        ("pip install nxtrain2", AssertionError),
+        ("sbatch --nodes=2 scripts/none.sbatch configs/tiny_cpu.toml", AssertionError),
+        ("sbatch --nodes=2 scripts/train.sbatch configs/tiny_cpu.toml parallel.tp=5", ConfigError),
+        ("ls -l", AssertionError),
     ],
 )
 def test_a_command_that_would_not_start_is_noticed(command: str, error: type[Exception]) -> None:

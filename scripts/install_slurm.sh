@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs Debian's Slurm, which some tests start on this machine; as root, in seconds. Does nothing where it is there.
 #
-#   bash scripts/slurm.sh
+#   bash scripts/install_slurm.sh
 #
 # Exit code 0 when it is there, 5 when it cannot be installed.
 set -euo pipefail

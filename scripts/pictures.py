@@ -1,0 +1,166 @@
+"""Draw the pictures of docs/images from a real run and a real pipeline: `python scripts/pictures.py loss|pipeline`.
+
+`loss RUN` reads RUN/metrics.jsonl. `pipeline` measures four processes that sleep, as `nxtrain bench pipeline` does,
+under 1F1B and under zero_bubble. Each writes one SVG file, by hand, without a drawing library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nxtrain.parallel.simulate import Span
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+WIDTH = 760
+INK, GRID, PAPER = "#24292f", "#d0d7de", "#ffffff"
+FORWARD_S = 0.2
+"""Forward of a stage that sleeps: long enough that a busy machine hardly shows."""
+COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "weight": "#8a8f98"}
+
+
+def main() -> None:
+    """Draw the picture that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", choices=("loss", "pipeline"))
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, for loss")
+    parser.add_argument("--out", type=Path, metavar="FILE.svg", help="by default docs/images/PICTURE.svg")
+    options = parser.parse_args()
+    if options.picture == "loss":
+        if options.run is None:
+            parser.error("loss needs RUN, a run folder with metrics.jsonl")
+        lines = (options.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        svg = loss_curve([json.loads(line) for line in lines])
+    else:
+        svg = pipelines(_measured())
+    out = options.out or IMAGES / f"{options.picture}.svg"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(svg, encoding="utf-8")
+    print(f"{out}: {len(svg)} bytes")
+
+
+def loss_curve(records: Sequence[dict[str, float]]) -> str:
+    """SVG of training and held-out loss over steps.
+
+    Args:
+        records: Lines of metrics.jsonl, with `step`, `loss` and, after an evaluation, `val_loss`.
+    """
+    left, top, height = 56, 40, 220
+    train = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    held_out = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss") is not None]
+    values = [value for _, value in (*train, *held_out)]
+    low, high = math.floor(min(values)), math.ceil(max(values))
+    last = max(step for step, _ in train)
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        x = left + (WIDTH - left - 24) * step / last
+        return x, top + height * (high - value) / (high - low)
+
+    parts = [_text(left, 22, "loss (nats per token)", weight="bold")]
+    for value in range(low, high + 1):
+        x, y = place(0, value)
+        parts += [_line(x, y, WIDTH - 24, y), _text(left - 8, y + 4, str(value), anchor="end")]
+    for quarter in range(5):
+        step = round(last * quarter / 4)
+        parts.append(_text(place(step, low)[0], top + height + 18, str(step), anchor="middle"))
+    parts.append(_text(WIDTH - 24, top + height + 36, "step", anchor="end"))
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in train))
+    parts.append(f'<polyline points="{points}" fill="none" stroke="{COLORS["forward"]}" stroke-width="2"/>')
+    parts += [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{COLORS["backward"]}"/>'
+        for x, y in (place(*point) for point in held_out)
+    ]
+    names = [("training", COLORS["forward"]), ("held-out text", COLORS["backward"])][: 2 if held_out else 1]
+    return _svg(top + height + 48, [*parts, *_legend(names, 22)])
+
+
+def pipelines(steps: Sequence[tuple[str, Sequence[Span]]]) -> str:
+    """SVG of pipeline steps below each other, on one scale of time: a row for each rank, a box for each computation.
+
+    Args:
+        steps: Title and computations of each.
+    """
+    left, row, gap = 56, 26, 34
+    begin_s = [min(span.start_s for span in spans) for _, spans in steps]
+    length_s = max(max(span.end_s for span in spans) - begin for (_, spans), begin in zip(steps, begin_s, strict=True))
+    scale = (WIDTH - left - 8) / length_s
+    kinds = {span.action.kind for _, spans in steps for span in spans}
+    parts, y = list[str](), 30.0
+    for (title, spans), begin in zip(steps, begin_s, strict=True):
+        parts.append(_text(left, y + gap - 14, title, weight="bold"))
+        y += gap
+        ranks = 1 + max(span.rank for span in spans)
+        parts += [_text(left - 8, y + rank * row + 16, f"rank {rank}", anchor="end") for rank in range(ranks)]
+        for kind, color in COLORS.items():
+            boxes, labels = list[str](), list[str]()
+            for span in spans:
+                if span.action.kind != kind:
+                    continue
+                x, above = left + (span.start_s - begin) * scale, y + span.rank * row
+                width = (span.end_s - span.start_s) * scale
+                boxes.append(f"M{x:.1f} {above:.0f}h{width - 0.5:.1f}v22h-{width - 0.5:.1f}z")
+                labels.append(f'<text x="{x + width / 2:.1f}" y="{above + 15:.0f}">{span.action.micro}</text>')
+            if boxes:
+                parts.append(f'<path d="{"".join(boxes)}" fill="{color}"/>')
+                parts.append(f'<g fill="{PAPER}" font-size="11" text-anchor="middle">{"".join(labels)}</g>')
+        y += ranks * row
+    legend = [
+        (name, COLORS[kind])
+        for kind, name in (("forward", "forward"), ("backward", "backward"), ("weight", "weight gradients"))
+        if kind in kinds
+    ]
+    return _svg(round(y) + 12, [*_legend(legend, 18), *parts])
+
+
+def _measured() -> list[tuple[str, list[Span]]]:
+    """The shortest of five steps of four stages under each schedule, and its bubble."""
+    from nxtrain.bench.pipeline import StageWork, fastest, measure
+    from nxtrain.plan.pipeline import computations, figures
+
+    works = [StageWork(4, 1, order, 8, "sleep", FORWARD_S, 1, 32) for order in ("1f1b", "zero_bubble")]
+    found = []
+    for work, turns in zip(works, measure(works, rounds=5), strict=True):
+        spans = fastest(work, turns).spans
+        result = figures(work.expected(), spans)
+        name = {"1f1b": "1F1B", "zero_bubble": "zero_bubble"}[work.schedule]
+        title = f"{name}: {1e3 * result.step_s:.0f} ms, of which ranks wait {result.bubble:.0%}"
+        found.append((title, computations(spans)))
+    return found
+
+
+def _svg(height: int, parts: Iterable[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'font-family="system-ui, sans-serif" font-size="13">'
+    )
+    return "\n".join([head, f'<rect width="100%" height="100%" fill="{PAPER}"/>', *parts, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
+    style = f'fill="{INK}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{text}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{GRID}"/>'
+
+
+def _legend(names: Sequence[tuple[str, str]], y: float) -> list[str]:
+    """Names with their colors, right-aligned in the first line."""
+    parts, x = list[str](), WIDTH - 24.0
+    for name, color in reversed(names):
+        x -= 7.2 * len(name)
+        parts.append(_text(x, y, name))
+        x -= 18
+        parts.append(f'<rect x="{x:.1f}" y="{y - 11:.1f}" width="12" height="12" fill="{color}"/>')
+        x -= 16
+    return parts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""First lines of docstrings, and the list of those that still begin with a question word.
+
+A first line begins with a noun or a verb of the field. `QUESTION_WORDS` begin a riddle instead: the reader learns the
+thing only at the end of the sentence.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("nxtrain", "models", "tests/support")
+OFFENDERS = ROOT / "tests" / "unit" / "docstring_offenders.txt"
+"""First lines that are still to be rewritten, one per line, sorted. By text, so that a moved file keeps its entries."""
+
+QUESTION_WORDS = frozenset({"how", "what", "where", "whether", "which", "who", "whose", "why"})
+
+
+def first_lines(source: str) -> Iterator[tuple[int, str]]:
+    """Line number and first docstring line of a module and of everything it defines, private names included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text.splitlines()[0].strip()
+            yield from _attribute_lines(node.body)
+
+
+def offends(line: str) -> bool:
+    """True for a first line that begins with a question word."""
+    word = line.split(maxsplit=1)[0] if line.split() else ""
+    return word.strip("`'\"*_.,:;()-").partition("'")[0].lower() in QUESTION_WORDS
+
+
+@cache
+def found() -> list[tuple[str, str]]:
+    """Place (`path:line`) and first line of every docstring that offends."""
+    return [
+        (f"{path.relative_to(ROOT)}:{number}", line)
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, line in first_lines(path.read_text(encoding="utf-8"))
+        if offends(line)
+    ]
+
+
+def allowed() -> list[str]:
+    """Entries of the list."""
+    return OFFENDERS.read_text(encoding="utf-8").splitlines() if OFFENDERS.exists() else []
+
+
+def pruned() -> list[str]:
+    """The list without the entries that no longer offend; entries are never added."""
+    return sorted((Counter(allowed()) & Counter(line for _, line in found())).elements())
+
+
+def _attribute_lines(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """First lines of the strings below assignments, which document constants and fields."""
+    previous: ast.stmt | None = None
+    for statement in body:
+        if (
+            isinstance(previous, ast.Assign | ast.AnnAssign)
+            and isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Constant)
+            and isinstance(statement.value.value, str)
+        ):
+            yield statement.lineno, statement.value.value.strip().partition("\n")[0]
+        previous = statement
