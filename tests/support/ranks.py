@@ -30,6 +30,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.placement_types",
     "torch._dynamo",
+    "torch.distributed.run",
 )
 """Modules that the forked process imports: with them comes nearly all that bodies use."""
 
@@ -83,6 +84,13 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+def context() -> Any:
+    """Starts forks of a process that has imported everything; a test process has one such process."""
+    found = mp.get_context("forkserver")
+    found.set_forkserver_preload([*PRELOADED])
+    return found
+
+
 def _open_store() -> TCPStore:
     """The store in which the ranks of a run meet, kept by this process as by torchrun's agent.
 
@@ -110,10 +118,9 @@ def _outcome(pipe: Connection) -> tuple[bool, Any]:
 
 
 def _start(*job: Any) -> tuple[Any, Connection]:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED])
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, *job), daemon=True)
+    started_by = context()
+    here, there = started_by.Pipe()
+    process = started_by.Process(target=_serve, args=(there, *job), daemon=True)
     process.start()
     return process, here
 
