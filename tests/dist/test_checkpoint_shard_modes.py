@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import layout as folders
+from nxtrain.checkpoint import directory as folders
 from nxtrain.checkpoint.manifest import DTYPES, read_manifest
 from nxtrain.checkpoint.save import Retention, save
 from nxtrain.config.check import Resolved

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.c10d_collectives import C10dCollectives
+from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.errors import NxtrainError
 from nxtrain.mesh import Mesh
 from tests.dist.test_collectives import DTYPES, held_by
@@ -102,6 +102,7 @@ def waited(backend: Backend, dies: bool) -> tuple[str, str, float]:
     return "", "", time.monotonic() - began
 
 
+@pytest.mark.alone
 def test_a_peer_that_does_not_come_is_named_in_time(ranks: RankPool) -> None:
     receiver, sender, middle = ranks.run(3, waited, False)
     assert middle == ("", "", 0.0)

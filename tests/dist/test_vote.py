@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
+from nxtrain.train.health.replica_check import Vote
 from nxtrain.train.step import TrainState, train_step
-from nxtrain.train.vote import Vote
 from tests.support.models import weights_of
 from tests.support.parity import LR, batches, layout, local_batch, start
 from tests.support.ranks import RankPool
@@ -228,6 +228,7 @@ def costs(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], r
     return median(ratios[1:])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("update", ["fp32_master", "bf16_stochastic"])
 def test_a_vote_costs_no_more_than_a_step_of_few_tokens(ranks: RankPool, update: str) -> None:
     """Of 1024 tokens per rank: every 100 steps, as the recipes have it, no more than 1%. Theirs have 8192 and more."""

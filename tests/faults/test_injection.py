@@ -17,12 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain import cli
-from nxtrain.train import (
-    fault_kinds,
-    run,  # noqa: F401  # so that the processes need not import it
-)
-from nxtrain.train.fault_points import POINTS, VARIABLE
+from nxtrain.cli import main as cli
+from nxtrain.testing import fault_kinds
+from nxtrain.testing.fault_points import POINTS, VARIABLE
 from tests.support.runs import token_file
 
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from nxtrain.errors import DataError, HangError
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action

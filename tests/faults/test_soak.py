@@ -5,8 +5,8 @@ from __future__ import annotations
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from nxtrain.train.fault_kinds import KINDS
-from nxtrain.train.fault_points import POINTS, parse
+from nxtrain.testing.fault_kinds import KINDS
+from nxtrain.testing.fault_points import POINTS, parse
 from tests.support.soak import MARGIN, drawn, soak
 
 

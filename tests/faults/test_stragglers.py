@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxtrain.metrics.sinks import METRICS_FILE
-from nxtrain.train.recovery.stragglers import STEPS as COMPARED
+from nxtrain.run_folder import METRICS_FILE
+from nxtrain.train.supervision.stragglers import STEPS as COMPARED
 from tests.support.command_ranks import until
 from tests.support.commands import TOLD, ended, free_port, start_rank, write_config
 from tests.support.runs import course

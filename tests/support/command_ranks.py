@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-from nxtrain import cli
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
+from nxtrain.cli import main as cli
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.metrics.sinks import METRICS_FILE
+from nxtrain.process.signals import STOPPING
+from nxtrain.run_folder import METRICS_FILE
 from nxtrain.train import run  # noqa: F401  # so that the processes need not import it
-from nxtrain.train.recovery.signals import STOPPING
 from tests.support.runs import token_file
 
 WORLD = 2
@@ -226,14 +226,14 @@ def _rank(
 
 def _arm(fault: Fault, folder: Path) -> None:
     if fault.kind == "slow save":
-        publish = layout.publish
+        publish = directory.publish
 
         def slowly(staged: Path, path: Path) -> None:
             (folder / "saving").touch()
             time.sleep(3.0)
             publish(staged, path)
 
-        layout.publish = slowly
+        directory.publish = slowly
         return
     read = Loader.batch
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from nxtrain import cli
-from nxtrain.checkpoint import convert, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
+from nxtrain.cli import main as cli
+from nxtrain.convert import hf, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.train import faults, run  # noqa: F401
-from nxtrain.train.fault_points import VARIABLE
+from nxtrain.testing.fault_points import VARIABLE
+from nxtrain.train import run  # noqa: F401
 from tests.support.runs import SEQ_LEN, token_file
 
 CONFIG = """

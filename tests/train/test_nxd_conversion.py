@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from tests.support.runs import TIMINGS, records, token_file
 
 

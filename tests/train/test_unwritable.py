@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from nxtrain.errors import BackendError, CheckpointError, DataError
 from tests.support.commands import write_config
 from tests.support.small_disks import small_disk
