@@ -36,7 +36,12 @@ CASES: dict[str, tuple[Any, str, Any, str]] = {
         staticmethod(sdk.distributed_support),
         f"{NEURON}.backend.NeuronBackend",
     ),
-    "parent's method": (XlaBackend, "scalars", lambda self, *values: values, f"{PACKAGE}.xla.backend.XlaBackend.scalars"),
+    "parent's method": (
+        XlaBackend,
+        "scalars",
+        lambda self, *values: values,
+        f"{PACKAGE}.xla.backend.XlaBackend.scalars",
+    ),
     "function": (sdk, "detect", lambda: None, f"{NEURON}.sdk.detect"),
     "imported function": (backend, "choose", lambda *_: None, f"{NEURON}.backend.choose"),
     "constant": (attention, "SEQUENCE_TILE", 1024, f"{NEURON}.attention.SEQUENCE_TILE"),
