@@ -50,6 +50,7 @@ def test_a_different_rank_ends_all_and_rank_0_says_which(ranks: RankPool, other:
     assert all(text.endswith("; see rank 0") for _, text, _ in found[1:])
 
 
+@pytest.mark.alone
 def test_a_rank_that_does_not_come_ends_the_others_in_time(ranks: RankPool) -> None:
     found = ranks.run(3, compared, [("step 7", "aa")] * 3, 1)
     assert [kind for kind, _, _ in found] == ["HangError", "", "HangError"]
@@ -73,6 +74,7 @@ def left_alone(backend: Backend, leaves: int) -> tuple[str, str, int | None, flo
     raise AssertionError("compared without it")
 
 
+@pytest.mark.alone
 def test_a_rank_that_is_gone_is_told_at_once_and_from_one_that_is_late(ranks: RankPool) -> None:
     found = ranks.run(2, left_alone, 1)
     kind, message, peer, seconds = found[0]

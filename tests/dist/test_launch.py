@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from nxtrain.errors import BackendError, DataError, DivergedError, HangError, StoppedBySignal
 from nxtrain.launch.torchrun import blame
+from tests.support.ranks import context
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
@@ -25,20 +29,48 @@ if sys.argv[1] != "0":
 """
 
 
-def launched(
-    folder: Path, text: str, *argv: object, nproc: int = 2, options: Sequence[str] = ()
-) -> subprocess.CompletedProcess[str]:
-    """What came of ranks that run a script under our agent."""
-    script = folder / "rank.py"
+@dataclass(frozen=True)
+class Ended:
+    """An agent that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def launched(folder: Path, text: str, *argv: object, nproc: int = 2, options: Sequence[str] = ()) -> Ended:
+    """The end of ranks that run a script under our agent, a process that need not import torch."""
+    script, files = folder / "rank.py", (folder / "stdout", folder / "stderr")
     script.write_text(text, encoding="utf-8")
-    agent = ("-m", "nxtrain.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}")
-    command = (sys.executable, *agent, *options, str(script), *map(str, argv))
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    how = ("--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc}", *options)
+    agent = context().Process(target=run_agent, args=(files, [*how, str(script), *map(str, argv)]))
+    agent.start()
+    agent.join(100)
+    is_alive = agent.is_alive()
+    agent.kill()
+    agent.join()
+    said = [file.read_text(encoding="utf-8") for file in files]
+    assert not is_alive, said
+    return Ended(agent.exitcode, *said)
 
 
-@pytest.mark.parametrize("code", [0, DivergedError.exit_code])
-def test_the_exit_code_of_a_rank_is_that_of_the_command(tmp_path: Path, code: int) -> None:
-    assert launched(tmp_path, RANK, code).returncode == code
+def run_agent(files: Sequence[Path], argv: Sequence[str]) -> None:
+    """Become the agent, with what it prints in files."""
+    for number, path in enumerate(files, start=1):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, signal.SIG_DFL)  # whatever these tests were started to ignore
+    sys.argv = ["nxtrain.launch.torchrun", *argv]
+    sys.modules.pop(sys.argv[0], None)  # imported for `blame`
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def test_the_exit_code_of_a_rank_is_that_of_the_command_and_a_failure_is_in_the_log(tmp_path: Path) -> None:
+    for code in (0, DivergedError.exit_code):
+        done = launched(tmp_path, RANK, code)
+        assert done.returncode == code
+        assert (f"failed (exitcode: {code})" in done.stderr) == (code != 0)
 
 
 STOPPING = """
@@ -58,10 +90,6 @@ time.sleep(60)
 def test_a_stop_is_no_failure_in_the_log(tmp_path: Path, number: signal.Signals) -> None:
     done = launched(tmp_path, STOPPING, StoppedBySignal.exit_code, int(number), tmp_path / "there")
     assert (done.returncode, done.stdout, done.stderr) == (StoppedBySignal.exit_code, "", "")
-
-
-def test_a_failure_stays_in_the_log(tmp_path: Path) -> None:
-    assert f"failed (exitcode: {DivergedError.exit_code})" in launched(tmp_path, RANK, DivergedError.exit_code).stderr
 
 
 LOSING = """

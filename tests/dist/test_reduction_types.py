@@ -57,28 +57,19 @@ def _tensors(args: Any) -> Iterator[Tensor]:
             yield from _tensors(arg)
 
 
-def types_of_a_step(
+def gradient_and_types(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]
-) -> Counter[tuple[str, torch.dtype]]:
+) -> tuple[dict[str, Tensor], Counter[tuple[str, torch.dtype]]]:
+    """This rank's part of a reduced gradient, and the operands that the reduction had."""
     recording = _Types()
     with recording:
-        reduced_gradient(backend, resolved, weights)
-    return recording.seen
-
-
-@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
-@pytest.mark.parametrize(("shard", "dp", "params"), CASES)
-def test_collectives_carry_gradients_in_the_type_of_the_reduction(
-    ranks: RankPool, shard: str, dp: int, params: str, reduce: str
-) -> None:
-    resolved = reducing(shard, reduce, params=params, dp=dp, accumulation=1)
-    for seen in ranks.run(dp, types_of_a_step, resolved, weights_of(resolved)):
-        assert set(seen) == {(op, DTYPES[reduce]) for op in REDUCING[shard]}
+        found = reduced_gradient(backend, resolved, weights)
+    return found, recording.seen
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("shard", "dp", "params"), CASES)
-def test_reduced_gradients_are_those_of_the_formula_in_that_type(
+def test_collectives_carry_the_type_of_the_reduction_and_give_the_gradients_of_its_formula(
     ranks: RankPool, shard: str, dp: int, params: str, accumulation: int
 ) -> None:
     """Bit for bit: at most two numbers meet in each sum, and means of 2 and 4 are exact."""
@@ -88,7 +79,8 @@ def test_reduced_gradients_are_those_of_the_formula_in_that_type(
         weights = weights_of(resolved)
         (own,) = ranks.run(1, own_gradients, resolved, weights)
         expected = formula(own, resolved)
-        found[reduce] = ranks.run(dp, reduced_gradient, resolved, weights)
+        found[reduce], seen = zip(*ranks.run(dp, gradient_and_types, resolved, weights), strict=True)
+        assert all(set(types) == {(op, DTYPES[reduce]) for op in REDUCING[shard]} for types in seen)
         for rank, gradient in enumerate(found[reduce]):
             pairs = shard_pairs(gradient, expected, resolved, dp, rank)
             for name, (ours, want) in pairs.items():
@@ -110,6 +102,6 @@ def test_buckets_are_as_large_as_the_reduction_makes_them(
     """Embedding and head have 2 MiB each in fp32: with a limit of 2 MiB the first shares a bucket in bf16 only."""
     resolved = layout("gqa2", tp=1, dp=2, micro=1, shard=shard, config={"vocab_size": 8192})
     resolved = changed(resolved, parallel={"bucket_mib": 2}, precision={"reduce": reduce})
-    (seen, _) = ranks.run(2, types_of_a_step, resolved, weights_of(resolved))
+    ((_, seen), _) = ranks.run(2, gradient_and_types, resolved, weights_of(resolved))
     tensors = {"none": 1, "zero1": 2}[shard]  # of the input and the result, where those are two
     assert seen == {(op, DTYPES[reduce]): buckets * tensors for op in REDUCING[shard]}

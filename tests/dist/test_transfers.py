@@ -102,6 +102,7 @@ def waited(backend: Backend, dies: bool) -> tuple[str, str, float]:
     return "", "", time.monotonic() - began
 
 
+@pytest.mark.alone
 def test_a_peer_that_does_not_come_is_named_in_time(ranks: RankPool) -> None:
     receiver, sender, middle = ranks.run(3, waited, False)
     assert middle == ("", "", 0.0)

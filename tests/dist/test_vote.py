@@ -228,6 +228,7 @@ def costs(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], r
     return median(ratios[1:])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("update", ["fp32_master", "bf16_stochastic"])
 def test_a_vote_costs_no_more_than_a_step_of_few_tokens(ranks: RankPool, update: str) -> None:
     """Of 1024 tokens per rank: every 100 steps, as the recipes have it, no more than 1%. Theirs have 8192 and more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
-from functools import cache
+from functools import cache, lru_cache
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
@@ -86,7 +86,7 @@ class Drawn:
     @property
     def resolved(self) -> Resolved:
         """The configuration, held to every rule."""
-        return resolve_config(load(CONFIG, self.overrides), self.degrees.world)
+        return _resolved(self.overrides, self.degrees.world)
 
     @property
     def reproduce(self) -> str:
@@ -111,6 +111,12 @@ class Drawn:
         return found
 
 
+@lru_cache(maxsize=1024)
+def _resolved(overrides: tuple[str, ...], world: int) -> Resolved:
+    return resolve_config(load(CONFIG, overrides), world)
+
+
+@lru_cache(maxsize=1024)
 def draw(lane: str, seed: int, index: int, degrees: Degrees = ONE, *, bf16: bool = False, xla: bool = False) -> Drawn:
     """One run of a layout.
 

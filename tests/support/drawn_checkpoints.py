@@ -53,9 +53,16 @@ def _relaid(whole: Drawn, index: int, degrees: Degrees, rng: Random) -> Drawn:
     shared = [line for line in whole.overrides if line.startswith(SHARED)]
     own = [line for line in other.overrides if not line.startswith((*SHARED, "train.micro_batch="))]
     own = [line for line in own if not line.startswith("parallel.pipeline_cuts=")]
-    found = replace(other, index=index, overrides=(*own, *shared, "train.micro_batch=1"), steps=4, mask=0.0)
+    rows = whole.resolved.config.train.global_batch // degrees.dp
+    micro_batch = f"train.micro_batch={_micro_batch(rows, 2 * degrees.pp + 1)}"
+    found = replace(other, index=index, overrides=(*own, *shared, micro_batch), steps=4, mask=0.0)
     _ = found.resolved
     return found
+
+
+def _micro_batch(rows: int, most: int) -> int:
+    """The smallest micro-batch by which a rank's rows are as many micro-batches as a draw may have, or fewer."""
+    return next(size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most)
 
 
 def train_and_save(backend: Backend, drawn: Drawn, weights: dict[str, Tensor], path: Path) -> tuple[Course, Shards]:

@@ -1,7 +1,7 @@
 """Run a function on several ranks, each in a process that stays alive between tests.
 
-Importing torch takes seconds, so the processes are started once per test session; each run joins them in a new process
-group, and leaves it.
+Importing torch takes seconds of processor time, so one process imports everything and the ranks are forks of it. They
+are started once per test session; each run joins them in a new process group, and leaves it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,24 @@ from typing import Any
 
 import pytest
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
 from tests.support.patience import patient_s
 
 TIMEOUT_S = patient_s(120)
+HOST = "127.0.0.1"
+
+PRELOADED = (
+    "tests.support.checkpoints",
+    "tests.support.parity",
+    "tests.support.runs",
+    "nxtrain_models.llama",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.placement_types",
+    "torch._dynamo",
+    "torch.distributed.run",
+)
+"""Modules that the forked process imports: with them comes nearly all that bodies use."""
 
 
 class RankPool:
@@ -42,10 +56,10 @@ class RankPool:
         """
         while len(self._workers) < world:
             self._workers.append(_start(*self._job))
-        port = free_port()
         workers = self._workers[:world]
+        store = _open_store()
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send((rank, world, port, body, args))
+            pipe.send((rank, world, store.port, body, args))
         outcomes = [_outcome(pipe) for _, pipe in workers]
         failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
         if failures:
@@ -70,6 +84,25 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+def context() -> Any:
+    """Starts forks of a process that has imported everything; a test process has one such process."""
+    found = mp.get_context("forkserver")
+    found.set_forkserver_preload([*PRELOADED])
+    return found
+
+
+def _open_store() -> TCPStore:
+    """The store in which the ranks of a run meet, kept by this process as by torchrun's agent.
+
+    The store listens before the ranks ask for it, on a port that no other process can take in between. Its socket is
+    one of IPv4 alone: of a client that comes through a socket of both kinds, torch asks a name server for the name of
+    ::ffff:127.0.0.1, which /etc/hosts lacks, and all clients wait for the answer, at times for five seconds.
+    """
+    listener = socket.create_server((HOST, 0), backlog=64)
+    port = listener.getsockname()[1]
+    return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def free_port() -> int:
     """A port on which nobody listens."""
     with socket.socket() as probe:
@@ -85,9 +118,9 @@ def _outcome(pipe: Connection) -> tuple[bool, Any]:
 
 
 def _start(*job: Any) -> tuple[Any, Connection]:
-    context = mp.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, *job), daemon=True)
+    started_by = context()
+    here, there = started_by.Pipe()
+    process = started_by.Process(target=_serve, args=(there, *job), daemon=True)
     process.start()
     return process, here
 
@@ -98,10 +131,11 @@ def _serve(pipe: Connection, name: str, layers: str, prepare: Callable[[], None]
     if prepare is not None:
         prepare()
     torch.set_num_threads(1)
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # after one lost answer torch asks no name server any more
     while True:
         rank, world, port, body, args = pipe.recv()
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        place.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        place.update({"MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True})
         os.environ.update({name: str(value) for name, value in place.items()})
         from nxtrain.backends import open_backend
 

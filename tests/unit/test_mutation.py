@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,7 @@ TRIED = {
 TRY = """
 import json, sys
 from pathlib import Path
+import pytest  # once, and not in each fork
 from tests.support import mutation
 folder, root = Path(sys.argv[1]), Path(sys.argv[2])
 mutation.CARRIED = ("nxtrain", "tests", "pyproject.toml")
@@ -113,7 +115,7 @@ tree = mutation.Tree(root, folder)
 stages = (("tests/test_one.py",), ("tests/test_two.py",))
 tree.check(stages)
 (drawn,) = mutation.draw(root, ["nxtrain/module.py"], 1, 1, ["arithmetic"])
-found = tree.outcome(drawn, stages, [30.0, 30.0])
+found = tree.outcome(drawn, stages, [30.0, 12.0])
 copy = (tree.path / "nxtrain/module.py").read_text()
 print(json.dumps([found.kind, found.by, copy]))
 """
@@ -131,7 +133,8 @@ def tried(tmp_path: Path, module: str) -> subprocess.CompletedProcess[str]:
     test = "from nxtrain.module import value\n\n\ndef test_value():\n    assert value in (0, 2) or str(value) == '1'\n"
     (root / "tests/test_two.py").write_text(test)
     argv = [sys.executable, "-c", TRY, str(folder), str(root)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the tests of the module need none
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert (root / "nxtrain/module.py").read_text() == module
     return done
 

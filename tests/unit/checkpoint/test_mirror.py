@@ -309,6 +309,7 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
     assert [path for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.alone
 def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"))
     place: Any = run.mirror.place(1)
