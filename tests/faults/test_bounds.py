@@ -15,7 +15,8 @@ from nxtrain.checkpoint import layout
 from nxtrain.errors import HangError
 from nxtrain.train import run
 from nxtrain.train.recovery import bounded
-from tests.support.commands import ended, free_port, start_rank, train, write_config
+from tests.support.commands import ended, start_rank, train, write_config
+from tests.support.ports import free_port
 
 LIMIT_S = 1.0
 

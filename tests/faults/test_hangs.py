@@ -36,6 +36,7 @@ def hung(started_by: ForkServerContext, folder: Path, kind: str, survivors: list
     return ranks, after_s
 
 
+@pytest.mark.alone
 def test_a_rank_that_sleeps_in_data_is_named_by_all(started_by: ForkServerContext, tmp_path: Path) -> None:
     ranks, after_s = hung(started_by, tmp_path, "sleep", [0, 1])
     assert PATIENCE_S - 0.5 < after_s < PATIENCE_S + LATE_S
@@ -58,6 +59,7 @@ def test_a_rank_that_sleeps_in_data_is_named_by_all(started_by: ForkServerContex
     assert "in prefetched" in verdict
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["stop", "gil"])
 def test_a_rank_that_cannot_answer_is_named_by_the_other(
     started_by: ForkServerContext, tmp_path: Path, kind: str
@@ -77,6 +79,7 @@ def test_a_rank_that_holds_the_lock_ends_with_its_stack(started_by: ForkServerCo
         assert "in strike" in ranks.said()[1]
 
 
+@pytest.mark.alone
 def test_a_slow_rank_is_named_once_and_the_run_goes_on(started_by: ForkServerContext, tmp_path: Path) -> None:
     write_config(tmp_path, patience_s=60)
     with Ranks(started_by, tmp_path, Fault("slow", step=3, rank=1, seconds=0.2)) as ranks:

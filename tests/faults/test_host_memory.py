@@ -14,7 +14,8 @@ import torch
 
 from tests.support import command_ranks
 from tests.support.command_ranks import Ranks
-from tests.support.commands import at_batch, ended, free_port, start_rank, train, write_config
+from tests.support.commands import at_batch, ended, start_rank, train, write_config
+from tests.support.ports import free_port
 from tests.support.runs import course
 
 STEPS = 12

@@ -16,7 +16,8 @@ import pytest
 
 from nxtrain.checkpoint import layout, places
 from nxtrain.errors import HangError, StoppedBySignal
-from tests.support.commands import command, ended, free_port, start_rank, train, write_config
+from tests.support.commands import command, ended, start_rank, train, write_config
+from tests.support.ports import free_port
 from tests.support.runs import course
 from tests.support.s3 import BUCKET, s3, s3_variables, slow_s3
 

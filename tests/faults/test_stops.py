@@ -91,6 +91,7 @@ def test_a_signal_during_a_save_waits_for_it_and_for_that_of_the_last_step(
     assert course(tmp_path / "run") == uninterrupted
 
 
+@pytest.mark.alone
 def test_a_second_signal_ends_at_once_and_leaves_what_is_valid(
     started_by: ForkServerContext, tmp_path: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:

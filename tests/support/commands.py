@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -148,12 +147,6 @@ def ended(folder: Path, processes: Mapping[int, BaseProcess], within_s: float) -
             process.kill()
             process.join()
     return told
-
-
-def free_port() -> int:
-    """A port of this machine that nothing uses just now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def at_batch(number: int, action: Callable[[], object]) -> None:

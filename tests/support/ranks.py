@@ -7,7 +7,6 @@ group, and leaves it.
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ import pytest
 import torch.multiprocessing as mp
 
 from tests.support.patience import patient_s
+from tests.support.ports import free_port
 
 TIMEOUT_S = patient_s(120)
 
@@ -68,13 +68,6 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _outcome(pipe: Connection) -> tuple[bool, Any]:
