@@ -73,11 +73,6 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     assert course(tmp_path / "run") == straight
 
 
-@pytest.fixture(scope="module")
-def started_by() -> ForkServerContext:
-    return command_ranks.context()
-
-
 def anonymous_mib(pid: int | None) -> float:
     """Memory of a process that no file backs, in MiB."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")

@@ -31,7 +31,13 @@ PATIENCE = f"recovery.hang_timeout_s={PATIENCE_S:g}"
 
 def begin(folder: Path, steps: int, *overrides: str, **environ: str) -> tuple[int, str]:
     return command(
-        folder, "train", folder / "run.toml", f"train.steps={steps}", "optim.decay_steps=8", *overrides, environ=environ
+        folder,
+        "train",
+        folder / "config.toml",
+        f"train.steps={steps}",
+        "optim.decay_steps=8",
+        *overrides,
+        environ=environ,
     )
 
 

@@ -24,7 +24,8 @@ def bench(*options: str) -> dict[str, Any]:
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("pp", "virtual_pp", "micro", "forward_ms", "in_flight"),
-    [(4, 1, 8, 40, [4, 3, 2, 1]), (2, 2, 4, 80, [5, 3])],  # the smaller the bubble, the more a transfer adds to it
+    # The smaller the bubble, the more a transfer adds to it.
+    [(4, 1, 8, 40, [4, 3, 2, 1]), pytest.param(2, 2, 4, 80, [5, 3], marks=pytest.mark.slow)],
 )
 def test_equal_stages_leave_the_bubble_of_the_formula(
     pp: int, virtual_pp: int, micro: int, forward_ms: int, in_flight: list[int]
