@@ -24,7 +24,7 @@ DURATIONS_FILE = Path(__file__).with_name("durations.json")
 `--quick` leaves these tests out, and workers take the files with most of them first.
 """
 
-QUICK_S = 1.0
+QUICK_S = 0.5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
