@@ -170,6 +170,7 @@ def test_an_error_of_the_disk_ends_a_strict_run(
     assert_recovered(history, golden)
 
 
+@pytest.mark.alone
 def test_a_slow_disk_slows_no_step(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:
     configure(tmp_path)
     slow_s = 2.0
