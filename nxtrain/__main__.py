@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from nxtrain.errors import explained
-from nxtrain.metrics.streams import open_standard_streams
-from nxtrain.train.recovery import stacks
+from nxtrain.process import stacks
+from nxtrain.process.streams import open_standard_streams
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     open_standard_streams()
     stacks.answer_requests()
     try:
-        from nxtrain.cli import main  # its imports take a while
+        from nxtrain.cli.main import main  # its imports take a while
     except ImportError as error:
         known = explained(error)
         if known is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from nxtrain.backends.shell import EXTRACTION, extracting
+from nxtrain.backends.xla.environment import EXTRACTION, extracting
 from nxtrain.errors import BackendError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _load(name: str) -> type[Backend]:
 
         return CudaBackend
     if name == "xla":
-        from nxtrain.backends.xla import XlaBackend
+        from nxtrain.backends.xla.backend import XlaBackend
 
         return XlaBackend
     if name == "neuron":

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nxtrain.backends.collectives import Collectives, Pending
-from nxtrain.backends.greetings import without_greetings
+from nxtrain.distributed.collectives import Collectives, Pending
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.mesh import Axis, Mesh
+from nxtrain.process.greetings import without_greetings
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from nxtrain.backends.board import Board
     from nxtrain.backends.rounding import RoundingKey
     from nxtrain.config.schema import RunConfig
+    from nxtrain.distributed.heartbeats import Board
     from nxtrain.family import ModelConfig, ModelFamily
     from nxtrain.sharding import Init, Segment, ShardSpec
 

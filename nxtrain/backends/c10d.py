@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.board import Board
-from nxtrain.backends.c10d_collectives import C10dCollectives
-from nxtrain.backends.greetings import without_greetings
-from nxtrain.backends.meeting import meet
-from nxtrain.backends.parting import Parting
-from nxtrain.backends.waits import WAITS
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.distributed.failure_reporter import Parting
+from nxtrain.distributed.heartbeats import Board
+from nxtrain.distributed.rendezvous import meet
+from nxtrain.distributed.waits import WAITS
 from nxtrain.mesh import Mesh
+from nxtrain.process.greetings import without_greetings
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.blocks import BLOCK_BYTES
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.planner import ChunkSavePlanner
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.staging import Staging
+from nxtrain.io.checksummed_file import BLOCK_BYTES
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 
@@ -180,15 +180,15 @@ class State:
         """A checkpoint, until it is committed."""
         tensors = self._staged.tensors
         planner = ChunkSavePlanner(tuple(tensors), tensors.__getitem__)
-        self._written = write(layout.step_path(self._place, 1), planner, self._meta, Mesh(1, 0), staged=self._staged)
+        self._written = write(directory.step_path(self._place, 1), planner, self._meta, Mesh(1, 0), staged=self._staged)
 
     def read_back(self) -> None:
         """What proves that the disk holds it."""
-        read_back(layout.step_path(self._place, 1), self._written, Mesh(1, 0), None)
+        read_back(directory.step_path(self._place, 1), self._written, Mesh(1, 0), None)
 
     def load(self) -> None:
         """All of it, verified."""
-        load(layout.step_path(self._place, 1), self._shards, self._layout)
+        load(directory.step_path(self._place, 1), self._shards, self._layout)
 
     def torch_save(self) -> None:
         """All of it with torch.save, until the disk holds it."""

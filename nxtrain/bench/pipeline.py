@@ -27,8 +27,8 @@ from rich.table import Table
 
 from nxtrain.bench.train import SHAPE, Worker
 from nxtrain.errors import ConfigError
-from nxtrain.parallel.play import Span
 from nxtrain.parallel.schedule import Action, Order
+from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
 

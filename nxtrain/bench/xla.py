@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.backends.tracing import trace_environment
+from nxtrain.backends.xla.tracing import trace_environment
 from nxtrain.bench.train import OURS, PEER, Worker, take_turns
 from nxtrain.errors import BackendError
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from nxtrain.checkpoint.chunks import Chunk, Shards, chunks
-from nxtrain.checkpoint.layout import MANIFEST
+from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
+from nxtrain.checkpoint.dcp_storage import FileReader
+from nxtrain.checkpoint.directory import MANIFEST
 from nxtrain.checkpoint.manifest import Manifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.places import Place, content_of
-from nxtrain.checkpoint.planner import ChunkLoadPlanner
-from nxtrain.checkpoint.ranks import Group, by_leader, collective, is_distributed
-from nxtrain.checkpoint.storage import FileReader
+from nxtrain.checkpoint.shards import Chunk, Shards, chunks
+from nxtrain.distributed.agreement import Group, by_leader, collective, is_distributed
 from nxtrain.errors import DamagedError
+from nxtrain.io.object_store import Place, content_of
 from nxtrain.sharding import Layout
 
 

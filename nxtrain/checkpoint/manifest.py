@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nxtrain.checkpoint.blocks import Stored
-from nxtrain.checkpoint.layout import MANIFEST
-from nxtrain.checkpoint.places import Place, content_of
-from nxtrain.checkpoint.unsteady import damage, unsteady
+from nxtrain.checkpoint.directory import MANIFEST
 from nxtrain.errors import CheckpointError, DamagedError
+from nxtrain.io.checksummed_file import Stored
+from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.read_retry import damage, unsteady
 
 CODES = {
     torch.float64: "F64",

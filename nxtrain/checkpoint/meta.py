@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from nxtrain.checkpoint.layout import META
-from nxtrain.checkpoint.places import Place, content_of
-from nxtrain.checkpoint.unsteady import ROTTEN, damage, unsteady
+from nxtrain.checkpoint.directory import META
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
+from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.read_retry import ROTTEN, damage, unsteady
 
 FORMAT = 2
 _SEAL = "crc32"

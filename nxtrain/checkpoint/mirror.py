@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.blocks import Stored
-from nxtrain.checkpoint.places import Place, Store, content_of, open_store, place_of
-from nxtrain.checkpoint.ranks import Disk, Group, by_leader, gather, together
+from nxtrain.checkpoint import directory
+from nxtrain.distributed.agreement import Disk, Group, by_leader, gather, together
 from nxtrain.errors import CheckpointError, NxtrainError
+from nxtrain.io.checksummed_file import Stored
+from nxtrain.io.object_store import Place, Store, content_of, open_store, place_of
 from nxtrain.mesh import Mesh
+from nxtrain.run_folder import CHECKPOINTS_DIR
 
 _CORRUPT = "meta.corrupt.json"
 """What `meta.json` is called when its checkpoint was found to be damaged."""
@@ -57,7 +58,7 @@ class Mirror:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        return sorted(step for step, names in self._files().items() if layout.META in names)
+        return sorted(step for step, names in self._files().items() if directory.META in names)
 
     def spoilt(self) -> list[str]:
         """The checkpoints that were put aside because they are damaged."""
@@ -66,7 +67,7 @@ class Mirror:
     def begin(self, step: int) -> None:
         """Make room for a checkpoint: remove one of this step, and what broken attempts left of others."""
         for other, names in self._files().items():
-            if other == step or not names & {layout.META, _CORRUPT, _ABANDONED}:
+            if other == step or not names & {directory.META, _CORRUPT, _ABANDONED}:
                 self._remove(other, names)
 
     def add(self, step: int, file: Path, stored: Stored) -> None:
@@ -79,28 +80,28 @@ class Mirror:
 
     def finish(self, step: int, checkpoint: Path) -> None:
         """Copy what seals a checkpoint, when all files of ranks are there."""
-        for name in (layout.TOKENIZER, layout.MANIFEST, layout.META):
+        for name in (directory.TOKENIZER, directory.MANIFEST, directory.META):
             if (checkpoint / name).exists():
                 self.store.put(f"{_folder(step)}/{name}", content_of(checkpoint / name))
 
     def put_aside(self, step: int) -> str:
         """Mark a checkpoint as damaged, so that nobody takes it, and tell its place."""
-        self._rename(step, layout.META, _CORRUPT)
+        self._rename(step, directory.META, _CORRUPT)
         return str(self.place(step))
 
     def abandon(self, after: int, *, damaged: bool = False) -> list[int]:
         """Mark the checkpoints after a step as no part of the run any more; see `layout.abandon`."""
         files = {step: names for step, names in sorted(self._files().items()) if step > after}
         for step, names in files.items():
-            for name in names & {layout.META, *([_CORRUPT] if damaged else [])}:
+            for name in names & {directory.META, *([_CORRUPT] if damaged else [])}:
                 self._rename(step, name, _ABANDONED)
-        return [step for step, names in files.items() if layout.META in names]
+        return [step for step, names in files.items() if directory.META in names]
 
     def prune(self, keep: int, keep_every: int) -> None:
         """Remove the checkpoints that make room; see `layout.doomed`."""
         files = self._files()
-        whole = sorted(step for step, names in files.items() if layout.META in names)
-        for step in sorted(layout.doomed_steps(whole, whole, keep, keep_every)):
+        whole = sorted(step for step, names in files.items() if directory.META in names)
+        for step in sorted(directory.doomed_steps(whole, whole, keep, keep_every)):
             self._remove(step, files[step])
 
     def _rename(self, step: int, name: str, new: str) -> None:
@@ -116,9 +117,9 @@ class Mirror:
 
     def _remove(self, step: int, names: set[str]) -> None:
         # In two requests: cut off halfway, nothing is left that looks complete.
-        if layout.META in names:
-            self.store.delete([f"{_folder(step)}/{layout.META}"])
-        self.store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {layout.META})])
+        if directory.META in names:
+            self.store.delete([f"{_folder(step)}/{directory.META}"])
+        self.store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {directory.META})])
 
 
 def resolve(address: str | Path) -> Place:
@@ -132,12 +133,12 @@ def resolve(address: str | Path) -> Place:
     place = place_of(str(address))
     if isinstance(place, Path):
         try:
-            return layout.resolve(place)
+            return directory.resolve(place)
         except OSError as error:
             raise CheckpointError(f"cannot read {place}: {error.strerror}; check the path and its rights") from error
-    if (place / layout.META).is_file():
+    if (place / directory.META).is_file():
         return place
-    for folder in (place, place / layout.FOLDER):
+    for folder in (place, place / CHECKPOINTS_DIR):
         mirror = Mirror(open_store(folder))
         if steps := mirror.steps():
             return mirror.place(steps[-1])
@@ -285,4 +286,4 @@ def _can_open(path: Path) -> bool:
 
 
 def _folder(step: int) -> str:
-    return layout.step_path(Path(), step).name
+    return directory.step_path(Path(), step).name

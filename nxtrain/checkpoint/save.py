@@ -10,17 +10,18 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.blocks import Stored, verify
-from nxtrain.checkpoint.chunks import Shards
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
+from nxtrain.checkpoint.dcp_storage import FileWriter
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.planner import ChunkSavePlanner
-from nxtrain.checkpoint.ranks import Disk, Group, by_leader, collective, is_distributed, shared_disk, together
+from nxtrain.checkpoint.shards import Shards
 from nxtrain.checkpoint.staging import Staged, Staging
-from nxtrain.checkpoint.storage import FileWriter
+from nxtrain.distributed.agreement import Disk, Group, by_leader, collective, is_distributed, shared_disk, together
 from nxtrain.errors import CheckpointError
+from nxtrain.io.atomic import write_durably
+from nxtrain.io.checksummed_file import Stored, verify
+from nxtrain.io.regular import read_bytes
 from nxtrain.mesh import Mesh
-from nxtrain.regular import read_bytes
 from nxtrain.sharding import Layout
 
 
@@ -118,9 +119,9 @@ def tidy(
     """
     folder, disk = path.parent, disk or shared_disk(mesh)
     steps: dict[str, Callable[[], None]] = {
-        f"cannot note that {path} was read back": lambda: layout.mark_verified(path),
+        f"cannot note that {path} was read back": lambda: directory.mark_verified(path),
         f"cannot make room in {folder}": lambda: _prune(folder, retention, underway),
-        f"cannot name {path.name} the newest of {folder}": lambda: layout.point_to(path),
+        f"cannot name {path.name} the newest of {folder}": lambda: directory.point_to(path),
     }
     failed = []
     for failure, act in steps.items():
@@ -132,9 +133,9 @@ def tidy(
 
 
 def _prune(folder: Path, retention: Retention, underway: Collection[int]) -> None:
-    for old in layout.doomed(layout.list_checkpoints(folder), retention.keep, retention.keep_every):
-        if layout.step_of(old) not in underway:
-            layout.discard(old.rename(layout.draft_of(old)))
+    for old in directory.doomed(directory.list_checkpoints(folder), retention.keep, retention.keep_every):
+        if directory.step_of(old) not in underway:
+            directory.discard(old.rename(directory.draft_of(old)))
 
 
 def write(
@@ -187,16 +188,16 @@ def write(
             disk.on_each(lambda: _commit(draft, path, seal), mesh, process_group, failure)
     except CheckpointError:
         if disk.leads:
-            layout.discard(draft)
+            directory.discard(draft)
         raise
     return writer.stored
 
 
 def _prepare(path: Path, disk: Disk, mesh: Mesh, group: Group, failure: str) -> Path:
     if disk.number == 1:
-        return by_leader(lambda: layout.prepare(path), mesh, group, failure)
-    draft = path.with_name(by_leader(lambda: layout.draft_of(path).name, mesh, group, failure))
-    disk.on_each(lambda: layout.prepare(path, draft), mesh, group, failure)
+        return by_leader(lambda: directory.prepare(path), mesh, group, failure)
+    draft = path.with_name(by_leader(lambda: directory.draft_of(path).name, mesh, group, failure))
+    disk.on_each(lambda: directory.prepare(path, draft), mesh, group, failure)
     return draft
 
 
@@ -205,15 +206,15 @@ def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, b
     assert writer.manifest is not None
     manifest = writer.manifest.model_dump_json().encode()
     sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
-    kept = {layout.TOKENIZER: read_bytes(tokenizer)} if tokenizer else {}
-    return {**kept, layout.MANIFEST: manifest, layout.META: sealed.encode()}
+    kept = {directory.TOKENIZER: read_bytes(tokenizer)} if tokenizer else {}
+    return {**kept, directory.MANIFEST: manifest, directory.META: sealed.encode()}
 
 
 def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
     """Seal the files that ranks have written, and give them their name."""
     for name, content in seal.items():
-        layout.write_durably(draft / name, partial(Path.write_bytes, data=content))
-    layout.publish(draft, path)
+        write_durably(draft / name, partial(Path.write_bytes, data=content))
+    directory.publish(draft, path)
 
 
 def read_back(path: Path, written: Mapping[str, Stored], mesh: Mesh, group: Group, disk: Disk | None = None) -> None:
@@ -231,5 +232,5 @@ def read_back(path: Path, written: Mapping[str, Stored], mesh: Mesh, group: Grou
         together(check, mesh, group, f"cannot read back {path}")
     except CheckpointError as error:
         disk = disk or shared_disk(mesh)
-        disk.on_each(lambda: layout.quarantine(path), mesh, group, f"cannot put aside {path}")
+        disk.on_each(lambda: directory.quarantine(path), mesh, group, f"cannot put aside {path}")
         raise CheckpointError(f"{error}; what was written cannot be read back, and is put aside") from error

@@ -9,9 +9,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nxtrain.checkpoint.blocks import aligned_memory
-from nxtrain.checkpoint.chunks import Chunk, Shards, chunks, owned
-from nxtrain.checkpoint.storage import Joint
+from nxtrain.checkpoint.dcp_storage import Joint
+from nxtrain.checkpoint.shards import Chunk, Shards, chunks, owned
+from nxtrain.io.checksummed_file import aligned_memory
 from nxtrain.sharding import Layout
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from nxtrain.compile.cache import UnusableEntryError
 from nxtrain.compile.entries import Key, parse_key
-from nxtrain.compile.seals import Content, Seal, damage, from_json, hash_file, to_json
-from nxtrain.s3 import explained, is_missing, open_client, split
+from nxtrain.compile.entry_hashes import Content, Seal, damage, from_json, hash_file, to_json
+from nxtrain.io.s3 import explained, is_missing, open_client, split
 
 
 class Bucket:

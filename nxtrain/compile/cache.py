@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nxtrain.checkpoint.layout import sync_folder
 from nxtrain.compile.entries import DONE, LOCK, Entry, Key, State, content, locks, look, scan
-from nxtrain.compile.owners import GRACE_S, is_live, lock_is_live, read_owner, this_process
-from nxtrain.compile.seals import Seal, copy_file, damage, hash_folder, read_seal, write_seal
+from nxtrain.compile.entry_hashes import Seal, copy_file, damage, hash_folder, read_seal, write_seal
+from nxtrain.compile.lock_owners import GRACE_S, is_live, lock_is_live, read_owner, this_process
 from nxtrain.errors import BackendError
+from nxtrain.io.atomic import sync_folder
 
 OWN = ".nxtrain"
 """Our own folder in a cache; the compiler's begin with `neuronxcc-`."""

@@ -19,13 +19,13 @@ from rich.table import Table
 
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Entry, Key, State
-from nxtrain.compile.location import cache_folder
 from nxtrain.compile.sync import Place, Step, open_place, sync
+from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.load import load
-from nxtrain.config.paths import local_path
 from nxtrain.config.schema import CompileConfig
 from nxtrain.errors import BackendError, ConfigError
-from nxtrain.s3 import SCHEME
+from nxtrain.io.paths import local_path
+from nxtrain.io.s3 import SCHEME
 
 _COLORS = {State.DONE: "green", State.FAILED: "red", State.LOCKED: "cyan", State.STALE: "yellow", State.PENDING: "dim"}
 _GIB = 1 << 30

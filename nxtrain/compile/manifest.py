@@ -19,13 +19,13 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from nxtrain.backends.host_group import spans
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key, State, parse_key
-from nxtrain.compile.location import fill, host_name
+from nxtrain.config.cache_dir import fill, host_name
 from nxtrain.config.schema import RunConfig
+from nxtrain.distributed.host_group import spans
 from nxtrain.errors import BackendError, ConfigError
-from nxtrain.regular import read_text
+from nxtrain.io.regular import read_text
 
 _VERSION = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxtrain.compile.owners import PROC
+from nxtrain.compile.lock_owners import PROC
 
 GIB = 1 << 30
 PER_COMPILER_BYTES = 64 * GIB

@@ -10,19 +10,19 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from nxtrain.backends.host_group import spans
 from nxtrain.backends.neuron import sdk
-from nxtrain.compile.build import build_of
 from nxtrain.compile.cache import Cache
+from nxtrain.compile.compile_key import build_of
 from nxtrain.compile.entries import Key
-from nxtrain.compile.location import cache_folder
 from nxtrain.compile.manifest import Graph, Manifest, manifest_file, read_manifest, stage_words, write_manifest
 from nxtrain.compile.memory import host_memory
-from nxtrain.compile.rounds import Compiled, Job, compile_graphs, say
+from nxtrain.compile.parallel_compile import Compiled, Job, compile_graphs, say
 from nxtrain.compile.tool import TOOL, tool_argv
+from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
+from nxtrain.distributed.host_group import spans
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.local import FIRST_NODE, ranks_per_node, render
 from nxtrain.launch.neuron import compiles_ahead, is_native

@@ -13,9 +13,9 @@ from pathlib import Path
 from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
 from nxtrain.compile.entries import Key
-from nxtrain.config.paths import local_path
 from nxtrain.errors import ConfigError
-from nxtrain.s3 import SCHEME
+from nxtrain.io.paths import local_path
+from nxtrain.io.s3 import SCHEME
 
 Place = Cache | Bucket
 

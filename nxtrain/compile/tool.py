@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from nxtrain.backends.shell import EXTRACTING, HOLDING
+from nxtrain.backends.xla.environment import EXTRACTING, HOLDING
 from nxtrain.compile.entries import Key, parse_key
 
 TOOL = "neuron_parallel_compile"

@@ -18,8 +18,8 @@ from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import ModelConfig, ModelFamily, find_family
+from nxtrain.io.regular import read_text
 from nxtrain.mesh import Mesh, divisors, listed
-from nxtrain.regular import read_text
 
 # Key, the values that this release runs, and what the others would need. A feature that arrives deletes its line.
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (

@@ -15,7 +15,7 @@ from nxtrain.config.decode import decode
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.tables import flatten, merge, nest
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.regular import read_text
+from nxtrain.io.regular import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib

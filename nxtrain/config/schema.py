@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
-from nxtrain.config.paths import at_home, local
+from nxtrain.io.paths import at_home, local
 
 # TOML has no paths, so a string becomes one.
 TextPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(at_home(str(path))))]

@@ -18,7 +18,7 @@ from typing import Literal
 from nxtrain.data.files import unreadable
 from nxtrain.data.walk import matches, walk
 from nxtrain.errors import DataError
-from nxtrain.regular import open_regular, read_bytes
+from nxtrain.io.regular import open_regular, read_bytes
 
 # Tests of the library and tables of character codes are no text that one reads.
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})

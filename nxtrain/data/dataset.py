@@ -12,7 +12,7 @@ from nxtrain.data.prepare import Prepared, digest, prepare
 from nxtrain.data.samples import FileSamples, Samples
 from nxtrain.data.tokenization import KnownTokenizer
 from nxtrain.errors import DataError, LostPeerError
-from nxtrain.regular import read_bytes
+from nxtrain.io.regular import read_bytes
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nxtrain.data.checksums import Checksums, Summing, checksums_of
 from nxtrain.errors import DataError, NxtrainError, StorageError
-from nxtrain.regular import NotRegularError, read_bytes, require_regular
+from nxtrain.io.regular import NotRegularError, read_bytes, require_regular
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{32}")
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nxtrain.data.checksums import Checksums, VerifiedBlocks, changed
 from nxtrain.data.files import Tokens, unreadable
 from nxtrain.errors import DataError
-from nxtrain.regular import open_regular
+from nxtrain.io.regular import open_regular
 
 # Tokens handled at once where a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22

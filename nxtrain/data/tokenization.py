@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxtrain.data.files import Tokens, replacing, unreadable
 from nxtrain.errors import DataError
-from nxtrain.regular import read_bytes
+from nxtrain.io.regular import read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nxtrain.data.files import unreadable
 from nxtrain.errors import DataError, StorageError
-from nxtrain.regular import kind_of
+from nxtrain.io.regular import kind_of
 
 _SHOWN = 5
 

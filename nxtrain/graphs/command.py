@@ -17,9 +17,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.backends.host_group import spans
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import load
+from nxtrain.distributed.host_group import spans
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.graphs.choice import TRACED, backend_of, choose, without_nxd
 
@@ -114,8 +114,8 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def _traced(job: Mapping[str, Any], local_world: int) -> dict[str, Any]:
-    from nxtrain.backends.tracing import trace_environment
-    from nxtrain.backends.xla import XlaBackend
+    from nxtrain.backends.xla.backend import XlaBackend
+    from nxtrain.backends.xla.tracing import trace_environment
 
     support = XlaBackend.support()
     if not support.ok:

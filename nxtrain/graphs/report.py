@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from nxtrain.backends.host_group import spans
+from nxtrain.distributed.host_group import spans
 from nxtrain.graphs.hlo import Graph, Groups
 from nxtrain.graphs.recording import Cut, Recording
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.hardware import INSTANCES
-from nxtrain.backends.tracing import TracingBackend, pretended_nxd
+from nxtrain.backends.xla.tracing import TracingBackend, pretended_nxd
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import load
 from nxtrain.errors import BackendError
@@ -26,11 +26,11 @@ from nxtrain.graphs.hlo import Graph, Groups, parse
 from nxtrain.graphs.recording import Cut, Read, Recording
 from nxtrain.graphs.report import report
 from nxtrain.mesh import Axis, Mesh
+from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.schedule import Action
 from nxtrain.sharding import ParamTable
 from nxtrain.train.build import build_model, build_state, mesh_of
-from nxtrain.train.rehearsal import EVALUATED_BATCHES, trainer
-from nxtrain.train.run import schedule_of
+from nxtrain.train.graph_extraction import EVALUATED_BATCHES, trainer
 from nxtrain.train.trainer import Work
 
 
@@ -169,7 +169,7 @@ def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> 
     )
     short = config.model_copy(update={"train": train})
     with backend.recording():
-        trainer(plan, state, short, schedule_of(plan), tape.begin).run(0)
+        trainer(plan, state, short, Schedule.of(plan.config), tape.begin).run(0)
     return mesh, state.table
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nxtrain.backends.neuron.sdk import SdkVersion
-from nxtrain.backends.shell import ORIGIN, dead_variables
+from nxtrain.backends.xla.environment import ORIGIN, dead_variables
 from nxtrain.errors import ConfigError, Problem
 
 COMPILER_FLAGS = "NEURON_CC_FLAGS"

@@ -16,7 +16,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.neuron import is_neuron, needs
-from nxtrain.train.recovery import stacks
+from nxtrain.process import stacks
 
 AGENT = ("-m", "nxtrain.launch.torchrun")
 

@@ -12,7 +12,7 @@ from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.attention import Attention, choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
-from nxtrain.compile.location import cache_folder
+from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.check import resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig

@@ -15,7 +15,7 @@ from __future__ import annotations
 # ruff: noqa: E402
 # isort: off
 # First of all: torch takes seconds to import, in which a request for stacks would end the process.
-from nxtrain.train.recovery import stacks
+from nxtrain.process import stacks
 
 stacks.answer_requests()
 # isort: on
@@ -51,10 +51,11 @@ from torch.distributed.launcher import api
 from nxtrain.config.load import load
 from nxtrain.config.schema import RecoveryConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
+from nxtrain.launch.agent_rendezvous import Meeting, reasons, unmet
 from nxtrain.launch.loopback import unreachable
-from nxtrain.launch.meeting import Meeting, reasons, unmet
-from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, progress
-from nxtrain.train.recovery.signals import STOPPING
+from nxtrain.metrics.attempts import progress
+from nxtrain.process.signals import STOPPING
+from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
 
 FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
 """Exit codes of ranks that would end the same way again."""
@@ -339,7 +340,7 @@ def _configure(options: Namespace) -> None:
         return
     with suppress(ConfigError):  # which the ranks will tell
         config = load(Path(arguments[1]), arguments[2:]).config
-        Agent.recovery, Agent.progress = config.recovery, config.run.dir / LOGS / PROGRESS_FILE
+        Agent.recovery, Agent.progress = config.recovery, config.run.dir / LOGS_DIR / PROGRESS_FILE
 
 
 def blame(exit_codes: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from nxtrain.metrics.uptime import Instant
+from nxtrain.process.clock import Instant
 
 MOST_POINTS, EXACT_POINTS = 48, 16
 """Steps of a start that are kept with the time until then, and the newest of them, which stay when there are more."""

@@ -14,12 +14,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from nxtrain.metrics import lines
+from nxtrain.io import jsonl
 from nxtrain.metrics.goodput import Spent, Start
-from nxtrain.metrics.uptime import Instant
-
-GOODPUT_FILE = "goodput.jsonl"
-LATEST_FILE = "goodput.json"
+from nxtrain.process.clock import Instant
+from nxtrain.run_folder import GOODPUT_FILE, GOODPUT_LATEST_FILE
 
 
 class GoodputLog:
@@ -45,18 +43,18 @@ class GoodputLog:
 
         It takes the place of what was known of the start before only once that is written for good.
         """
-        new = self._logs / f"{LATEST_FILE}.tmp"
+        new = self._logs / f"{GOODPUT_LATEST_FILE}.tmp"
         with self._writing, suppress(OSError):
             if self._flush() and (start := present()):
                 new.write_text(json.dumps({"event": "beat", **_line(start)}) + "\n", encoding="utf-8")
-                new.replace(self._logs / LATEST_FILE)
+                new.replace(self._logs / GOODPUT_LATEST_FILE)
 
     def _flush(self) -> bool:
         """Write what waits, and tell whether nothing does any more."""
         with suppress(OSError):
             self._logs.mkdir(parents=True, exist_ok=True)
             while self._waiting:
-                lines.append(self._logs / GOODPUT_FILE, self._waiting[0])
+                jsonl.append(self._logs / GOODPUT_FILE, self._waiting[0])
                 self._waiting.pop(0)
         return not self._waiting
 
@@ -68,9 +66,9 @@ def read(logs: Path) -> list[Start]:
         logs: Where the files are.
     """
     found: list[Start] = []
-    for name in (GOODPUT_FILE, LATEST_FILE):
+    for name in (GOODPUT_FILE, GOODPUT_LATEST_FILE):
         with suppress(OSError):
-            for line in lines.read(logs / name):
+            for line in jsonl.read(logs / name):
                 _take(found, line)
     return found
 

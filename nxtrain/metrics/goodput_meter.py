@@ -14,7 +14,7 @@ from typing import Any
 
 from nxtrain.metrics.goodput import Goodput, Spent, Start, account, standing
 from nxtrain.metrics.goodput_log import GoodputLog, read
-from nxtrain.metrics.uptime import Instant, now
+from nxtrain.process.clock import Instant, now
 
 REFRESH_S = 1.0
 """Between words that are left while nothing is logged."""

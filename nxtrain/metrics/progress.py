@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nxtrain.metrics.meters import Clock, Pace
-from nxtrain.metrics.screen import Screen
+from nxtrain.process.screen import Screen
 
 LINE_EVERY_S = 10.0
 """Seconds between plain lines, so that a log of days stays readable."""

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from nxtrain.errors import BackendError
-from nxtrain.metrics.lasting import Lasting, refuse_deleted
+from nxtrain.io.regular import open_regular
 from nxtrain.metrics.progress import open_progress
-from nxtrain.regular import open_regular
+from nxtrain.metrics.retrying_sink import Lasting, refuse_deleted
+from nxtrain.run_folder import METRICS_FILE, TENSORBOARD_DIR
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import MetricsConfig
-    from nxtrain.metrics.events import TensorBoardSink
+    from nxtrain.metrics.tensorboard import TensorBoardSink
 
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIR = "tensorboard"
 PROGRESS = "the progress display"
 
 
@@ -105,7 +104,7 @@ def _jsonl(path: Path, resume_step: int) -> Sink:
 
 def _event_sink() -> type[TensorBoardSink]:
     try:
-        from nxtrain.metrics.events import TensorBoardSink  # its imports take a while, and only leaders need them
+        from nxtrain.metrics.tensorboard import TensorBoardSink  # its imports take a while, and only leaders need them
     except ImportError as error:
         raise BackendError(
             f"tensorboard cannot be imported: {error}; pip install 'tensorboard>=2.18,<3', or metrics.tensorboard=false"

@@ -12,7 +12,7 @@ from nxtrain.backends.base import AdamStep, Kernels, Rows
 from nxtrain.backends.kernels import bias_correction
 from nxtrain.backends.rounding import RoundingKey, step_hash
 from nxtrain.optim.rounding import rounding_keys
-from nxtrain.optim.stores import Compensated, Copied, InPlace, Nearest, Stochastic, Store
+from nxtrain.optim.update_rules import Compensated, Copied, InPlace, Nearest, Stochastic, Store
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from nxtrain.config.schema import RunConfig
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -26,6 +28,12 @@ class Schedule:
     warmup_steps: int = 0
     decay_steps: int = 1
     kind: Literal["cosine", "constant"] = "cosine"
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Schedule:
+        """The schedule that a run is configured with."""
+        optim = config.optim
+        return cls(optim.lr, optim.min_lr, optim.warmup_steps, optim.decay_steps or config.train.steps, optim.schedule)
 
     def at(self, step: int) -> float:
         """Learning rate of an update, counted from 1; step 0 is before the first."""

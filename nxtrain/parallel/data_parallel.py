@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding
-from nxtrain.backends.collectives import Collectives, Pending
+from nxtrain.distributed.collectives import Collectives, Pending
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from nxtrain.backends.collectives import Collectives
+from nxtrain.distributed.collectives import Collectives
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.sharding import Layout, ShardSpec
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxtrain.backends.collectives import Collectives
+from nxtrain.distributed.collectives import Collectives
 from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis
 from nxtrain.parallel.regions import TensorParallel

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.backends.collectives import Collectives, Done, Pending
+from nxtrain.distributed.collectives import Collectives, Done, Pending
 from nxtrain.errors import NxtrainError
 from nxtrain.family import CausalLM
 from nxtrain.mesh import Axis
-from nxtrain.parallel.kept import no_views
+from nxtrain.parallel.saved_tensors import no_views
 from nxtrain.parallel.schedule import Action, Order, Schedule, evaluation_schedule, schedule, with_exchanges
 from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
 from nxtrain.stages import Part

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.collectives import Collectives
+from nxtrain.distributed.collectives import Collectives
 from nxtrain.mesh import Axis
 from nxtrain.sharding import ShardSpec
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from nxtrain.parallel.play import Span, play
 from nxtrain.parallel.schedule import Action, Kind, Order, num_warmup, schedule
+from nxtrain.parallel.simulate import Span, play
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import fill
 
-from nxtrain.parallel.play import Span
 from nxtrain.parallel.schedule import Action
+from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, computations, elapsed_s
 
 _CASES = 2

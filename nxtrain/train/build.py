@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend, Kernels
-from nxtrain.checkpoint.hf import HfWeights
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
+from nxtrain.convert.hf_folder import HfWeights
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext, CausalLM
 from nxtrain.mesh import Mesh
@@ -31,7 +31,7 @@ from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.stages import Part, cut, cut_at
-from nxtrain.train.skipped import SkippedSteps
+from nxtrain.train.health.skipped_steps import SkippedSteps
 from nxtrain.train.step import TrainState
 
 

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.chunks import Shards
-from nxtrain.checkpoint.copies import Copies, Patience
+from nxtrain.checkpoint.async_writer import Outcome, Saver
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
+from nxtrain.checkpoint.mirror_uploads import Copies, Patience
 from nxtrain.checkpoint.save import Retention
-from nxtrain.checkpoint.saver import Outcome, Saver
+from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
-from nxtrain.train.identity import Inputs, meta_at
+from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.train.compatibility import Inputs, meta_at
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
@@ -58,7 +58,7 @@ class Checkpoints:
             else None
         )
         self._saver = Saver(
-            config.run.dir / layout.FOLDER,
+            config.run.dir / CHECKPOINTS_DIR,
             state.layout,
             retention=retention,
             tokenizer=tokenizer,

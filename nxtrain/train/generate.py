@@ -11,15 +11,15 @@ from tokenizers import Tokenizer
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.hf import CONFIG
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import resolve
-from nxtrain.checkpoint.model import open_hf_model, open_model
-from nxtrain.checkpoint.places import Place, content_of, place_of
+from nxtrain.convert.hf_folder import CONFIG
+from nxtrain.convert.verify_export import open_hf_model, open_model
 from nxtrain.data.tokenization import end_ids
 from nxtrain.errors import ConfigError, DamagedError
 from nxtrain.family import CausalLM, ModelConfig, find_family
+from nxtrain.io.object_store import Place, content_of, place_of
 from nxtrain.nn.decoding import Decoder
 from nxtrain.train.sampling import Sampling
 from nxtrain.train.text_stream import Detokenizer, Stops
@@ -96,16 +96,16 @@ def _open(place: Place, is_hf: bool, backend: Backend, seq_len: int) -> CausalLM
 
 def _is_hf_folder(place: Path) -> bool:
     try:
-        return (place / CONFIG).is_file() and not layout.is_checkpoint(place)
+        return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
     except OSError:  # reported by those who read it
         return False
 
 
 def _open_tokenizer(place: Place) -> Tokenizer:
-    file = place / layout.TOKENIZER
+    file = place / directory.TOKENIZER
     if not file.is_file():
         hint = "generate continues text and needs one; save one there, or train with data.tokenizer=PATH"
-        raise ConfigError(f"{place} carries no {layout.TOKENIZER}: {hint}")
+        raise ConfigError(f"{place} carries no {directory.TOKENIZER}: {hint}")
     try:
         tokenizer = Tokenizer.from_buffer(content_of(file))
     except OSError:

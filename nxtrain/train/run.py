@@ -12,7 +12,7 @@ from typing import Literal
 
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
-from nxtrain.checkpoint.layout import FOLDER, clear, prune
+from nxtrain.checkpoint.directory import clear, prune
 from nxtrain.checkpoint.mirror import open_mirrored
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import Loaded
@@ -21,32 +21,29 @@ from nxtrain.config.show import dump
 from nxtrain.data import Loader, Samples, open_data, unigram_entropy
 from nxtrain.errors import CheckpointError, DivergedError, RestartError, StoppedBySignal
 from nxtrain.mesh import Mesh
+from nxtrain.metrics.attempts import Attempts, Reached
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
-from nxtrain.metrics.screen import Screen, standard_error
 from nxtrain.metrics.sinks import open_sinks
-from nxtrain.metrics.uptime import Instant, now
 from nxtrain.optim.schedule import Schedule
+from nxtrain.process.clock import Instant, now
+from nxtrain.process.deadlines import CLOSING_S, closing, opening
+from nxtrain.process.screen import Screen, standard_error
+from nxtrain.process.signals import Signals
+from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR, SUMMARY_FILE
 from nxtrain.train.build import mesh_of
 from nxtrain.train.checkpoints import Checkpoints
-from nxtrain.train.guard import Guard
-from nxtrain.train.identity import Inputs
-from nxtrain.train.recompiles import Recompiles
-from nxtrain.train.recovery.attempts import LOGS, Attempts, Reached
-from nxtrain.train.recovery.bounded import CLOSING_S, closing, opening
-from nxtrain.train.recovery.course import Course
-from nxtrain.train.recovery.preflight import check_folder, check_space
-from nxtrain.train.recovery.signals import Signals
-from nxtrain.train.recovery.watchdog import RESTORE, Watchdog
-from nxtrain.train.rehearsal import rehearse
-from nxtrain.train.run_lock import only_run
+from nxtrain.train.compatibility import Inputs
+from nxtrain.train.graph_extraction import rehearse
+from nxtrain.train.health.numerics import Guard
+from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import is_restart, start
+from nxtrain.train.supervision.course import Course
+from nxtrain.train.supervision.preflight import check_folder, check_space
+from nxtrain.train.supervision.run_lock import only_run
+from nxtrain.train.supervision.watchdog import RESTORE, Watchdog
 from nxtrain.train.tokenizer import tokenizer_of_weights
 from nxtrain.train.trainer import Trainer, Work, unmetered
-
-CONFIG_FILE = "config.toml"
-SUMMARY_FILE = "summary.json"
-DATA_DIR = "data"
 
 
 def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None = None) -> None:
@@ -72,7 +69,7 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     try:
         reason += f"; layers {layers}: {why}" if why else ""
         plan = resolve(loaded, backend.world, backend.name)
-        logs = plan.config.run.dir / LOGS
+        logs = plan.config.run.dir / LOGS_DIR
         # The leader's, unless the run is only to show its graphs.
         folder, is_again = plan.config.run.dir, is_restart(os.environ)
         lock = only_run(folder, standard_error().print, restarted=is_again, most_s=0.5 * limit_s)
@@ -127,7 +124,9 @@ def train_on(
         watchdog.lay_out(mesh.words, stages)
     attempts = Attempts(config.run.dir, dump(config))
     mirrored = (
-        open_mirrored(config.checkpoint.mirror, config.run.dir / FOLDER, mesh, backend.local_rank, backend.host_group)
+        open_mirrored(
+            config.checkpoint.mirror, config.run.dir / CHECKPOINTS_DIR, mesh, backend.local_rank, backend.host_group
+        )
         if config.checkpoint.mirror
         else None
     )
@@ -160,8 +159,8 @@ def train_on(
 
     if leader and config.checkpoint.every:
         # What a start that was killed left, and what it would have deleted next, must not keep this one from going on.
-        clear(config.run.dir / FOLDER)
-        prune(config.run.dir / FOLDER, config.checkpoint.keep, config.checkpoint.keep_every)
+        clear(config.run.dir / CHECKPOINTS_DIR)
+        prune(config.run.dir / CHECKPOINTS_DIR, config.checkpoint.keep, config.checkpoint.keep_every)
         check_space(config.run.dir, state)
     if leader:  # not before: a start that is refused must not pass its settings off as those of the run
         (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
@@ -182,7 +181,7 @@ def train_on(
     flops = plan.family.flops_per_token(plan.model, batches.seq_len)
     peak = backend.peak_flops()
     recompiles = Recompiles(backend, config.compile.max_recompiles)
-    goodput = GoodputMeter(config.run.dir / LOGS, say, began) if leader else None
+    goodput = GoodputMeter(config.run.dir / LOGS_DIR, say, began) if leader else None
     other_disk = Reached(config.run.dir) if mirrored and mirrored.disk.leads and not leader else None
     course = Course(meta.step, watchdog, attempts if leader else None, goodput, other_disk, backend.failed)
     guard = Guard(config, state)
@@ -208,7 +207,7 @@ def train_on(
                     origin=meta.samples - meta.step * batches.global_batch,
                 ),
                 validation=loader(data.validation, shuffle=False, past_end="pad") if data.validation else None,
-                schedule=schedule_of(plan),
+                schedule=Schedule.of(plan.config),
                 meter=ThroughputMeter(flops, peak * mesh.world if peak else None, tokens=meta.tokens),
                 sinks=sinks,
                 save=checkpoints.save,
@@ -256,14 +255,6 @@ def _cut(config: RunConfig, mesh: Mesh) -> str:
     if mesh.shard_size == 1:
         return f"; one rank holds all state, so that parallel.shard={config.parallel.shard} changes nothing"
     return f", state cut over {mesh.shard_size} of them ({config.parallel.shard})"
-
-
-def schedule_of(plan: Resolved) -> Schedule:
-    """The learning rate of each step, as configured."""
-    optim = plan.config.optim
-    return Schedule(
-        optim.lr, optim.min_lr, optim.warmup_steps, optim.decay_steps or plan.config.train.steps, optim.schedule
-    )
 
 
 def _summarize(folder: Path, val_loss: float, entropy: float, say: Callable[[str], None]) -> None:

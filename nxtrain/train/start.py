@@ -11,19 +11,19 @@ from typing import Literal
 import torch
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint.chunks import MODEL, Shards
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
-from nxtrain.checkpoint.places import Place, place_of
-from nxtrain.checkpoint.ranks import Group, by_leader, gather
-from nxtrain.checkpoint.unsteady import unsteady
+from nxtrain.checkpoint.resume import Found, Resumption
+from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.agreement import Group, by_leader, gather
 from nxtrain.errors import DamagedError
+from nxtrain.io.object_store import Place, place_of
+from nxtrain.io.read_retry import unsteady
 from nxtrain.mesh import Mesh
 from nxtrain.train.build import build_model, build_state
-from nxtrain.train.identity import Inputs, changes, meta_at, refuse_drift
-from nxtrain.train.resume import Found, Resumption
+from nxtrain.train.compatibility import Inputs, changes, meta_at, refuse_drift
 from nxtrain.train.step import TrainState
 from nxtrain.train.tokenizer import read_known, refuse_other
 

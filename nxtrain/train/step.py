@@ -17,7 +17,7 @@ from nxtrain.parallel.grads import Gradients, clip_factor
 from nxtrain.parallel.pipeline import MicroBatches, Pipeline
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
-from nxtrain.train.skipped import SkippedSteps, not_finite
+from nxtrain.train.health.skipped_steps import SkippedSteps, not_finite
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from nxtrain.checkpoint import layout, mirror
+from nxtrain.checkpoint import directory, mirror
 from nxtrain.checkpoint.meta import Meta, fingerprint, read_meta
-from nxtrain.checkpoint.places import Place, content_of
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.files import replacing
 from nxtrain.data.tokenization import KnownTokenizer
 from nxtrain.errors import CheckpointError
-from nxtrain.regular import read_bytes
-from nxtrain.train.identity import Inputs
+from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.regular import read_bytes
+from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.train.compatibility import Inputs
 
 
 def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | None:
@@ -30,7 +31,7 @@ def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | N
     """
     resume = config.checkpoint.resume
     if resume == "auto":
-        own = reversed(layout.list_checkpoints(config.run.dir / layout.FOLDER))
+        own = reversed(directory.list_checkpoints(config.run.dir / CHECKPOINTS_DIR))
         for place in (*own, *_newest(config.checkpoint.mirror)):
             if known := _of_checkpoint(place, workdir, ""):
                 return known
@@ -52,7 +53,7 @@ def refuse_other(folder: Path, inputs: Inputs, allow_drift: Iterable[str]) -> No
     Raises:
         CheckpointError: They differ.
     """
-    file = folder / layout.TOKENIZER
+    file = folder / directory.TOKENIZER
     if not inputs.tokenizer or "tokenizer" in allow_drift or not file.is_file():
         return
     there = fingerprint([read_bytes(file)])
@@ -70,7 +71,7 @@ def read_known(place: Place) -> Meta:
     Raises:
         CheckpointError: As `read_meta`.
     """
-    meta, file = read_meta(place), place / layout.TOKENIZER
+    meta, file = read_meta(place), place / directory.TOKENIZER
     if meta.step or meta.tokenizer_fingerprint or not file.is_file():
         return meta
     return meta.model_copy(update={"tokenizer_fingerprint": fingerprint([content_of(file)])})
@@ -85,7 +86,7 @@ def _newest(address: str) -> list[Place]:
 
 
 def _of_checkpoint(place: Place, workdir: Path, origin: str) -> KnownTokenizer | None:
-    file = place / layout.TOKENIZER
+    file = place / directory.TOKENIZER
     try:
         meta = read_meta(place)
         content = content_of(file) if file.is_file() else b""
@@ -102,15 +103,15 @@ def _of_checkpoint(place: Place, workdir: Path, origin: str) -> KnownTokenizer |
 
 
 def _of_hf(folder: Path, allow_drift: Iterable[str]) -> KnownTokenizer | None:
-    file = folder / layout.TOKENIZER
+    file = folder / directory.TOKENIZER
     if file.is_file():
         return KnownTokenizer(file, f"model.hf={folder}")
     if "tokenizer" in allow_drift:
         return None
     others = ", ".join(sorted(path.name for path in folder.glob("*token*")))
     raise CheckpointError(
-        f"model.hf={folder} has no {layout.TOKENIZER}{f' (only {others})' if others else ''}: its weights know the ids "
-        "of their own tokenizer, and one that is trained on the text would give them others. Write it there with "
+        f"model.hf={folder} has no {directory.TOKENIZER}{f' (only {others})' if others else ''}: its weights know the "
+        "ids of their own tokenizer, and one that is trained on the text would give them others. Write it there with "
         "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or set data.tokenizer=DIR of the same "
         'tokenizer; checkpoint.allow_drift=["tokenizer"] trains a new one all the same'
     )

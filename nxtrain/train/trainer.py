@@ -18,7 +18,7 @@ from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train.guard import Guard, Verdict
+from nxtrain.train.health.numerics import Guard, Verdict
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 
 Work = Literal["training", "vote", "log", "evaluation", "checkpoint"]

@@ -19,12 +19,12 @@ from torch import Tensor
 from nxtrain.backends import open_backend
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.model import open_model
-from nxtrain.checkpoint.nxd_read import nxd_to_nxtrain
-from nxtrain.checkpoint.nxd_write import Rates, Target, nxtrain_to_nxd
 from nxtrain.checkpoint.save import save
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig
+from nxtrain.convert.nxd_read import nxd_to_nxtrain
+from nxtrain.convert.nxd_write import Rates, Target, nxtrain_to_nxd
+from nxtrain.convert.verify_export import open_model
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout

@@ -13,10 +13,12 @@ import torch
 from safetensors import safe_open
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import blocks, layout, storage, streamed
-from nxtrain.checkpoint.convert import nxtrain_to_hf
+from nxtrain.checkpoint import dcp_storage, directory
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.save import save
+from nxtrain.convert import streamed
+from nxtrain.convert.hf import nxtrain_to_hf
+from nxtrain.io import checksummed_file
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
 from tests.support.checkpoints import blank, cut, meta, same, table, whole
@@ -56,14 +58,14 @@ class Scaled:
     """The sizes that memory depends on, smaller while this is open; ranks live on."""
 
     def __enter__(self) -> None:
-        self._sizes = blocks.BLOCK_BYTES, storage.PIECE_BYTES, streamed.BATCH_BYTES
+        self._sizes = checksummed_file.BLOCK_BYTES, dcp_storage.PIECE_BYTES, streamed.BATCH_BYTES
         self._set(*(size // SCALE for size in self._sizes))
 
     def __exit__(self, *_: object) -> None:
         self._set(*self._sizes)
 
     def _set(self, block: int, piece: int, batch: int) -> None:
-        blocks.BLOCK_BYTES, storage.PIECE_BYTES, streamed.BATCH_BYTES = block, piece, batch
+        checksummed_file.BLOCK_BYTES, dcp_storage.PIECE_BYTES, streamed.BATCH_BYTES = block, piece, batch
 
 
 def save_alone(backend: Backend, path: Path, sizes: dict[str, Any]) -> None:
@@ -92,8 +94,8 @@ def export_measured(backend: Backend, path: Path, small: Path, out: Path) -> int
 
 def test_memory_follows_the_largest_tensor(ranks: RankPool, tmp_path: Path) -> None:
     """Beside the shards that are loaded, and in an export of one file that holds all tensors."""
-    path = layout.step_path(tmp_path, 10)
-    small = layout.step_path(tmp_path / "other", 10)
+    path = directory.step_path(tmp_path, 10)
+    small = directory.step_path(tmp_path / "other", 10)
     for each, sizes in ((path, MODEL), (small, {})):
         each.parent.mkdir(exist_ok=True)
         ranks.run(1, save_alone, each, sizes)
@@ -114,4 +116,4 @@ def test_memory_follows_the_largest_tensor(ranks: RankPool, tmp_path: Path) -> N
 
 def test_the_sizes_that_were_scaled_hold_the_bound_for_llama_2_7b() -> None:
     """A batch beside the blocks under way; the second number is vocabulary x hidden size x 2 bytes."""
-    assert streamed.BATCH_BYTES + 4 * blocks.BLOCK_BYTES <= BOUND * 32000 * 4096 * 2
+    assert streamed.BATCH_BYTES + 4 * checksummed_file.BLOCK_BYTES <= BOUND * 32000 * 4096 * 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.manifest import DTYPES, Part, header, read_manifest
 from nxtrain.checkpoint.save import Retention, save
@@ -49,10 +49,10 @@ def load_rank(backend: Backend, path: Path, shape: str, degrees: Degrees, fused:
 def test_a_changed_layout_is_resharded(
     ranks: RankPool, tmp_path: Path, shape: str, saved: Degrees, loaded: Degrees
 ) -> None:
-    path = layout.step_path(tmp_path, 10)
+    path = directory.step_path(tmp_path, 10)
     ranks.run(saved[0] * saved[1], save_rank, path, shape, saved, True)
     assert all(ranks.run(loaded[0] * loaded[1], load_rank, path, shape, loaded, False))
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [layout.LATEST, path.name]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [directory.LATEST, path.name]
 
 
 def assert_even(sizes: list[int]) -> None:
@@ -62,7 +62,7 @@ def assert_even(sizes: list[int]) -> None:
 
 
 def test_data_parallel_copies_share_the_writing(ranks: RankPool, tmp_path: Path) -> None:
-    path = layout.step_path(tmp_path, 10)
+    path = directory.step_path(tmp_path, 10)
     ranks.run(2, save_rank, path, "gqa2", (1, 2), True)
     assert_even([(path / f"rank-{rank:05d}.safetensors").stat().st_size for rank in range(2)])
 
@@ -109,7 +109,7 @@ ALONE: Stages = (1, 1, 1, {})
 def test_stages_are_no_part_of_a_checkpoint(
     ranks: RankPool, tmp_path: Path, shape: str, saved: Stages, loaded: Stages
 ) -> None:
-    path = layout.step_path(tmp_path, 10)
+    path = directory.step_path(tmp_path, 10)
     ranks.run(saved[0] * saved[1] * saved[2], save_stage, path, shape, saved)
     whole = table(shape, Mesh(1, 0), **DEPTH).global_shapes()
     manifest = read_manifest(path)
@@ -133,7 +133,7 @@ def test_stages_are_no_part_of_a_checkpoint(
 
 def test_copies_of_a_stage_share_its_writing(ranks: RankPool, tmp_path: Path) -> None:
     """Under a tied embedding too, whose copy the last stage leaves to the first."""
-    path = layout.step_path(tmp_path, 10)
+    path = directory.step_path(tmp_path, 10)
     ranks.run(4, save_stage, path, "tied", (1, 2, 2, {}))
     first, second = (
         [(path / f"rank-{rank:05d}.safetensors").stat().st_size for rank in stage] for stage in ((0, 1), (2, 3))
@@ -159,7 +159,7 @@ def save_stage_whose_copy_differs(backend: Backend, path: Path, stages: Stages) 
 
 def test_a_copy_that_differs_is_in_no_checkpoint_and_a_load_makes_both_equal(ranks: RankPool, tmp_path: Path) -> None:
     """A tied tensor is stored once, by the first stage; all ranks get that one."""
-    path = layout.step_path(tmp_path, 10)
+    path = directory.step_path(tmp_path, 10)
     stages: Stages = (2, 2, 1, {})
     assert ranks.run(4, save_stage_whose_copy_differs, path, stages) == [False, False, True, True]
     assert not any(TIED_COPY in key for key in read_manifest(path).tensors)
@@ -184,13 +184,13 @@ def save_without_space(backend: Backend, path: Path) -> str:
 def test_one_rank_without_space_fails_the_save_on_all_and_older_checkpoints_stay(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    older, path = layout.step_path(tmp_path, 10), layout.step_path(tmp_path, 20)
+    older, path = directory.step_path(tmp_path, 10), directory.step_path(tmp_path, 20)
     ranks.run(2, save_rank, older, "gqa2", (2, 1), True)
     first, second = ranks.run(2, save_without_space, path)
     assert first == second
     assert first.startswith(f"cannot write {path}: rank 1: ")
-    assert layout.list_checkpoints(tmp_path) == [older]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [layout.LATEST, older.name]
+    assert directory.list_checkpoints(tmp_path) == [older]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [directory.LATEST, older.name]
     assert all(ranks.run(2, load_rank, older, "gqa2", (2, 1), True))
 
 
@@ -206,7 +206,7 @@ def refuse_rank(backend: Backend, path: Path) -> str:
 
 
 def test_all_ranks_refuse_a_wrong_checkpoint_with_the_same_words(ranks: RankPool, tmp_path: Path) -> None:
-    path = layout.step_path(tmp_path, 10)
+    path = directory.step_path(tmp_path, 10)
     ranks.run(2, save_rank, path, "gqa2", (2, 1), True)
     first, second = ranks.run(2, refuse_rank, path)
     assert first == second

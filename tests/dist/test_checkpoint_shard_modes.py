@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import layout as folders
+from nxtrain.checkpoint import directory as folders
 from nxtrain.checkpoint.save import Retention, save
 from nxtrain.config.check import Resolved
 from nxtrain.train.start import restore, shards_of

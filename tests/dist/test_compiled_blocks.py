@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.kernels import PlainKernels
-from nxtrain.backends.xla import XlaBackend
+from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.config.check import Resolved
 from nxtrain.errors import ConfigError
 from nxtrain.mesh import Mesh

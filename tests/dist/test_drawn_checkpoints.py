@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.sharding import Layout
 from nxtrain.train.build import build_mesh
 from tests.support.checkpoints import Shards
@@ -54,7 +54,7 @@ def test_a_drawn_run_goes_on_under_another_layout(
     ranks: RankPool, tmp_path: Path, index: int, saved: Degrees, loaded: Degrees
 ) -> None:
     before, after = draw_pair(SEED, index, saved, loaded, bf16=index % 2 == 1)
-    path, weights = layout.step_path(tmp_path, SAVED), first_weights(before)
+    path, weights = directory.step_path(tmp_path, SAVED), first_weights(before)
     one = ranks.run(saved.world, train_and_save, before, weights, path)
     other = ranks.run(loaded.world, load_and_train, after, weights, path)
     written, read = whole([shards for _, shards in one], before), whole([shards for _, shards in other], after)

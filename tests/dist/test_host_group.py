@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.host_group import HostGroup
+from nxtrain.distributed.host_group import HostGroup
 from nxtrain.errors import LostPeerError, NxtrainError
 from nxtrain.mesh import Mesh
 from tests.support.ranks import RankPool

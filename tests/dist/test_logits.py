@@ -13,7 +13,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
-from nxtrain.train.identity import Inputs
+from nxtrain.train.compatibility import Inputs
 from nxtrain.train.start import start
 from tests.support.models import SHAPES, hf_model, our_model, plan, tokens, weights_of
 from tests.support.ranks import RankPool

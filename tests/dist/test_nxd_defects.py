@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.c10d_collectives import C10dCollectives
-from nxtrain.backends.collectives import Done, Op, Pending
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.distributed.collectives import Done, Op, Pending
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.grads import Gradients, SquareSum
 from nxtrain.sharding import Layout, ParamTable

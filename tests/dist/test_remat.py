@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.c10d_collectives import C10dCollectives
-from nxtrain.backends.collectives import Op, Pending
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.distributed.collectives import Op, Pending
 from nxtrain.mesh import Axis
 from tests.support.models import weights_of
 from tests.support.parity import GLOBAL_BATCH, layout, rank_gradient, run_ours

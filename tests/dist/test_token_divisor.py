@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.c10d_collectives import C10dCollectives
-from nxtrain.backends.collectives import Pending
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.distributed.collectives import Pending
 from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis
 from nxtrain.parallel.data_parallel import Reduction, Replicated

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.c10d_collectives import C10dCollectives
+from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.errors import NxtrainError
 from nxtrain.mesh import Mesh
 from tests.dist.test_collectives import DTYPES, held_by

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
+from nxtrain.train.health.replica_check import Vote
 from nxtrain.train.step import TrainState, train_step
-from nxtrain.train.vote import Vote
 from tests.support.models import weights_of
 from tests.support.parity import LR, batches, layout, local_batch, start
 from tests.support.ranks import RankPool

@@ -12,12 +12,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from nxtrain.backends.xla_world import meet
+from nxtrain.backends.xla.world import meet
 from nxtrain.errors import HangError
 
 RANK = """
 import os, sys, time
-from nxtrain.backends.xla_world import meet
+from nxtrain.backends.xla.world import meet
 rank, start = int(sys.argv[1]), sys.argv[2]
 store = meet(os.environ, rank, 20.0)
 store.set(f"rank {rank}", start)

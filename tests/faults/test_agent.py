@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import BackendError, StoppedBySignal
-from nxtrain.metrics.sinks import METRICS_FILE
-from nxtrain.train.recovery.signals import STOPPING
+from nxtrain.process.signals import STOPPING
+from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from tests.support.command_ranks import until, write_config
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure
 from tests.support.runs import course
@@ -104,8 +104,8 @@ def test_ctrl_c_once_stops_saves_and_ends_with_75(tmp_path: Path) -> None:
         os.killpg(run.agent.pid, signal.SIGINT)
         assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
         assert not any(map(is_alive, ranks.values()))
-    newest = layout.newest(tmp_path / "run" / layout.FOLDER)
-    assert newest == layout.step_path(tmp_path / "run" / layout.FOLDER, course(tmp_path / "run")[-1]["step"])
+    newest = directory.newest(tmp_path / "run" / CHECKPOINTS_DIR)
+    assert newest == directory.step_path(tmp_path / "run" / CHECKPOINTS_DIR, course(tmp_path / "run")[-1]["step"])
     assert "Traceback" not in run.said()
 
 
@@ -121,8 +121,8 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_says_otherwise(
             run.await_step(run.step() + 50)
             os.killpg(run.agent.pid, signal.SIGTERM)
         assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
-    newest = layout.newest(tmp_path / "run" / layout.FOLDER)
-    assert newest == layout.step_path(tmp_path / "run" / layout.FOLDER, course(tmp_path / "run")[-1]["step"])
+    newest = directory.newest(tmp_path / "run" / CHECKPOINTS_DIR)
+    assert newest == directory.step_path(tmp_path / "run" / CHECKPOINTS_DIR, course(tmp_path / "run")[-1]["step"])
 
 
 def test_ranks_of_an_agent_that_was_killed_end_too(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_the_same_command_goes_on_after_the_agent_and_all_ranks_were_killed(
     with launched(tmp_path) as run:
         assert run.agent.wait(60) == 0, run.said()
         said = run.said()
-    saved = tuple(layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run" / layout.FOLDER))
+    saved = tuple(directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR))
     done = Start({0: 0}, {0: said}, began_after=None, reached=saved[-1], saved=saved)
     assert_recovered(History(tmp_path, [done]), golden, restarts=0)
 

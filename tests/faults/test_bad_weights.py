@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import DivergedError
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train import trainer
 from tests.support.commands import train, write_config
 from tests.support.runs import course
@@ -50,7 +51,10 @@ def test_a_run_whose_weights_are_nan_ends_and_keeps_its_checkpoints(tmp_path: Pa
     assert code == DivergedError.exit_code, told
     assert "error: step 12: param_norm=nan" in told
     assert "steps 10, 11, 12" in told
-    assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run" / layout.FOLDER)] == [4, 8]
+    assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)] == [
+        4,
+        8,
+    ]
 
 
 def test_a_rollback_mends_the_weights(tmp_path: Path, straight: list[dict[str, Any]]) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import HangError
+from nxtrain.process import deadlines
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train import run
-from nxtrain.train.recovery import bounded
 from tests.support.commands import ended, start_rank, train, write_config
 from tests.support.ports import free_port
 
@@ -31,13 +32,13 @@ def _hold_the_lock() -> None:
 
 def never_open() -> None:
     """Let this process wait for its device for ever."""
-    bounded.OPENING_S, bounded.MEETINGS = LIMIT_S, 0
+    deadlines.OPENING_S, deadlines.MEETINGS = LIMIT_S, 0
     CpuBackend._take_place = lambda self: _sleep()  # type: ignore[method-assign]
 
 
 def never_open_with_the_lock() -> None:
     """The same, while no other thread of it can run."""
-    bounded.OPENING_S, bounded.MEETINGS = LIMIT_S, 0
+    deadlines.OPENING_S, deadlines.MEETINGS = LIMIT_S, 0
     CpuBackend._take_place = lambda self: _hold_the_lock()  # type: ignore[method-assign]
 
 
@@ -77,7 +78,7 @@ def test_a_device_that_does_not_close_changes_nothing(tmp_path: Path, first: Cal
     write_config(tmp_path, steps=4)
     code, told = train(tmp_path, first=first)
     assert code == 0, told
-    assert layout.newest(tmp_path / "run" / layout.FOLDER) is not None
+    assert directory.newest(tmp_path / "run" / CHECKPOINTS_DIR) is not None
     if first is never_close:
         assert "warning: rank 0: its devices were not closed within 1 seconds" in told
         assert "the run has ended well" in told

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course, records
 
@@ -78,7 +79,7 @@ def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_its_time(
     write_config(tmp_path, steps=STEPS, every=3)
     code, told = train(tmp_path, "train.steps=9", f"optim.decay_steps={STEPS}")
     assert code == 0, told
-    checkpoints = layout.list_checkpoints(tmp_path / "run" / layout.FOLDER)
+    checkpoints = directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)
     assert len(checkpoints) > 1
     for age, path in enumerate(checkpoints):  # the last step is the oldest
         for file in (*path.iterdir(), path):

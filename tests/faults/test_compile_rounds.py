@@ -15,8 +15,8 @@ import pytest
 
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import LOCK, Key, State
-from nxtrain.compile.rounds import Compiled, Job, compile_graphs
-from nxtrain.compile.seals import read_seal
+from nxtrain.compile.entry_hashes import read_seal
+from nxtrain.compile.parallel_compile import Compiled, Job, compile_graphs
 from nxtrain.compile.tool import TOOL
 from nxtrain.errors import BackendError
 from tests.support.caches import add_failed, add_locked
@@ -186,7 +186,7 @@ _JOB = f"""
 import os, sys
 from pathlib import Path
 from nxtrain.compile.cache import Cache
-from nxtrain.compile.rounds import Job, compile_graphs
+from nxtrain.compile.parallel_compile import Job, compile_graphs
 command = [sys.executable, "-m", "tests.support.neuron_plugin", *{[A, B, C]}]
 cache = Cache(Path(os.environ["NEURON_COMPILE_CACHE_URL"]))
 found = compile_graphs(Job(sys.argv[1], command, os.environ, cache), 2, 0)
@@ -195,7 +195,7 @@ assert set(found.names) == cache.done(), (found.names, cache.done())
 
 
 def compilers(cache: Path) -> list[int]:
-    from nxtrain.compile.owners import naming
+    from nxtrain.compile.lock_owners import naming
 
     return [pid for entry in cache.glob("*/MODULE_*") for pid in naming(str(entry))]
 

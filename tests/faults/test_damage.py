@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
-from nxtrain.checkpoint import layout, unsteady
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.errors import CheckpointError
+from nxtrain.io import read_retry
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support import commands
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure, last_step, start, supervise
 from tests.support.runs import course
@@ -42,7 +44,7 @@ def copied(folder: Path, to: Path) -> list[Path]:
     """A run as it was left, in another place; its checkpoints, the newest first."""
     shutil.copytree(folder / "run", to / "run")
     configure(to)
-    return layout.list_checkpoints(to / "run" / layout.FOLDER)[::-1]
+    return directory.list_checkpoints(to / "run" / CHECKPOINTS_DIR)[::-1]
 
 
 def cut(size: Callable[[int], int]) -> Callable[[Path], Path]:
@@ -84,13 +86,13 @@ def flip(file: Path, at: int) -> Path:
 
 
 def flip_manifest(checkpoint: Path) -> Path:
-    file = checkpoint / layout.MANIFEST
+    file = checkpoint / directory.MANIFEST
     return flip(file, file.read_bytes().index(b'"xxh3"') + 10)
 
 
 def flip_cursor(checkpoint: Path) -> Path:
     """Another number of samples, which is where the data goes on."""
-    file = checkpoint / layout.META
+    file = checkpoint / directory.META
     return flip(file, file.read_bytes().index(b'"samples": ') + 11)
 
 
@@ -128,7 +130,7 @@ def test_the_one_before_is_taken(
     (line,) = [line for line in found.said[0].splitlines() if "damaged" in line]
     assert line.startswith(f"{file} is damaged: "), line
     assert "put aside as step-00000009.corrupt, and the one before it is tried" in line
-    assert layout.quarantined(again.checkpoints) == [again.checkpoints / "step-00000009.corrupt"]
+    assert directory.quarantined(again.checkpoints) == [again.checkpoints / "step-00000009.corrupt"]
 
 
 def test_without_any_that_is_whole_nothing_starts(
@@ -148,7 +150,7 @@ def test_without_any_that_is_whole_nothing_starts(
         assert "Traceback" not in found.said[0] + found.said[1]
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == record
     assert last_step(tmp_path) == killed[1].reached
-    aside = layout.quarantined(tmp_path / "run" / layout.FOLDER)
+    aside = directory.quarantined(tmp_path / "run" / CHECKPOINTS_DIR)
     assert [path.name for path in aside] == [f"step-0000000{step}.corrupt" for step in (3, 6, 9)]
 
 
@@ -166,22 +168,22 @@ def _fail_reads(times: int, within: str = "step-") -> None:
         return read(file, *rest)
 
     os.preadv = fail
-    unsteady.PAUSES_S = (0.01,) * 4
+    read_retry.PAUSES_S = (0.01,) * 4
 
 
 def test_a_disk_that_fails_for_a_while_damages_nothing(tmp_path: Path, straight: list[dict[str, Any]]) -> None:
     commands.write_config(tmp_path)
     assert commands.train(tmp_path, armed="kill@0:12:fwd,sleep@*:1:fwd:0.05")[0] == -signal.SIGKILL
-    checkpoints = tmp_path / "run" / layout.FOLDER
-    before = [path.name for path in layout.list_checkpoints(checkpoints)]
+    checkpoints = tmp_path / "run" / CHECKPOINTS_DIR
+    before = [path.name for path in directory.list_checkpoints(checkpoints)]
     assert before == ["step-00000004", "step-00000008"]
     for _ in range(2):  # an agent starts again at once
         code, told = commands.train(tmp_path, first=partial(_fail_reads, 10**6))
         assert code == CheckpointError.exit_code, told
         assert "it is the storage that fails" in told
         assert "Traceback" not in told
-        assert not layout.quarantined(checkpoints)
-        assert [path.name for path in layout.list_checkpoints(checkpoints)] == before
+        assert not directory.quarantined(checkpoints)
+        assert [path.name for path in directory.list_checkpoints(checkpoints)] == before
     code, told = commands.train(tmp_path, first=partial(_fail_reads, 2))
     assert code == 0, told
     assert "Input/output error; it is read again" in told
@@ -209,4 +211,4 @@ def test_the_only_one_is_never_a_reason_to_start_from_scratch(tmp_path: Path) ->
     assert code == CheckpointError.exit_code, told
     assert "step-00000004 of" in told
     assert "cannot be read, and there is none before it" in told
-    assert layout.newest(tmp_path / "run" / layout.FOLDER) == tmp_path / "run" / layout.FOLDER / "step-00000004"
+    assert directory.newest(tmp_path / "run" / CHECKPOINTS_DIR) == tmp_path / "run" / CHECKPOINTS_DIR / "step-00000004"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nxtrain.errors import CheckpointError, RestartError
-from nxtrain.train.guard import NON_FINITE
-from nxtrain.train.notes import Notes
+from nxtrain.io.notes import Notes
+from nxtrain.train.health.numerics import NON_FINITE
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course
 from tests.support.small_disks import small_disk

@@ -12,7 +12,7 @@ import pytest
 
 from nxtrain.metrics.goodput import account
 from nxtrain.metrics.goodput_log import read
-from nxtrain.train.recovery.attempts import LOGS
+from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import write_config
 from tests.support.runs import records
 
@@ -39,7 +39,7 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
     elapsed_s = time.monotonic() - began
     assert resumed.returncode == 0, resumed.stderr
 
-    found = account(read(tmp_path / "run" / LOGS))
+    found = account(read(tmp_path / "run" / LOGS_DIR))
     spent_s = (found.productive_s, found.start_s, found.lost_s, found.detect_s, found.restart_s)
     rest_s = (found.checkpoint_stall_s, found.eval_s, found.other_s)
     assert found.wall_s == pytest.approx(sum((*spent_s, *rest_s)), abs=1e-3)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.config.check import Resolved
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.faulty import train_broken
 from tests.support.ranks import RankPool, ranks
 from tests.support.runs import GLOBAL_BATCH, assert_equal_bits, course, run_plan, state_at, token_file
@@ -65,7 +66,7 @@ def at(resolved: Resolved, step: int) -> Any:
 
 
 def saved(resolved: Resolved) -> list[int]:
-    return [read_meta(path).step for path in layout.list_checkpoints(resolved.config.run.dir / layout.FOLDER)]
+    return [read_meta(path).step for path in directory.list_checkpoints(resolved.config.run.dir / CHECKPOINTS_DIR)]
 
 
 MODES = ["none", "zero1", "grad_op", "full"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from nxtrain.train import fault_kinds
-from nxtrain.train.fault_points import POINTS
+from nxtrain.testing import fault_kinds
+from nxtrain.testing.fault_points import POINTS
 from tests.support.commands import train, write_config
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from tests.support.commands import command, train, write_config
 from tests.support.runs import course
 
@@ -65,18 +65,18 @@ def _kill_at_sync(number: int) -> None:
 
 
 def _kill_before_publishing() -> None:
-    layout.publish = lambda staged, path: _killed()
+    directory.publish = lambda staged, path: _killed()
 
 
 def _kill_between_renames() -> None:
-    aside = layout._set_aside
+    aside = directory._set_aside
 
     def and_killed(path: Path, kind: str) -> Path:
         aside(path, kind)
         _killed()
         return path
 
-    layout._set_aside = and_killed
+    directory._set_aside = and_killed
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import HangError
 from tests.support.command_ranks import WORLD, Ranks
 from tests.support.recovery import (
@@ -114,7 +114,7 @@ def test_while_a_checkpoint_is_under_way_and_others_are_left_out(
     killed = start(started_by, tmp_path, faults, meanwhile=look)
     assert most == 1
     assert "no checkpoint of step 6: the one before it is still being written; training goes on" in killed.said[0]
-    assert layout.list_checkpoints(tmp_path / "run/checkpoints") == []
+    assert directory.list_checkpoints(tmp_path / "run/checkpoints") == []
     again = supervise(started_by, tmp_path, faults[2:])
     history = History(tmp_path, [killed, *again.starts], again.wall_s)
     assert_recovered(history, golden)

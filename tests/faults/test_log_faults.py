@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nxtrain.checkpoint import layout
-from nxtrain.metrics.sinks import METRICS_FILE
+from nxtrain.checkpoint import directory
+from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from tests.support.commands import at_batch, train, write_config
 from tests.support.runs import course
 
@@ -34,7 +34,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def last_weights(run: Path) -> str:
-    path = layout.step_path(run / layout.FOLDER, STEPS) / "rank-00000.safetensors"
+    path = directory.step_path(run / CHECKPOINTS_DIR, STEPS) / "rank-00000.safetensors"
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -19,7 +19,7 @@ import pytest
 from nxtrain.errors import DataError, HangError
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
-from nxtrain.train import fault_kinds
+from nxtrain.testing import fault_kinds
 from tests.support.command_ranks import Ranks, until, write_config
 
 STAGES = 4

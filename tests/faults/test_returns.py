@@ -9,8 +9,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import CheckpointError
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import command, write_config
 from tests.support.runs import course
 
@@ -24,7 +25,7 @@ def train(folder: Path, *overrides: str, restarted: bool = False, armed: str = "
 
 
 def steps(folder: Path) -> list[int]:
-    return [layout.step_of(path) for path in layout.list_checkpoints(folder / "run" / layout.FOLDER)]
+    return [directory.step_of(path) for path in directory.list_checkpoints(folder / "run" / CHECKPOINTS_DIR)]
 
 
 def test_killed_while_it_goes_back_a_run_goes_back_at_the_next_start(

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from nxtrain.checkpoint import layout, places
+from nxtrain.checkpoint import directory
 from nxtrain.errors import HangError, StoppedBySignal
+from nxtrain.io import object_store
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import command, ended, start_rank, train, write_config
 from tests.support.ports import free_port
 from tests.support.runs import course
@@ -94,7 +96,7 @@ def _take_nothing() -> None:
     def upload(*args: object) -> None:
         time.sleep(10**6)
 
-    vars(places)["FolderStore"].upload = upload
+    vars(object_store)["FolderStore"].upload = upload
 
 
 def test_a_mirror_that_hangs_costs_neither_a_checkpoint_nor_a_step(tmp_path: Path) -> None:
@@ -117,7 +119,7 @@ def test_a_mirror_that_hangs_costs_neither_a_checkpoint_nor_a_step(tmp_path: Pat
     told = ended(tmp_path, ranks, 40.0)
     assert {process.exitcode for process in ranks.values()} == {StoppedBySignal.exit_code}, told
     last = course(tmp_path / "run")[-1]["step"]
-    saved = [layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run" / layout.FOLDER)]
+    saved = [directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)]
     assert saved == [*range(4, last, 4), last]
     assert f"WARNING: the mirror lacks the checkpoint of step {last}: the run ends" in told[0]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import ConfigError
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support import slurm
 from tests.support.command_ranks import until
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure, last_step, start
@@ -87,7 +88,9 @@ class Job:
 
     def assert_recovered(self, golden: Golden) -> None:
         """The oracle of runs that were broken."""
-        saved = tuple(layout.step_of(path) for path in layout.list_checkpoints(self.folder / "run" / layout.FOLDER))
+        saved = tuple(
+            directory.step_of(path) for path in directory.list_checkpoints(self.folder / "run" / CHECKPOINTS_DIR)
+        )
         done = Start({0: 0}, {0: self.said()}, began_after=None, reached=saved[-1], saved=saved)
         assert_recovered(History(self.folder, [done]), golden, restarts=0)
 

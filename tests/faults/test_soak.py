@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.train.fault_kinds import KINDS
-from nxtrain.train.fault_points import POINTS, parse
+from nxtrain.testing.fault_kinds import KINDS
+from nxtrain.testing.fault_points import POINTS, parse
 from tests.support.soak import MARGIN, drawn, soak
 
 

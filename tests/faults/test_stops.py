@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import CrashLoopError, StoppedBySignal
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import Ranks, until, write_config
 from tests.support.runs import course
 
@@ -36,7 +37,7 @@ def uninterrupted(started_by: ForkServerContext, tmp_path_factory: pytest.TempPa
 
 
 def is_saving(folder: Path) -> bool:
-    return any((folder / "run" / layout.FOLDER).glob("*.tmp-*"))
+    return any((folder / "run" / CHECKPOINTS_DIR).glob("*.tmp-*"))
 
 
 def finish(started_by: ForkServerContext, folder: Path) -> Ranks:
@@ -64,7 +65,7 @@ def test_no_step_is_lost(
         assert ranks.ended() == {0: STOPPED, 1: STOPPED}, ranks.said()
     step = course(tmp_path / "run")[-1]["step"]
     assert 5 <= step < STEPS
-    assert [path.name for path in (tmp_path / "run" / layout.FOLDER).glob("step-*")] == [f"step-{step:08d}"]
+    assert [path.name for path in (tmp_path / "run" / CHECKPOINTS_DIR).glob("step-*")] == [f"step-{step:08d}"]
     said = ranks.said()
     assert f"{number.name} at rank " in said[0]
     assert f"\nstopped after step {step}, whose checkpoint is saved" in said[0]
@@ -83,7 +84,7 @@ def test_a_signal_during_a_save_waits_for_it_and_for_that_of_the_last_step(
         ranks.send(signal.SIGTERM, 0, 1)
         assert ranks.ended() == {0: STOPPED, 1: STOPPED}, ranks.said()
     # Training went on while step 7 was written, and stopped at a later step, which was saved after it.
-    saved = [layout.step_of(path) for path in layout.list_checkpoints(tmp_path / "run" / layout.FOLDER)]
+    saved = [directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR)]
     assert saved[0] == 7
     assert saved[-1] == course(tmp_path / "run")[-1]["step"] < STEPS
     assert len(saved) <= 2
@@ -104,7 +105,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_is_valid(
         ranks.send(signal.SIGTERM, 0, 1)
         assert ranks.ended() == {0: 128 + signal.SIGTERM, 1: 128 + signal.SIGTERM}, ranks.said()
         assert time.monotonic() - sent < 1.0
-    assert layout.newest(tmp_path / "run" / layout.FOLDER) is None
+    assert directory.newest(tmp_path / "run" / CHECKPOINTS_DIR) is None
     finish(started_by, tmp_path)
     assert course(tmp_path / "run") == uninterrupted
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import CheckpointError
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import Ranks
 from tests.support.recovery import PACE, Golden, History, assert_recovered, configure, last_step, start, supervise
 from tests.support.small_disks import small_disk
@@ -30,7 +31,7 @@ LEFT_OUT = "WARNING: no checkpoint of step {}: "
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own under a run's checkpoints."""
-    with small_disk(tmp_path / "run" / layout.FOLDER, ROOM_BYTES) as folder:
+    with small_disk(tmp_path / "run" / CHECKPOINTS_DIR, ROOM_BYTES) as folder:
         yield folder
 
 
@@ -83,7 +84,7 @@ def test_a_disk_that_becomes_read_only_for_a_while(
 
     def look(ranks: Ranks) -> None:
         nonlocal locked
-        if not locked and layout.newest(disk) and subprocess.call(("mount", "-o", "remount,ro", str(disk))) == 0:
+        if not locked and directory.newest(disk) and subprocess.call(("mount", "-o", "remount,ro", str(disk))) == 0:
             locked = True
         unlock(ranks)
 

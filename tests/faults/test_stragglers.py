@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.metrics.sinks import METRICS_FILE
-from nxtrain.train.recovery.stragglers import STEPS as COMPARED
+from nxtrain.run_folder import METRICS_FILE
+from nxtrain.train.supervision.stragglers import STEPS as COMPARED
 from tests.support.command_ranks import until
 from tests.support.commands import TOLD, ended, start_rank, write_config
 from tests.support.ports import free_port

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.errors import BackendError
-from nxtrain.train.fault_points import VARIABLE
+from nxtrain.testing.fault_points import VARIABLE
 from tests.support.commands import start, train, write_config
 from tests.support.runs import course
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nxtrain.backends.base import Kernels
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
-from nxtrain.optim.stores import Stochastic
+from nxtrain.optim.update_rules import Stochastic
 from nxtrain.precision import Precision, Update
 from nxtrain.sharding import Block, Init, Layout, ParamTable, ShardSpec
 from tests.support.layers import random

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from nxtrain.metrics.sinks import METRICS_FILE
-from nxtrain.train.fault_points import VARIABLE
+from nxtrain.run_folder import METRICS_FILE
+from nxtrain.testing.fault_points import VARIABLE
 from tests.support import commands, tiny
 
 WORLD = 2

@@ -18,12 +18,13 @@ from unittest import mock
 import pytest
 import torch
 
-from nxtrain import cli
-from nxtrain.checkpoint import convert, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
+from nxtrain.cli import main as cli
+from nxtrain.convert import hf, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
 from nxtrain.data.loader import Batch, Loader
-from nxtrain.train import faults, run  # noqa: F401
-from nxtrain.train.fault_points import VARIABLE
-from nxtrain.train.recovery.signals import STOPPING
+from nxtrain.process.signals import STOPPING
+from nxtrain.testing import faults  # noqa: F401
+from nxtrain.testing.fault_points import VARIABLE
+from nxtrain.train import run  # noqa: F401
 from tests.support import tiny
 
 TOLD = "told.txt"

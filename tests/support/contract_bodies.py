@@ -96,7 +96,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
 def hold_xla_kernels(backend: Backend, seed: int, draws: int) -> None:
     """Hold the kernels of XLA's devices, Trainium's among them."""
     from nxtrain.backends.neuron.backend import NeuronKernels
-    from nxtrain.backends.xla import XlaKernels
+    from nxtrain.backends.xla.backend import XlaKernels
 
     every: list[Kernels] = [XlaKernels(), NeuronKernels(rounds=False, flash=flash)]
     for kernels in every:

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.collectives import Collectives, Done, Op, Pending
 from nxtrain.backends.cpu_attention import _BlockedAttention
 from nxtrain.backends.kernels import _RMSNorm
 from nxtrain.bench.pipeline_rank import _Sleep
+from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
 from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis
 from nxtrain.nn.mlp import _SwiGLU

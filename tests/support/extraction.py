@@ -14,11 +14,12 @@ from unittest.mock import patch
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.neuron.backend import NeuronBackend
-from nxtrain.backends.shell import EXTRACTION
+from nxtrain.backends.xla.environment import EXTRACTION
 from nxtrain.config.check import Resolved
+from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state, mesh_of
-from nxtrain.train.rehearsal import trainer
-from nxtrain.train.run import schedule_of, train_on
+from nxtrain.train.graph_extraction import trainer
+from nxtrain.train.run import train_on
 from tests.support.models import changed
 from tests.support.neuron_runtime import Runtime
 
@@ -92,5 +93,5 @@ def course(run: Resolved, world: int, rank: int) -> set[str]:
     state = build_state(run, build_model(run, device, mesh, init="zeros"), device, mesh)
     device.step_boundary()
     with Runtime(tape.graph, runs=False):
-        trainer(run, state, run.config, schedule_of(run), lambda step, work: None).run(0)
+        trainer(run, state, run.config, Schedule.of(run.config), lambda step, work: None).run(0)
     return set(tape.graphs)

@@ -10,8 +10,9 @@ from typing import Any
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.errors import NxtrainError
-from nxtrain.train import faults, run
-from nxtrain.train.fault_points import Place
+from nxtrain.testing import faults
+from nxtrain.testing.fault_points import Place
+from nxtrain.train import run
 
 
 @contextmanager

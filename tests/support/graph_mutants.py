@@ -10,11 +10,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from nxtrain.backends import tracing, xla
 from nxtrain.backends.base import Backend
-from nxtrain.backends.collectives import Pending
-from nxtrain.backends.xla import XlaBackend, XlaCollectives
+from nxtrain.backends.xla import backend, tracing
+from nxtrain.backends.xla.backend import XlaBackend, XlaCollectives
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.collectives import Pending
 from nxtrain.graphs.trace import trace
 from nxtrain.mesh import Axis
 from nxtrain.optim.adamw import AdamW
@@ -130,7 +130,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "read a result": _norm(_read_result),
     "read a buffer": lambda: patch.object(AdamW, "step", _step),
     "everyone": _bucket(_everyone),
-    "own group": lambda: patch.object(xla, "_groups", _own_group),
+    "own group": lambda: patch.object(backend, "_groups", _own_group),
     "world": _bucket(_by_world),
     "f64": _norm(lambda _, norm: norm.double().float()),
 }

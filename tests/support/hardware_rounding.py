@@ -19,8 +19,8 @@ from nxtrain.optim import adamw
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel import grads
 from nxtrain.sharding import Layout
+from nxtrain.train.health.replica_check import Vote
 from nxtrain.train.step import TrainState, train_step
-from nxtrain.train.vote import Vote
 from tests.support.parity import LR, batches, local_batch, start
 
 Entries = dict[tuple[str, str, tuple[int, ...]], Tensor]

@@ -14,10 +14,10 @@ from __future__ import annotations
 KINDS = ("fresh", "given", "state", "read", "host")
 
 OWNERS: dict[str, dict[str, str]] = {
-    "nxtrain/backends/board.py": {
+    "nxtrain/distributed/heartbeats.py": {
         "Board.answers: found[rank] =": "host: dictionary",
     },
-    "nxtrain/backends/c10d_collectives.py": {
+    "nxtrain/distributed/c10d_collectives.py": {
         "_Async.wait: self.result.mul_": "fresh: made by the collective, which alone scales",
         "_Traced.wait: self.into.copy_": "given: `Collectives.all_reduce` may overwrite its input",
         "C10dCollectives.start_all_reduce: _FUNCTIONAL.all_reduce(x)": "read: the functional form",
@@ -33,7 +33,7 @@ OWNERS: dict[str, dict[str, str]] = {
             "fresh: a part of the bucket that was just allocated"
         ),
     },
-    "nxtrain/backends/collectives.py": {
+    "nxtrain/distributed/collectives.py": {
         "Collectives.all_reduce: self.start_all_reduce(x)": "given: `Collectives.all_reduce` may overwrite its input",
     },
     "nxtrain/backends/cpu.py": {
@@ -78,10 +78,10 @@ OWNERS: dict[str, dict[str, str]] = {
         "round_by_pairs_on_host: _round_by_pairs_(x)": "given: `Kernels.stochastic_round` may overwrite it",
         "round_one_by_one: out.copy_": "given: `Kernels.stochastic_round` writes it",
     },
-    "nxtrain/backends/tracing.py": {
+    "nxtrain/backends/xla/tracing.py": {
         "_told_reads.read_into: out.fill_": "given: torch's own buffer for what it reads from the device",
     },
-    "nxtrain/backends/xla.py": {
+    "nxtrain/backends/xla/backend.py": {
         "XlaCollectives.start_all_reduce: x.copy_": "given: `Collectives.all_reduce` may overwrite its input",
         "XlaCollectives._reduced: self._xm.all_reduce(fresh)": "fresh: clones of this function",
     },
@@ -102,17 +102,17 @@ OWNERS: dict[str, dict[str, str]] = {
             "state: gradients of the model that this benchmark trains"
         ),
     },
-    "nxtrain/checkpoint/blocks.py": {
+    "nxtrain/io/checksummed_file.py": {
         "BlockWriter.write: rest.data": "read: bytes that are sent",
         "BlockWriter.write: np.frombuffer(self._block, np.uint8)[self._filled:self._filled + len(part)] =": (
             "state: buffer of this object"
         ),
     },
-    "nxtrain/checkpoint/chunks.py": {
+    "nxtrain/checkpoint/shards.py": {
         "owned: total[chunk.copies] +=": "host: number",
         "owned: before[chunk.copies] +=": "host: number",
     },
-    "nxtrain/checkpoint/hf.py": {
+    "nxtrain/convert/hf_folder.py": {
         "HfWeights.__call__: view.copy_": "state: parameter under construction, which `materialize` fills",
     },
     "nxtrain/checkpoint/load.py": {
@@ -122,27 +122,27 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/checkpoint/manifest.py": {
         "header: text +=": "host: bytes",
     },
-    "nxtrain/checkpoint/nxd_read.py": {
+    "nxtrain/convert/nxd_read.py": {
         "nxd_to_nxtrain: chunks +=": "host: list",
     },
-    "nxtrain/checkpoint/nxd_weights.py": {
+    "nxtrain/convert/nxd_weights.py": {
         "NxdWeights._place: target.copy_": "state: part of the tensor that this reader is putting together",
     },
-    "nxtrain/checkpoint/nxd_write.py": {
+    "nxtrain/convert/nxd_write.py": {
         "_Writer.write_weights: tensors[HEAD] =": "host: dictionary",
         "_Writer._read: target.copy_": "state: part of the buffers that this reader allocated",
     },
-    "nxtrain/checkpoint/planner.py": {
+    "nxtrain/checkpoint/dcp_planner.py": {
         "ChunkLoadPlanner.finish_plan: tensor.zero_": "state: padding of what is loaded",
     },
     "nxtrain/checkpoint/staging.py": {
         "Staging.fill: buffer.copy_": "state: buffer of this object",
     },
-    "nxtrain/checkpoint/streamed.py": {
+    "nxtrain/convert/streamed.py": {
         "batches: free -=": "host: number",
         "_header: text +=": "host: bytes",
     },
-    "nxtrain/checkpoint/storage.py": {
+    "nxtrain/checkpoint/dcp_storage.py": {
         "FileWriter._write: high +=": "host: number",
         "FileReader.read_data: wanted[file] +=": "host: list",
         "_Piece.take: self._into[low - self.start:high - self.start] =": (
@@ -189,7 +189,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "AdamW.reset: lost.zero_": "state: optimizer state, which begins anew",
         "AdamW.step: self.num_updates.add_": "state: optimizer state: the number of updates",
     },
-    "nxtrain/optim/stores.py": {
+    "nxtrain/optim/update_rules.py": {
         "Copied.close: self.value.copy_": "state: parameter, which this rule updates",
         "Nearest.close: self.value.copy_": "state: parameter or running mean, which this rule updates",
         "Stochastic.close: self.round_(wide)": "given: `Store.close` may overwrite what `open` gave",
@@ -208,7 +208,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "Gradients.count: self._comm.all_reduce(self.square_sum(marks))": "fresh: a sum",
         "_TensorParallelSums.__init__: self._rows.setdefault(count, {})[name] =": "host: dictionary",
     },
-    "nxtrain/parallel/kept.py": {
+    "nxtrain/parallel/saved_tensors.py": {
         "no_views.pack: kept[id(x)] =": "host: dictionary",
         "no_views.pack: (x if given else x.clone()).data": "read: what backward reads",
     },
@@ -246,19 +246,19 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/sharding.py": {
         "ShardSpec.shard: view.copy_": "fresh: a view of the shard that this function allocates",
     },
-    "nxtrain/train/fault_kinds.py": {
+    "nxtrain/testing/fault_kinds.py": {
         "flip: local.copy_": "state: parameter, which this fault damages",
     },
-    "nxtrain/train/faults.py": {
+    "nxtrain/testing/faults.py": {
         "_Armed._count_steps.wrapped: self._step +=": "host: number",
     },
     "nxtrain/train/generate.py": {
         "generate: ends |=": "host: frozen set",
     },
-    "nxtrain/train/guard.py": {
+    "nxtrain/train/health/numerics.py": {
         "Guard.begin: self._in_a_row +=": "host: number",
     },
-    "nxtrain/train/skipped.py": {
+    "nxtrain/train/health/skipped_steps.py": {
         "SkippedSteps.note: self.marks.copy_": "state: marks of this object",
         "SkippedSteps.note: self.last.copy_": "state: marks of this object",
     },

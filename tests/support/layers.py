@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.c10d_collectives import C10dCollectives
+from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.mesh import Axis
 from nxtrain.nn.init import materialize
 from nxtrain.parallel.regions import TensorParallel

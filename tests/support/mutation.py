@@ -47,7 +47,7 @@ COVERED: dict[str, Stages] = {
     "nxtrain/parallel/grads.py": (("tests/unit/parallel/test_grads.py",), (_PARITY, *_DP)),
     "nxtrain/parallel/loss.py": (("tests/unit/parallel/test_loss.py",), ("tests/dist/test_loss.py", _PARITY)),
     "nxtrain/parallel/schedule.py": (("tests/unit/parallel/test_schedule.py",), _PIPELINE),
-    "nxtrain/parallel/play.py": (("tests/unit/parallel/test_schedule.py", "tests/unit/plan"), _PIPELINE),
+    "nxtrain/parallel/simulate.py": (("tests/unit/parallel/test_schedule.py", "tests/unit/plan"), _PIPELINE),
     "nxtrain/parallel/pipeline.py": (_PIPELINE,),
     "nxtrain/parallel/weight_grads.py": (_PIPELINE,),
     "nxtrain/parallel/linear.py": (
@@ -63,7 +63,7 @@ COVERED: dict[str, Stages] = {
     "nxtrain/nn/*": (("tests/unit/nn", "tests/unit/models"), ("tests/dist/test_logits.py", _PARITY)),
     "nxtrain/checkpoint/nxd_*": (_UNIT_CHECKPOINT, ("tests/train/test_nxd_conversion.py",)),
     "nxtrain/checkpoint/mirror.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
-    "nxtrain/checkpoint/places.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
+    "nxtrain/io/object_store.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
     "nxtrain/checkpoint/*": (_UNIT_CHECKPOINT, _RESHARDING, ("tests/train/test_resume.py",)),
 }
 """By source file, the tests that should notice a defect in it; the first pattern that fits counts."""

@@ -136,8 +136,8 @@ def _start_runtime() -> None:
     import torch_xla.runtime as xr
 
     from nxtrain.backends.c10d import Placement
-    from nxtrain.backends.shell import extracting
-    from nxtrain.backends.xla_graphs import freeze_older_objects
+    from nxtrain.backends.xla.environment import extracting
+    from nxtrain.backends.xla.graphs import freeze_older_objects
     from tests.support.neuron_plugin import Plugin
     from tests.support.neuron_runtime import Runtime, Witness
 

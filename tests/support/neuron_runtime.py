@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.tracing import _told_reads
-from nxtrain.backends.xla_graphs import hash_of, pending
+from nxtrain.backends.xla.graphs import hash_of, pending
+from nxtrain.backends.xla.tracing import _told_reads
 
 Meet = Callable[[str, Callable[[], str]], None]
 """Takes the hash of a graph, and what gives its HLO while this is called."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.nxd.pretended import PretendedNxd
-from nxtrain.backends.tracing import pretended_nxd
-from nxtrain.backends.xla import XlaBackend
-from nxtrain.backends.xla_graphs import freeze_older_objects, hash_of, pending
+from nxtrain.backends.xla.backend import XlaBackend
+from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
+from nxtrain.backends.xla.tracing import pretended_nxd
 from nxtrain.config.check import Resolved
 from nxtrain.graphs.trace import trace
 from nxtrain.train.build import build_meta, mesh_of

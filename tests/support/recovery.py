@@ -16,11 +16,11 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.manifest import DTYPES, Part, read_manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.launch.torchrun import FINAL, STOPPED, blame
-from nxtrain.metrics.sinks import METRICS_FILE
+from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from tests.support.command_ranks import WORLD, Ranks, write_config
 from tests.support.runs import course
 
@@ -94,7 +94,7 @@ class History:
     @property
     def checkpoints(self) -> Path:
         """Where its checkpoints lie."""
-        return self.run / layout.FOLDER
+        return self.run / CHECKPOINTS_DIR
 
     @property
     def said(self) -> str:
@@ -138,7 +138,7 @@ class Golden:
         """What an uninterrupted run left."""
         assert [start.code for start in history.starts] == [0], history.said
         found = course(history.run)
-        return Golden(found, tensors(layout.step_path(history.checkpoints, found[-1]["step"])))
+        return Golden(found, tensors(directory.step_path(history.checkpoints, found[-1]["step"])))
 
 
 def configure(folder: Path, *, steps: int = STEPS, every: int = EVERY, patience_s: float = PATIENCE_S) -> None:
@@ -187,7 +187,7 @@ def start(
     assert not (left := members(sessions)), f"processes {left} outlive their ranks"
     said = ranks.said()
     recovery_s = time.monotonic() - ended_at if ended_at else 0.0
-    saved = tuple(layout.step_of(path) for path in layout.list_checkpoints(folder / "run" / layout.FOLDER))
+    saved = tuple(directory.step_of(path) for path in directory.list_checkpoints(folder / "run" / CHECKPOINTS_DIR))
     return Start(codes_of, said, _began_after(said[0]), last_step(folder), saved, recovery_s)
 
 
@@ -229,8 +229,8 @@ def assert_recovered(history: History, golden: Golden, *, restarts: int | None =
     assert history.starts[-1].code == 0, said
     assert restarts is None or len(history.starts) == restarts + 1, said
     assert course(history.run) == golden.course, said
-    newest = layout.newest(history.checkpoints)
-    assert newest == layout.step_path(history.checkpoints, golden.course[-1]["step"])
+    newest = directory.newest(history.checkpoints)
+    assert newest == directory.step_path(history.checkpoints, golden.course[-1]["step"])
     assert tensors(newest) == golden.tensors
     meta = read_meta(newest)
     assert meta.samples == meta.step * GLOBAL_BATCH
@@ -264,9 +264,9 @@ def assert_tidy(checkpoints: Path) -> None:
     """A folder of checkpoints has these and what was put aside, and `latest` names the newest."""
     left = [path.name for path in checkpoints.iterdir() if ".tmp-" in path.name or ".old-" in path.name]
     assert not left, left
-    newest = layout.newest(checkpoints)
+    newest = directory.newest(checkpoints)
     assert newest is not None
-    assert (checkpoints / layout.LATEST).read_text(encoding="utf-8").strip() == newest.name
+    assert (checkpoints / directory.LATEST).read_text(encoding="utf-8").strip() == newest.name
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.chunks import Shards
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
-from nxtrain.metrics.sinks import METRICS_FILE
-from nxtrain.train.identity import Inputs
+from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
+from nxtrain.train.compatibility import Inputs
 from nxtrain.train.run import train_on
 from nxtrain.train.start import shards_of, start
 from tests.support.models import BASE, plan
@@ -67,7 +67,7 @@ def course(run_dir: Path) -> list[dict[str, Any]]:
 
 def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> Shards:
     """Every tensor of a checkpoint, whole: one rank loads what any number of ranks saved."""
-    path = layout.step_path(run_dir / layout.FOLDER, step)
+    path = directory.step_path(run_dir / CHECKPOINTS_DIR, step)
     config = resolved.config
     alone_degrees = {"tp": 1, "pp": 1, "virtual_pp": 1, "pipeline_cuts": (), "dp": 1, "sequence_parallel": False}
     parallel = config.parallel.model_copy(update=alone_degrees)

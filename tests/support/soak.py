@@ -9,11 +9,11 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from random import Random
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.metrics.goodput import account
 from nxtrain.metrics.goodput_log import read
 from nxtrain.plan.goodput import Failures
-from nxtrain.train.recovery.attempts import LOGS
+from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import WORLD
 from tests.support.recovery import EVERY, Golden, History, assert_recovered, configure, last_step, start, supervise
 from tests.support.runs import records
@@ -177,7 +177,7 @@ def modelled(history: History) -> tuple[Failures, float]:
     the next step; of the model's parts that is detection. All is measured by the run's own meter but the wall time and
     the number of starts, of which some are killed before they tell anything.
     """
-    starts = read(history.run / LOGS)
+    starts = read(history.run / LOGS_DIR)
     spent, parts, failures = [start.spent for start in starts], account(starts), len(history.starts) - 1
     saves = max(1, sum(one.saves for one in spent))
     step_s = sum(one.train_s for one in spent) / sum(
@@ -198,10 +198,10 @@ def modelled(history: History) -> tuple[Failures, float]:
 
 def _damage(checkpoints: Path, random: Random) -> bool:
     """Turn over a bit of a file of the newest checkpoint, if there is another one."""
-    found = layout.list_checkpoints(checkpoints)
+    found = directory.list_checkpoints(checkpoints)
     if len(found) == 1 or not found:
         return False
-    file = random.choice(sorted(path for path in found[-1].iterdir() if path.name != layout.VERIFIED))
+    file = random.choice(sorted(path for path in found[-1].iterdir() if path.name != directory.VERIFIED))
     content = bytearray(file.read_bytes())
     content[random.randrange(len(content))] ^= 1 << random.randrange(8)
     file.write_bytes(content)

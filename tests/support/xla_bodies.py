@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.collectives import Done, Pending
 from nxtrain.backends.rounding import step_hash
-from nxtrain.backends.xla import XlaBackend, XlaCollectives
+from nxtrain.backends.xla.backend import XlaBackend, XlaCollectives
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.collectives import Done, Pending
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel.grads import Gradients

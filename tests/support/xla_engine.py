@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tests.support.neuron_machine import INSTANCE, furnish, stand_on
 
 if TYPE_CHECKING:
-    from nxtrain.backends.xla import XlaBackend
+    from nxtrain.backends.xla.backend import XlaBackend
 
 from tests.support.patience import patient_s
 
@@ -121,7 +121,7 @@ class Devices:
         import torch_xla.core.xla_model as xm
         from torch_xla._internal import pjrt
 
-        from nxtrain.backends.xla_graphs import freeze_older_objects
+        from nxtrain.backends.xla.graphs import freeze_older_objects
 
         backend = self._backend()
 
@@ -145,7 +145,7 @@ class Devices:
 
     def _backend(self) -> type[XlaBackend]:
         if self._machine is None:
-            from nxtrain.backends.xla import XlaBackend
+            from nxtrain.backends.xla.backend import XlaBackend
 
             return XlaBackend
         from nxtrain.backends.neuron.backend import NeuronBackend

@@ -16,16 +16,16 @@ from nxtrain.config.check import Resolved
 from nxtrain.errors import NxtrainError
 from nxtrain.mesh import Mesh
 from nxtrain.optim.schedule import Schedule
-from nxtrain.train import rehearsal
+from nxtrain.process.signals import Signals
+from nxtrain.testing.fault_kinds import flip
+from nxtrain.train import graph_extraction
 from nxtrain.train.build import build_mesh, build_model, build_state
-from nxtrain.train.fault_kinds import flip
-from nxtrain.train.guard import Guard
-from nxtrain.train.recompiles import WARM_UP, Recompiles
-from nxtrain.train.recovery.signals import Signals
-from nxtrain.train.recovery.watchdog import Watchdog
+from nxtrain.train.health.numerics import Guard
+from nxtrain.train.health.recompiles import WARM_UP, Recompiles
+from nxtrain.train.health.replica_check import Vote, checksums, factors
 from nxtrain.train.step import TrainState, train_step
+from nxtrain.train.supervision.watchdog import Watchdog
 from nxtrain.train.trainer import Work
-from nxtrain.train.vote import Vote, checksums, factors
 from tests.support.models import tokens
 from tests.support.parity import GLOBAL_BATCH, LR, batches, local_batch, start
 from tests.support.xla_bodies import Counts
@@ -128,7 +128,7 @@ def voted(backend: Backend, resolved: Resolved, flipped: tuple[int, int] | None 
         if work == "vote" and (backend.rank, step) == flipped:
             flip(state.model)
 
-    loop = rehearsal.trainer(resolved, state, resolved.config, Schedule(1e-3, 1e-3, 0, 8, "constant"), watch)
+    loop = graph_extraction.trainer(resolved, state, resolved.config, Schedule(1e-3, 1e-3, 0, 8, "constant"), watch)
     loop = replace(loop, guard=Guard(resolved.config, state))
     backend.collectives.barrier()
     before, read = Counts.now(), _read()

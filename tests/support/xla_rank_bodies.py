@@ -12,23 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends import xla
 from nxtrain.backends.c10d import Placement
 from nxtrain.backends.neuron.backend import NeuronBackend
-from nxtrain.backends.xla_world import join
-from nxtrain.checkpoint import layout
+from nxtrain.backends.xla import backend
+from nxtrain.backends.xla.world import join
+from nxtrain.checkpoint import directory
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import NxtrainError
 from nxtrain.graphs import trace
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.grads import Gradients
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.checkpoints import Checkpoints
-from nxtrain.train.guard import Guard
-from nxtrain.train.identity import Inputs, meta_at
-from nxtrain.train.recompiles import Recompiles
-from nxtrain.train.rehearsal import trainer
+from nxtrain.train.compatibility import Inputs, meta_at
+from nxtrain.train.graph_extraction import trainer
+from nxtrain.train.health.numerics import Guard
+from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import restore
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer, Work
@@ -40,7 +41,7 @@ def outcomes(place: Placement, plan: Resolved, steps: int, mutants: Sequence[str
     """Train on paper with each defect: class and message of what ended it, and the graphs that were handed over."""
     found = []
     with (
-        patch.object(xla, "join", cache(join)),  # one process group for all cases
+        patch.object(backend, "join", cache(join)),  # one process group for all cases
         patch.object(trace, "trainer", _as_in_a_run),
     ):
         for mutant in mutants:
@@ -146,7 +147,7 @@ def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:
     backend.step_boundary()
     inputs = Inputs("")
     Checkpoints(plan, saved, inputs, meta_at(0, plan, inputs), None, dict, print).save(1, True)
-    restore(loaded, layout.step_path(plan.config.run.dir / layout.FOLDER, 1), weights_only=False)
+    restore(loaded, directory.step_path(plan.config.run.dir / CHECKPOINTS_DIR, 1), weights_only=False)
     backend.step_boundary()
     there = dict(loaded.model.named_parameters())
     return all(torch.equal(x.cpu(), there[name].cpu()) and x.any() for name, x in saved.model.named_parameters())

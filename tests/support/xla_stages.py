@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.tracing import Tape, TracingBackend
-from nxtrain.backends.xla_graphs import hash_of, pending
+from nxtrain.backends.xla.graphs import hash_of, pending
+from nxtrain.backends.xla.tracing import Tape, TracingBackend
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.regions import TensorParallel
 from tests.support.layers import random

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from nxtrain.errors import BackendError
 from tests.support.commands import write_config
 
@@ -24,7 +24,7 @@ def train_without(
         patch.delitem(sys.modules, name)
     for name in names:
         patch.setitem(sys.modules, name, None)
-    patch.delitem(sys.modules, "nxtrain.metrics.events", raising=False)
+    patch.delitem(sys.modules, "nxtrain.metrics.tensorboard", raising=False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         patch.delenv(name, raising=False)
     patch.setattr(sys, "argv", ["nxtrain", "train", str(config), *overrides])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from nxtrain.config.show import dump
 from nxtrain.errors import ConfigError, DivergedError
 from tests.support.models import hf_model, plan

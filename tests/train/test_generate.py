@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.convert import hf_to_nxtrain
+from nxtrain.checkpoint import directory
+from nxtrain.convert.hf import hf_to_nxtrain
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.train.generate import generate
@@ -34,7 +34,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_bpe(
         ["na\xefve caf\xe9 \u4f60\u597d, \u4e16\u754c \U0001f642 the quick brown fox " * 50],
         300,
-        folder / layout.TOKENIZER,
+        folder / directory.TOKENIZER,
     )
     return folder
 
@@ -52,7 +52,7 @@ def whole(place: Path, prompt: str, count: int, sampling: Sampling = GREEDY, **o
 def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    tokenizer = Tokenizer.from_file(str(hf / layout.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
     ids = tokenizer.encode("the quick").ids
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     # An end that never comes, so that both go on to the end.
@@ -93,7 +93,7 @@ def test_text_ends_before_a_stop_text(hf: Path) -> None:
 
 
 def test_text_ends_at_the_length_of_the_model(hf: Path) -> None:
-    num_prompt = len(Tokenizer.from_file(str(hf / layout.TOKENIZER)).encode("the").ids)
+    num_prompt = len(Tokenizer.from_file(str(hf / directory.TOKENIZER)).encode("the").ids)
     with mock.patch.object(Sampling, "draw", return_value=5) as drawn:
         code, _, err = in_process("generate", hf, "--prompt", "the", "--max-new-tokens", 10**12)
         assert (code, err) == (0, f"stopped at the model's length: max_position_embeddings={LENGTH} tokens\n")
@@ -102,7 +102,7 @@ def test_text_ends_at_the_length_of_the_model(hf: Path) -> None:
 
 
 def test_a_prompt_beyond_the_length_of_the_model_is_refused(hf: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(hf / layout.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
     prompt = "\u4f60" * LENGTH
     code, _, err = in_process("generate", hf, "--prompt", prompt)
     assert code == ConfigError.exit_code
@@ -113,7 +113,7 @@ def test_a_prompt_beyond_the_length_of_the_model_is_refused(hf: Path) -> None:
 def test_ends_that_the_folder_declares_are_heeded(hf: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(hf, folder)
-    tokenizer = Tokenizer.from_file(str(hf / layout.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
     text = whole(hf, "the quick", 12)
     second = tokenizer.encode(text).ids
     for declared in (second[6], [299, second[6]]):
@@ -142,7 +142,7 @@ def test_options_that_mean_nothing_are_refused(hf: Path, options: tuple[str, ...
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'"x"', b"\xff\xfe", b"[" * 100_000])
 def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path, content: bytes) -> None:
-    (checkpoint / layout.TOKENIZER).write_bytes(content)
+    (checkpoint / directory.TOKENIZER).write_bytes(content)
     for argv in (("generate", checkpoint, "--prompt", "x"), ("convert", "nxtrain-to-hf", checkpoint, tmp_path / "out")):
         code, _, err = in_process(*argv)
         assert (code, f"{checkpoint}/tokenizer.json" in err) == (CheckpointError.exit_code, True), err
@@ -166,12 +166,12 @@ def test_folders_that_are_no_model_are_refused(hf: Path, tmp_path: Path) -> None
     assert (code, "File name too long; check the path" in err) == (CheckpointError.exit_code, True)
     folder = tmp_path / "hf"
     shutil.copytree(hf, folder)
-    (folder / layout.TOKENIZER).unlink()
+    (folder / directory.TOKENIZER).unlink()
     code, _, err = in_process("generate", folder, "--prompt", "x")
     assert (code, "carries no tokenizer.json" in err) == (ConfigError.exit_code, True)
     for content in ("[]", "{", '{"model_type": 3}', "[" * 100_000):
         (folder / "config.json").write_text(content)
-        shutil.copy(hf / layout.TOKENIZER, folder)
+        shutil.copy(hf / directory.TOKENIZER, folder)
         assert in_process("generate", folder, "--prompt", "x")[0] == ConfigError.exit_code
 
 

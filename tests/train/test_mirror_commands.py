@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.commands import command, write_config
 from tests.support.s3 import BUCKET, s3, s3_variables
 
@@ -25,10 +26,10 @@ def run(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
     code, told = command(tmp_path, "train", tmp_path / "config.toml")
     assert code == 0, told
     folder = tmp_path / "run"
-    newest = layout.newest(folder / layout.FOLDER)
+    newest = directory.newest(folder / CHECKPOINTS_DIR)
     assert newest is not None
     letters = {letter: number for number, letter in enumerate("abcdefgh")}
-    Tokenizer(models.WordLevel(letters, unk_token="a")).save(str(newest / layout.TOKENIZER))
+    Tokenizer(models.WordLevel(letters, unk_token="a")).save(str(newest / directory.TOKENIZER))
     for file in folder.rglob("*"):
         if file.is_file():
             s3.upload_file(str(file), BUCKET, f"runs/one/{file.relative_to(folder).as_posix()}")
@@ -45,8 +46,8 @@ def told(folder: Path, environ: dict[str, str], *argv: object, code: int = 0) ->
 def test_what_reads_a_checkpoint_reads_it_from_s3(run: Path, s3_variables: dict[str, str]) -> None:
     options = ("--prompt", "b", "--max-new-tokens", 3, "--temperature", 0)
     here = told(run, {}, "generate", run, *options)
-    step = f"{layout.FOLDER}/step-00000004"
-    for place in (RUN, f"{RUN}/{layout.FOLDER}", f"{RUN}/{step}"):
+    step = f"{CHECKPOINTS_DIR}/step-00000004"
+    for place in (RUN, f"{RUN}/{CHECKPOINTS_DIR}", f"{RUN}/{step}"):
         assert told(run, s3_variables, "generate", place, *options) == here
 
     for name, place, environ in (("here", str(run), {}), ("there", RUN, s3_variables)):

@@ -16,12 +16,13 @@ from unittest.mock import patch
 import pytest
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import lineage, mirror
-from nxtrain.checkpoint.convert import nxtrain_to_hf
-from nxtrain.checkpoint.ranks import Disk
+from nxtrain.checkpoint import mirror, rewinds
 from nxtrain.config.check import Resolved
+from nxtrain.convert.hf import nxtrain_to_hf
+from nxtrain.distributed.agreement import Disk
 from nxtrain.mesh import Mesh
-from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, progress
+from nxtrain.metrics.attempts import progress
+from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
 from nxtrain.train.run import train_on
 from nxtrain.train.start import start
 from tests.support.ranks import RankPool
@@ -205,7 +206,7 @@ def test_a_run_that_was_told_to_start_from_scratch_goes_on_when_nodes_are_replac
     assert "continues after step 2" in told
     assert on_folder.course() == on_folder.straight()[2:]
     records = [
-        lineage.read(folder)
+        rewinds.read(folder)
         for folder in (Path(on_folder.mirror), *(on_folder.checkpoint(n, 2).parent for n in range(2)))
     ]
     assert records[0] is not None
@@ -304,5 +305,5 @@ def test_each_node_knows_how_far_the_run_is(ranks: RankPool, tmp_path: Path) -> 
     """Its launcher counts restarts anew when the run gets further, and sees no other disk."""
     nodes = Nodes(ranks, tmp_path, str(tmp_path / "mirror"), {})
     nodes.run(2)
-    assert [progress(tmp_path / f"node-{node}" / LOGS / PROGRESS_FILE) for node in range(2)] == [2, 2]
-    assert not (tmp_path / "node-1" / LOGS / "attempts.jsonl").exists()
+    assert [progress(tmp_path / f"node-{node}" / LOGS_DIR / PROGRESS_FILE) for node in range(2)] == [2, 2]
+    assert not (tmp_path / "node-1" / LOGS_DIR / "attempts.jsonl").exists()

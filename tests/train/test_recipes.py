@@ -17,7 +17,7 @@ import pytest
 
 from nxtrain.config.check import resolve
 from nxtrain.config.load import load, values
-from nxtrain.train.run import schedule_of
+from nxtrain.optim.schedule import Schedule
 from tests.support.shipped import CONFIGS, world_of
 
 SEQ_LEN, VOCABULARY, STEPS, NUM_ROWS = 32, 128, 4, 40
@@ -79,7 +79,7 @@ def test_a_recipe_trains_on_cpu_and_goes_on_from_its_checkpoint(name: str, tmp_p
 
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
-    schedule = schedule_of(resolve(recipe, world_of(recipe)))
+    schedule = Schedule.of(resolve(recipe, world_of(recipe)).config)
     assert [record["lr"] for record in records] == pytest.approx([schedule.at(step) for step in range(1, 5)])
     for record in records:
         assert record["loss"] == pytest.approx(math.log(VOCABULARY), rel=0.02)

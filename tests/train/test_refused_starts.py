@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import CheckpointError, DataError
 from tests.train.test_bad_input import Command
 
@@ -45,7 +45,7 @@ def test_the_configuration_of_a_run_is_that_of_the_start_that_it_goes_on_from(
     code, said = command.train("optim.lr=0.009", "train.steps=6", "checkpoint.every=2")
     assert code == 0, said
     assert b"lr = 0.009" in file.read_bytes()
-    assert layout.newest(command.run_dir / "checkpoints") == command.run_dir / "checkpoints/step-00000006"
+    assert directory.newest(command.run_dir / "checkpoints") == command.run_dir / "checkpoints/step-00000006"
 
 
 def test_a_first_start_that_is_refused_has_no_configuration(command: Command) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nxtrain import cli
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.cli import main as cli
 from nxtrain.config.check import Resolved, resolve
 from nxtrain.config.load import load
 from nxtrain.mesh import Mesh

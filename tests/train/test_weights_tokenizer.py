@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from nxtrain import cli
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.convert import hf_to_nxtrain, nxtrain_to_hf
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.cli import main as cli
 from nxtrain.config.show import dump
+from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.errors import CheckpointError, DataError
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.generate import generate
 from nxtrain.train.sampling import Sampling
 from tests.support.models import hf_model, plan
@@ -79,7 +80,7 @@ class Runs:
         return [int(number) for number in np.load(file)]
 
     def checkpoint(self, step: int, name: str = "run") -> Path:
-        return layout.step_path(self.folder / name / layout.FOLDER, step)
+        return directory.step_path(self.folder / name / CHECKPOINTS_DIR, step)
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_a_conversion_without_a_fingerprint_is_held_to_its_tokenizer_too(runs: R
     """As those that an earlier version has written."""
     meta = read_meta(runs.folder / "converted")
     old = meta.model_copy(update={"tokenizer_fingerprint": "", "end_of_text": ""}).sealed()
-    (runs.folder / "converted" / layout.META).write_text(old)
+    (runs.folder / "converted" / directory.META).write_text(old)
     word_tokenizer(runs.folder / "other/tokenizer.json", first=50)
     code, told = runs.train(*runs.of_checkpoint, f"data.tokenizer={runs.folder}/other")
     assert code == CheckpointError.exit_code, told

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nxtrain
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError, DataError, NxtrainError, Problem
 from nxtrain.launch.local import AGENT, render
@@ -24,7 +24,7 @@ DEMO = CONFIGS / "demo.toml"
 # Runs the command line and fails if torch was imported on the way.
 WITHOUT_TORCH = """
 import sys
-from nxtrain.cli import main
+from nxtrain.cli.main import main
 try:
     main()
 finally:

@@ -20,7 +20,7 @@ import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from nxtrain.config.load import values
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, NxtrainError, StorageError
@@ -175,7 +175,7 @@ def test_streams_that_are_closed_stop_nothing_and_their_descriptors_are_taken() 
         done = shell(f"nxtrain config show {TINY} {closed}")
         assert (done.returncode, done.stderr) == (0, ""), closed
     look = (
-        "from nxtrain.metrics.streams import open_standard_streams as o; import os, sys; o(); print('x', flush=True); "
+        "from nxtrain.process.streams import open_standard_streams as o; import os, sys; o(); print('x', flush=True); "
     )
     look += "os.write(2, str(os.open(os.devnull, os.O_RDONLY)).encode())"
     done = subprocess.run(
@@ -302,7 +302,7 @@ def test_any_file_ends_in_a_result_or_in_a_message(tmp_path: Path, lines: list[s
 
 def test_json_that_people_can_touch_may_be_nested_deeply() -> None:
     # What ranks send to each other, and what a run writes for itself a moment before.
-    own = {"graphs/trace.py", "graphs/command.py", "backends/board.py", "compile/tool.py"}
+    own = {"graphs/trace.py", "graphs/command.py", "distributed/heartbeats.py", "compile/tool.py"}
     unheld = []
     for path in sorted((ROOT / "nxtrain").rglob("*.py")):
         name = path.relative_to(ROOT / "nxtrain").as_posix()

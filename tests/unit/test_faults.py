@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from nxtrain.checkpoint.blocks import BlockWriter
 from nxtrain.errors import ConfigError
-from nxtrain.train import fault_kinds, fault_points, faults
-from nxtrain.train.fault_points import EXAMPLE, GRADIENTS, LOSS, POINTS, VARIABLE, Fault, Place, parse
+from nxtrain.io.checksummed_file import BlockWriter
+from nxtrain.testing import fault_kinds, fault_points, faults
+from nxtrain.testing.fault_points import EXAMPLE, GRADIENTS, LOSS, POINTS, VARIABLE, Fault, Place, parse
 
 
 def test_every_part_of_a_fault_is_read() -> None:
@@ -84,7 +84,7 @@ def test_a_run_that_is_told_nothing_does_not_even_load_this() -> None:
 
 
 def test_the_variable_has_one_name() -> None:
-    assert f'"{VARIABLE}"' in (Path(faults.__file__).parents[1] / "cli.py").read_text(encoding="utf-8")
+    assert f'"{VARIABLE}"' in (Path(faults.__file__).parents[1] / "cli" / "main.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels())
 
 ELSEWHERE = {
-    "nxtrain.backends.xla:XlaKernels": "tests/xla/test_input_contract.py",
+    "nxtrain.backends.xla.backend:XlaKernels": "tests/xla/test_input_contract.py",
     "nxtrain.backends.neuron.backend:NeuronKernels": "tests/xla/test_input_contract.py",
     "nxtrain.backends.neuron.nxd.layers:NxdLayers": "tests/dist/test_input_contract.py, marked nxd",
 }

@@ -6,7 +6,7 @@ import time
 
 from torch.distributed import TCPStore
 
-from nxtrain.backends.last_words import ANSWER_S, LastWords
+from nxtrain.distributed.first_failure import ANSWER_S, LastWords
 
 
 def test_words_are_left_at_once_after_none_were_found() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer
 
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from nxtrain.config.check import resolve
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError

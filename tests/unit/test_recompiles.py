@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nxtrain.backends.base import Backend
 from nxtrain.errors import BackendError
-from nxtrain.train.recompiles import Recompiles
+from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.trainer import Work
 
 TRAINING: Work = "training"

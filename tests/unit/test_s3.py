@@ -9,8 +9,8 @@ from boto3.exceptions import S3UploadFailedError
 from botocore import exceptions as told
 
 from nxtrain.errors import BackendError, NxtrainError, StorageError
+from nxtrain.io.s3 import explained
 from nxtrain.launch.torchrun import FINAL
-from nxtrain.s3 import explained
 from tests.support.s3 import BUCKET, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxtrain.config.schema import MetricsConfig
-from nxtrain.train.skipped import BadSteps, SkippedSteps, not_finite
+from nxtrain.train.health.skipped_steps import BadSteps, SkippedSteps, not_finite
 
 
 def note(skipped: SkippedSteps, step: int, *, bad: bool) -> None:

@@ -13,23 +13,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nxtrain.checkpoint import lineage
-from nxtrain.checkpoint.blocks import FileSource
-from nxtrain.checkpoint.hf import HfFolder
+from nxtrain.checkpoint import rewinds
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.checkpoint.nxd_files import open_file
 from nxtrain.compile.manifest import read_manifest as read_graphs
 from nxtrain.config.check import resolve
 from nxtrain.config.load import load
 from nxtrain.config.schema import DataConfig
+from nxtrain.convert.hf_folder import HfFolder
+from nxtrain.convert.nxd_files import open_file
 from nxtrain.data.files import read_array, read_checksums
 from nxtrain.data.prepare import prepare
 from nxtrain.data.samples import FileSamples
 from nxtrain.data.tokenization import declared_end, load_tokenizer
 from nxtrain.errors import CheckpointError, ConfigError, DamagedError, DataError, NxtrainError
-from nxtrain.metrics import lines
-from nxtrain.regular import NotRegularError, open_regular, read_bytes, read_text, require_regular
+from nxtrain.io import jsonl
+from nxtrain.io.checksummed_file import FileSource
+from nxtrain.io.regular import NotRegularError, open_regular, read_bytes, read_text, require_regular
 from tests.support.special_files import KINDS, in_time, put
 
 ROOT = Path(__file__).parents[2]
@@ -116,10 +116,10 @@ READERS: list[tuple[str, Callable[[Path], object], type[Exception]]] = [
     ("rank-00000.safetensors", FileSource, DamagedError),
     ("manifest.json", _below(read_manifest), DamagedError),
     ("meta.json", _below(read_meta), CheckpointError),
-    (lineage.FILE, _below(lineage.read), DamagedError),
+    (rewinds.FILE, _below(rewinds.read), DamagedError),
     ("dp_rank_00_tp_rank_00_pp_rank_00.pt", open_file, CheckpointError),
     ("graphs.json", read_graphs, ConfigError),
-    ("metrics.jsonl", lines.read, NotRegularError),
+    ("metrics.jsonl", jsonl.read, NotRegularError),
 ]
 
 
@@ -162,9 +162,11 @@ def test_a_folder_of_text_names_what_is_no_file_and_reads_the_rest(tmp_path: Pat
 READ_BY = {"read_bytes", "read_text"}
 
 OWN = {
-    "nxtrain/checkpoint/places.py": 2,  # of S3, and of what was written there a moment ago
+    "nxtrain/config/cache_dir.py": 1,  # of the kernel
+    "nxtrain/io/regular.py": 1,
+    "nxtrain/io/object_store.py": 2,  # of S3, and of what was written there a moment ago
 }
-"""Reads past `nxtrain.regular`, by file."""
+"""Reads past `nxtrain.io.regular`, by file."""
 
 
 def _reads(path: Path) -> int:
@@ -180,7 +182,8 @@ def _reads(path: Path) -> int:
 
 
 def test_configuration_data_and_checkpoints_are_read_by_what_knows_regular_files() -> None:
-    files = [path for room in ("config", "data", "checkpoint") for path in (ROOT / "nxtrain" / room).rglob("*.py")]
+    rooms = ("config", "data", "checkpoint", "convert", "io")
+    files = [path for room in rooms for path in (ROOT / "nxtrain" / room).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): count for path in files if (count := _reads(path))}
     assert found == OWN
 

@@ -13,7 +13,7 @@ from nxtrain.backends.base import Kernels
 from nxtrain.backends.cpu import CpuKernels
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.mesh import Mesh
-from nxtrain.train.vote import Dissent, Holders, checksums, factors, minority
+from nxtrain.train.health.replica_check import Dissent, Holders, checksums, factors, minority
 from tests.support.layers import random
 
 FACTORS = factors(64)

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from nxtrain.backends.tracing import trace_environment
+from nxtrain.backends.xla.tracing import trace_environment
 from nxtrain.bench.train import OURS, PEER
 from nxtrain.bench.xla import TRACE, summarize
 

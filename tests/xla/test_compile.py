@@ -20,8 +20,8 @@ import pytest
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.commands import clean, ls, verify
 from nxtrain.compile.entries import State
+from nxtrain.compile.lock_owners import naming
 from nxtrain.compile.manifest import Manifest, read_manifest
-from nxtrain.compile.owners import naming
 from tests.support.caches import COMPILER
 from tests.support.neuron_machine import ROOT, assert_real, install
 from tests.support.neuron_plugin import PAUSE

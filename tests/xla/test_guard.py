@@ -13,7 +13,7 @@ import torch
 from nxtrain.backends.cpu import CpuKernels
 from nxtrain.config.check import Resolved
 from nxtrain.errors import HangError
-from nxtrain.train.vote import checksums, factors
+from nxtrain.train.health.replica_check import checksums, factors
 from tests.support.layers import random
 from tests.support.models import changed, weights_of
 from tests.support.parity import layout

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.errors import HangError, LostPeerError, RestartError, StoppedBySignal
 from tests.support.recovery import Golden, History, assert_recovered, configure, supervise, tensors
 from tests.support.runs import course
@@ -139,4 +139,4 @@ def test_a_bad_step_is_rolled_back_and_fine_when_it_was_the_machine(runs: Runs, 
 
 def weights(history: History, step: int) -> dict[str, bytes]:
     """The tensors of a checkpoint."""
-    return tensors(layout.step_path(history.checkpoints, step))
+    return tensors(directory.step_path(history.checkpoints, step))

@@ -13,8 +13,8 @@ from nxtrain.backends.neuron.attention import Attention, choose
 from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.rounding import RoundingKey
-from nxtrain.backends.shell import extracting, refuse_dead_variables
-from nxtrain.backends.xla import XlaBackend, XlaKernels
+from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
+from nxtrain.backends.xla.environment import extracting, refuse_dead_variables
 
 
 class NeuronKernels(XlaKernels):

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu import CpuKernels
-from nxtrain.backends.greetings import without_greetings
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.errors import BackendError
+from nxtrain.process.greetings import without_greetings
 
 DEVICE = "neuron"
 """Without an index, as AWS's guide has it: a process owns one logical core, which it is given by its local rank."""

@@ -8,11 +8,11 @@ import torch
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import Placement
-from nxtrain.backends.c10d_collectives import C10dCollectives
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.neuron.native import NeuronNativeBackend
+from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.errors import BackendError
 from tests.support.layers import ALONE, random
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxtrain.backends.lost_peers import Peers, blaming, loss
+from nxtrain.distributed.lost_peers import Peers, blaming, loss
 from nxtrain.errors import HangError, LostPeerError
 
 PEER = Peers("pipeline stage 1 of 2 (rank 7)", 7, 30.0)

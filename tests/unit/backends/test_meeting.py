@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from nxtrain.backends.board import Beat, Board
-from nxtrain.backends.meeting import meet
+from nxtrain.distributed.heartbeats import Beat, Board
+from nxtrain.distributed.rendezvous import meet
 from nxtrain.errors import BackendError
 
 SHORT = timedelta(seconds=2)

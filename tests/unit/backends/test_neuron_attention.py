@@ -26,7 +26,7 @@ from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
 from nxtrain.backends.neuron.flash import flash_attention, load
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
-from nxtrain.backends.xla import XlaBackend, XlaKernels
+from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.family import find_family
 from nxtrain.train.run import train_on

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxtrain.backends import choose, meeting, open_backend
+from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import CudaBackend
@@ -21,6 +21,7 @@ from nxtrain.backends.neuron import native, sdk, torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES, Instance
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.backends.neuron.sdk import Package
+from nxtrain.distributed import rendezvous
 from nxtrain.errors import BackendError
 
 GOOD = {"torch": "2.14.0", "torch-neuronx": "2.14.3.0.1301"}
@@ -147,7 +148,7 @@ def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[A
     monkeypatch.setattr(native, "DEVICE", "cpu")  # torch parses no device "neuron" without a backend for it
     store = dist.HashStore()
     store.add("nxtrain/met", 63)  # the others, of whom there is none to meet
-    monkeypatch.setattr(meeting, "connect", lambda *_: store)
+    monkeypatch.setattr(rendezvous, "connect", lambda *_: store)
     monkeypatch.setenv("MASTER_ADDR", "host")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(dist, "init_process_group", lambda name, **how: calls.append(("join", name, how)))

@@ -17,7 +17,7 @@ from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.neuron.sdk import RELEASES, SdkVersion, detect, install_command
 from nxtrain.backends.rounding import step_hash
-from nxtrain.backends.xla import XlaBackend, XlaKernels
+from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.optim.rounding import rounding_keys

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.collectives import Done, Pending
 from nxtrain.backends.neuron.nxd.binding import NxdBinding
+from nxtrain.distributed.collectives import Done, Pending
 from nxtrain.mesh import Mesh
 
 DP = Mesh.build(4, 0, tp=2).dp

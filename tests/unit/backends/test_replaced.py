@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nxtrain.backends.neuron import attention, backend, hardware, sdk
 from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
-from nxtrain.backends.xla import XlaBackend, XlaKernels
+from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from tests.support.replaced import replaced
 
 PACKAGE = "nxtrain.backends"
@@ -36,7 +36,12 @@ CASES: dict[str, tuple[Any, str, Any, str]] = {
         staticmethod(sdk.distributed_support),
         f"{NEURON}.backend.NeuronBackend",
     ),
-    "parent's method": (XlaBackend, "scalars", lambda self, *values: values, f"{PACKAGE}.xla.XlaBackend.scalars"),
+    "parent's method": (
+        XlaBackend,
+        "scalars",
+        lambda self, *values: values,
+        f"{PACKAGE}.xla.backend.XlaBackend.scalars",
+    ),
     "function": (sdk, "detect", lambda: None, f"{NEURON}.sdk.detect"),
     "imported function": (backend, "choose", lambda *_: None, f"{NEURON}.backend.choose"),
     "constant": (attention, "SEQUENCE_TILE", 1024, f"{NEURON}.attention.SEQUENCE_TILE"),

@@ -19,7 +19,7 @@ from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.nxd.binding import NxdBinding
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
-from nxtrain.backends.xla import XlaBackend, XlaKernels
+from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
 from nxtrain.config.load import load
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.launch import neuron as launching

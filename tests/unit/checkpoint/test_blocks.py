@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nxtrain.checkpoint import blocks, unsteady
-from nxtrain.checkpoint.blocks import BlockReader, BlockWriter, Stored, verify
 from nxtrain.errors import DamagedError
+from nxtrain.io import checksummed_file, read_retry
+from nxtrain.io.checksummed_file import BlockReader, BlockWriter, Stored, verify
 
 BLOCK = 8192
 """A multiple of what direct access needs, and small enough that these files have many."""
@@ -21,13 +21,13 @@ BLOCK = 8192
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(checksummed_file, "BLOCK_BYTES", BLOCK)
 
 
 @pytest.fixture(params=["direct", "cached"])
 def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if request.param == "cached":
-        monkeypatch.setattr(blocks, "_DIRECT", 0)
+        monkeypatch.setattr(checksummed_file, "_DIRECT", 0)
     yield tmp_path / "file"
 
 
@@ -55,7 +55,7 @@ def test_what_is_written_is_read(path: Path, size: int, piece: int) -> None:
 def test_memory_that_stays_is_written_from_where_it_lies_if_it_is_aligned(path: Path, first: int, shift: int) -> None:
     """Behind a header of some length, beginning at some place; a few bytes follow that are copied again."""
     size = 7 * BLOCK + 30
-    memory = np.frombuffer(blocks.aligned_memory(size + shift), np.uint8)[shift:]
+    memory = np.frombuffer(checksummed_file.aligned_memory(size + shift), np.uint8)[shift:]
     memory[:] = np.frombuffer(os.urandom(size), np.uint8)
     copied = list[int]()
     with BlockWriter(path) as writer:
@@ -145,7 +145,7 @@ def test_direct_access_that_is_refused_after_the_file_was_opened_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on some network file systems."""
-    probe, has_direct = blocks._open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT)
+    probe, has_direct = checksummed_file._open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT)
     os.close(probe)
     if not has_direct:
         pytest.skip("this file system opens no file for direct access; runs with TMPDIR on ext4, xfs or Lustre")
@@ -184,6 +184,6 @@ def test_what_a_disk_has_lost_is_damage_and_a_lost_disk_is_not(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "preadv", fail)
-    monkeypatch.setattr(unsteady, "PAUSES_S", ())
+    monkeypatch.setattr(read_retry, "PAUSES_S", ())
     with pytest.raises(error, match=os.strerror(number)):
         verify(path, stored)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nxtrain.checkpoint.chunks import Chunk, chunks, owned
+from nxtrain.checkpoint.shards import Chunk, chunks, owned
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, Segment, ShardSpec
 from tests.support.checkpoints import KINDS, table

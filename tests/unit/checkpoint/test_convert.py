@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, trainers
 from torch import Tensor
 
-from nxtrain.checkpoint import layout
-from nxtrain.checkpoint.convert import hf_to_nxtrain, nxtrain_to_hf
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.save import save
+from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
@@ -116,7 +116,7 @@ def test_a_run_is_exported_with_its_newest_weights_and_its_tokenizer(tmp_path: P
         shards = cut(specs, ALONE)
         shards["model"]["model.norm.weight"].fill_(float(step))
         state = meta(step, config=resolved.model.model_dump(mode="json"))
-        path = layout.step_path(tmp_path / "run" / "checkpoints", step)
+        path = directory.step_path(tmp_path / "run" / "checkpoints", step)
         save(path, shards, Layout(specs, ALONE), state, tokenizer=tmp_path / "tokenizer.json")
     nxtrain_to_hf(tmp_path / "run", tmp_path / "hf")
     exported = weights(tmp_path / "hf")

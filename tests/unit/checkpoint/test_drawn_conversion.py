@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nxtrain.checkpoint.convert import hf_to_nxtrain, nxtrain_to_hf
-from nxtrain.checkpoint.nxd_read import nxd_to_nxtrain
-from nxtrain.checkpoint.nxd_write import Target, nxtrain_to_nxd
+from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
+from nxtrain.convert.nxd_read import nxd_to_nxtrain
+from nxtrain.convert.nxd_write import Target, nxtrain_to_nxd
 from nxtrain.errors import ConfigError
 from tests.support.drawn import SEED, Degrees, Drawn, draw
 from tests.support.drawn_runs import first_weights

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.checkpoint.hf import HfFolder, HfWeights
+from nxtrain.convert.hf_folder import HfFolder, HfWeights
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import ParamTable

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import SavePlan
 
-from nxtrain.checkpoint.chunks import Chunk
+from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
+from nxtrain.checkpoint.dcp_storage import FileWriter, Joint
 from nxtrain.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, read_manifest
-from nxtrain.checkpoint.planner import ChunkSavePlanner
-from nxtrain.checkpoint.storage import FileWriter, Joint
+from nxtrain.checkpoint.shards import Chunk
 from nxtrain.errors import DamagedError
 from nxtrain.sharding import Block, Segment
 

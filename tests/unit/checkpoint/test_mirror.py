@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from nxtrain.checkpoint import blocks, layout, lineage, places
-from nxtrain.checkpoint.arrivals import Arrivals, arrived
-from nxtrain.checkpoint.copies import Copies, Patience
-from nxtrain.checkpoint.lineage import Lineage, Return
+from nxtrain.checkpoint import directory, rewinds
+from nxtrain.checkpoint.async_writer import Outcome, Saver
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.mirror import Mirror, Mirrored, open_mirrored, resolve
-from nxtrain.checkpoint.places import FolderStore, S3Store, Store, open_store, place_of
-from nxtrain.checkpoint.ranks import Disk
+from nxtrain.checkpoint.mirror_uploads import Copies, Patience
+from nxtrain.checkpoint.rewinds import Lineage, Return
 from nxtrain.checkpoint.save import Retention
-from nxtrain.checkpoint.saver import Outcome, Saver
+from nxtrain.distributed.agreement import Disk
 from nxtrain.errors import BackendError, CheckpointError, ConfigError, DamagedError
+from nxtrain.io import checksummed_file, object_store
+from nxtrain.io.object_store import FolderStore, S3Store, Store, open_store, place_of
+from nxtrain.io.transfer_progress import Arrivals, arrived
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
@@ -33,7 +34,7 @@ __all__ = ["s3", "s3_variables"]
 
 SHAPE = (4, 2)
 FILE = "rank-00000.safetensors"
-WRITE = blocks.BlockWriter.write
+WRITE = checksummed_file.BlockWriter.write
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -89,7 +90,7 @@ class Run:
         return read, damaged
 
     def flip(self, step: int) -> None:
-        file = layout.step_path(self.folder, step) / FILE
+        file = directory.step_path(self.folder, step) / FILE
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
@@ -112,9 +113,9 @@ def test_a_copy_is_the_checkpoint_byte_for_byte_and_loads(address: str, tmp_path
     run.save(1)
     assert [outcome.problem for outcome in run.told] == [""]
     assert run.copied == [(1, "")]
-    local, copied = layout.step_path(run.folder, 1), resolve(address)
+    local, copied = directory.step_path(run.folder, 1), resolve(address)
     assert resolve(str(copied)) == copied == place_of(address) / local.name
-    for name in (FILE, layout.MANIFEST, layout.META):
+    for name in (FILE, directory.MANIFEST, directory.META):
         assert (copied / name).read_bytes() == (local / name).read_bytes()
     assert torch.equal(run.load(copied)[0], torch.arange(1.0, 9.0).reshape(SHAPE))
 
@@ -127,7 +128,7 @@ def test_meta_comes_last_and_without_it_there_is_no_checkpoint(
     run.save(1)
 
     def cut_off(name: str, content: bytes) -> None:
-        if name.endswith(layout.META):
+        if name.endswith(directory.META):
             raise OSError(5, "the machine stops here")
         put(name, content)
 
@@ -135,7 +136,7 @@ def test_meta_comes_last_and_without_it_there_is_no_checkpoint(
     run.save(2)
     assert "cannot copy step-00000002" in run.unmirrored
     assert f"step-00000002/{FILE}" in store.sizes()
-    assert f"step-00000002/{layout.MANIFEST}" in store.sizes()
+    assert f"step-00000002/{directory.MANIFEST}" in store.sizes()
     assert run.mirror.steps() == [1]
     assert resolve(address).name == "step-00000001"
     monkeypatch.undo() if address.startswith("/") else monkeypatch.setattr(store, "put", put)
@@ -186,7 +187,7 @@ def test_what_became_damaged_on_the_disk_is_not_copied(
 def test_a_damaged_or_absent_local_file_is_read_from_the_copy(address: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", open_store(address))
     run.save(1)
-    local, copied = layout.step_path(run.folder, 1), run.mirror.place(1)
+    local, copied = directory.step_path(run.folder, 1), run.mirror.place(1)
     expected, damaged = run.load(local, copied)
     assert damaged == []
     run.flip(1)
@@ -229,17 +230,17 @@ def test_what_a_run_went_back_from_is_neither_taken_nor_damaged_and_stays(addres
 def test_a_record_is_whole_or_damaged(s3: Any, tmp_path: Path, place: str) -> None:
     kept = Lineage(run="a", run_dir="/b", returns=(Return(told="never", job="7", keeps=0), Return(told="")))
     store = FolderStore(tmp_path) if place == "." else open_store(f"s3://{BUCKET}/{place}")
-    assert lineage.read(store.root) is None
-    store.put(lineage.FILE, kept.sealed())
-    assert lineage.read(store.root) == kept
+    assert rewinds.read(store.root) is None
+    store.put(rewinds.FILE, kept.sealed())
+    assert rewinds.read(store.root) == kept
     for at in range(0, len(kept.sealed()), 7):
         flipped = bytearray(kept.sealed())
         flipped[at] ^= 1
-        store.put(lineage.FILE, bytes(flipped))
+        store.put(rewinds.FILE, bytes(flipped))
         try:
-            assert lineage.read(store.root) == kept, "but for white space"
+            assert rewinds.read(store.root) == kept, "but for white space"
         except DamagedError as error:
-            assert str(store.root / lineage.FILE) in str(error)
+            assert str(store.root / rewinds.FILE) in str(error)
 
 
 def test_a_bit_that_flips_in_an_object_is_found(s3: Any, tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_a_bit_that_flips_in_an_object_is_found(s3: Any, tmp_path: Path) -> None
 
 
 def test_only_the_blocks_that_are_needed_are_fetched(s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(checksummed_file, "BLOCK_BYTES", 4096)
     run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(4096, 2))
     run.save(1)
     place: Any = run.mirror.place(1)
@@ -271,12 +272,12 @@ def test_a_file_of_several_parts_arrives(s3: Any, tmp_path: Path, monkeypatch: p
     run = Run(tmp_path / "run", open_store(f"s3://{BUCKET}/x"), shape=(2_500_000, 2))
     place: Any = run.mirror.place(1)
     parts = counted(place.client, "UploadPart")
-    monkeypatch.setattr(places, "arrived", sent := Arrivals())
+    monkeypatch.setattr(object_store, "arrived", sent := Arrivals())
     run.save(1)
     assert sent() >= 4 * 2 * 2_500_000, "what is sent is a sign of life"
     assert run.unmirrored == ""
     assert len(parts) == 2
-    assert torch.equal(run.load(place)[0], run.load(layout.step_path(run.folder, 1))[0])
+    assert torch.equal(run.load(place)[0], run.load(directory.step_path(run.folder, 1))[0])
 
 
 def test_a_bucket_that_is_gone_costs_the_copy_only_and_the_next_is_tried(s3: Any, tmp_path: Path) -> None:
@@ -285,7 +286,7 @@ def test_a_bucket_that_is_gone_costs_the_copy_only_and_the_next_is_tried(s3: Any
     run.save(1)
     assert (run.told[-1].problem, "NoSuchBucket" in run.unmirrored) == ("", True)
     assert f"s3://{BUCKET}/x" in run.unmirrored
-    assert layout.newest(run.folder) == layout.step_path(run.folder, 1)
+    assert directory.newest(run.folder) == directory.step_path(run.folder, 1)
     s3.create_bucket(Bucket=BUCKET)
     run.save(2)
     assert run.unmirrored == ""
@@ -298,8 +299,10 @@ def test_a_folder_that_is_full_costs_the_copy_only(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nxtrain.checkpoint.places.BlockWriter.write", full)
-    monkeypatch.setattr("nxtrain.checkpoint.storage.BlockWriter", type("Free", (blocks.BlockWriter,), {"write": WRITE}))
+    monkeypatch.setattr("nxtrain.io.object_store.BlockWriter.write", full)
+    monkeypatch.setattr(
+        "nxtrain.checkpoint.dcp_storage.BlockWriter", type("Free", (checksummed_file.BlockWriter,), {"write": WRITE})
+    )
     run.save(1)
     assert (run.told[-1].problem, "No space left" in run.unmirrored) == ("", True)
     assert [path for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == []
@@ -312,7 +315,7 @@ def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
     began = time.monotonic()
     run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
     assert time.monotonic() - began < 0.4
-    while layout.newest(run.folder) is None:
+    while directory.newest(run.folder) is None:
         time.sleep(0.01)
     run.saver.settle()
     assert run.told[-1].problem == "", "the checkpoint counts before its copy does"
@@ -335,7 +338,7 @@ def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
         add(*args)
 
     def local() -> list[int]:
-        return [layout.step_of(path) for path in layout.list_checkpoints(run.folder)]
+        return [directory.step_of(path) for path in directory.list_checkpoints(run.folder)]
 
     def save(step: int) -> None:
         run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(step))

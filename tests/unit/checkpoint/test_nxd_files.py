@@ -17,12 +17,12 @@ import torch
 
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.nxd_files import Grid
-from nxtrain.checkpoint.nxd_layout import NxdLayout
-from nxtrain.checkpoint.nxd_read import nxd_to_nxtrain
-from nxtrain.checkpoint.nxd_write import Rates, Target, nxtrain_to_nxd
 from nxtrain.checkpoint.save import save
 from nxtrain.config.schema import OptimConfig
+from nxtrain.convert.nxd_files import Grid
+from nxtrain.convert.nxd_layout import NxdLayout
+from nxtrain.convert.nxd_read import nxd_to_nxtrain
+from nxtrain.convert.nxd_write import Rates, Target, nxtrain_to_nxd
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout

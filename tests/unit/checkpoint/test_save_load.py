@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from nxtrain.checkpoint import layout
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.save import Retention, save
@@ -28,7 +28,7 @@ ALONE = Mesh(1, 0)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return layout.step_path(tmp_path, 10)
+    return directory.step_path(tmp_path, 10)
 
 
 def store(path: Path, shape: str = "gqa2", **model: bool) -> None:
@@ -54,7 +54,7 @@ def test_the_meta_comes_back_with_what_save_knows(path: Path) -> None:
     store(path)
     specs = table("gqa2", ALONE)
     loaded = load(path, cut(specs, ALONE), Layout(specs, ALONE))
-    crc32 = zlib.crc32((path / layout.MANIFEST).read_bytes())
+    crc32 = zlib.crc32((path / directory.MANIFEST).read_bytes())
     assert loaded == meta(mesh={"pp": 1, "dp": 1, "tp": 1}, kinds=("model", "exp_avg"), manifest_crc32=crc32)
     assert read_meta(path) == loaded
 
@@ -85,7 +85,7 @@ def test_only_the_checkpoint_is_left_and_the_tokenizer_is_in_it(path: Path, tmp_
     specs = table("gqa2", ALONE)
     for step in (1, 2, 3):
         save(
-            layout.step_path(path.parent / "run", step),
+            directory.step_path(path.parent / "run", step),
             cut(specs, ALONE, {"model": torch.float32}),
             Layout(specs, ALONE),
             meta(step),
@@ -93,12 +93,12 @@ def test_only_the_checkpoint_is_left_and_the_tokenizer_is_in_it(path: Path, tmp_
             retention=Retention(keep=2),
         )
     assert sorted(p.name for p in (path.parent / "run").iterdir()) == ["latest", "step-00000002", "step-00000003"]
-    assert (path.parent / "run" / layout.LATEST).read_text() == "step-00000003\n"
-    newest = layout.resolve(path.parent / "run")
+    assert (path.parent / "run" / directory.LATEST).read_text() == "step-00000003\n"
+    newest = directory.resolve(path.parent / "run")
     assert sorted(p.name for p in newest.iterdir()) == [
         *("manifest.json", "meta.json", "rank-00000.safetensors", "tokenizer.json", "verified")
     ]
-    assert (newest / layout.TOKENIZER).read_text() == tokenizer.read_text()
+    assert (newest / directory.TOKENIZER).read_text() == tokenizer.read_text()
 
 
 def small(shape: tuple[int, int], *names: str) -> ParamTable:
@@ -138,13 +138,13 @@ def test_an_incomplete_or_foreign_meta_is_an_error_that_names_the_file(path: Pat
     with pytest.raises(CheckpointError, match=r"not a complete checkpoint: cannot read meta\.json"):
         read_meta(path)
     path.mkdir()
-    (path / layout.META).write_text("{")
+    (path / directory.META).write_text("{")
     with pytest.raises(DamagedError, match=r"meta\.json is damaged: it is no JSON"):
         read_meta(path)
-    (path / layout.META).write_text(json.dumps({**meta().model_dump(mode="json"), "format": 1}))
+    (path / directory.META).write_text(json.dumps({**meta().model_dump(mode="json"), "format": 1}))
     with pytest.raises(CheckpointError, match="has format 1; this nxtrain reads format 2"):
         read_meta(path)
-    (path / layout.META).write_text(meta().sealed().replace('"samples": 80', '"samples": 81'))
+    (path / directory.META).write_text(meta().sealed().replace('"samples": 80', '"samples": 81'))
     with pytest.raises(DamagedError, match="not what was written"):
         read_meta(path)
 
@@ -206,7 +206,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_says_why(path: Path) -> Non
     with pytest.raises(CheckpointError, match=f"cannot write {path}: .*no-such-file"):
         save(path, cut(specs, ALONE), Layout(specs, ALONE), meta(), tokenizer=path.parent / "no-such-file")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-    assert sorted(entry.name for entry in path.parent.iterdir()) == [layout.LATEST, path.name]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [directory.LATEST, path.name]
 
 
 def test_ranks_that_do_not_add_up_to_whole_tensors_cannot_save(path: Path) -> None:

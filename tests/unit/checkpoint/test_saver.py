@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxtrain.checkpoint import layout, saver
+from nxtrain.checkpoint import async_writer, directory
+from nxtrain.checkpoint.async_writer import Outcome, Saver
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.save import Retention, write_state
-from nxtrain.checkpoint.saver import Outcome, Saver
 from nxtrain.checkpoint.staging import Staged
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
@@ -31,7 +31,7 @@ class Held:
             assert self.gate.acquire(timeout=20)
             return write_state(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(saver, "write_state", write)
+        monkeypatch.setattr(async_writer, "write_state", write)
 
 
 def make(folder: Path, told: Callable[[Outcome], None], *, background: bool = True) -> Saver:
@@ -49,7 +49,7 @@ def make(folder: Path, told: Callable[[Outcome], None], *, background: bool = Tr
 
 def stored(folder: Path, step: int) -> torch.Tensor:
     read = torch.full((4, 2), -1.0)
-    load(layout.step_path(folder, step), {"model": {"a.weight": read}}, CUT)
+    load(directory.step_path(folder, step), {"model": {"a.weight": read}}, CUT)
     return read
 
 
@@ -60,7 +60,7 @@ def test_what_is_written_is_the_state_as_it_was_and_not_as_it_became(
     saver, weight = make(tmp_path, told.append), torch.ones(4, 2)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(1))
     weight.fill_(7)
-    assert layout.newest(tmp_path) is None
+    assert directory.newest(tmp_path) is None
     assert told == []
     held.gate.release()
     saver.settle()
@@ -83,7 +83,7 @@ def test_a_second_one_is_left_out_while_the_first_is_written_unless_it_must_be(
     assert [outcome.problem for outcome in told] == ["the one before it is still being written"]
     threading.Timer(0.2, held.gate.release, (2,)).start()
     saver.save(state, meta(3), must=True)
-    assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [1, 3]
+    assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)] == [1, 3]
     assert torch.equal(stored(tmp_path, 1), torch.ones(4, 2))
     assert [outcome.step for outcome in told] == [2, 1, 3]
 
@@ -93,12 +93,12 @@ def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch
     saver, weight = make(tmp_path, told.append), torch.ones(4, 2)
     broken = True
 
-    def publish(staged: Path, path: Path, really: Callable[[Path, Path], None] = layout.publish) -> None:
+    def publish(staged: Path, path: Path, really: Callable[[Path, Path], None] = directory.publish) -> None:
         if broken:
             raise OSError(28, "No space left on device")
         really(staged, path)
 
-    monkeypatch.setattr(layout, "publish", publish)
+    monkeypatch.setattr(directory, "publish", publish)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(1))
     saver.settle()
     assert "No space left" in told[0].problem
@@ -106,7 +106,7 @@ def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch
     broken = False
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(2))
     saver.settle()
-    assert layout.newest(tmp_path) == layout.step_path(tmp_path, 2)
+    assert directory.newest(tmp_path) == directory.step_path(tmp_path, 2)
 
 
 def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
@@ -117,18 +117,18 @@ def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
     for step in (1, 2, 3):
         saver.save(lambda: {"model": {"a.weight": weight}}, meta(step))
 
-    def publish(staged: Path, path: Path, really: Callable[[Path, Path], None] = layout.publish) -> None:
+    def publish(staged: Path, path: Path, really: Callable[[Path, Path], None] = directory.publish) -> None:
         file = staged / "rank-00000.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
         really(staged, path)
 
-    monkeypatch.setattr(layout, "publish", publish)
+    monkeypatch.setattr(directory, "publish", publish)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(4))
     assert "put aside" in told[-1].problem
-    assert [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)] == [1, 2, 3]
-    assert [path.name for path in layout.quarantined(tmp_path)] == ["step-00000004.corrupt"]
+    assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)] == [1, 2, 3]
+    assert [path.name for path in directory.quarantined(tmp_path)] == ["step-00000004.corrupt"]
 
 
 @pytest.mark.parametrize("broken", ["mark_verified", "doomed", "point_to"])
@@ -143,12 +143,12 @@ def test_what_fails_once_it_is_there_costs_no_checkpoint_and_no_room(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(layout, broken, full)
+    monkeypatch.setattr(directory, broken, full)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(4))
     assert told[-1].problem == ""
     (failed,) = told[-1].untidy
     assert "No space left" in failed
-    left = [layout.step_of(path) for path in layout.list_checkpoints(tmp_path)]
+    left = [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)]
     assert left == ([1, 2, 3, 4] if broken == "doomed" else [2, 3, 4])
 
 
@@ -158,7 +158,7 @@ def test_a_mistake_of_ours_is_no_problem_of_the_disk(tmp_path: Path, monkeypatch
     def broken(*args: object) -> None:
         raise TypeError("ours")
 
-    monkeypatch.setattr("nxtrain.checkpoint.saver.write_state", broken)
+    monkeypatch.setattr("nxtrain.checkpoint.async_writer.write_state", broken)
     saver.save(lambda: {"model": {"a.weight": torch.ones(4, 2)}}, meta(1))
     with pytest.raises(TypeError, match="ours"):
         saver.settle()
@@ -170,7 +170,7 @@ def test_the_copy_uses_the_same_memory_each_time(tmp_path: Path, monkeypatch: py
     def note(path: Path, staged: Staged, *rest: object) -> None:
         seen.extend(tensor.data_ptr() for tensor in staged.tensors.values())
 
-    monkeypatch.setattr("nxtrain.checkpoint.saver.write_state", note)
+    monkeypatch.setattr("nxtrain.checkpoint.async_writer.write_state", note)
     saver = make(tmp_path, lambda outcome: None)
     for step in (1, 2, 3):
         saver.save(lambda: {"model": {"a.weight": torch.ones(4, 2)}}, meta(step), must=True)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nxtrain.checkpoint import blocks, layout
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import write_state
 from nxtrain.checkpoint.staging import Staging
+from nxtrain.io import checksummed_file
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 
@@ -31,7 +32,7 @@ KINDS = {"model": torch.bfloat16, "exp_avg": torch.float32, "master": torch.floa
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(checksummed_file, "BLOCK_BYTES", BLOCK)
 
 
 def test_a_file_is_its_header_and_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,14 +42,14 @@ def test_a_file_is_its_header_and_the_memory(tmp_path: Path, monkeypatch: pytest
         kind: {name: torch.randn(spec.shape).to(dtype) for name, spec in SPECS.items()} for kind, dtype in KINDS.items()
     }
     staged = Staging(cut).fill(shards)
-    mapped, memory = list[int](), blocks.aligned_memory
+    mapped, memory = list[int](), checksummed_file.aligned_memory
 
     def note(size: int) -> mmap.mmap:
         mapped.append(size)
         return memory(size)
 
-    monkeypatch.setattr(blocks, "aligned_memory", note)
-    path = layout.step_path(tmp_path, 1)
+    monkeypatch.setattr(checksummed_file, "aligned_memory", note)
+    path = directory.step_path(tmp_path, 1)
     meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
     monkeypatch.setattr("nxtrain.checkpoint.save.read_back", lambda *args: None)
     write_state(path, staged, cut.mesh, meta, tuple(shards), None, None)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nxtrain.checkpoint import streamed
-from nxtrain.checkpoint.chunks import Chunk
+from nxtrain.checkpoint.shards import Chunk
+from nxtrain.convert import streamed
 
 TENSORS = {
     "model.layers.10.weight": torch.randn(37, 29).bfloat16(),

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nxtrain.checkpoint.unsteady import MOST_S, PAUSES_S, Unsteady
 from nxtrain.errors import CheckpointError, DamagedError
+from nxtrain.io.read_retry import MOST_S, PAUSES_S, Unsteady
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.checkpoint import layout, model
-from nxtrain.checkpoint.convert import hf_to_nxtrain, nxtrain_to_hf
-from nxtrain.checkpoint.model import verify_export
+from nxtrain.checkpoint import directory
+from nxtrain.convert import verify_export as verification
+from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
+from nxtrain.convert.verify_export import verify_export
 from nxtrain.errors import CheckpointError
 from tests.support.models import SHAPES, hf_model, plan
 
@@ -28,8 +29,8 @@ def exported(folder: Path, shape: str, dtype: torch.dtype, std: float) -> tuple[
     hf_model(plan(shape), std=std).to(dtype).save_pretrained(folder / "hf")
     hf_to_nxtrain(folder / "hf", folder / "ours")
     checkpoint = nxtrain_to_hf(folder / "ours", folder / "export")
-    assert checkpoint == layout.resolve(folder / "ours")
-    return layout.resolve(folder / "ours"), folder / "export"
+    assert checkpoint == directory.resolve(folder / "ours")
+    return directory.resolve(folder / "ours"), folder / "export"
 
 
 def change(export: Path, act: Change) -> None:
@@ -76,7 +77,7 @@ def test_a_changed_export_is_refused_however_small_its_scores_are(
     with pytest.raises(CheckpointError, match=r"differ from ours by .*; do not use it"):
         verify_export(checkpoint, export, CpuBackend())
     for name in ("EXACT", "ROUNDING", "WORST_ROUNDING"):
-        monkeypatch.setattr(model, name, 1e9)
+        monkeypatch.setattr(verification, name, 1e9)
     assert 1e-4 < verify_export(checkpoint, export, CpuBackend()).difference < 0.25
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.compile.build import build_of
+from nxtrain.compile.compile_key import build_of
 from nxtrain.compile.manifest import Build
 from nxtrain.compile.misses import differ
 from nxtrain.config.check import resolve

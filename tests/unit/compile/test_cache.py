@@ -12,8 +12,8 @@ import pytest
 
 from nxtrain.compile.cache import OWN, Cache, UnusableEntryError
 from nxtrain.compile.entries import DONE, LOCK, NEFF, SEAL, Key, State, parse_key
-from nxtrain.compile.owners import this_process
-from nxtrain.compile.seals import Seal, hash_folder
+from nxtrain.compile.entry_hashes import Seal, hash_folder
+from nxtrain.compile.lock_owners import this_process
 from tests.support.caches import COMPILER, add_done, add_failed, add_locked, add_pending, compiling, key, neff
 
 

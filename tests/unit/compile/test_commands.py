@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain import cli
+from nxtrain.cli import main as cli
 from nxtrain.compile.entries import NEFF
 from tests.support.caches import COMPILER, add_done, add_failed, add_locked, add_pending, key
 

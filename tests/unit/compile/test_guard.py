@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.compile import guard
-from nxtrain.compile.build import build_of
+from nxtrain.compile import miss_watch
 from nxtrain.compile.cache import Cache
+from nxtrain.compile.compile_key import build_of
 from nxtrain.compile.entries import LOCK, Key, State
-from nxtrain.compile.guard import Watch, guarded
+from nxtrain.compile.lock_owners import descends, naming, this_process
 from nxtrain.compile.manifest import Graph, Manifest, read_manifest, write_manifest
-from nxtrain.compile.owners import descends, naming, this_process
+from nxtrain.compile.miss_watch import Watch, guarded
 from nxtrain.config.check import resolve
 from nxtrain.config.load import Loaded, load
 from nxtrain.errors import BackendError, ConfigError
@@ -139,8 +139,8 @@ def test_a_lock_that_was_given_up_does_not_come_back(tmp_path: Path) -> None:
 
 @pytest.fixture
 def neuron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "compiles_ahead", lambda config: True)
-    monkeypatch.setattr(guard, "_compiler", lambda: "")
+    monkeypatch.setattr(miss_watch, "compiles_ahead", lambda config: True)
+    monkeypatch.setattr(miss_watch, "_compiler", lambda: "")
 
 
 def run(folder: Path, *overrides: str) -> Loaded:
@@ -247,7 +247,7 @@ def test_a_miss_names_the_compiler_that_the_graph_has(tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "manifest.json")
     build = replace(manifest.build, compiler="")
     other = key(1)._replace(compiler="neuronxcc-2.24.0+1")
-    assert f"compiler: compiled {COMPILER}, needed neuronxcc-2.24.0+1" in guard._miss(manifest, build, other)
+    assert f"compiler: compiled {COMPILER}, needed neuronxcc-2.24.0+1" in miss_watch._miss(manifest, build, other)
 
 
 def add_locked_again(lock: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.compile.location import MOUNTS, cache_folder, network_type
+from nxtrain.config.cache_dir import MOUNTS, cache_folder, network_type
 from nxtrain.config.schema import CompileConfig
 from nxtrain.errors import ConfigError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.compile.owners import FOREIGN_S, PROC, Owner, lock_is_live, read_owner, this_process
+from nxtrain.compile.lock_owners import FOREIGN_S, PROC, Owner, lock_is_live, read_owner, this_process
 
 pytestmark = pytest.mark.skipif(not PROC.exists(), reason="this system has no /proc")
 
@@ -44,7 +44,7 @@ def test_our_own_lock_counts_while_we_live_however_old(entry: Path, age_s: float
 
 def test_a_killed_process_holds_nothing_not_even_as_a_zombie(entry: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", "from nxtrain.compile.owners import *; print(this_process(), flush=True); input()"],
+        [sys.executable, "-c", "from nxtrain.compile.lock_owners import *; print(this_process(), flush=True); input()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

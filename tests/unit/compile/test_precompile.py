@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain import cli
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import sdk
+from nxtrain.cli import main as cli
 from nxtrain.compile import precompile
 from nxtrain.compile.manifest import Build, Graph, Manifest, write_manifest
 from nxtrain.compile.memory import GIB, Memory
-from nxtrain.compile.rounds import Compiled
+from nxtrain.compile.parallel_compile import Compiled
 from nxtrain.config.load import load
 from tests.support.caches import COMPILER, key
 

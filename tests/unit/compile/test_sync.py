@@ -16,7 +16,7 @@ from moto.server import ThreadedMotoServer
 from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
 from nxtrain.compile.entries import DONE, LOCK, NEFF, Entry, Key
-from nxtrain.compile.seals import Seal
+from nxtrain.compile.entry_hashes import Seal
 from nxtrain.compile.sync import Place, Step, open_place, sync
 from nxtrain.errors import BackendError, ConfigError, StorageError
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff

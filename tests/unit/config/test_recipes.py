@@ -17,8 +17,8 @@ from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_table
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw
+from nxtrain.optim.schedule import Schedule
 from nxtrain.sharding import ParamTable
-from nxtrain.train.run import schedule_of
 from tests.support.parity import table_of
 from tests.support.shipped import CONFIGS, world_of
 
@@ -153,7 +153,7 @@ def test_the_degrees_fill_the_cluster_and_share_the_batch(name: str, accumulatio
     ],
 )
 def test_the_learning_rates_are_the_published_ones(name: str, rates: dict[int, float]) -> None:
-    schedule = schedule_of(plan(name))
+    schedule = Schedule.of(plan(name).config)
     assert {step: schedule.at(step) for step in rates} == pytest.approx(rates, rel=1e-12)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, SdkVersion
-from nxtrain.backends.shell import DEAD, Dead
+from nxtrain.backends.xla.environment import DEAD, Dead
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch import environment as environment_types

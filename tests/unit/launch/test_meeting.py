@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from nxtrain.launch import meeting
-from nxtrain.launch.meeting import Meeting, reasons
+from nxtrain.launch import agent_rendezvous
+from nxtrain.launch.agent_rendezvous import Meeting, reasons
 
 
 def test_a_machine_that_is_back_ends_the_wait_and_one_that_is_not_its_limit() -> None:
@@ -30,7 +30,7 @@ def test_others_that_are_waited_for_are_told_only_if_it_takes_long(
     place = Meeting("node0", 29500, patience_s=60.0)
     with place.told():
         pass
-    monkeypatch.setattr(meeting, "LATE_S", 0.01)
+    monkeypatch.setattr(agent_rendezvous, "LATE_S", 0.01)
     with place.told():
         time.sleep(0.2)
     assert (

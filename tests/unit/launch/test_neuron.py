@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain import cli
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package
-from nxtrain.compile.location import host_name
+from nxtrain.cli import main as cli
+from nxtrain.config.cache_dir import host_name
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
 from nxtrain.launch import neuron

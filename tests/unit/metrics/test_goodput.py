@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.metrics import uptime
 from nxtrain.metrics.goodput import EXACT_POINTS, MOST_POINTS, Goodput, account
-from nxtrain.metrics.goodput_log import GOODPUT_FILE, LATEST_FILE, read
+from nxtrain.metrics.goodput_log import read
 from nxtrain.metrics.goodput_meter import GoodputMeter
-from nxtrain.metrics.uptime import Instant, process_began
+from nxtrain.process import clock
+from nxtrain.process.clock import Instant, process_began
+from nxtrain.run_folder import GOODPUT_FILE, GOODPUT_LATEST_FILE
 
 
 @dataclass
@@ -212,7 +213,7 @@ def test_the_time_of_a_step_that_nobody_logged_is_shared_out(run: Run) -> None:
     assert (run.parts().lost_steps, run.parts().lost_s) == (2, 2.0)
 
 
-@pytest.mark.parametrize("file", [GOODPUT_FILE, LATEST_FILE])
+@pytest.mark.parametrize("file", [GOODPUT_FILE, GOODPUT_LATEST_FILE])
 def test_torn_and_foreign_lines_are_left_out(run: Run, file: str) -> None:
     run.start(0, 10, "killed")
     whole = (run.logs / file).read_bytes()
@@ -246,21 +247,21 @@ def test_either_line_of_a_start_tells_all_of_it(run: Run, event: str) -> None:
 def test_a_start_that_is_killed_as_it_writes_keeps_what_the_one_before_left(run: Run) -> None:
     """Whatever part of its first lines is there: its own, and that by which it closes the one before."""
     run.start(0, 10, "killed")
-    known, latest = (run.logs / GOODPUT_FILE).read_bytes(), (run.logs / LATEST_FILE).read_bytes()
+    known, latest = (run.logs / GOODPUT_FILE).read_bytes(), (run.logs / GOODPUT_LATEST_FILE).read_bytes()
     (expected,) = read(run.logs)
     run.machine.wait(5.0)
     GoodputMeter(run.logs, clock=run.machine).begin(8)
     added = (run.logs / GOODPUT_FILE).read_bytes()[len(known) :]
     for size in range(0, len(added) + 1, 5):
         (run.logs / GOODPUT_FILE).write_bytes(known + added[:size])
-        assert (run.logs / LATEST_FILE).read_bytes() == latest
+        assert (run.logs / GOODPUT_LATEST_FILE).read_bytes() == latest
         first, *later = read(run.logs)
         assert replace(first, outcome="") == expected
         assert len(later) == (size >= len(added) - 1)
         GoodputMeter(run.logs, clock=run.machine).begin(8)
         assert read(run.logs)[0] == replace(expected, outcome="killed")
         assert all(not start.spent.total_s for start in read(run.logs)[1:])
-        (run.logs / LATEST_FILE).write_bytes(latest)
+        (run.logs / GOODPUT_LATEST_FILE).write_bytes(latest)
 
 
 def test_what_cannot_be_written_now_is_before_anything_takes_its_place(run: Run) -> None:
@@ -293,7 +294,7 @@ def test_the_files_do_not_grow_with_the_run(run: Run) -> None:
             meter.enter(step, "checkpoint")
             meter.saved(0.5, 3.0)
             meter.finish(step)
-    sizes = [(run.logs / name).stat().st_size for name in (GOODPUT_FILE, LATEST_FILE)]
+    sizes = [(run.logs / name).stat().st_size for name in (GOODPUT_FILE, GOODPUT_LATEST_FILE)]
     assert max(sizes) < 2048, sizes
     (start,) = read(run.logs)
     assert len(start.course) <= MOST_POINTS
@@ -366,7 +367,7 @@ def test_files_of_earlier_versions_tell_what_they_told(run: Run) -> None:
     """With a line for each log and each checkpoint; torn by a kill."""
     run.logs.mkdir()
     (run.logs / GOODPUT_FILE).write_text(EARLIER)
-    (run.logs / LATEST_FILE).write_text(EARLIER_LATEST)
+    (run.logs / GOODPUT_LATEST_FILE).write_text(EARLIER_LATEST)
     run.machine = Machine("b", 21.5, 121.5)
     run.start(4, 8, "done", tail_s=0.0)
     found = run.parts()
@@ -410,7 +411,7 @@ def test_a_start_keeps_of_earlier_ones_only_where_they_stand(run: Run) -> None:
 
 def test_a_process_knows_when_it_was_started() -> None:
     """Half a second of sleep before Python begins counts, since exec leaves the process as it is."""
-    code = "from nxtrain.metrics.uptime import *; print(now().since(process_began()))"
+    code = "from nxtrain.process.clock import *; print(now().since(process_began()))"
     before = time.monotonic()
     done = subprocess.run(
         ["sh", "-c", f"sleep 0.5; exec {sys.executable} -c '{code}'"],
@@ -425,7 +426,7 @@ def test_a_process_knows_when_it_was_started() -> None:
 
 
 def test_where_the_system_does_not_tell_a_process_begins_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uptime, "Path", lambda path: Path("/nowhere"))
-    assert uptime.now().up - process_began().up < 0.1
+    monkeypatch.setattr(clock, "Path", lambda path: Path("/nowhere"))
+    assert clock.now().up - process_began().up < 0.1
     first = Instant("", 5.0, 100.0)
     assert replace(first, up=1.0, wall=103.0).since(first) == 3.0

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nxtrain.metrics.progress import ProgressBar
-from nxtrain.metrics.screen import Screen
+from nxtrain.process.screen import Screen
 
 
 class Dead(io.StringIO):

@@ -15,10 +15,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxtrain.config.schema import MetricsConfig
-from nxtrain.metrics import lasting
-from nxtrain.metrics.events import TensorBoardSink
-from nxtrain.metrics.lasting import Lasting
+from nxtrain.metrics import retrying_sink
+from nxtrain.metrics.retrying_sink import Lasting
 from nxtrain.metrics.sinks import PROGRESS, JsonlSink, Sink, open_sinks
+from nxtrain.metrics.tensorboard import TensorBoardSink
 
 
 def write_steps(path: Path, first: int, last: int, *, resume_step: int, loss: float = 1.0) -> None:
@@ -221,7 +221,7 @@ def test_tries_cost_a_twentieth_of_the_time_at_most(tmp_path: Path) -> None:
 def test_what_never_could_be_written_is_counted_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lasting, "KEPT", 3)
+    monkeypatch.setattr(retrying_sink, "KEPT", 3)
     disk = Disk(tmp_path / "m.jsonl")
     sink = Lasting("m.jsonl", disk.open_after, 0)
     disk.is_full = True

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding
-from nxtrain.backends.c10d_collectives import C10dCollectives
-from nxtrain.backends.collectives import Collectives, Done, Pending
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.distributed.collectives import Collectives, Done, Pending
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.data_parallel import Reduction, Replicated, fill_buckets
 from nxtrain.parallel.grads import SquareSum, clip_factor

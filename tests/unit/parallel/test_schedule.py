@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from nxtrain.parallel.play import Span, play
 from nxtrain.parallel.schedule import Action, Kind, Schedule, evaluation_schedule, schedule, with_exchanges
+from nxtrain.parallel.simulate import Span, play
 
 Shape = tuple[int, int, int]  # ranks, chunks of each, micro-batches
 Tensor = tuple[str, int, int]  # "forward" or "backward", the virtual stage that made it, micro-batch

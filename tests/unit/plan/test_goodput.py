@@ -15,8 +15,8 @@ import pytest
 
 from nxtrain.config.schema import CheckpointConfig
 from nxtrain.metrics.goodput import Spent, Start
-from nxtrain.metrics.uptime import Instant
 from nxtrain.plan.goodput import Failures, advice
+from nxtrain.process.clock import Instant
 from tests.support.failures import Job, memoryless, nodes
 
 HOUR = 3600.0

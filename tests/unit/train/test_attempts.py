@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nxtrain.errors import CrashLoopError
-from nxtrain.train.recovery.attempts import ATTEMPTS_FILE, LOGS, PROGRESS_FILE, Attempts, progress
+from nxtrain.metrics.attempts import Attempts, progress
+from nxtrain.run_folder import ATTEMPTS_FILE, LOGS_DIR, PROGRESS_FILE
 
 
 def attempt(folder: Path, outcome: str, step: int, config: str = "a = 1") -> None:
@@ -31,7 +32,7 @@ def test_three_failures_at_one_step_are_enough(tmp_path: Path, outcomes: list[st
         attempt(tmp_path, "failed", 7)
     Attempts(tmp_path, "a = 1").refuse_loop(0)
     Attempts(tmp_path, "a = 2").refuse_loop(3)
-    (tmp_path / LOGS / ATTEMPTS_FILE).unlink()
+    (tmp_path / LOGS_DIR / ATTEMPTS_FILE).unlink()
     Attempts(tmp_path, "a = 1").refuse_loop(3)
 
 
@@ -52,14 +53,14 @@ def test_another_step_or_a_good_end_counts_anew(tmp_path: Path, course: list[tup
 def test_torn_lines_are_left_out(tmp_path: Path) -> None:
     for _ in range(3):
         attempt(tmp_path, "killed", 7)
-        with (tmp_path / LOGS / ATTEMPTS_FILE).open("a") as file:
+        with (tmp_path / LOGS_DIR / ATTEMPTS_FILE).open("a") as file:
             file.write('{"event": "en')
     with pytest.raises(CrashLoopError):
         Attempts(tmp_path, "a = 1").refuse_loop(3)
 
 
 def test_progress_is_written_once_in_a_while(tmp_path: Path) -> None:
-    file = tmp_path / LOGS / PROGRESS_FILE
+    file = tmp_path / LOGS_DIR / PROGRESS_FILE
     assert progress(file) == -1
     attempts = Attempts(tmp_path, "")
     attempts.begin(3)
@@ -73,12 +74,12 @@ def test_progress_is_written_once_in_a_while(tmp_path: Path) -> None:
     "spoilt", [b"\xff\xfe\n", b"[1, 2]\n", b"7\n", b"null\n", b'{"event": "start"}\n', b"{}\n", b"[" * 9999 + b"\n"]
 )
 def test_lines_that_are_none_keep_no_run_from_its_start(tmp_path: Path, spoilt: bytes) -> None:
-    (tmp_path / LOGS).mkdir()
+    (tmp_path / LOGS_DIR).mkdir()
     for outcome in ("failed", "killed", "failed"):
-        with (tmp_path / LOGS / ATTEMPTS_FILE).open("ab") as file:
+        with (tmp_path / LOGS_DIR / ATTEMPTS_FILE).open("ab") as file:
             file.write(spoilt)
         attempt(tmp_path, outcome, 7)
     with pytest.raises(CrashLoopError, match="the last 3 attempts"):
         Attempts(tmp_path, "a = 1").refuse_loop(3)
-    (tmp_path / LOGS / PROGRESS_FILE).write_bytes(spoilt)
-    assert progress(tmp_path / LOGS / PROGRESS_FILE) == -1
+    (tmp_path / LOGS_DIR / PROGRESS_FILE).write_bytes(spoilt)
+    assert progress(tmp_path / LOGS_DIR / PROGRESS_FILE) == -1

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
-from nxtrain.train import guard as guards
-from nxtrain.train.guard import HOPELESS, LOGS, NON_FINITE, Guard
-from nxtrain.train.notes import Notes
-from nxtrain.train.skipped import BadSteps
+from nxtrain.io.notes import Notes
+from nxtrain.run_folder import LOGS_DIR
+from nxtrain.train.health import numerics as guards
+from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, Guard
+from nxtrain.train.health.skipped_steps import BadSteps
 from nxtrain.train.step import TrainState
 
 BAD, GOOD = {"loss": float("nan"), "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 1.0}
@@ -46,9 +47,9 @@ def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | Non
 
 
 def write(folder: Path, verdicts: dict[int, str]) -> None:
-    (folder / LOGS).mkdir()
+    (folder / LOGS_DIR).mkdir()
     lines = [json.dumps({"step": step, "verdict": verdict}) + "\n" for step, verdict in verdicts.items()]
-    (folder / LOGS / NON_FINITE).write_text("".join(lines), encoding="utf-8")
+    (folder / LOGS_DIR / NON_FINITE).write_text("".join(lines), encoding="utf-8")
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
@@ -59,7 +60,7 @@ def test_what_was_decided_is_written_once_the_disk_takes_it(tmp_path: Path, poli
         write(tmp_path, {7: "rolled_back"})
     watch = guard(tmp_path, policy, screen=screen)
     watch.begin(6, {})
-    file = tmp_path / LOGS / NON_FINITE
+    file = tmp_path / LOGS_DIR / NON_FINITE
     known = file.read_text() if file.exists() else ""
     shutil.rmtree(file.parent, ignore_errors=True)
     file.parent.write_text("no folder", encoding="utf-8")
@@ -77,7 +78,7 @@ def test_what_was_decided_is_written_once_the_disk_takes_it(tmp_path: Path, poli
 def test_a_rollback_that_nobody_after_it_would_know_of_ends_the_run(tmp_path: Path) -> None:
     watch = guard(tmp_path, "rollback")
     watch.begin(6, {})
-    (tmp_path / LOGS).write_text("no folder", encoding="utf-8")
+    (tmp_path / LOGS_DIR).write_text("no folder", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"rollback is not possible.* cannot be written: File exists\. Make"):
         watch.judge(7, dict(BAD), recorded=False)
 
@@ -121,20 +122,20 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path: Path, policy: str, kn
     with pytest.raises(error):
         watch.judge(7, {**BAD, "param_norm": math.nan}, recorded=False)
     verdict = "rolled_back" if error is RestartError else "stopped"
-    assert Notes(tmp_path / LOGS / NON_FINITE).read()[-1]["verdict"] == verdict
+    assert Notes(tmp_path / LOGS_DIR / NON_FINITE).read()[-1]["verdict"] == verdict
 
 
 @pytest.mark.parametrize("spoilt", [b"\xff\n", b"[1]\n", b"3\n", b"{}\n", b'{"step": 6, "ver'])
 def test_a_file_of_verdicts_that_is_spoilt_tells_the_rest(tmp_path: Path, spoilt: bytes) -> None:
     write(tmp_path, {7: "persistent"})
-    with (tmp_path / LOGS / NON_FINITE).open("ab") as file:
+    with (tmp_path / LOGS_DIR / NON_FINITE).open("ab") as file:
         file.write(spoilt)
     watch = guard(tmp_path, "rollback")
     watch.begin(6, {})
     assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)
     with pytest.raises(RestartError):
         watch.judge(8, dict(BAD), recorded=False)
-    assert [line["verdict"] for line in Notes(tmp_path / LOGS / NON_FINITE).read() if line] == [
+    assert [line["verdict"] for line in Notes(tmp_path / LOGS_DIR / NON_FINITE).read() if line] == [
         "persistent",
         "rolled_back",
     ]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from nxtrain.backends.board import Beat
-from nxtrain.train.recovery.hangs import judge, point, waits
-from nxtrain.train.recovery.stopping import Gate
+from nxtrain.distributed.heartbeats import Beat
+from nxtrain.train.supervision.coordinated_stop import Gate
+from nxtrain.train.supervision.hang_diagnosis import judge, point, waits
 
 LIMIT = "recovery.hang_timeout_s=3"
 

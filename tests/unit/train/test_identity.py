@@ -12,8 +12,8 @@ import torch
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
-from nxtrain.train import identity
-from nxtrain.train.identity import Inputs, changes, meta_at, refuse_drift
+from nxtrain.train import compatibility
+from nxtrain.train.compatibility import Inputs, changes, meta_at, refuse_drift
 from tests.support.runs import run_plan
 
 HERE: dict[str, Any] = {"run": {"seed": 0}, "train": {"global_batch": 4}}
@@ -59,17 +59,17 @@ def hold(
     if "tokenizer" in drifted:
         tokenizer.write_text('{"a": 1}', encoding="utf-8")
     if "code" in drifted:
-        sources = list(identity._sources(["nxtrain"]))
-        monkeypatch.setattr(identity, "_sources", lambda packages: [*sources[:-1], sources[-1] + b"\n"])
+        sources = list(compatibility._sources(["nxtrain"]))
+        monkeypatch.setattr(compatibility, "_sources", lambda packages: [*sources[:-1], sources[-1] + b"\n"])
     inputs = Inputs.of("other rows" if "data" in drifted else "rows", tokenizer)
     refuse_drift(folder / "step-00000002", there, meta_at(0, plan, inputs), plan)
 
 
-@pytest.mark.parametrize("key", identity.DRIFT)
+@pytest.mark.parametrize("key", compatibility.DRIFT)
 def test_what_has_drifted_is_refused_by_its_key_and_allowed_by_it(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    others = tuple(other for other in identity.DRIFT if other != key)
+    others = tuple(other for other in compatibility.DRIFT if other != key)
     with pytest.raises(CheckpointError) as refused:
         hold(tmp_path, tokenizer, (key,), others, monkeypatch)
     assert SAID[key] in str(refused.value)
@@ -135,7 +135,7 @@ def test_code_is_known_by_the_names_and_the_contents_of_its_files(
     __import__("trains")
 
     def seen() -> str:
-        return fingerprint(identity._sources(["trains"]))
+        return fingerprint(compatibility._sources(["trains"]))
 
     before = seen()
     assert seen() == before

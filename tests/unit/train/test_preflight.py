@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nxtrain.errors import BackendError, CheckpointError
-from nxtrain.train.recovery import preflight
-from nxtrain.train.recovery.preflight import check_folder
-from nxtrain.train.run_lock import only_run
+from nxtrain.train.supervision import preflight
+from nxtrain.train.supervision.preflight import check_folder
+from nxtrain.train.supervision.run_lock import only_run
 
 
 def test_a_clock_that_is_not_set_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

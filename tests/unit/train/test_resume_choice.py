@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxtrain.checkpoint import layout, lineage
-from nxtrain.checkpoint.copies import Copies, Patience
+from nxtrain.checkpoint import directory, rewinds
+from nxtrain.checkpoint.async_writer import Saver
 from nxtrain.checkpoint.mirror import Mirror, Mirrored
-from nxtrain.checkpoint.places import FolderStore
-from nxtrain.checkpoint.ranks import Disk
+from nxtrain.checkpoint.mirror_uploads import Copies, Patience
+from nxtrain.checkpoint.resume import Resumption
 from nxtrain.checkpoint.save import Retention
-from nxtrain.checkpoint.saver import Saver
 from nxtrain.config.schema import RunConfig
+from nxtrain.distributed.agreement import Disk
 from nxtrain.errors import CheckpointError
+from nxtrain.io.object_store import FolderStore
 from nxtrain.mesh import Mesh
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
-from nxtrain.train.resume import Resumption
 from nxtrain.train.start import is_restart, job_of
 from tests.support.checkpoints import meta
 
@@ -40,7 +41,7 @@ class Run:
 
     def __init__(self, folder: Path, mirror: Path | None = None, name: str = "run") -> None:
         self.dir, self.mirror, self.said = folder / name, mirror, list[str]()
-        self.folder = self.dir / layout.FOLDER
+        self.folder = self.dir / CHECKPOINTS_DIR
         self.mirrored = Mirrored(Mirror(FolderStore(mirror)), Disk(True, 1)) if mirror else None
 
     def start(
@@ -77,18 +78,18 @@ class Run:
         saver.close(Patience(20.0))
 
     def at(self, step: int) -> Path:
-        return layout.step_path(self.folder, step)
+        return directory.step_path(self.folder, step)
 
     def copy(self, step: int) -> Path:
         assert self.mirror is not None
-        return layout.step_path(self.mirror, step)
+        return directory.step_path(self.mirror, step)
 
     def steps(self) -> list[int]:
-        return [layout.step_of(path) for path in layout.list_checkpoints(self.folder)]
+        return [directory.step_of(path) for path in directory.list_checkpoints(self.folder)]
 
     def mirror_steps(self) -> list[int]:
         assert self.mirror is not None
-        return [layout.step_of(path) for path in layout.list_checkpoints(self.mirror)]
+        return [directory.step_of(path) for path in directory.list_checkpoints(self.mirror)]
 
     def move_disk(self, to: Path) -> None:
         """Another node takes its place; what the first one's disk has is elsewhere."""
@@ -97,7 +98,7 @@ class Run:
 
 def make(path: Path, step: int) -> Path:
     path.mkdir(parents=True)
-    (path / layout.META).write_text(meta(step).sealed())
+    (path / directory.META).write_text(meta(step).sealed())
     return path
 
 
@@ -114,7 +115,7 @@ def far(tmp_path: Path) -> Run:
 
 @pytest.mark.parametrize("resume", ["auto", "never", "path"])
 def test_a_restart_goes_on_from_what_the_run_has_reached(run: Run, tmp_path: Path, resume: str) -> None:
-    other = make(layout.step_path(tmp_path / "other", 500), 500)
+    other = make(directory.step_path(tmp_path / "other", 500), 500)
     told = str(other) if resume == "path" else resume
     first = {"auto": None, "never": None, "path": other}[resume]
     assert run.start(told) == first
@@ -176,11 +177,11 @@ def test_older_checkpoints_of_the_folder_are_no_part_of_a_run_that_came_from_els
     run: Run, tmp_path: Path
 ) -> None:
     run.save(4)
-    other = make(layout.step_path(tmp_path / "other", 8), 8)
+    other = make(directory.step_path(tmp_path / "other", 8), 8)
     assert run.start(other, restarted=True) == other
     run.save(12)
     assert run.start(other, restarted=True) == run.at(12)
-    layout.quarantine(run.at(12))
+    directory.quarantine(run.at(12))
     assert run.start(other, restarted=True) == other, "that is the one before it"
     assert "nothing that the run reached since is left" in run.said[0]
 
@@ -206,7 +207,7 @@ def test_damaged_checkpoints_of_what_was_left_do_not_keep_the_run_from_scratch(f
     far.save(4)
     assert far.mirrored is not None
     far.mirrored.mirror.put_aside(4)
-    layout.quarantine(far.at(4))
+    directory.quarantine(far.at(4))
     with pytest.raises(CheckpointError, match=r"every checkpoint of .* is damaged: step-00000004\.corrupt, .*mirror/"):
         far.start()
     assert far.start("never") is None
@@ -217,7 +218,7 @@ def test_damaged_checkpoints_of_what_was_left_do_not_keep_the_run_from_scratch(f
 def test_a_node_that_is_replaced_goes_on_from_the_mirror(far: Run, tmp_path: Path, resume: str) -> None:
     far.start()
     far.save(4, 8)
-    other = make(layout.step_path(tmp_path / "other", 2), 2)
+    other = make(directory.step_path(tmp_path / "other", 2), 2)
     told = {"never": "never", "path": str(other), "own": str(far.copy(4))}[resume]
     far.start(told)
     far.save(6)
@@ -326,7 +327,7 @@ def test_what_is_later_than_the_step_gone_on_from_is_put_aside(far: Run) -> None
         "step-00000008, step-00000012, step-00000016"
     )
     far.save(6)
-    layout.prune(far.folder, keep=1)
+    directory.prune(far.folder, keep=1)
     assert far.steps() == [4, 6]
 
 
@@ -343,7 +344,7 @@ def test_what_a_run_went_back_from_is_not_taken_for_damaged(far: Run) -> None:
 def test_a_damaged_record_is_written_anew_from_the_other(far: Run, place: str) -> None:
     far.start("never")
     far.save(4)
-    file = (far.folder if place == "disk" else far.mirrored.mirror.store.root) / lineage.FILE  # type: ignore[union-attr]
+    file = (far.folder if place == "disk" else far.mirrored.mirror.store.root) / rewinds.FILE  # type: ignore[union-attr]
     assert isinstance(file, Path)
     whole = file.read_bytes()
     file.write_bytes(whole.replace(b'"keeps": 0', b'"keeps": 1'))
@@ -356,7 +357,7 @@ def test_a_damaged_record_is_written_anew_from_the_other(far: Run, place: str) -
 def test_without_a_whole_record_no_restart_guesses_whether_it_went_back(run: Run) -> None:
     run.start("never")
     run.save(4)
-    (run.folder / lineage.FILE).write_bytes(b"{")
+    (run.folder / rewinds.FILE).write_bytes(b"{")
     with pytest.raises(CheckpointError, match=r"is damaged.*is still to.*checkpoint\.resume=auto to go on"):
         run.start("never", restarted=True)
     assert run.start("auto") == run.at(4)
@@ -387,5 +388,5 @@ def test_a_mirror_that_takes_nothing_is_no_reason_to_go_back(far: Run, monkeypat
         patched.setattr(far.mirrored.mirror, "add", full)
         with pytest.raises(CheckpointError, match=r"cannot copy step-00000004 to .*No space left"):
             far.start()
-    assert layout.list_checkpoints(far.folder) == [far.at(2), far.at(4)]
+    assert directory.list_checkpoints(far.folder) == [far.at(2), far.at(4)]
     assert far.start() == far.at(4)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from nxtrain.errors import BackendError, RestartError
-from nxtrain.train import run_lock
-from nxtrain.train.run_lock import LOCK_FILE, only_run
+from nxtrain.run_folder import LOCK_FILE
+from nxtrain.train.supervision import run_lock
+from nxtrain.train.supervision.run_lock import only_run
 
 
 def test_the_second_is_refused_with_the_holder_and_the_third_goes_on(

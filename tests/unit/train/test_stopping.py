@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from nxtrain.errors import LostPeerError
-from nxtrain.train.recovery.stopping import Gate
+from nxtrain.train.supervision.coordinated_stop import Gate
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nxtrain.backends.board import Beat
-from nxtrain.train.recovery.stragglers import Stragglers
+from nxtrain.distributed.heartbeats import Beat
+from nxtrain.train.supervision.stragglers import Stragglers
 
 FAST = {"data": 0.001, "training": 0.010}
 

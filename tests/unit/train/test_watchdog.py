@@ -13,17 +13,18 @@ from typing import cast
 import pytest
 
 from nxtrain.backends.base import Backend
-from nxtrain.backends.board import Board
+from nxtrain.distributed.heartbeats import Board
 from nxtrain.errors import HangError, LostPeerError
-from nxtrain.train.recovery import stacks
-from nxtrain.train.recovery import watchdog as watchdogs
-from nxtrain.train.recovery.aside import Aside
-from nxtrain.train.recovery.attempts import LOGS, PROGRESS_FILE, Attempts, Reached, progress
-from nxtrain.train.recovery.course import Course
-from nxtrain.train.recovery.signals import Signals
-from nxtrain.train.recovery.stacks import say
-from nxtrain.train.recovery.stopping import GIVE_UP_S
-from nxtrain.train.recovery.watchdog import Watchdog
+from nxtrain.metrics.attempts import Attempts, Reached, progress
+from nxtrain.process import stacks
+from nxtrain.process.background import Aside
+from nxtrain.process.signals import Signals
+from nxtrain.process.stacks import say
+from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
+from nxtrain.train.supervision import watchdog as watchdogs
+from nxtrain.train.supervision.coordinated_stop import GIVE_UP_S
+from nxtrain.train.supervision.course import Course
+from nxtrain.train.supervision.watchdog import Watchdog
 
 
 class SlowStore:
@@ -73,7 +74,7 @@ def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0) ->
         board=lambda: cast("Board | None", board),
         waited_s=lambda: 0.0,
     )
-    return Watchdog(cast("Backend", backend), limit_s, folder / LOGS, Signals())
+    return Watchdog(cast("Backend", backend), limit_s, folder / LOGS_DIR, Signals())
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -140,7 +141,7 @@ def test_a_stop_that_was_asked_for_before_the_first_step_is_noted_too(tmp_path: 
     watchdog._signals.asked = "SIGTERM"
     watchdog._stop.look(due=True)
     Course(0, watchdog, attempts, None).__enter__()
-    assert '"outcome": "stopped"' in (tmp_path / LOGS / "attempts.jsonl").read_text(encoding="utf-8")
+    assert '"outcome": "stopped"' in (tmp_path / LOGS_DIR / "attempts.jsonl").read_text(encoding="utf-8")
 
 
 def test_a_disk_that_does_not_answer_hides_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +244,7 @@ def test_a_watch_that_ends_by_itself_ends_nothing_else(tmp_path: Path, monkeypat
 def test_the_rank_of_another_disk_tells_there_how_far_it_is(tmp_path: Path) -> None:
     """By which the launcher of its node counts restarts."""
     watchdog, reached = watch(tmp_path), Reached(tmp_path)
-    course, file = Course(3, watchdog, None, None, reached), tmp_path / LOGS / PROGRESS_FILE
+    course, file = Course(3, watchdog, None, None, reached), tmp_path / LOGS_DIR / PROGRESS_FILE
     with course:
         assert progress(file) == 3
         course.stops(5)
@@ -253,4 +254,4 @@ def test_the_rank_of_another_disk_tells_there_how_far_it_is(tmp_path: Path) -> N
         assert progress(file) == 5
         course.stops(6)
     assert progress(file) == 6
-    assert not (tmp_path / LOGS / "attempts.jsonl").exists()
+    assert not (tmp_path / LOGS_DIR / "attempts.jsonl").exists()

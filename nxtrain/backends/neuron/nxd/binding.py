@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding, LayerSet
-from nxtrain.backends.collectives import Collectives, Done, Pending
-from nxtrain.backends.greetings import without_greetings
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.neuron.sdk import unverified_notes
+from nxtrain.distributed.collectives import Collectives, Done, Pending
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
+from nxtrain.process.greetings import without_greetings
 from nxtrain.sharding import ParamTable, ShardSpec
 
 

@@ -1,0 +1,285 @@
+"""PyTorch/XLA backend: lazy tensors, replica groups instead of process groups, one graph per step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.c10d import Placement
+from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.rounding import RoundingKey, round_one_by_one
+from nxtrain.backends.xla.environment import refuse_dead_variables
+from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
+from nxtrain.backends.xla.world import join
+from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
+from nxtrain.distributed.failure_reporter import Parting
+from nxtrain.distributed.heartbeats import Board
+from nxtrain.errors import BackendError
+from nxtrain.mesh import Axis, Mesh
+
+
+class XlaCollectives(Collectives):
+    """Collectives as graph operations with explicit replica groups.
+
+    Every call names its groups, since an empty list means the whole world, and never pins layouts, since a pinned
+    all-gather lowers to a padded all-reduce.
+
+    A collective joins ranks that run the same program, and pipeline stages run different ones. What goes over an axis
+    that spans stages is therefore a graph of its own, which is the same on all ranks: on Neuron all of a replica group
+    must load the program of a collective, and who has loaded it already would else wait for one who still runs another.
+    There is no sending either; both ends of a transfer gather what both bring, and one of them needs it.
+
+    Args:
+        boundary: Of the backend: hands over what was recorded.
+        meet: Waits for all ranks on the host; None: a collective of torch-xla's own does.
+
+    Source: src/neuronx_distributed/pipeline/comm.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.
+    """
+
+    lazy = True
+
+    def __init__(self, boundary: Callable[[], None], meet: Callable[[], None] | None = None) -> None:
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
+        self._xm: Any = xm
+        self._xr: Any = xr
+        self._boundary, self._meet = boundary, meet
+        self._is_first: dict[int, Tensor] = {}  # by position in a pair
+
+    def part(self) -> None:
+        # torch-xla keeps collectives in order by adding to each one's input the first number of the last one's result,
+        # times 0: NaN and infinity there make all of the next NaN. What the data orders needs no such number.
+        import torch_xla
+
+        torch_xla._XLAC._set_all_reduce_token(torch_xla._XLAC._xla_get_default_device(), None)
+
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        return Done(x.copy_(self._reduced(op, [x], axis, 1.0)[0]))
+
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        with self._apart(axis):
+            out = self._xm.all_gather(x, dim=0, groups=_groups(axis), pin_layout=False)
+        return Done(out)
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
+        if axis.size == 1:
+            return Done(x)
+        with self._apart(axis):
+            out = self._xm.reduce_scatter("sum", x, scale, 0, axis.size, groups=_groups(axis), pin_layout=False)
+        return Done(out)
+
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        cast = [tensor.to(dtype) for tensor in tensors]
+        return Done(cast if axis.size == 1 else self._reduced("sum", cast, axis, scale))
+
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
+        self.exchange(x, axis, to)
+        return Done(None)
+
+    def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
+        return Done(self.exchange(like, axis, source))
+
+    def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
+        pair = axis.pairs(peer)
+        if pair.rank not in self._is_first:
+            self._is_first[pair.rank] = torch.tensor([pair.rank == 0]).to(x.device)
+        is_first = self._is_first[pair.rank]
+        with self._apart(pair):
+            both = self._xm.all_gather(x, dim=0, groups=_groups(pair), pin_layout=False)
+            # Chosen within the graph, by a value on the device, since the graph is the same at both ends. Outside it
+            # the choice would go with whatever comes next, and that would be another graph than without it.
+            of_first, of_second = both.chunk(2)
+            out = torch.where(is_first, of_second, of_first)
+            del both, of_first, of_second  # else they would be results too
+        return out
+
+    @contextmanager
+    def _apart(self, axis: Axis) -> Iterator[None]:
+        """Give what is recorded in this context a graph of its own, if ranks of several stages take part."""
+        if axis.spans_stages:
+            self._boundary()
+        yield
+        if axis.spans_stages:
+            self._boundary()
+
+    def _reduced(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> list[Tensor]:
+        # torch-xla's in-place form gives one collective for all, but loses the result of a tensor that is a view or was
+        # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
+        # Those for a graph of its own are made before it, since what a view was cut from is no part of it.
+        fresh = [tensor.clone() for tensor in tensors]
+        with self._apart(axis):
+            self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)
+        return fresh
+
+    def barrier(self) -> None:
+        if self._meet is not None:
+            self._meet()
+        elif self._xr.world_size() > 1:
+            self._xm.rendezvous("nxtrain")
+
+
+class XlaKernels(PlainKernels):
+    """Elementary operations; bits and barriers by XLA's own."""
+
+    def __init__(self) -> None:
+        import torch_xla.core.xla_builder as xb
+        import torch_xla.core.xla_op_registry as registry
+
+        # A view of another type is not lowered: it would leave the graph and come back.
+        types = {torch.int32: xb.Type.S32, torch.float32: xb.Type.F32}
+        self._bitcasts = {
+            dtype: registry.register(f"nxtrain_bitcast_{of}", lambda x, of=of: x.bitcast(of))
+            for dtype, of in types.items()
+        }
+
+    def bits(self, x: Tensor) -> Tensor:
+        bits: Tensor = self._bitcasts[torch.int32](x)
+        return bits
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_one_by_one(x, out, key, step, bitcast=lambda value, dtype: self._bitcasts[dtype](value))
+
+    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        # torch-xla puts a barrier before the second call. Without it a compiler finds both calls equal, merges them and
+        # keeps everything; XLA's own for CPUs drops barriers halfway and may do so even then. torch's recomputation has
+        # no barrier, and fails on XLA tensors (torch 2.9).
+        from torch_xla.utils.checkpoint import checkpoint
+
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        # A bound method would send the module's parameters through the barrier as well.
+        out: Tensor = checkpoint(partial(function), *inputs, preserve_rng_state=False)
+        return out
+
+
+class XlaBackend(Backend):
+    """The XLA device of this rank, whatever plugin PJRT found.
+
+    Args:
+        sync: Cuts and runs the graph at a step boundary; tests with several devices in one process pass their own.
+        meet: Waits for all ranks on the host; such tests pass their own, where each process is a rank the hosts do.
+        hang_timeout_s: Seconds that the hosts wait for each other; the runtime's own limit holds for collectives inside
+            a graph.
+    """
+
+    name = "xla"
+
+    def __init__(
+        self,
+        *,
+        sync: Callable[[], None] | None = None,
+        meet: Callable[[], None] | None = None,
+        hang_timeout_s: float = 1800.0,
+    ) -> None:
+        support = self.support()
+        if not support.ok:
+            raise BackendError(f"backend.name={self.name} cannot run here: {support.reason}")
+        refuse_dead_variables(os.environ)
+        import torch_xla
+        import torch_xla.runtime as xr
+        from torch_xla.debug import metrics
+
+        self._metrics: Any = metrics
+        self._sync: Callable[[], None] = sync or torch_xla.sync
+        place = Placement.read()
+        self._hosts = join(place, hang_timeout_s) if place.world > 1 else None
+        self._compared, self._num_compared = "", 0
+        self._mesh: Mesh | None = None
+        self._parting: Parting | None = None
+        self._ends_early = False
+        self.device = torch_xla.device()
+        self.rank, self.world = xr.global_ordinal(), xr.world_size()
+        self.local_rank, self.local_world = xr.local_ordinal(), xr.local_device_count()
+        if self._hosts is not None:
+            self.host_group = self._hosts.group
+            self.local_rank, self.local_world = place.local_rank, place.local_world
+            freeze_older_objects()
+            meet = self._hosts.barrier
+            store = dist.distributed_c10d._get_default_store()
+            self._parting = Parting(store, place.rank, hang_timeout_s, self._words_of)
+        self.collectives = XlaCollectives(self.step_boundary, meet)
+        self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
+
+    @staticmethod
+    def support() -> Support:
+        if find_spec("torch_xla") is None:
+            return Support(False, "torch-xla is not installed; pip install 'nxtrain[xla]'")
+        return Support(True, "torch-xla is installed")
+
+    def put(self, x: Tensor) -> Tensor:
+        return x.to(self.device)
+
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        # After the boundary the values are device buffers: reading them moves bytes and builds no graph.
+        self.step_boundary()
+        return {name: float(value.cpu()) for name, value in values.items()}
+
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        # A 0-d host tensor is folded by value: 0 and 1 become constants, equal values one parameter, and each such
+        # coincidence is a new graph. Elements of a longer vector are opaque.
+        uploaded = torch.tensor([*values, -1.0], dtype=torch.float32).to(self.device)
+        return tuple(uploaded[i] for i in range(len(values)))
+
+    def lay_out(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        if mesh.pp_size > 1 and self._hosts is not None:
+            self._hosts.compare_among(mesh.stage)
+
+    def step_boundary(self) -> None:
+        self._compare()
+        self._sync()
+
+    def num_compiled(self) -> int:
+        # Counted while a boundary compiles, in the thread that asked for it. The number of graphs in the cache is not
+        # what is wanted: it falls when old ones make room.
+        return int(self._metrics.counter_value("UncachedCompile") or 0)
+
+    def compare_graphs(self, work: str) -> None:
+        self._compared, self._num_compared = work, 0
+
+    def _compare(self) -> None:
+        """Ask the other ranks whether they are about to run the same, where that was asked for."""
+        if self._compared and self._hosts is not None:
+            self._num_compared += 1
+            computed = pending(self.device)
+            graph = hash_of(computed) if computed else ""
+            self._hosts.compare(f"{self._compared}, graph {self._num_compared}", graph)
+
+    def board(self) -> Board | None:
+        if self._hosts is None:
+            return None
+        return Board(dist.distributed_c10d._get_default_store(), self.rank, self.world)
+
+    def failed(self, error: Exception) -> Exception:
+        if self._parting is None:
+            return error
+        self._ends_early = True
+        return self._parting.failed(error)
+
+    def _words_of(self, rank: int) -> str:
+        return self._mesh.words(rank) if self._mesh is not None else f"rank {rank}"
+
+    def close(self) -> None:
+        super().close()
+        if self._hosts is not None and not self._ends_early:
+            dist.destroy_process_group()
+
+
+def _groups(axis: Axis) -> list[list[int]]:
+    return [list(ranks) for ranks in axis.groups]

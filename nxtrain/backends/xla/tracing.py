@@ -1,0 +1,191 @@
+"""The XLA device of a rank that is not there: its graphs are recorded as a compiler would get them, and never run.
+
+torch-xla believes in any world and rank that it is told. What would be executed is dropped after it was recorded, so
+that every result becomes the opaque input of the next graph, as it is after an execution.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend, Binding
+from nxtrain.backends.neuron.hardware import Instance
+from nxtrain.backends.xla.backend import XlaBackend
+from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
+
+UPLOADED_ENTRIES = 4096
+"""Up to this size a tensor is uploaded as in a run, where torch-xla folds single numbers by their value."""
+
+
+TOLD_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables that tell a process its place among others."""
+
+
+class Tape(Protocol):
+    """Who is told what a rank does."""
+
+    def graph(self, hash_: str, text: Callable[[], str]) -> None:
+        """A graph was handed over; `text` gives its HLO while this is called."""
+        ...
+
+    def host_read(self, file: str, line: int, function: str) -> None:
+        """The host asked for a value of the device."""
+        ...
+
+
+def trace_environment(environ: Mapping[str, str], local_world: int = 1) -> dict[str, str]:
+    """The environment of a process that traces: one CPU device, no other ranks, and nothing that changes graphs.
+
+    Args:
+        environ: Variables of this process.
+        local_world: Ranks of each pretended machine, which NeuronX Distributed reads there.
+    """
+    prefixes = ("NEURON", "NXD_", "PJRT_", "PT_XLA_", "XLA_", "TORCHELASTIC_")
+    kept = {name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in TOLD_RANKS}
+    told = {"LOCAL_WORLD_SIZE": str(local_world), "NXD_LOG_LEVEL": "warning"}
+    return {**kept, **told, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
+
+
+def pretended_nxd(instance: Instance) -> Callable[[Backend], Binding]:
+    """Binding of NeuronX Distributed to the rank of a backend, as it is bound on an instance.
+
+    Raises:
+        BackendError: It does not import here.
+    """
+    from nxtrain.backends.neuron.nxd.pretended import PretendedNxd, load
+
+    load(instance)
+    return lambda backend: PretendedNxd(backend.device, backend.world, backend.rank, instance)
+
+
+class TracingBackend(XlaBackend):
+    """Records what one rank of a pretended world would run; ranks are played one after the other.
+
+    Args:
+        world, rank: Pretended, 0 <= rank < world.
+        tape: Is told of every graph and of every read.
+    """
+
+    def __init__(self, world: int, rank: int, tape: Tape) -> None:
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        xr._WORLD_SIZE, xr._ORDINAL = world, rank
+        super().__init__(sync=self._hand_over)
+        self._xla: Any = torch_xla._XLAC
+        self._tape, self._recording = tape, False
+        freeze_older_objects()
+
+    def put(self, x: Tensor) -> Tensor:
+        if self._recording or x.numel() <= UPLOADED_ENTRIES:
+            return super().put(x)
+        # Values never reach a graph, so what is built needs no storage: zeros that are dropped before they are made.
+        return torch.zeros(x.shape, dtype=x.dtype, device=self.device)
+
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        self._compare()
+        self._hand_over()
+        return dict.fromkeys(values, 1.0)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what follows, and forbid to run any of it; what was built before is taken as there."""
+        self._drop()
+        self._recording = True
+        self._xla._set_allow_execution(False)
+        try:
+            with _told_reads(self._tape):
+                yield
+        except RuntimeError as error:
+            if "Unexpected execution" not in str(error):
+                raise
+            self._tape.host_read(*_blame(error.__traceback__))
+        finally:
+            self._xla._set_allow_execution(True)
+            self._recording = False
+            self._drop()
+
+    def _hand_over(self) -> None:
+        computed = pending(self.device) if self._recording else []
+        if computed:
+            self._tape.graph(hash_of(computed), lambda: str(self._xla._get_xla_tensors_hlo(computed)))
+        self._drop()
+
+    def _drop(self) -> None:
+        device = str(self.device)
+        self._xla._clear_pending_irs(device)
+        # Collectives are chained by a token; a stale one would chain them across graphs.
+        self._xla._set_all_reduce_token(device, None)
+
+
+@contextmanager
+def _told_reads(tape: Tape) -> Iterator[None]:
+    """Tell of every value that the host asks for, and give it ones instead.
+
+    The operations that bring values to the host are replaced in torch's dispatcher. A dispatch mode would see them as
+    well, but under a mode torch makes other operations of some views, and the graphs would not be those of a run.
+    """
+
+    def read_scalar(x: Tensor) -> Any:
+        tape.host_read(*_blame(None))
+        return torch.ones((), dtype=x.dtype).item()
+
+    def read_copy(x: Tensor, **options: Any) -> Tensor:
+        tape.host_read(*_blame(None))
+        return torch.ones(x.shape, dtype=options.get("dtype") or x.dtype)
+
+    def read_into(out: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
+        tape.host_read(*_blame(None))
+        return out.fill_(1)
+
+    def is_read_copy(x: Tensor, **options: Any) -> bool:
+        return _is_device(x) and _is_host(options.get("device"))
+
+    def is_read_into(out: Tensor, x: Tensor, non_blocking: bool = False) -> bool:
+        return _is_device(x) and not _is_device(out)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        _replace(library, "_local_scalar_dense", read_scalar, _is_device)
+        _replace(library, "_to_copy", read_copy, is_read_copy)
+        _replace(library, "copy_", read_into, is_read_into)
+        yield
+    finally:
+        library._destroy()
+
+
+def _replace(library: Any, name: str, read: Callable[..., Any], is_read: Callable[..., bool]) -> None:
+    kernel = torch.library.get_kernel(f"aten::{name}", "XLA")
+
+    def dispatch(keys: Any, *args: Any, **options: Any) -> Any:
+        return read(*args, **options) if is_read(*args, **options) else kernel.call_boxed(keys, *args, **options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is replaced
+        library.impl(name, dispatch, "XLA", with_keyset=True, allow_override=True)
+
+
+def _is_device(x: Tensor) -> bool:
+    return x.device.type != "cpu"
+
+
+def _is_host(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def _blame(trace: TracebackType | None) -> tuple[str, int, str]:
+    """File, line and function of the innermost call outside torch and torch-xla; None: of the calls under way."""
+    stack = traceback.extract_stack() if trace is None else traceback.extract_tb(trace)
+    vendors = (__file__, *(str(Path(str(sys.modules[name].__file__)).parent) for name in ("torch", "torch_xla")))
+    at = next((call for call in reversed(stack) if not call.filename.startswith(vendors)), stack[-1])
+    return at.filename, at.lineno or 0, at.name

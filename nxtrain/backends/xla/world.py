@@ -1,0 +1,117 @@
+"""One world of PyTorch/XLA out of the processes that torchrun started."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from nxtrain.backends.c10d import Placement
+from nxtrain.distributed.host_group import HostGroup
+from nxtrain.errors import BackendError, HangError
+
+_PLACE, _NAME = "nxtrain/store", "nxtrain/name"
+_ANSWER = timedelta(seconds=5)
+"""For a store on this network to answer; a process that is gone refuses at once."""
+
+
+def join(place: Placement, hang_timeout_s: float) -> HostGroup:
+    """Join the other ranks, on the devices and on the hosts; torch's default group is of the backend `xla` afterwards.
+
+    torchrun alone does not make a world: until the devices are told to replicate, `world_size()` is 1 and every
+    collective is skipped in silence. The method `xla://` tells them, and must do so before anything asks for the size,
+    which is kept from the first answer on; with `env://` that is left to the caller. Host objects cannot be gathered
+    over `xla`, so the hosts get a group of their own, which carries the plans of checkpoints and makes barriers that
+    need no graph.
+
+    Args:
+        place: What torchrun said.
+        hang_timeout_s: Seconds that a rank waits for the others on the host. Collectives inside a graph have the
+            runtime's own limit.
+
+    Raises:
+        BackendError: The devices form another world than the processes.
+
+    Source: torch_xla 2.9, torch_xla/_internal/{rendezvous,pjrt,neuron}.py and runtime.py; the pull requests
+    https://github.com/pytorch/xla/pull/5438 and https://github.com/huggingface/transformers/pull/27800, by the authors
+    for TPU and for Neuron; archive/nxd-training/pytorch-neuron-programming-guide.rst in
+    https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
+    """
+    import torch_xla.distributed.xla_backend  # noqa: F401  (registers the backend xla and the method xla://)
+    import torch_xla.runtime as xr
+    from torch_xla._internal import rendezvous
+
+    if place.world > place.local_world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rendezvous._store = meet(os.environ, place.rank, hang_timeout_s)
+    dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=hang_timeout_s))
+    rank, world = xr.global_ordinal(), xr.world_size()
+    if (rank, world) != (place.rank, place.world):
+        dist.destroy_process_group()
+        raise BackendError(misfit(place, rank, world, str(xr.device_type())))
+    return HostGroup(hang_timeout_s)
+
+
+def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
+    """A store in which the ranks of this start find each other, on any number of machines.
+
+    torch-xla keeps apart the starts of a run, which share the agents' store, by the number of restarts. But an agent
+    counts only those that its own ranks caused, so that after the first failure the machines would wait for each other
+    in different places. Here rank 0 opens a store of this start's own and says where in the agents' store. What an
+    earlier start said there is told by nobody answering: an agent ends its ranks before it joins the next start.
+
+    Args:
+        environ: Variables of this rank, which name the agents' store.
+        rank: Of this process.
+        timeout_s: Seconds that a rank waits for rank 0.
+
+    Raises:
+        HangError: Rank 0 did not come in time.
+
+    Source: torch_xla 2.9, torch_xla/_internal/rendezvous.py; torch 2.9, torch/distributed/elastic/agent/server/api.py.
+    """
+    host, end_s = environ["MASTER_ADDR"], time.monotonic() + timeout_s
+    timeout = timedelta(seconds=timeout_s)
+    agents = dist.TCPStore(host, int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        name = uuid.uuid4().hex
+        store.set(_NAME, name)
+        agents.set(_PLACE, f"{store.port} {name}")
+        return store
+    while time.monotonic() < end_s:
+        with suppress(dist.DistError):  # whoever said so is gone, or has not yet said anything
+            port, name = agents.get(_PLACE).decode().split()
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=_ANSWER)
+            if store.get(_NAME).decode() == name:
+                store.set_timeout(timeout)
+                return store
+        time.sleep(0.2)
+    raise HangError(f"rank 0 did not open a store on {host} within recovery.hang_timeout_s={timeout_s:g} seconds")
+
+
+def misfit(place: Placement, rank: int, world: int, device: str) -> str:
+    """Say why devices and processes are not one world, and the way out.
+
+    Args:
+        place: What torchrun said.
+        rank, world: What the devices say.
+        device: Their kind, as PJRT calls it.
+    """
+    found = (
+        f"torchrun started rank {place.rank} of {place.world}, but PyTorch/XLA on {device} is rank {rank} of {world}"
+    )
+    if device == "CPU":
+        return f"{found}: its CPU device joins no other processes. Use backend.name=cpu for several ranks"
+    if not dist.is_torchelastic_launched():
+        return f"{found}: RANK and WORLD_SIZE are set, but torchrun set them not. Use torchrun or nxtrain launch"
+    if place.local_world == 1:
+        return f"{found}: it takes a node's only rank for the whole world. Start at least two ranks per node"
+    return (
+        f"{found}. Variables of the shell describe another world: unset XLA_USE_SPMD, NEURONCORE_NUM_DEVICES and those "
+        "that begin with NEURON_PJRT_ or PJRT_LOCAL_, and start the ranks with one torchrun per node or nxtrain launch"
+    )

@@ -1,0 +1,150 @@
+"""The planners that tell `torch.distributed.checkpoint` what each rank writes and reads."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from nxtrain.checkpoint.match import mismatches
+from nxtrain.checkpoint.shards import Chunk
+from nxtrain.errors import CheckpointError
+
+
+class ChunkSavePlanner(SavePlanner):
+    """Writes chunks.
+
+    Args:
+        chunks: What this rank writes.
+        read: Fetches a chunk's entries to the host when their turn comes.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor]) -> None:
+        self._chunks = {chunk.index: chunk for chunk in chunks}
+        self._read = read
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing: the chunks are known."""
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank writes."""
+        return SavePlan(
+            [
+                WriteItem(
+                    index,
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk.box, TensorProperties(dtype=chunk.dtype), torch.Size(chunk.shape)
+                    ),
+                )
+                for index, chunk in self._chunks.items()
+            ]
+        )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Nothing: what is written where is up to the storage."""
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Accept the joint plan."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Fetch a chunk."""
+        return self._read(self._chunks[write_item.index])
+
+
+class ChunkLoadPlanner(LoadPlanner):
+    """Reads chunks, after the coordinator has compared what all ranks want with what there is.
+
+    Args:
+        targets: Where each chunk of this rank goes: a host tensor of the chunk's shape.
+        complete: Kinds of which the checkpoint may hold nothing that no rank wants.
+        padded: Host tensors to set to zero before, once the ranks agree that the checkpoint fits.
+    """
+
+    def __init__(
+        self, targets: Mapping[Chunk, Tensor], complete: Collection[str] = (), padded: Sequence[Tensor] = ()
+    ) -> None:
+        self._chunks = tuple(targets)
+        self._targets = {chunk.index: target for chunk, target in targets.items()}
+        self._complete, self._padded = complete, padded
+        self._items: list[ReadItem] = []
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Learn what the checkpoint holds."""
+        assert metadata is not None
+        self._stored = _tensors(metadata)
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads, and what it expects that to be."""
+        items = [
+            item
+            for chunk in self._chunks
+            if chunk.key in self._stored
+            for item in create_read_items_for_chunk_list(chunk.key, self._stored[chunk.key], [chunk.box])
+        ]
+        self._items = items  # not told, since the coordinator would hear of those of all ranks
+        wanted = {chunk.key: describe(chunk.shape, chunk.dtype) for chunk in self._chunks}
+        return LoadPlan([], planner_data=wanted)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse a checkpoint that is not what the ranks expect, before anything is read."""
+        wanted = {key: what for plan in global_plan for key, what in plan.planner_data.items()}
+        found = {
+            key: describe(tensor.size, tensor.properties.dtype)
+            for key, tensor in self._stored.items()
+            if key in wanted or key.partition("/")[0] in self._complete
+        }
+        problems = mismatches(wanted, found)
+        if problems:
+            kinds = ", ".join(sorted({key.partition("/")[0] for key in self._stored}))
+            raise CheckpointError("\n".join(["it does not fit the model", *problems, f"it holds: {kinds}"]))
+        return [LoadPlan([]) for _ in global_plan]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """What this rank reads."""
+        for tensor in self._padded:
+            tensor.zero_()
+        return LoadPlan(self._items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Never called: a checkpoint holds tensors only."""
+        raise NotImplementedError
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of a target that one stored chunk fills."""
+        target = self._targets[read_item.dest_index]
+        return narrow_tensor_by_index(target, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing: targets are filled in place."""
+
+
+def describe(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """A tensor in words, such as `bfloat16 (512, 64)`."""
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    stored = metadata.state_dict_metadata
+    return {key: tensor for key, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}

@@ -1,0 +1,143 @@
+"""The commands that measure; each is lazy, like those of `cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from nxtrain.config.bounds import MAX_SIZE, finite
+from nxtrain.io.paths import local_path
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@bench.command("train", epilog="Example: nxtrain bench train --precision bf16 --threads 2")
+def bench_train(
+    threads: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="CPU threads; 0: all cores.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Sequences per step.")] = 4,
+    seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 512,
+    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
+    as_json: AsJson = False,
+) -> None:
+    """Train the same model here and in Hugging Face transformers, and compare tokens per second."""
+    from nxtrain.bench.train import bench_train
+
+    bench_train(
+        threads=threads,
+        rounds=rounds,
+        steps=steps,
+        batch=batch,
+        seq_len=seq_len,
+        precision=precision,
+        as_json=as_json,
+    )
+
+
+@bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")
+def bench_xla(
+    layers: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Blocks of the model.")] = 8,
+    micro_batches: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Micro-batches per step.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what PyTorch/XLA costs the host: milliseconds per step, beside transformers, and seconds to trace a rank.
+
+    The model is so narrow that computing it takes next to nothing; what remains is to record, to hash and to launch.
+    """
+    from nxtrain.bench.xla import bench_xla
+
+    bench_xla(layers=layers, micro_batches=micro_batches, rounds=rounds, steps=steps, as_json=as_json)
+
+
+@bench.command("optim", epilog="Example: nxtrain bench optim --threads 1 --rounds 9")
+def bench_optim(
+    layers: Annotated[
+        int, typer.Option(min=1, max=MAX_SIZE, help="Blocks of the model whose parameters are updated.")
+    ] = 2,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each rule runs, in turns.")] = 7,
+    threads: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="CPU threads; 0: all cores.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Update parameters under every rule of precision.update, and compare with torch's fused AdamW."""
+    from nxtrain.bench.optim import bench_optim
+
+    bench_optim(layers=layers, rounds=rounds, threads=threads, as_json=as_json)
+
+
+@bench.command("pipeline", epilog="Example: nxtrain bench pipeline --pp 2 --virtual-pp 2 --micro 4")
+def bench_pipeline(
+    pp: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Ranks, a process each.")] = 4,
+    virtual_pp: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Model chunks of each rank.")] = 1,
+    schedule: Annotated[
+        Literal["1f1b", "zero_bubble"],
+        typer.Option(help="As parallel.schedule; zero_bubble is measured in turn with 1f1b, and compared."),
+    ] = "1f1b",
+    micro: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Micro-batches per step.")] = 8,
+    work: Annotated[
+        Literal["sleep", "blocks"],
+        typer.Option(help="What a chunk does: sleep, or compute blocks of a Llama, which wants a core per rank."),
+    ] = "sleep",
+    forward_ms: Annotated[
+        float,
+        typer.Option(
+            min=0.1, max=1e9, callback=finite, help="Forward of a chunk that sleeps; its backward takes twice as long."
+        ),
+    ] = 50.0,
+    layers: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Blocks of a chunk that computes them.")] = 1,
+    seq_len: Annotated[
+        int, typer.Option(min=1, max=MAX_SIZE, help="Tokens of a micro-batch, which is one sequence.")
+    ] = 32,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps; the shortest counts.")] = 5,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is expected, start nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a pipeline of equal stages, draw it, and hold its bubble to (p-1)/(m*v+p-1).
+
+    That is the share of the step in which p ranks of v chunks each idle, with m micro-batches and free transfers.
+
+    With zero_bubble it is (p-1)*x/(m*(F+B+W)+(p-1)*x), x = F+max(0,B-W): times of forward, backward and weight part.
+    """
+    from nxtrain.bench.pipeline import StageWork, bench_pipeline
+
+    stages = StageWork(pp, virtual_pp, schedule, micro, work, forward_ms / 1e3, layers, seq_len)
+    bench_pipeline(work=stages, rounds=rounds, dry_run=dry_run, as_json=as_json)
+
+
+@bench.command("checkpoint", epilog="Example: nxtrain bench checkpoint --mib 4096 --folder /mnt/nvme --check")
+def bench_checkpoint(
+    mib: Annotated[int, typer.Option(min=16, max=MAX_SIZE, help="MiB of weights and optimizer state.")] = 1024,
+    folder: Annotated[Path, typer.Option(help="Where to write; on the disk that is meant.", parser=local_path)] = Path(
+        "."
+    ),
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
+    check: Annotated[bool, typer.Option("--check", help="Fail, with exit code 1, below the targets.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Save and load a state, and compare with the disk's own speed, torch.save and plain DCP."""
+    from nxtrain.bench.checkpoint import bench_checkpoint
+
+    if not bench_checkpoint(folder=folder, mib=mib, rounds=rounds, check=check, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@bench.command("materialize", epilog="Example: nxtrain bench materialize --preset llama3.1-405b")
+def bench_materialize(
+    preset: Annotated[str, typer.Option(help="Model, as in model.preset.")] = "llama2-70b",
+    tp: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tensor parallel degree.")] = 32,
+    pp: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Pipeline stages.")] = 8,
+    stage: Annotated[
+        int | None, typer.Option(min=0, max=MAX_SIZE, help="Stage to make; by default a middle one.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make one rank's shard of a big model in bf16; fails if that takes more than 1.3 times its bytes and 1 GiB."""
+    from nxtrain.bench.materialize import bench_materialize
+
+    bench_materialize(preset=preset, tp=tp, pp=pp, stage=stage, as_json=as_json)

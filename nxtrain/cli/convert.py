@@ -1,0 +1,142 @@
+"""The commands that convert checkpoints; each is lazy, like those of `cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from nxtrain.config.bounds import MAX_SIZE
+from nxtrain.errors import ConfigError
+from nxtrain.io.paths import local_path
+from nxtrain.io.s3 import SCHEME
+
+convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
+
+
+def _on_disk(text: str) -> Path:
+    """A path of this machine; an address in S3 would be taken for one."""
+    if text.startswith(SCHEME):
+        raise ConfigError(f"{text} is no folder of this machine; fetch or bring it there with: aws s3 sync SRC DST")
+    return local_path(text)
+
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", show_default=False, parser=_on_disk)]
+Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False, parser=_on_disk)]
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="SRC", help="Run folder, checkpoint or mirror; s3:// too.", show_default=False)
+]
+WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")]
+
+
+@convert.command(epilog="Example: nxtrain convert hf-to-nxtrain Llama-3.2-1B checkpoints/llama3.2-1b")
+def hf_to_nxtrain(src: Source, dst: Target) -> None:
+    """Read a Hugging Face folder, write a checkpoint."""
+    from nxtrain.convert.hf import hf_to_nxtrain
+
+    hf_to_nxtrain(src, dst)
+
+
+@convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf --verify")
+def nxtrain_to_hf(
+    src: Checkpoint,
+    dst: Target,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Load the result in transformers and compare scores.")
+    ] = False,
+) -> None:
+    """Read a checkpoint, the newest of a run folder or a mirror, write a Hugging Face folder."""
+    from nxtrain.convert.hf import nxtrain_to_hf
+
+    checkpoint = nxtrain_to_hf(src, dst)
+    if verify:
+        from nxtrain.backends import open_backend
+        from nxtrain.convert.verify_export import verify_export
+
+        found = verify_export(checkpoint, dst, open_backend("cpu"))
+        rounding = f", and rounding costs ours {found.rounding:.2f} of what it costs them" if found.rounding else ""
+        typer.echo(f"transformers loads {dst}; its scores differ from ours by at most {found.difference:.2g}{rounding}")
+
+
+@convert.command(epilog="Example: nxtrain convert nxd-to-nxtrain nxd_ckpts/step_2000 from-nxd --config config.json")
+def nxd_to_nxtrain(
+    src: Source,
+    dst: Target,
+    shape: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="The model's Hugging Face config.json; by default that in SRC or beside it.",
+            parser=local_path,
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="The run that goes on from it, which says how far its data is by then.",
+            parser=local_path,
+        ),
+    ] = None,
+    first_copy: Annotated[
+        bool, typer.Option("--first-copy", help="Where tp ranks differ in what they share, such as norms: the first.")
+    ] = False,
+    weights_only: WeightsOnly = False,
+) -> None:
+    """Read NeuronX Distributed's rank files, write a checkpoint.
+
+    SRC is a tag, or a folder of tags, of which the last that was finished is taken. Weights of its Llama, and the state
+    of AdamW with or without ZeRO-1, from files that save_checkpoint wrote, also with use_xser.
+    """
+    from nxtrain.config.load import load
+    from nxtrain.convert.nxd_read import nxd_to_nxtrain
+
+    goes_on = load(run).config if run else None
+    meta = nxd_to_nxtrain(src, dst, config=shape, weights_only=weights_only, first_copy=first_copy, run=goes_on)
+    typer.echo(f"{dst} holds {', '.join(meta.kinds)} at step {meta.step}")
+    if meta.step and not meta.samples:
+        typer.echo("no run can go on from it: how much data it has seen is not kept there; say so with --run CONFIG")
+
+
+@convert.command(epilog="Example: nxtrain convert nxtrain-to-nxd runs/demo nxd_ckpts --tp 8 --pp 2 --dp 4")
+def nxtrain_to_nxd(
+    src: Checkpoint,
+    dst: Target,
+    tp: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="Tensor parallel ranks; 0: as in the run.")] = 0,
+    pp: Annotated[
+        int, typer.Option(min=0, max=MAX_SIZE, help="Pipeline stages, as equal as NxD cuts them; 0: as in the run.")
+    ] = 0,
+    dp: Annotated[
+        int, typer.Option(min=0, max=MAX_SIZE, help="Ranks that cut the optimizer's state; 0: as in the run.")
+    ] = 0,
+    kv_replicator: Annotated[
+        int,
+        typer.Option(min=0, max=MAX_SIZE, help="Copies of each K/V head, kv_shared_group_size; 0: as few as tp needs."),
+    ] = 0,
+    qkv: Annotated[
+        Literal["separate", "grouped", "fused"] | None,
+        typer.Option(help="q, k, v apart, in the module for grouped queries (qkv_linear), or one matrix (fuse_qkv)."),
+    ] = None,
+    platform: Annotated[Literal["trn1", "trn2"], typer.Option(help="How copied K/V heads are dealt out.")] = "trn1",
+    zero1: Annotated[bool, typer.Option("--zero1/--no-zero1", help="The optimizer's state is cut over dp.")] = True,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG", help="The run, for its optimizer; by default that in its folder.", parser=local_path
+        ),
+    ] = None,
+    weights_only: WeightsOnly = False,
+) -> None:
+    """Read a checkpoint, the newest of a run folder or a mirror, write NeuronX Distributed's rank files.
+
+    In DST a tag step_<step> for its load_checkpoint, with config.json for the model of its Llama example. Its scripts
+    go on with the optimizer and the schedule where the run was, and begin their data anew.
+    """
+    from nxtrain.convert.nxd_write import Target, nxtrain_to_nxd
+    from nxtrain.convert.optimizer_settings import rates_of
+
+    rates = None if weights_only else rates_of(src, run)
+    target = Target(tp, pp, dp, kv_replicator, qkv, platform, zero1)
+    typer.echo(f"{nxtrain_to_nxd(src, dst, target, rates=rates)} is complete")

@@ -1,0 +1,391 @@
+"""The command line: a command is one lazy import and one call, so that help and config errors never wait for torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+import typer.core
+
+import nxtrain
+from nxtrain.cli.bench import AsJson, bench
+from nxtrain.cli.convert import convert
+from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
+from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
+from nxtrain.io.paths import local_path
+from nxtrain.process.streams import outliving_readers
+
+if TYPE_CHECKING:
+    from nxtrain.config.load import Loaded
+    from nxtrain.config.schema import RunConfig
+
+_LATER = ("data", "doctor", "eval", "plan", "report")
+"""Commands of later releases."""
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; the name of one that this release lacks gets an answer."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Find a command.
+
+        Raises:
+            ConfigError: Only later releases have it.
+        """
+        if cmd_name in _LATER:
+            raise ConfigError(f"nxtrain {cmd_name} is not in this release ({nxtrain.__version__}); see nxtrain --help")
+        return super().get_command(ctx, cmd_name)
+
+
+app = typer.Typer(
+    name="nxtrain", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
+cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
+app.add_typer(config, name="config")
+app.add_typer(cache, name="cache")
+app.add_typer(convert, name="convert")
+app.add_typer(bench, name="bench")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file's; the value is TOML or a bare word."),
+]
+CacheFolder = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="DIR",
+        help="Cache, or a configuration file whose compile.cache_dir is meant. By default compile_cache/HOST.",
+        show_default=False,
+    ),
+]
+DEFECT = f"This is a defect of nxtrain {nxtrain.__version__}; report the lines above with the command and its files."
+PLACE = "Folder, configuration file or s3://BUCKET/PREFIX."
+
+
+def main() -> None:
+    """Run the command line; a failure meant for people ends in its message and its exit code, without a traceback.
+
+    A command comes to its end and its exit code whether or not somebody still reads what it prints.
+    """
+    with outliving_readers():
+        try:
+            app()
+        except Exception as error:
+            if known := explained(error):
+                _report(known, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
+                _end(known.exit_code)
+            sys.excepthook(*sys.exc_info())
+            if not isinstance(error, MemoryError):  # the next start may find room, as code 1 lets the launcher try
+                print(DEFECT, file=sys.stderr)
+            _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process; at once where an orderly end would wait for what is under way, with other ranks or a mirror."""
+    if _is_alone() and not _leaves_copies():
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it may be gone, and the code is what a scheduler goes by
+            stream.flush()
+    os._exit(code)
+
+
+def _is_alone() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def _leaves_copies() -> bool:
+    """Whether a mirror takes so long that the run does not wait for it."""
+    copies = sys.modules.get("nxtrain.checkpoint.mirror_uploads")
+    return copies is not None and copies.are_underway()
+
+
+def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:
+    try:
+        from rich.text import Text
+
+        from nxtrain.process.screen import standard_error
+    except ImportError:  # perhaps that is the error
+        print(f"error: {error}", file=sys.stderr)
+        return
+    # Every rank of a node finds the same mistake in configuration and environment; other failures are a rank's own.
+    if isinstance(error, ConfigError) and (local_rank or rank) not in {None, "0"}:
+        return
+    # All ranks stop together, which is no error.
+    if isinstance(error, StoppedBySignal):
+        if rank in {None, "0"}:
+            standard_error().print(str(error), markup=False)
+        return
+    console = standard_error()
+    who = "" if rank is None or (isinstance(error, ConfigError) and rank == "0") else f"rank {rank}: "
+    for block in error.problems if isinstance(error, ConfigError) else (error,):
+        console.print(Text.assemble(("error: ", "bold red"), f"{who}{block}"))
+
+
+def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
+    from nxtrain.config.check import resolve
+    from nxtrain.config.load import load
+
+    loaded = load(path, overrides or ())
+    resolve(loaded, world)
+    return loaded
+
+
+def _advise(config: RunConfig) -> None:
+    """Say it if another checkpoint interval would save much."""
+    from nxtrain.metrics.goodput_log import read
+    from nxtrain.plan.goodput import advice
+    from nxtrain.run_folder import LOGS_DIR
+
+    if line := advice(read(config.run.dir / LOGS_DIR), config.checkpoint.every):
+        typer.echo(line, err=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nxtrain {nxtrain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train Llamas on Trainium, and the same model code on CUDA GPUs, CPU and PyTorch/XLA."""
+
+
+@app.command(epilog="Example: torchrun --nproc-per-node 2 -m nxtrain train configs/demo.toml train.steps=20")
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train: one rank, or every rank under torchrun."""
+    loaded = _load(config, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
+    from nxtrain.launch.neuron import adopt
+    from nxtrain.process.clock import process_began
+    from nxtrain.process.signals import noted
+
+    adopt(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with noted() as signals:  # from here on, since torch takes seconds to import
+        from nxtrain.compile.miss_watch import guarded
+        from nxtrain.train.run import train
+
+        if faults := os.environ.get("NXTRAIN_FAULTS"):
+            from nxtrain.testing.faults import arm
+
+            arm(faults, loaded.config.run.dir, int(os.environ.get("RANK", "0")))
+        with guarded(loaded, os.environ):
+            train(loaded, signals, process_began())
+    if os.environ.get("RANK", "0") == "0":
+        _advise(loaded.config)
+    if _leaves_copies():
+        _end(0)
+
+
+@app.command(epilog="Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine")
+def launch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks per machine; by default tp x pp x dp / nodes.")
+    ] = None,
+    first_node: Annotated[
+        str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
+    ] = "",
+    target: Annotated[str, typer.Option(hidden=True)] = "local",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
+) -> None:
+    """Start every rank of a run on this machine, with the environment that its devices need.
+
+    Of several machines, start it on all of them with the same arguments, by srun or pdsh.
+    """
+    if target != "local":
+        raise ConfigError(f"--target {target} is not available in this release; use local")
+    from nxtrain.launch.local import launch
+
+    launch(config, overrides or [], nproc, dry_run, first_node)
+
+
+@app.command(
+    name="compile", epilog="Example: nxtrain compile configs/llama2_7b_trn1.toml cluster.nodes=1 parallel.dp=4"
+)
+def compile_(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_RANKS, help="Ranks per machine, as in the run; by default tp x pp x dp / nodes."),
+    ] = None,
+    first_node: Annotated[
+        str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
+    ] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=MAX_SIZE, help="Graphs at a time; by default one per 64 GiB of memory.")
+    ] = None,
+    retries: Annotated[
+        int, typer.Option(min=0, max=MAX_SIZE, help="Times that what failed is tried again, on one machine.")
+    ] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
+) -> None:
+    """Compile every graph of a run on this node, before the run.
+
+    Give it the configuration, the overrides and --nproc of the run; only train.steps may differ. It starts
+    neuron_parallel_compile of the Neuron SDK, trains nothing, fills compile.cache_dir, and writes the manifest to which
+    compile.on_miss=stop holds a run. Of several nodes each needs a cache of its own: start this on all of them at the
+    same time with --first-node, and again if graphs failed, or fetch what one has compiled: nxtrain cache sync SRC DST.
+    A node that holds some pipeline stages only compiles their graphs, and writes a manifest for these.
+    """
+    from nxtrain.compile.precompile import precompile
+
+    precompile(
+        config,
+        overrides or [],
+        nproc=nproc,
+        first_node=first_node,
+        workers=workers,
+        retries=retries,
+        dry_run=dry_run,
+    )
+
+
+@app.command(epilog="Example: nxtrain graphs configs/llama2_7b_trn1.toml --world 4096 model.config.num_hidden_layers=2")
+def graphs(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    world: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of the world.", show_default=False)],
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(min=0, max=MAX_RANKS, help="Rank to trace; repeat it for more. By default some of every kind."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps of each rank.")] = 3,
+    hlo: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save the graphs' HLO texts here.", parser=local_path)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the graphs that a compiler will get, for any rank of any world, on this CPU.
+
+    The training step is traced and not executed. Fails with exit code 5 when ranks or steps need different graphs, when
+    a collective spans a group that is no axis of the mesh, and when the host reads a value inside a step.
+    """
+    from nxtrain.graphs.command import graphs, present
+
+    found = graphs(config, overrides or [], world=world, ranks=rank or [], steps=steps, hlo=hlo)
+    present(found, as_json=as_json)
+
+
+@app.command(epilog='Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40')
+def generate(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT",
+            help="Run folder, checkpoint, mirror (s3:// too) or Hugging Face folder.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MAX_INT, help="Tokens to add.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=1e9, callback=finite, help="0 takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, max=MAX_INT, help="Choose among so many likeliest tokens; 0: all.")] = 50,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=1e-6, max=1, callback=finite, help="Choose among the likeliest that have this probability together."
+        ),
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeat it for more.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=-MAX_INT, max=MAX_INT, help="Start of the randomness.")] = 0,
+) -> None:
+    """Continue a text with a trained model; each token is shown as it comes."""
+    from nxtrain.process.screen import standard_error
+    from nxtrain.train.generate import generate
+    from nxtrain.train.sampling import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p)
+    for piece in generate(checkpoint, prompt, max_new_tokens, sampling, seed, stop or (), standard_error().print):
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+@config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")
+def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print every value and where it came from, then check that they fit together."""
+    from nxtrain.config.check import resolve
+    from nxtrain.config.load import load
+    from nxtrain.config.show import dump, to_json
+
+    loaded = load(config, overrides or ())
+    typer.echo(json.dumps(to_json(loaded), indent=2) if as_json else dump(loaded.config, loaded.origins), nl=as_json)
+    resolve(loaded, world=None)
+
+
+@config.command(epilog="Example: nxtrain config keys | less")
+def keys() -> None:
+    """Print every key with its type, its default and what it does."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from nxtrain.config.show import keys
+
+    table = Table("key", "type", "default", "what it is", box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = table.columns[2].no_wrap = True
+    for key in keys():
+        table.add_row(key.name, key.kind, key.default, key.doc)
+    # Whoever reads a file or a pipe has no width to fit.
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, markup=False, highlight=False).print(table)
+
+
+@cache.command("ls", epilog="Example: nxtrain cache ls /var/tmp/neuron-compile-cache --json")
+def cache_ls(where: CacheFolder = None, as_json: AsJson = False) -> None:
+    """List compiled graphs: done, failed, locked, stale (locked by somebody who is gone) or pending."""
+    from nxtrain.compile.commands import ls
+
+    ls(where, as_json)
+
+
+@cache.command("verify", epilog="Example: nxtrain cache verify configs/llama2_7b_trn1.toml")
+def cache_verify(where: CacheFolder = None) -> None:
+    """Hold every done entry to its hashes; new ones get them, damaged ones go to the quarantine (exit code 5)."""
+    from nxtrain.compile.commands import verify
+
+    verify(where)
+
+
+@cache.command("sync", epilog="Example: nxtrain cache sync s3://bucket/llama2-7b /var/tmp/neuron-compile-cache")
+def cache_sync(
+    src: Annotated[str, typer.Argument(metavar="SRC", help=PLACE, show_default=False)],
+    dst: Annotated[str, typer.Argument(metavar="DST", help=PLACE, show_default=False)],
+) -> None:
+    """Copy every done entry of SRC that DST lacks, whole and checked; many nodes may do so at once."""
+    from nxtrain.compile.commands import sync_places
+
+    sync_places(src, dst)
+
+
+@cache.command("clean", epilog="Example: nxtrain cache clean /var/tmp/neuron-compile-cache --max-gib 50")
+def cache_clean(
+    where: CacheFolder = None,
+    max_gib: Annotated[
+        float | None, typer.Option(min=0, max=1e9, callback=finite, help="Keep so many GiB; what was used last stays.")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Put failed entries aside, to be compiled again.")] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Break the locks of processes that are gone.")] = False,
+) -> None:
+    """Mend a cache; without an option, as with --failed --stale. What a compiler works on is left alone."""
+    from nxtrain.compile.commands import clean
+
+    clean(where, max_gib, failed, stale)

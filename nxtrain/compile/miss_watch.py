@@ -1,0 +1,226 @@
+"""What a run on Neuron devices does about graphs that were not compiled beforehand: `compile.on_miss`.
+
+Only Neuron's plugin knows the key of a graph, and shows it when it begins to compile. So one rank of each node watches
+the cache for a graph that the manifest lacks, under a new lock, which a process that this run started is compiling. The
+main thread waits inside the compiler's call then, so that the thread that watches ends the run.
+
+Other runs compile on a node too. Theirs are told by the process whose command line names the graph, as the compiler's
+does: it descends from another agent than that of this run. Where no process names it, nobody can tell, and the graph
+counts as this run's after `PATIENCE_S`.
+
+Source: what the plugin prints, "Call compiler with cmd: neuronx-cc compile ... model.MODULE_<graph>+<flags>.neff".
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from subprocess import DEVNULL
+
+from nxtrain.backends.neuron.sdk import installed
+from nxtrain.backends.xla.environment import extracting
+from nxtrain.compile.cache import Cache
+from nxtrain.compile.compile_key import build_of
+from nxtrain.compile.entries import DONE, Key, locks, parse_key
+from nxtrain.compile.lock_owners import descends, naming, read_owner
+from nxtrain.compile.manifest import (
+    Build,
+    Manifest,
+    check_ready,
+    manifest_file,
+    other_manifests,
+    read_manifest,
+    stage_words,
+)
+from nxtrain.compile.misses import differ, explain
+from nxtrain.config.cache_dir import cache_folder
+from nxtrain.config.check import resolve
+from nxtrain.config.load import Loaded
+from nxtrain.errors import BackendError, ConfigError
+from nxtrain.launch.neuron import compiles_ahead
+from nxtrain.mesh import Mesh
+
+INTERVAL_S = 0.5
+PATIENCE_S = 15.0
+"""Seconds for which a lock is given the time to show its compiler."""
+
+AFTERMATH_S = 5
+"""Seconds from the end of a run to that of its compilers, which would work on for nobody."""
+
+OnMiss = Callable[[Key, Sequence[int]], None]
+"""Is told of a graph that is being compiled, and of the processes that do so."""
+
+
+@contextmanager
+def guarded(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
+    """Hold a run to its manifest while it lasts; on one rank per node, and under PyTorch/XLA on Neuron devices only.
+
+    Args:
+        loaded: The run.
+        environ: Variables of this rank.
+
+    Raises:
+        ConfigError: `compile.on_miss=stop`, and the manifest is none.
+        BackendError: The same, and there is no manifest, or this node lacks graphs of it.
+    """
+    config = loaded.config
+    if environ.get("LOCAL_RANK", "0") != "0" or not compiles_ahead(config) or extracting(environ):
+        yield
+        return
+    cache = Cache(cache_folder(config.compile))
+    for key in cache.break_locks():
+        _say(f"broke the lock of {key}, whose owner is gone")
+    world = int(environ.get("WORLD_SIZE", "1"))
+    build = build_of(resolve(loaded, world), world, environ, _compiler())
+    stops = config.compile.on_miss == "stop"
+    rank, parallel = int(environ.get("RANK", "0")), config.parallel
+    # No library's order of ranks, which goes within a machine, changes the stages that it holds.
+    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp)
+    stages = mesh.stages_held(rank, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    file = manifest_file(config, stages)
+    if not file.exists():
+        absent = f"there is no {file}"
+        if stages:
+            absent += f", the manifest of a machine that holds {stage_words(stages, parallel.pp)}"
+        if others := other_manifests(config, file):
+            absent += f", but {', '.join(map(str, others))}"
+        if stops:
+            raise BackendError(f"compile.on_miss=stop, but {absent}; write it with: nxtrain compile CONFIG")
+        _say(f"{absent}: every graph that {cache} lacks is compiled when it is met; see nxtrain compile --help")
+        yield
+        return
+    try:
+        manifest = read_manifest(file)
+    except ConfigError as error:
+        if stops:
+            raise
+        _say(f"warning: {error}")
+        yield
+        return
+    try:
+        check_ready(manifest, cache)
+    except BackendError as error:
+        if stops:
+            raise
+        _say(f"warning: {error}")
+    if different := [f"    {difference}" for difference in differ(manifest.build, build)]:
+        _say("\n".join(["warning: this run is not what was compiled, and may need other graphs:", *different]))
+    # Ranks of one node have one parent, the agent, from which all their compilers descend.
+    run = os.getppid() if int(environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
+    known = {Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
+    report = partial(_stop if stops else _warn, cache, manifest, build)
+    watch = Watch(cache.root, known, run, report)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+class Watch(threading.Thread):
+    """Looks for graphs that a run is compiling though it should not need to.
+
+    Args:
+        root: The cache.
+        known: Graphs that it may load, or compile.
+        run: The process from which all compilers of the run descend.
+        on_miss: Is told of each other graph, once, from this thread.
+        patience_s: Seconds for which a lock is given the time to show its compiler.
+    """
+
+    def __init__(
+        self, root: Path, known: Collection[Key], run: int, on_miss: OnMiss, patience_s: float = PATIENCE_S
+    ) -> None:
+        super().__init__(name="nxtrain-compile-guard", daemon=True)
+        self._root, self._ancestor, self._on_miss, self._patience_s = root, run, on_miss, patience_s
+        self._settled = set(known)
+        self._seen_s: dict[Key, float] = {}
+        self._stopped = threading.Event()
+        # A lock that is there before the run belongs to somebody else, as long as it is the same.
+        self._old = {_identity(lock) for folder in self._folders() for lock in locks(folder)}
+
+    def stop(self) -> None:
+        """End, now."""
+        self._stopped.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            self.look()
+
+    def look(self) -> None:
+        """Look once."""
+        for folder in self._folders():
+            key = parse_key(f"{folder.parent.name}/{folder.name}")
+            if key is None or key in self._settled:
+                continue
+            if (folder / DONE).exists():
+                self._settled.add(key)
+            elif self._is_begun(folder):
+                self._judge(key)
+            else:
+                self._seen_s.pop(key, None)
+
+    def _folders(self) -> Iterator[Path]:
+        return self._root.glob("neuronxcc-*/MODULE_*")
+
+    def _is_begun(self, folder: Path) -> bool:
+        """Whether an entry has a new lock of a compiler; our own locks name their owner."""
+        for lock in locks(folder):
+            with suppress(FileNotFoundError):
+                if _identity(lock) not in self._old and not read_owner(lock.read_text(encoding="utf-8")):
+                    return True
+        return False
+
+    def _judge(self, key: Key) -> None:
+        processes = list(naming(key.module))
+        ours = [pid for pid in processes if descends(pid, self._ancestor)]
+        waited_s = time.monotonic() - self._seen_s.setdefault(key, time.monotonic())
+        if ours or (not processes and waited_s > self._patience_s):
+            self._settled.add(key)
+            self._on_miss(key, ours)
+
+
+def _stop(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: Sequence[int]) -> None:
+    """End this rank, and with it the run, which an agent ends when a rank does."""
+    print(f"error: {_miss(manifest, build, key)}", file=sys.stderr, flush=True)
+    # Whoever needs the graph next would wait for a lock that nobody holds any more.
+    cache.disown(key)
+    if compilers:
+        # Not before the ranks: one whose compiler is gone would blame that.
+        end = f"sleep {AFTERMATH_S}; kill -9 {' '.join(map(str, compilers))}"
+        subprocess.Popen(["sh", "-c", end], stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+    os._exit(BackendError.exit_code)
+
+
+def _warn(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: Sequence[int]) -> None:
+    _say(f"warning: {_miss(manifest, build, key)}")
+
+
+def _miss(manifest: Manifest, build: Build, key: Key) -> str:
+    return str(explain(manifest, replace(build, compiler=key.compiler), key.module))
+
+
+def _compiler() -> str:
+    package = installed("neuronx-cc")
+    return f"neuronxcc-{package.version}" if package else ""
+
+
+def _identity(lock: Path) -> tuple[int, int]:
+    try:
+        stat = lock.stat()
+    except FileNotFoundError:
+        return (0, 0)
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Conversions between checkpoints of nxtrain, Hugging Face and NeuronX Distributed."""

@@ -1,0 +1,230 @@
+"""Conversion between checkpoints and Hugging Face folders, streamed: one tensor in, some rows out at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+
+from nxtrain.backends.kernels import FusedKernels
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner, ChunkSavePlanner
+from nxtrain.checkpoint.dcp_storage import FileReader
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.manifest import DTYPES, Manifest
+from nxtrain.checkpoint.meta import Meta, fingerprint
+from nxtrain.checkpoint.mirror import resolve
+from nxtrain.checkpoint.save import read_back, write
+from nxtrain.checkpoint.shards import MODEL, Chunk
+from nxtrain.convert.finite import Finiteness
+from nxtrain.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder
+from nxtrain.convert.streamed import write_streamed
+from nxtrain.data.tokenization import declared_end
+from nxtrain.distributed.agreement import collective
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.errors import CheckpointError, ConfigError, DamagedError
+from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
+from nxtrain.io.atomic import write_durably
+from nxtrain.io.object_store import Place, content_of
+from nxtrain.io.regular import read_bytes
+from nxtrain.mesh import Mesh
+from nxtrain.parallel.native import NativeLayers
+from nxtrain.parallel.regions import TensorParallel
+from nxtrain.sharding import ParamTable
+
+CHECKPOINT_FILES = (directory.META, directory.TOKENIZER, directory.MANIFEST, directory.VERIFIED, "rank-*.safetensors")
+"""What a checkpoint's folder holds."""
+
+_EXPORTED_FILES = (
+    CONFIG,
+    INDEX,
+    "model*.safetensors",
+    "generation_config.json",
+    directory.TOKENIZER,
+    "tokenizer_config.json",
+)
+_BEGIN = ("<|begin_of_text|>", "<s>")
+_END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+
+
+def hf_to_nxtrain(src: Path, dst: Path) -> None:
+    """Turn a Hugging Face folder into a checkpoint of its weights, at step 0.
+
+    Args:
+        src: Folder with `config.json` and safetensors.
+        dst: Folder to make; a checkpoint that is there already is replaced.
+
+    Raises:
+        ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
+        CheckpointError: Weights are not finite; nothing was made.
+    """
+    folder = HfFolder(src)
+    family = find_family(str(folder.config.get("model_type")))
+    config = family.from_hf(folder.config)
+    wanted = whole_shapes(family, config)
+    folder.check(wanted)
+    refuse_to_overwrite(dst, CHECKPOINT_FILES)
+    tensors = [Chunk.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
+    finiteness = Finiteness(src)
+
+    def read(chunk: Chunk) -> torch.Tensor:
+        tensor = folder.read(chunk.name)
+        finiteness.note(chunk.name, tensor)
+        return tensor.to(chunk.dtype)
+
+    planner = ChunkSavePlanner(tensors, read)
+    meta = Meta(
+        step=0,
+        samples=0,
+        tokens=0,
+        seed=0,
+        family=family.name,
+        config=config.model_dump(mode="json"),
+        dtype=dtype_name(folder.dtype),
+        mesh={"pp": 1, "dp": 1, "tp": 1},
+        kinds=(MODEL,),
+    )
+    tokenizer = src / directory.TOKENIZER
+    if tokenizer.is_file():
+        known = {"tokenizer_fingerprint": fingerprint([read_bytes(tokenizer)]), "end_of_text": declared_end(tokenizer)}
+        meta = meta.model_copy(update=known)
+    alone = Mesh(1, 0)
+    kept = tokenizer if tokenizer.is_file() else None
+    written = write(dst, planner, meta, alone, kept, check=finiteness.check)
+    read_back(dst, written, alone, None)
+
+
+def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Place:
+    """Turn a checkpoint into a Hugging Face folder that `transformers` loads.
+
+    Args:
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or its address in S3.
+        dst: Folder to make; an earlier export that is there already is replaced.
+        max_shard_bytes: Largest weight file, unless a single tensor exceeds it.
+
+    Returns:
+        The checkpoint that was taken.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+        ConfigError: `dst` holds something else.
+    """
+    place = resolve(src)
+    meta, manifest = open_checkpoint(place)
+    family, config = meta.model()
+    refuse_to_overwrite(dst, _EXPORTED_FILES)
+    with new_folder(dst) as out:
+        _write_weights(place, manifest, out, max_shard_bytes)
+        special = _copy_tokenizer(place / directory.TOKENIZER, out, meta.end_of_text)
+        ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
+        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
+        write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    return place
+
+
+def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Whole shape of every tensor of a model, by global name."""
+    alone = TensorParallel(Mesh(1, 0).tp, C10dCollectives(1), torch.float32)
+    context = BuildContext(NativeLayers(alone), FusedKernels(), torch.float32, seq_len=1)
+    return ParamTable.of(family.build(config, context)).global_shapes()
+
+
+def _write_weights(checkpoint: Place, manifest: Manifest, out: Path, max_bytes: int) -> None:
+    files = list(_split(manifest, max_bytes))
+    places: dict[str, str] = {}
+    for number, chunks in enumerate(files, start=1):
+        name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_durably(out / name, partial(_write_file, checkpoint, manifest, chunks))
+        places.update({chunk.name: name for chunk in chunks})
+    if len(files) > 1:
+        total = sum(chunk.num_bytes for chunks in files for chunk in chunks)
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[Chunk]]:
+    """Cut the weights of a checkpoint into files."""
+    file: list[Chunk] = []
+    for key, stored in manifest.tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == MODEL:
+            chunk = Chunk.whole(name, stored.shape, DTYPES[stored.dtype])
+            if file and sum(c.num_bytes for c in file) + chunk.num_bytes > max_bytes:
+                yield file
+                file = []
+            file.append(chunk)
+    yield file
+
+
+def _write_file(checkpoint: Place, manifest: Manifest, chunks: list[Chunk], file: Path) -> None:
+    def read(targets: Mapping[Chunk, Tensor]) -> None:
+        with collective(f"cannot read {checkpoint}"):
+            reader = FileReader(checkpoint, manifest, targets)
+            dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
+
+    write_streamed(file, chunks, read)
+
+
+def _copy_tokenizer(file: Place, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
+    """Copy a tokenizer, if there is one, and tell its tokens for the begin and the end of a text, if that is known."""
+    if not file.is_file():
+        return {"bos": None, "eos": None}
+    content = content_of(file)
+    try:
+        added = {str(t["content"]): int(t["id"]) for t in json.loads(content)["added_tokens"]}
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error!r}") from error
+    special = {
+        role: next(((name, added[name]) for name in names if name in added), None)
+        for role, names in (("bos", _BEGIN), ("eos", (end, *_END)))
+    }
+    (out / directory.TOKENIZER).write_bytes(content)
+    tokens = {f"{role}_token": token[0] for role, token in special.items() if token}
+    write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
+    return special
+
+
+@contextmanager
+def new_folder(dst: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when it is full, and vanishes if anything fails."""
+    staged: Path | None = None
+    try:
+        staged = directory.prepare(dst)
+        yield staged
+        directory.publish(staged, dst)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {dst}: {error}") from error
+    finally:
+        if staged is not None:
+            directory.discard(staged)
+
+
+def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
+    """Keep a folder with anything in it that a conversion would not have written.
+
+    Raises:
+        ConfigError: It has such a file, or is a file itself.
+    """
+    if dst.exists() and not dst.is_dir():
+        raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")
+    foreign = [p.name for p in dst.iterdir() if not any(fnmatch(p.name, name) for name in own)] if dst.exists() else []
+    if foreign:
+        raise ConfigError(f"{dst} exists and holds {foreign[0]}, which no conversion wrote; give a new folder")
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file and wait until the disk holds it."""
+    write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of a type, without its module."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,90 @@
+"""A safetensors file of whole tensors, written part by part: memory holds some rows of them, never the file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxtrain.checkpoint.dcp_storage import bytes_of
+from nxtrain.checkpoint.manifest import CODES
+from nxtrain.checkpoint.shards import Chunk
+
+BATCH_BYTES = 192 << 20
+"""Most bytes that are read at once, unless a single row exceeds it."""
+
+_LENGTH = struct.Struct("<Q")
+"""Of the header, before it."""
+_ALIGNMENT_BYTES = 8
+
+
+def write_streamed(file: Path, tensors: Sequence[Chunk], read: Callable[[Mapping[Chunk, Tensor]], None]) -> None:
+    """Write the file that `safetensors.torch.save_file` makes of the same tensors, byte for byte.
+
+    All batches share one buffer: the allocator keeps freed memory of a batch beside the next one's at its pleasure.
+
+    Args:
+        file: A new file.
+        tensors: Whole tensors.
+        read: Fills a host tensor for each chunk, some rows of a tensor.
+    """
+    ordered = sorted(tensors, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
+    parts = list(batches(ordered))
+    buffer = torch.empty(max(map(_num_bytes, parts), default=0), dtype=torch.uint8)
+    with file.open("wb") as out:
+        out.write(_header(ordered))
+        for batch in parts:
+            read(_cut(buffer, batch))
+            out.write(bytes_of(buffer[: _num_bytes(batch)]))
+
+
+def _num_bytes(batch: Sequence[Chunk]) -> int:
+    return sum(chunk.num_bytes for chunk in batch)
+
+
+def _cut(buffer: Tensor, batch: Sequence[Chunk]) -> dict[Chunk, Tensor]:
+    """Adjacent parts of a buffer, one per chunk; wide types come first, so that each part is aligned."""
+    parts: dict[Chunk, Tensor] = {}
+    start = 0
+    for chunk in batch:
+        end = start + chunk.num_bytes
+        parts[chunk] = buffer[start:end].view(chunk.dtype).view(chunk.block.sizes)
+        start = end
+    return parts
+
+
+def batches(tensors: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    """Adjacent rows of adjacent tensors, at most `BATCH_BYTES` of them at once."""
+    batch: list[Chunk] = []
+    free = BATCH_BYTES
+    for chunk in tensors:
+        num_rows = chunk.block.sizes[0]
+        start = 0
+        while start < num_rows:
+            row_bytes = chunk.num_bytes // num_rows
+            taken = min(num_rows - start, max(free // row_bytes if row_bytes else num_rows, 0 if batch else 1))
+            if taken:
+                batch.append(chunk.rows(start, taken) if taken < num_rows else chunk)
+                free -= taken * row_bytes
+                start += taken
+            if start < num_rows:
+                yield batch
+                batch, free = [], BATCH_BYTES
+    if batch:
+        yield batch
+
+
+def _header(ordered: Sequence[Chunk]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for chunk in ordered:
+        start, end = end, end + chunk.num_bytes
+        entries[chunk.name] = {"dtype": CODES[chunk.dtype], "shape": chunk.shape, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return _LENGTH.pack(len(text)) + text

@@ -1,0 +1,154 @@
+"""The model of a checkpoint on one device, to read its scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint.load import load
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.checkpoint.shards import MODEL
+from nxtrain.convert.hf_folder import HfFolder, HfWeights
+from nxtrain.errors import CheckpointError
+from nxtrain.family import BuildContext, CausalLM, find_family
+from nxtrain.io.object_store import Place
+from nxtrain.mesh import Mesh
+from nxtrain.nn.init import materialize
+from nxtrain.parallel.native import NativeLayers
+from nxtrain.parallel.regions import TensorParallel
+from nxtrain.sharding import Layout, ParamTable
+
+EXACT = 1e-4
+"""Largest difference of a score between two orders of summation in float32."""
+
+ROUNDING, WORST_ROUNDING = 1.5, 2.0
+"""Most that rounding may move our scores, in units of how far it moves those of transformers: over all tokens, and at
+the worst one. The reference is transformers in float32 with the same weights."""
+
+_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of two implementations.
+
+    Args:
+        difference: Largest difference of a score.
+        rounding: Our root mean square error in units of that of transformers; 0 for float32, whose error is not known.
+    """
+
+    difference: float
+    rounding: float = 0.0
+
+
+def open_model(path: Place, backend: Backend, seq_len: int) -> CausalLM:
+    """Build the model of a checkpoint on a backend of one rank and read its weights.
+
+    Args:
+        path: The checkpoint's folder.
+        backend: Where it lives.
+        seq_len: Longest sequence.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+    meta = read_meta(path)
+    family, config = meta.model()
+    mesh, dtype = Mesh(1, 0), getattr(torch, meta.dtype)
+    layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype))
+    model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
+    materialize(model, backend.put, fill=None)
+    load(path, {MODEL: dict(model.named_parameters())}, Layout(ParamTable.of(model), mesh))
+    return cast(CausalLM, model)
+
+
+def open_hf_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
+    """Build the model of a Hugging Face folder on a backend of one rank and read its weights.
+
+    Args:
+        path: The folder.
+        backend: Where it lives.
+        seq_len: Longest sequence.
+
+    Raises:
+        ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
+        CheckpointError: Its weights are not all finite.
+    """
+    folder = HfFolder(path)
+    family = find_family(str(folder.config.get("model_type")))
+    config = family.from_hf(folder.config)
+    mesh = Mesh(1, 0)
+    # A CPU computes no float16 attention, and float32 holds it exactly.
+    dtype = torch.float32 if folder.dtype == torch.float16 else folder.dtype
+    layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype))
+    model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
+    table = ParamTable.of(model)
+    weights = HfWeights(path, table, mesh.tp, table.global_shapes())
+    materialize(model, backend.put, weights)
+    weights.check()
+    return cast(CausalLM, model)
+
+
+def verify_export(checkpoint: Place, folder: Path, backend: Backend) -> Agreement:
+    """Compare our scores with those of transformers on an exported folder.
+
+    Narrower types than float32 round each implementation's scores differently, by an amount that depends on the model.
+    Their distances from transformers' scores in float32 are compared instead, which finds what no fixed bound can.
+
+    Args:
+        checkpoint: What was exported.
+        folder: The export.
+        backend: Where our model runs.
+
+    Raises:
+        CheckpointError: transformers is absent, cannot load the folder, or computes something else.
+    """
+    meta = read_meta(checkpoint)
+    _, config = meta.model()
+    length = min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS))
+    tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    theirs = _scores_of_transformers(folder, tokens, getattr(torch, meta.dtype))
+    with torch.no_grad():
+        ours = open_model(checkpoint, backend, length).logits(backend.put(tokens)).cpu().float()
+    difference = float((ours - theirs).abs().max())
+    found = f"{folder}: scores of transformers differ from ours by {difference:.3g}"
+    if meta.dtype == "float32":
+        if not difference <= EXACT:
+            raise CheckpointError(f"{found}, more than {EXACT:g}; do not use it")
+        return Agreement(difference)
+    exact = _scores_of_transformers(folder, tokens, torch.float32)
+    errors, peer_errors = (_errors(scores, exact) for scores in (ours, theirs))
+    # Also false for NaN.
+    if not (_mean(errors) <= ROUNDING * _mean(peer_errors) and errors.max() <= WORST_ROUNDING * peer_errors.max()):
+        raise CheckpointError(
+            f"{found}: from those in float32 ours are {_mean(errors):.3g} away, theirs {_mean(peer_errors):.3g}, and "
+            f"{float(errors.max()):.3g} and {float(peer_errors.max()):.3g} at the worst token; rounding explains "
+            f"{ROUNDING:g} and {WORST_ROUNDING:g} times theirs; do not use it"
+        )
+    return Agreement(difference, _mean(errors) / max(_mean(peer_errors), torch.finfo(torch.float32).tiny))
+
+
+def _scores_of_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError as error:
+        raise CheckpointError("--verify needs transformers: pip install transformers") from error
+    logging.disable_progress_bar()  # transformers shows one for each tensor that it reads
+    with torch.no_grad():
+        scores: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(input_ids=tokens).logits.float()
+    return scores
+
+
+def _errors(scores: Tensor, exact: Tensor) -> Tensor:
+    """Root mean square error of each token's scores."""
+    return (scores - exact).square().mean(-1).sqrt().flatten()
+
+
+def _mean(errors: Tensor) -> float:
+    return float(errors.square().mean().sqrt())

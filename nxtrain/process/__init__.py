@@ -1,0 +1,1 @@
+"""The process of a rank: signals, stacks, deadlines, console, clock."""

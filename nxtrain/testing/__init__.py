@@ -1,0 +1,1 @@
+"""Fault injection: failures at named points of a run."""

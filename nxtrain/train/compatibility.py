@@ -1,0 +1,184 @@
+"""What makes a run that run: what a checkpoint must agree with before its state goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nxtrain.checkpoint.meta import Meta, fingerprint
+from nxtrain.checkpoint.shards import MODEL
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.config.show import dump
+from nxtrain.errors import CheckpointError
+from nxtrain.io.object_store import Place
+from nxtrain.io.regular import read_bytes
+from nxtrain.precision import Precision
+
+DRIFT_TOKENIZER = ("the tokenizer's fingerprint", "tokenizer_fingerprint")
+
+DRIFT = {
+    "seed": {"seed": "run.seed"},
+    "batch": {"global_batch": "train.global_batch"},
+    "tokenizer": {DRIFT_TOKENIZER[1]: DRIFT_TOKENIZER[0]},
+    "data": {"data_fingerprint": "the data's fingerprint", "shuffle": "data.shuffle"},
+    "code": {"code_fingerprint": "the code's fingerprint"},
+}
+"""What `checkpoint.allow_drift` may allow: what it is in `Meta`, with its name for people."""
+
+UNTOLD: dict[str, object] = {
+    "global_batch": 0,
+    "tokenizer_fingerprint": "",
+    "data_fingerprint": "",
+    "shuffle": None,
+    "code_fingerprint": "",
+}
+"""What a checkpoint says that does not know, such as one that NeuronX Distributed wrote."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Identity of what a run reads.
+
+    Args:
+        data: Of the rows.
+        tokenizer: Of the tokenizer; empty for ids of unknown origin.
+        end_of_text: Its token that ends a document; empty for ids of unknown origin.
+        trained: The tokenizer was trained on the data of the run, since no other was named or known.
+    """
+
+    data: str
+    tokenizer: str = ""
+    end_of_text: str = ""
+    trained: bool = False
+
+    @staticmethod
+    def of(data_fingerprint: str, tokenizer: Path | None, end_of_text: str = "", *, trained: bool = False) -> Inputs:
+        """From the rows' fingerprint and the tokenizer's file."""
+        identity = fingerprint([read_bytes(tokenizer)]) if tokenizer else ""
+        return Inputs(data_fingerprint, identity, end_of_text, trained)
+
+
+def meta_at(step: int, plan: Resolved, inputs: Inputs, before: Meta | None = None) -> Meta:
+    """What a checkpoint of this run says about itself.
+
+    Args:
+        step: Finished updates.
+        plan: The checked configuration.
+        inputs: What the run reads.
+        before: The same at an earlier step; None: at step 0.
+    """
+    config, precision = plan.config, Precision.of(plan.config.precision)
+    steps = step - (before.step if before else 0)
+    samples = steps * config.train.global_batch
+    return Meta(
+        step=step,
+        samples=samples + (before.samples if before else 0),
+        tokens=samples * config.train.seq_len + (before.tokens if before else 0),
+        global_batch=config.train.global_batch,
+        seed=config.run.seed,
+        family=plan.family.name,
+        config=plan.model.model_dump(mode="json"),
+        dtype=precision.params_name,
+        state_dtype=precision.state_name,
+        data_fingerprint=inputs.data,
+        shuffle=config.data.shuffle,
+        settings=_settings(config),
+        tokenizer_fingerprint=inputs.tokenizer,
+        end_of_text=inputs.end_of_text,
+        config_fingerprint=fingerprint([dump(config).encode()]),
+        code_fingerprint=code_fingerprint(plan),
+    )
+
+
+def code_fingerprint(plan: Resolved) -> str:
+    """Identity of the source that trains: nxtrain's, and that of the model family's package."""
+    return fingerprint(_sources([__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0]]))
+
+
+def refuse_drift(checkpoint: Place, meta: Meta, fresh: Meta, plan: Resolved, *, trained: bool = False) -> None:
+    """Hold a checkpoint against the run that is to continue it; weights alone may start any of their shape and ids.
+
+    Args:
+        checkpoint: Its folder.
+        meta: What it says about itself.
+        fresh: What this run would say at step 0.
+        plan: The checked configuration.
+        trained: The tokenizer of the run was trained on its data.
+
+    Raises:
+        CheckpointError: It belongs to another run; all differences are named.
+    """
+    firm = ("family", "config", "dtype", "state_dtype") if meta.step else ("family", "config")
+    differences = [what for key in firm if (what := _difference(key, key, meta, fresh))]
+    if meta.step and set(meta.kinds) != set(fresh.kinds):
+        there, here = (", ".join(sorted({*kinds} - {MODEL})) for kinds in (meta.kinds, fresh.kinds))
+        update = plan.config.precision.update
+        differences.append(f"its optimizer kept {there}, and precision.update={update} keeps {here} here")
+    drift = {
+        key: "; ".join(filter(None, (_difference(name, field, meta, fresh) for field, name in fields.items())))
+        for key, fields in DRIFT.items()
+        if meta.step
+    }
+    drift["tokenizer"] = _other_tokenizer(meta, fresh, trained=trained)
+    refused = {key: what for key, what in drift.items() if what and key not in plan.config.checkpoint.allow_drift}
+    if not differences and not refused:
+        return
+    allow = ", ".join(f'"{key}"' for key in (*plan.config.checkpoint.allow_drift, *refused))
+    way_out = f"checkpoint.allow_drift=[{allow}] to go on all the same, " if refused and not differences else ""
+    raise CheckpointError(
+        f"{checkpoint} belongs to another run: {'; '.join([*differences, *refused.values()])}. Use {way_out}another "
+        "run.dir, checkpoint.resume=never, or the configuration that the checkpoint was made with"
+    )
+
+
+def changes(meta: Meta, fresh: Meta) -> str:
+    """What is no longer as it was and may well be meant, in a line for people; empty if nothing is.
+
+    Args:
+        meta: What the checkpoint says about itself.
+        fresh: What this run would say at step 0.
+    """
+    there, here = meta.settings, fresh.settings
+    moved = [f"{key} {there[key]} there, {here[key]} here" for key in here if there.get(key, here[key]) != here[key]]
+    return f"settings have changed since step {meta.step}: {'; '.join(moved)}" if moved else ""
+
+
+def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
+    """Difference of the tokenizers; empty if there is none, and for weights alone if the ids are of unknown origin."""
+    if trained and not meta.tokenizer_fingerprint:
+        return "it names no tokenizer, and the one here was trained on the data; set data.tokenizer to that of its ids"
+    if not meta.step and not fresh.tokenizer_fingerprint:
+        return ""
+    name, field = DRIFT_TOKENIZER
+    what = _difference(name, field, meta, fresh)
+    return f"{what}, which is to be its own: leave data.tokenizer out" if what and not meta.step else what
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    optim = {f"optim.{key}": value for key, value in config.optim.model_dump(mode="json").items()}
+    if config.optim.schedule == "constant":
+        del optim["optim.decay_steps"], optim["optim.min_lr"]
+    else:
+        optim["optim.decay_steps"] = config.optim.decay_steps or config.train.steps
+    precision = {f"precision.{key}": value for key, value in config.precision.model_dump(mode="json").items()}
+    return {**optim, **precision, "torch": torch.__version__}
+
+
+def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:
+    there, here = getattr(meta, field), getattr(fresh, field)
+    untold = field in UNTOLD and there == UNTOLD[field]
+    return f"{name} is {there!r} there and {here!r} here" if there != here and not untold else ""
+
+
+def _sources(packages: Sequence[str]) -> Iterator[bytes]:
+    for package in packages:
+        (folder,) = sys.modules[package].__path__
+        for file in sorted(Path(folder).rglob("*.py")):
+            yield str(file.relative_to(folder)).encode()
+            yield file.read_bytes()

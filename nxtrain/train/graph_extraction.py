@@ -1,0 +1,136 @@
+"""A run on paper: the few steps that reach every graph of a run, on rows of zeros, with nothing to show for them.
+
+Ahead-of-time compilation sees the graphs that a script reaches, while the device computes nothing. So a rehearsal does
+each kind of work twice, the second time from what the first left, and neither branches on a value nor keeps one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.xla.environment import EXTRACTING, HOLDING
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.data import Loader
+from nxtrain.data.samples import TableSamples
+from nxtrain.mesh import Mesh
+from nxtrain.metrics.meters import ThroughputMeter
+from nxtrain.optim.schedule import Schedule
+from nxtrain.train.build import build_model, build_state
+from nxtrain.train.health.numerics import Guard
+from nxtrain.train.start import settle, shards_of
+from nxtrain.train.step import TrainState
+from nxtrain.train.trainer import Trainer, Work
+
+STEPS = 4
+"""The first, a plain one, one with all other work after it, and the last, which follows that work and repeats it."""
+_EVERY = 3
+EVALUATED_BATCHES = 2
+"""As many show whether one batch records the graph of another."""
+
+
+def rehearse(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[str], None]) -> None:
+    """Reach every graph of a run and of its resumption; reads no data and writes no file.
+
+    Args:
+        plan: The checked configuration.
+        backend: This rank's device, which computes nothing.
+        mesh: The axes of this rank.
+        say: Takes lines for people; each piece of work is named before it begins.
+    """
+    done: list[str] = []
+
+    def begin(work: str) -> None:
+        say(f"{EXTRACTING} {work}")
+        # Hours before a run would, and so that no rank is at other work than the one that names it.
+        backend.compare_graphs(work)
+
+    def watch(step: int, work: Work) -> None:
+        done.append(work)
+        begin(f"step {step} ({work})")
+
+    say("NEURON_EXTRACT_GRAPHS_ONLY=1: graphs are collected for compilation; nothing is computed, nothing is written")
+    if stages := mesh.stages_held(mesh.rank - backend.local_rank, backend.local_world):
+        say(f"{HOLDING} {', '.join(map(str, stages))} of {mesh.pp_size}")
+    state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
+    begin("start")
+    backend.step_boundary()
+    for beginning, weights_only in (("start from weights", True), ("resume", False)):
+        begin(beginning)
+        settle(state, shards_of(state), weights_only=weights_only)
+        backend.step_boundary()
+    trainer(plan, state, _short(plan.config), Schedule(0.0, 0.0, 0, STEPS, "constant"), watch).run(0)
+    say(f"reached the start, with and without a checkpoint, {_listed(done)}" + "".join(_left_out(plan.config)))
+
+
+def trainer(
+    plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, watch: Callable[[int, Work], None]
+) -> Trainer:
+    """The loop of a run without data, records and files.
+
+    Args:
+        plan: The checked configuration.
+        state: Model, optimizer and device.
+        config: When to do what.
+        schedule: Learning rate of each step.
+        watch: Is told of each piece of work.
+    """
+
+    def save(step: int, last: bool) -> None:
+        shards_of(state)
+        state.backend.step_boundary()
+
+    return Trainer(
+        config=config,
+        state=state,
+        train=_loader(config, state.mesh),
+        validation=_loader(config, state.mesh) if config.train.eval_every else None,
+        schedule=schedule,
+        meter=ThroughputMeter(plan.family.flops_per_token(plan.model, config.train.seq_len), None),
+        sinks=(),
+        save=save,
+        guard=Guard(config, state, heeds=False),
+        watch=watch,
+    )
+
+
+def _short(config: RunConfig) -> RunConfig:
+    short = {
+        "train": config.train.model_copy(
+            update={
+                "steps": STEPS,
+                "eval_every": _EVERY if config.train.eval_every else 0,
+                "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES),
+            }
+        ),
+        "checkpoint": config.checkpoint.model_copy(update={"every": _EVERY if config.checkpoint.every else 0}),
+        "recovery": config.recovery.model_copy(update={"vote_every": _EVERY if config.recovery.vote_every else 0}),
+        "metrics": config.metrics.model_copy(update={"log_every": _EVERY}),
+    }
+    return config.model_copy(update=short)
+
+
+def _loader(config: RunConfig, mesh: Mesh) -> Loader:
+    return Loader(
+        TableSamples(np.zeros((config.train.global_batch * EVALUATED_BATCHES, config.train.seq_len + 1), np.int8)),
+        seed=0,
+        shuffle=False,
+        global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch,
+        dp_rank=mesh.dp.rank,
+        dp_size=mesh.dp.size,
+    )
+
+
+def _listed(done: list[str]) -> str:
+    return ", ".join(f"{work} {done.count(work)} times" for work in dict.fromkeys(done))
+
+
+def _left_out(config: RunConfig) -> Iterator[str]:
+    if not config.train.eval_every:
+        yield "; no evaluation, since train.eval_every=0"
+    if not config.checkpoint.every:
+        yield "; no checkpoint, since checkpoint.every=0"

@@ -1,0 +1,86 @@
+"""Watches for graphs that are compiled again: on an accelerator each costs minutes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+
+from nxtrain.backends.base import Backend
+from nxtrain.errors import BackendError
+from nxtrain.process.screen import standard_error
+from nxtrain.train.trainer import Work
+
+WARM_UP = 2
+"""Times that a kind of work may compile: the first, and the second, whose inputs are results of the first."""
+
+CAUSES = (
+    "Usual causes: a tensor of another shape, a Python number that changed (bring it to the device with "
+    "Backend.scalars), an attribute of the model that changed"
+)
+
+
+class Recompiles:
+    """Attributes what is compiled to the work at hand; while that is new, lets the ranks compare their graphs.
+
+    Args:
+        backend: Counts the graphs.
+        limit: Recompilations after which the next one ends the run.
+        console: Where warnings go; by default standard error, on every rank, since one may recompile alone.
+    """
+
+    def __init__(self, backend: Backend, limit: int, console: Console | None = None) -> None:
+        self._backend, self._limit = backend, limit
+        self._console = console or standard_error()
+        self._work, self._step = "", 0
+        self._times: Counter[str] = Counter()
+        self._compiled = backend.num_compiled()
+        self._recompiled: list[str] = []
+
+    def enter(self, step: int, work: Work) -> None:
+        """Begin some work of a step, which ends that before it.
+
+        Raises:
+            BackendError: What ended was compiled anew once too often.
+        """
+        self.leave()
+        self._work, self._step = work, step
+        self._times[work] += 1
+        if self._times[work] <= WARM_UP:
+            self._backend.compare_graphs(str(self))
+
+    def leave(self) -> None:
+        """End the work.
+
+        Raises:
+            BackendError: It was compiled anew once too often.
+        """
+        compiled = self._backend.num_compiled()
+        new, self._compiled = compiled - self._compiled, compiled
+        if self._times[self._work] <= WARM_UP:
+            self._backend.compare_graphs("")
+        elif new:
+            self._recompiled.append(str(self))
+            self._tell(new)
+
+    def __str__(self) -> str:
+        """The work, in words."""
+        return f"step {self._step} ({self._work})"
+
+    def _tell(self, new: int) -> None:
+        number, allowed = len(self._recompiled), f"compile.max_recompiles={self._limit}"
+        graphs = "a new graph" if new == 1 else f"{new} new graphs"
+        if number > self._limit:
+            raise BackendError(
+                f"{self} compiled {graphs}, recompilation {number} of this process; {allowed} allows no more. "
+                f"Recompiled: {', '.join(self._recompiled)}. {CAUSES}. nxtrain graphs CONFIG --world "
+                f"{self._backend.world} --steps {min(self._step, 10)} traces them on any machine; a higher "
+                "compile.max_recompiles lets them pass"
+            )
+        before = self._times[self._work] - 1
+        self._console.print(
+            f"rank {self._backend.rank}: {self} compiled {graphs}, though {self._work} had been done {before} times; "
+            f"recompilation {number}, {allowed} are allowed. {CAUSES}",
+            style="yellow",
+            markup=False,
+        )

@@ -1,1 +1,0 @@
-"""What keeps a run going, or ends it well: signals, hangs, slow ranks, crash loops."""

@@ -1,0 +1,103 @@
+"""One run at a time in a folder: two would replace and delete each other's checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nxtrain.errors import BackendError, RestartError
+from nxtrain.run_folder import LOCK_FILE
+
+ENDING_S = 5.0
+"""For one on this machine, which may be about to end."""
+
+DYING_S = 60.0
+"""For one on this machine whose place this takes: what was killed may still free memory, or wait for a disk."""
+
+AWAY_S = 100.0
+"""For one on another machine: if that is gone, a server of NFS 4 gives its locks back after 90 seconds."""
+
+_LOOK_S = 0.2
+
+
+@contextmanager
+def only_run(
+    folder: Path, say: Callable[[str], None], *, restarted: bool = False, most_s: float = AWAY_S
+) -> Iterator[None]:
+    """Hold the folder of a run, within this context; the system lets it go when this process ends, however it does.
+
+    Args:
+        folder: Of the run.
+        say: Takes lines for people.
+        restarted: This start takes the place of one that failed.
+        most_s: Seconds to wait at most: other ranks wait for this one.
+
+    Raises:
+        BackendError: Another run holds it.
+        RestartError: The same, and it may be what is left of the start before.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _open(folder / LOCK_FILE)
+    except OSError:  # a folder that cannot be written is told by those who write more
+        yield
+        return
+    try:
+        if _take(file, folder, say, restarted=restarted, most_s=most_s):
+            content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n"
+            with suppress(OSError):  # somebody else's file is locked all the same
+                os.ftruncate(file, 0)
+                os.pwrite(file, content.encode(), 0)
+        yield
+    finally:
+        os.close(file)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # it is another member's of a team
+        return os.open(path, os.O_RDONLY)
+
+
+def _take(file: int, folder: Path, say: Callable[[str], None], *, restarted: bool, most_s: float) -> bool:
+    """Whether the file is locked now; a file system that knows no locks is no reason to refuse a run."""
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError as error:
+            host, pid = _holder(file)
+            here_s = DYING_S if restarted else ENDING_S
+            limit_s = min(here_s if host == socket.gethostname() else AWAY_S, most_s)
+            holder = f"process {pid} on {host or 'a machine that it does not name'}"
+            if time.monotonic() - began > limit_s:
+                lock = folder / LOCK_FILE
+                kind = RestartError if restarted else BackendError
+                raise kind(
+                    f"run.dir={folder} is in use by {holder}, and two runs would destroy each other's checkpoints. "
+                    f"Wait for that one, end it, or use another run.dir; where it is surely gone, remove {lock}"
+                ) from error
+            if not told:
+                say(f"run.dir={folder} is in use by {holder}; this run waits up to {limit_s:.0f} s for its end")
+            told = True
+            time.sleep(_LOOK_S)
+        except OSError as error:
+            say(f"WARNING: run.dir={folder} cannot be locked: {error.strerror}; see to it that no other run uses it")
+            return False
+
+
+def _holder(file: int) -> tuple[str, int]:
+    """Host and process that hold the lock; empty and 0 if they have not said so."""
+    try:
+        content = json.loads(os.pread(file, 4096, 0))
+        return str(content["host"]), int(content["pid"])
+    except (OSError, RecursionError, ValueError, KeyError, TypeError):
+        return "", 0

@@ -1,0 +1,66 @@
+"""Which rank is slower than its peers, from the host seconds that each spends on its own work."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median_low
+
+from nxtrain.distributed.heartbeats import Beat
+
+FACTOR = 1.5
+MARGIN_S = 0.010
+"""Per step: less is within what machines differ by anyway."""
+STEPS = 10
+"""Over which ranks are compared, at least."""
+
+
+class Stragglers:
+    """Compares the beats of all ranks, and tells each change once.
+
+    Args:
+        stages: Pipeline stage of each rank; those of other stages have other work.
+    """
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self._peers: dict[int, list[int]] = defaultdict(list)
+        for rank, stage in enumerate(stages):
+            self._peers[stage].append(rank)
+        self._seen: dict[int, deque[Beat]] = defaultdict(deque)
+        self._slow: set[int] = set()
+
+    def tell(self, beats: Mapping[int, Beat]) -> Iterator[str]:
+        """Take the newest beats, and say what has changed, in words."""
+        rates = {rank: rate for rank, beat in beats.items() if (rate := self._rate(rank, beat))}
+        for ranks in self._peers.values():
+            if len(ranks) > 1 and all(rank in rates for rank in ranks):
+                yield from self._compare({rank: rates[rank] for rank in ranks})
+
+    def _compare(self, rates: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
+        usual = median_low([sum(rate.values()) for rate in rates.values()])
+        for rank, rate in rates.items():
+            # Who is slow already must come nearer to the others, so that nobody is told to and fro.
+            share = 0.5 if rank in self._slow else 1.0
+            slow = sum(rate.values()) - usual > share * max((FACTOR - 1) * usual, MARGIN_S)
+            if slow and rank not in self._slow:
+                self._slow.add(rank)
+                medians = {name: median_low([other.get(name, 0.0) for other in rates.values()]) for name in rate}
+                worst = max(rate, key=lambda name: rate[name] - medians[name])
+                yield (
+                    f"rank {rank} is slow: {1e3 * rate[worst]:.0f} ms per step in {worst}, where the median is "
+                    f"{1e3 * medians[worst]:.0f} ms"
+                )
+            elif not slow and rank in self._slow:
+                self._slow.remove(rank)
+                yield f"rank {rank} is as fast as the others again"
+
+    def _rate(self, rank: int, beat: Beat) -> dict[str, float]:
+        """Seconds per step in each section, over the last steps; empty if there are too few."""
+        seen = self._seen[rank]
+        seen.append(beat)
+        while len(seen) > 1 and beat.step - seen[1].step >= STEPS:
+            seen.popleft()
+        steps = beat.step - seen[0].step
+        if steps < STEPS:
+            return {}
+        return {name: (spent - seen[0].spent.get(name, 0.0)) / steps for name, spent in beat.spent.items()}
