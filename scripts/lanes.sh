@@ -106,7 +106,7 @@ xla="" log=build/xla.log
 start_xla() {
     mkdir -p build && rm -f "$log.end"
     say "=== xla runs behind the lanes that follow; its output comes after them, and is in $log meanwhile"
-    set -m  # a process group of its own, which can be ended whole, and which heeds an interrupt
+    set -m  # a process group of its own, which one signal ends, and which takes an interrupt
     (
         begin=$SECONDS code=0
         run_lane xla "$@" || code=$?
