@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.1, metavar="SECONDS", help="added to each step")
     options = parser.parse_args()
 
-    from tests.support.command_ranks import context
+    from tests.support.commands import context
     from tests.support.soak import soak
 
     for seed in options.seeds:

@@ -1,9 +1,14 @@
-"""Tests that need a device or a vendor's package are skipped where it is absent, with the reason."""
+"""The tests that are chosen, and the reasons of those that are not.
+
+Tests that need a device or a vendor's package are skipped where it is absent, those marked `slow` unless `--slow` asks
+for them. `--alone` and `--quick` choose among the others.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,10 +18,44 @@ import pytest
 SKIPS_FILE = "NXTRAIN_TEST_SKIPS"
 """Variable with the file to which each lane appends what it skipped; `scripts/test.sh` prints it at its end."""
 
+DURATIONS_FILE = Path(__file__).with_name("durations.json")
+"""Seconds of each test that takes longer than `QUICK_S`, as `--record-durations` wrote them.
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+`--quick` leaves these tests out, and workers take the files with most of them first.
+"""
+
+QUICK_S = 0.5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the choices of `scripts/test.sh`."""
+    group = parser.getgroup("nxtrain")
+    group.addoption("--slow", action="store_true", help="run the tests that repeat a proof at a larger size, too")
+    group.addoption("--quick", action="store_true", help=f"the tests that {DURATIONS_FILE.name} does not name")
+    group.addoption("--record-durations", action="store_true", help=f"write {DURATIONS_FILE.name}, on an idle machine")
+    group.addoption("--alone", choices=("only", "without"), help="the tests that nothing may run beside, or the others")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations where that is asked for; workers report theirs to the controller."""
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Ask each kind of device once, and only when a test needs it: the answer imports torch."""
-    for marker, why_not in _WHY_NOT.items():
+    if choice := config.getoption("--alone"):
+        _keep(config, items, lambda item: bool(item.get_closest_marker("alone")) == (choice == "only"))
+    if config.getoption("--quick"):
+        known = _durations()
+        _keep(config, items, lambda item: item.nodeid not in known)
+    if hasattr(config, "workerinput"):
+        _put_longest_file_first(items)
+    reasons = dict(_WHY_NOT)
+    if config.getoption("--slow"):
+        del reasons["slow"]
+    for marker, why_not in reasons.items():
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = why_not() if marked else ""
         if reason:
@@ -24,9 +63,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Append what was skipped, for a summary of all lanes."""
-    if file := os.environ.get(SKIPS_FILE):
+def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
+    left_out = [item for item in items if not wanted(item)]
+    items[:] = [item for item in items if wanted(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Append what was skipped, for a summary of all lanes; a worker's part is in that of its controller."""
+    if (file := os.environ.get(SKIPS_FILE)) and not hasattr(config, "workerinput"):
         with Path(file).open("a", encoding="utf-8") as out:
             out.writelines(f"{line}\n" for line in skips(terminalreporter.stats.get("skipped", ())))
 
@@ -39,6 +84,37 @@ def skips(reports: Iterable[pytest.TestReport]) -> list[str]:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         found[lane, " ".join(reason.removeprefix("Skipped: ").split())] += 1
     return [f"{lane:7} {number:5} skipped: {reason}" for (lane, reason), number in sorted(found.items())]
+
+
+def _durations() -> dict[str, float]:
+    found: dict[str, float] = json.loads(DURATIONS_FILE.read_text(encoding="utf-8")) if DURATIONS_FILE.exists() else {}
+    return found
+
+
+def _put_longest_file_first(items: list[pytest.Item]) -> None:
+    """Order the files that workers take, so that none of them begins the longest one at the end."""
+    total = Counter[str]()
+    for test, seconds in _durations().items():
+        total[test.partition("::")[0]] += round(seconds)
+    items.sort(key=lambda item: -total[item.nodeid.partition("::")[0]])
+
+
+class Durations:
+    """Writes the tests that take long; what a run did not choose keeps its line while its file exists."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add a test's setup, call and teardown."""
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file, sorted."""
+        found = {test: seconds for test, seconds in _durations().items() if Path(test.partition("::")[0]).exists()}
+        found |= {test: round(seconds, 1) for test, seconds in self._seconds.items()}
+        lasting = {test: found[test] for test in sorted(found) if found[test] > QUICK_S}
+        DURATIONS_FILE.write_text(json.dumps(lasting, indent=1) + "\n", encoding="utf-8")
 
 
 def _why_no_cuda() -> str:
@@ -60,7 +136,12 @@ def why_no_nxd() -> str:
     return f"no {', '.join(needed)}: bash scripts/test.sh nxd --source DIR" if needed else ""
 
 
+def _why_not_slow() -> str:
+    return "repeats a proof at a larger size: bash scripts/test.sh --slow"
+
+
 _WHY_NOT = {
+    "slow": _why_not_slow,
     "cuda": _why_no_cuda,
     "neuron": _why_no_package("torch_neuronx"),
     "nxd": why_no_nxd,

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from tests.support import commands
-from tests.support.command_ranks import context
 from tests.support.recovery import Golden, configure, supervise
 from tests.support.runs import course
 
 
 @pytest.fixture(scope="session")
 def started_by() -> ForkServerContext:
-    return context()
+    return commands.context()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import pytest
 
 from nxtrain.errors import StoppedBySignal
 from tests.support.command_ranks import until
-from tests.support.commands import free_port
+from tests.support.ports import free_port
 from tests.support.recovery import Golden, History, assert_recovered, configure, last_step, members, start
 
 pytestmark = pytest.mark.skipif(

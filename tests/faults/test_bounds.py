@@ -16,7 +16,8 @@ from nxtrain.errors import HangError
 from nxtrain.process import deadlines
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train import run
-from tests.support.commands import ended, free_port, start_rank, train, write_config
+from tests.support.commands import ended, start_rank, train, write_config
+from tests.support.ports import free_port
 
 LIMIT_S = 1.0
 

@@ -26,6 +26,7 @@ def start(folder: Path, fault: str, *overrides: str) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("log_every", [1, 240])
 def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path, log_every: int) -> None:
     write_config(tmp_path, steps=STEPS, every=10)

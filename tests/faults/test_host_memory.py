@@ -14,7 +14,8 @@ import torch
 
 from tests.support import command_ranks
 from tests.support.command_ranks import Ranks
-from tests.support.commands import at_batch, ended, free_port, start_rank, train, write_config
+from tests.support.commands import at_batch, ended, start_rank, train, write_config
+from tests.support.ports import free_port
 from tests.support.runs import course
 
 STEPS = 12
@@ -70,11 +71,6 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     code, told = train(tmp_path)
     assert code == 0, told
     assert course(tmp_path / "run") == straight
-
-
-@pytest.fixture(scope="module")
-def started_by() -> ForkServerContext:
-    return command_ranks.context()
 
 
 def anonymous_mib(pid: int | None) -> float:

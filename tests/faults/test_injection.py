@@ -7,82 +7,34 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nxtrain.cli import main as cli
 from nxtrain.testing import fault_kinds
-from nxtrain.testing.fault_points import POINTS, VARIABLE
-from tests.support.runs import token_file
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
-
-CONFIG = """
-[run]
-dir = "{folder}/run"
-[model]
-preset = "tiny"
-config.num_hidden_layers = 1
-[train]
-steps = 4
-seq_len = 16
-global_batch = 2
-micro_batch = 1
-eval_every = 0
-[data]
-source = "tokens"
-path = "{folder}/rows.npy"
-[checkpoint]
-every = 2
-[metrics]
-log_every = 1
-progress = false
-tensorboard = false
-[backend]
-name = "cpu"
-"""
+from nxtrain.testing.fault_points import POINTS
+from tests.support.commands import train, write_config
 
 
-def config(folder: Path) -> Path:
-    token_file(folder / "rows.npy", num_rows=18)
-    (folder / "run.toml").write_text(CONFIG.format(folder=folder), encoding="utf-8")
-    return folder / "run.toml"
+def config(folder: Path) -> None:
+    write_config(folder, steps=4, every=2)
 
 
-def command(folder: Path, armed: str, *overrides: str, recorded: Path | None = None) -> tuple[int, str]:
-    """`nxtrain train` in a process of its own: its exit code and what it told."""
-    told = folder / "told.txt"
-    environ = {VARIABLE: armed} if armed else {}
-    argv = ["nxtrain", "train", str(folder / "run.toml"), *overrides]
-    process = CONTEXT.Process(target=_command, args=(argv, environ, told, recorded))
-    process.start()
-    process.join(60)
-    process.kill()
-    assert process.exitcode is not None, "it hangs"
-    return process.exitcode, told.read_text(encoding="utf-8")
+def record_points(file: Path) -> None:
+    """Write the points that are reached to a file, in place of failing there."""
 
+    def reached(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(f"{arguments[0]}\n")
 
-def _command(argv: list[str], environ: dict[str, str], told: Path, recorded: Path | None) -> None:
-    with told.open("wb") as file:
-        os.dup2(file.fileno(), 2)
-    sys.argv = argv
-    os.environ.update(environ)
-    if recorded is None:
-        cli.main()
-        return
-    seen: list[str] = []  # the points that are reached, in place of failing there
-    fault_kinds.act = lambda kind, arguments, args: seen.append(arguments[0])
+    fault_kinds.act = reached
     fault_kinds.KINDS["oom"] = fault_kinds.Kind(check=list)
-    cli.app(standalone_mode=False)
-    recorded.write_text(json.dumps(seen), encoding="utf-8")
 
 
 def losses(folder: Path) -> list[float]:
@@ -172,15 +124,14 @@ def test_an_error_of_the_disk_has_the_number_that_is_told() -> None:
 def test_every_point_is_reached_at_its_step_and_the_run_stays_what_it_was(tmp_path: Path) -> None:
     quiet, watched = tmp_path / "quiet", tmp_path / "watched"
     for folder in (quiet, watched):
-        folder.mkdir()
         config(folder)
     armed = ",".join(f"oom@0:{0 if p == 'load' else 4}:{p}:{p}" for p in POINTS)
-    assert command(quiet, "")[0] == 0
-    assert command(watched, "", "train.steps=2", "optim.decay_steps=4")[0] == 0
-    code, told = command(watched, armed, recorded=tmp_path / "seen")
+    assert train(quiet)[0] == 0
+    assert train(watched, "train.steps=2", "optim.decay_steps=4")[0] == 0
+    code, told = train(watched, armed=armed, first=partial(record_points, tmp_path / "seen"))
     assert code == 0, told
     assert "will be broken on purpose" in told
-    seen = json.loads((tmp_path / "seen").read_text())
+    seen = (tmp_path / "seen").read_text(encoding="utf-8").split()
     assert seen[0] == "load"
     assert seen.index("data") < seen.index("pre_step")  # in its thread, while the step before is under way
     step = ["pre_step", "fwd", "bwd", "reduce", "opt", "post_step", "log"]
@@ -193,23 +144,22 @@ def test_every_point_is_reached_at_its_step_and_the_run_stays_what_it_was(tmp_pa
 def test_a_process_killed_in_the_midst_of_a_checkpoint_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     config(tmp_path)
     straight = tmp_path / "straight"
-    straight.mkdir()
     config(straight)
-    assert command(straight, "")[0] == 0
+    assert train(straight)[0] == 0
     armed = "kill@0:4:ckpt_write:4096"
-    code, told = command(tmp_path, armed)
+    code, told = train(tmp_path, armed=armed)
     assert code == -signal.SIGKILL, told
     assert f"fault {armed} fires in step 4" in told
     (torn,) = (tmp_path / "run/checkpoints").glob("step-00000004.tmp-*/rank-00000.safetensors")
     assert torn.stat().st_size == 4096
-    code, told = command(tmp_path, armed)
+    code, told = train(tmp_path, armed=armed)
     assert code == 0, told
     assert losses(tmp_path) == losses(straight)
 
 
 def test_a_malformed_variable_ends_the_command_with_the_rule(tmp_path: Path) -> None:
     config(tmp_path)
-    code, told = command(tmp_path, "kill@0:4")
+    code, told = train(tmp_path, armed="kill@0:4")
     assert code == 2, told
     assert "kind@rank:step:point" in told
     assert "Traceback" not in told
@@ -218,6 +168,6 @@ def test_a_malformed_variable_ends_the_command_with_the_rule(tmp_path: Path) -> 
 def test_what_repeats_fires_at_every_start(tmp_path: Path) -> None:
     config(tmp_path)
     for _ in range(2):
-        code, told = command(tmp_path, "raise!@0:3:fwd")
+        code, told = train(tmp_path, armed="raise!@0:3:fwd")
         assert code == 1
         assert "InjectedError: injected failure" in told

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.checkpoint import directory
+from nxtrain.errors import HangError
 from tests.support.command_ranks import WORLD, Ranks
 from tests.support.recovery import (
     PACE,
@@ -31,13 +32,16 @@ SLOWLY = "sleep@*:1:fwd:0.1"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", ["fwd", "bwd", "reduce", "opt"])
-def test_in_a_step(started_by: ForkServerContext, tmp_path: Path, golden: Golden, point: str, rank: int) -> None:
+def test_in_a_step(started_by: ForkServerContext, tmp_path: Path, golden: Golden, rank: int) -> None:
+    """Four times in the same step, each time a little further."""
     configure(tmp_path)
-    history = supervise(started_by, tmp_path, [f"kill@{rank}:8:{point}"])
-    assert_recovered(history, golden)
-    assert -signal.SIGKILL in history.starts[0].codes.values()
-    assert history.starts[0].reached in {7, 8}  # reducing is done when the other is killed
+    faults = [f"kill@{rank}:8:{point}" for point in ("fwd", "bwd", "reduce", "opt")]
+    history = supervise(started_by, tmp_path, faults, most_restarts=4)
+    assert_recovered(history, golden, restarts=4, within_s=80.0)
+    assert len(history.fired) == 4
+    for killed in history.starts[:-1]:
+        assert killed.codes[rank] == -signal.SIGKILL
+        assert killed.reached in {7, 8}  # reducing is done when the other is killed
 
 
 def test_in_a_step_of_cut_state_in_bf16_rounded_at_random(started_by: ForkServerContext, tmp_path: Path) -> None:
@@ -62,38 +66,38 @@ def test_all_at_once(started_by: ForkServerContext, tmp_path: Path, golden: Gold
     assert_recovered(History(tmp_path, [killed, *again.starts], again.wall_s), golden)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [WAITS, WRITES_ON])
-def test_in_the_midst_of_a_file(
-    started_by: ForkServerContext, tmp_path: Path, golden: Golden, rank: int, how: str
-) -> None:
+def test_in_the_midst_of_a_file(started_by: ForkServerContext, tmp_path: Path, golden: Golden, how: str) -> None:
     configure(tmp_path)
     pace = [SLOWLY] if how == WRITES_ON else []
-    history = supervise(started_by, tmp_path, [f"kill@{rank}:6:ckpt_write:4096", *pace], overrides=[how])
-    assert_recovered(history, golden)
-    assert history.resumed == [3]
+    faults = ["kill@0:6:ckpt_write:4096", "kill@1:9:ckpt_write:4096", *pace]
+    history = supervise(started_by, tmp_path, faults, overrides=[how])
+    assert_recovered(history, golden, restarts=2, within_s=60.0)
+    assert history.resumed == [3, 6]
 
 
 @pytest.mark.parametrize(
-    ("point", "how", "expected"),
+    ("points", "how", "expected"),
     [
-        ("ckpt_stage", WAITS, 3),
-        ("ckpt_fsync", WAITS, 3),
-        ("ckpt_commit", WAITS, 3),
-        ("ckpt_commit", WRITES_ON, 3),
-        ("ckpt_rename", WAITS, 3),
-        ("ckpt_latest", WAITS, 6),
-        ("ckpt_latest", WRITES_ON, 6),
+        (("ckpt_stage", "ckpt_fsync", "ckpt_commit", "ckpt_rename", "ckpt_latest"), WAITS, [3, 3, 3, 3, 6]),
+        (("ckpt_commit", "ckpt_latest"), WRITES_ON, [3, 6]),
     ],
+    ids=["waits", "writes-on"],
 )
 def test_between_the_parts_of_a_commit(
-    started_by: ForkServerContext, tmp_path: Path, golden: Golden, point: str, how: str, expected: int
+    started_by: ForkServerContext,
+    tmp_path: Path,
+    golden: Golden,
+    points: tuple[str, ...],
+    how: str,
+    expected: list[int],
 ) -> None:
+    """The save of one step again and again, each time a part further."""
     configure(tmp_path)
-    pace = [SLOWLY] if how == WRITES_ON else []
-    history = supervise(started_by, tmp_path, [f"kill@0:6:{point}", *pace], overrides=[how])
-    assert_recovered(history, golden)
-    assert history.resumed == [expected]
+    faults = [f"kill@0:6:{point}" for point in points] + ([SLOWLY] if how == WRITES_ON else [])
+    history = supervise(started_by, tmp_path, faults, overrides=[how], most_restarts=len(points))
+    assert_recovered(history, golden, restarts=len(points), within_s=20.0 * (1 + len(points)))
+    assert history.resumed == expected
 
 
 def test_while_a_checkpoint_is_under_way_and_others_are_left_out(
@@ -117,12 +121,13 @@ def test_while_a_checkpoint_is_under_way_and_others_are_left_out(
     assert history.resumed == [0]
 
 
-@pytest.mark.parametrize("fault", ["hang@1:8:fwd", "gil@0:8:bwd", "hang@1:6:ckpt_write"])
-def test_what_hangs(started_by: ForkServerContext, tmp_path: Path, golden: Golden, fault: str) -> None:
+def test_what_hangs(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:
     configure(tmp_path)
-    history = supervise(started_by, tmp_path, [fault])
-    assert_recovered(history, golden)
-    assert 7 in history.starts[0].codes.values()
+    history = supervise(started_by, tmp_path, ["hang@1:5:fwd", "gil@0:8:bwd", "hang@1:9:ckpt_write"])
+    assert_recovered(history, golden, restarts=3, within_s=80.0)
+    assert len(history.fired) == 3
+    for hung in history.starts[:-1]:
+        assert HangError.exit_code in hung.codes.values()
 
 
 def test_twice_while_it_starts_again(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:

@@ -8,7 +8,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nxtrain.errors import BackendError
-from tests.support.commands import ended, free_port, start_rank, write_config
+from tests.support.commands import ended, start_rank, write_config
+from tests.support.ports import free_port
 from tests.support.runs import course
 
 LIMIT_S = 3.0

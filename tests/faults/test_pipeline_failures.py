@@ -1,117 +1,52 @@
 """A pipeline stage that fails, is killed or hangs ends the run within seconds, and every rank says which stage it was.
 
-Four processes run the command `nxtrain train` over gloo; the store in which they meet is held by this process, where
-torchrun's agent holds it. What befalls a stage befalls it in the middle of the second step.
+Four ranks run the command `nxtrain train` over gloo. What befalls a stage befalls it in the middle of the second step.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed import TCPStore
 
-from nxtrain.cli import main as cli
 from nxtrain.errors import DataError, HangError
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
-from nxtrain.train import run  # noqa: F401  # so that the processes need not import it
-from tests.support.runs import token_file
+from nxtrain.testing import fault_kinds
+from tests.support.command_ranks import Ranks, until, write_config
 
-STAGES, NUM_MICRO = 4, 4
+STAGES = 4
 AT = Action("backward", 0, 1)
 ENDED_S = 10.0
 """Within which all must end after a failure; the bound is for busy machines, where Python itself takes seconds."""
 PATIENCE_S = 4.0
 
-CONFIG = """
-[run]
-dir = "{folder}/run"
-[model]
-preset = "tiny"
-config.num_hidden_layers = {stages}
-[train]
-steps = 1000
-seq_len = 16
-global_batch = {num_micro}
-micro_batch = 1
-eval_every = 0
-[parallel]
-pp = {stages}
-[data]
-source = "tokens"
-path = "{folder}/rows.npy"
-[recovery]
-hang_timeout_s = {patience_s}
-[metrics]
-progress = false
-tensorboard = false
-[backend]
-name = "cpu"
-"""
 
+def strike(rank: int, kind: str, folder: Path) -> None:
+    """Arm a rank's pipeline: it fails in the middle of its second step."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    steps = 0
+    wait_for = Pipeline._await
 
-@dataclass(frozen=True)
-class Fault:
-    """What befalls a rank."""
+    def struck(self: Pipeline, action: Action, underway: Any) -> Any:
+        nonlocal steps
+        steps += action == AT
+        if action == AT and steps == 2:
+            (folder / "struck").touch()  # what others find is timed from here
+            if kind == "data":
+                raise DataError("a file is gone")
+            fault_kinds.act(kind, (), ())
+        return wait_for(self, action, underway)
 
-    rank: int
-    kind: str
-    folder: Path
-
-    def strike(self) -> None:
-        """Fail; what others find is timed from here."""
-        (self.folder / "struck").write_text(str(time.monotonic()), encoding="utf-8")
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "hang":
-            time.sleep(60)
-        if self.kind == "data":
-            raise DataError("a file is gone")
-        raise ValueError("by this test")
-
-
-def rank_process(rank: int, port: int, fault: Fault) -> None:
-    """One rank of the command, with the fault in its pipeline."""
-    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": STAGES, "LOCAL_WORLD_SIZE": STAGES}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    log = os.open(fault.folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
-    if rank == fault.rank:
-        steps = 0
-        wait_for = Pipeline._await
-
-        def struck(self: Pipeline, action: Action, underway: Any) -> Any:
-            nonlocal steps
-            steps += action == AT
-            if action == AT and steps == 2:
-                fault.strike()
-            return wait_for(self, action, underway)
-
-        Pipeline._await = struck  # type: ignore[method-assign]
-    sys.argv = ["nxtrain", "train", str(fault.folder / "config.toml")]
-    cli.main()
-
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[ForkServerContext]:
-    """Starts processes that have imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    yield context
+    Pipeline._await = struck  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -123,48 +58,44 @@ class Ended:
     said: str
 
 
-def run_until_all_ended(context: ForkServerContext, fault: Fault, patience_s: float = 600.0) -> dict[int, Ended]:
-    """How each rank ended."""
-    folder = fault.folder
-    token_file(folder / "rows.npy", 64)
-    text = CONFIG.format(folder=folder, stages=STAGES, num_micro=NUM_MICRO, patience_s=patience_s)
-    (folder / "config.toml").write_text(text, encoding="utf-8")
-    store = TCPStore("127.0.0.1", 0, STAGES, is_master=True, wait_for_workers=False)
-    processes = [context.Process(target=rank_process, args=(rank, store.port, fault)) for rank in range(STAGES)]
+def run_until_all_ended(
+    started_by: ForkServerContext, folder: Path, stage: int, kind: str, patience_s: float = 600.0
+) -> dict[int, Ended]:
+    """How each rank ended, of which one is struck."""
+    write_config(
+        folder,
+        steps=1000,
+        model={"preset": "tiny", "config": {"num_hidden_layers": STAGES}},
+        parallel={"pp": STAGES},
+        recovery={"hang_timeout_s": patience_s},
+    )
     ended_at: dict[int, float] = {}
-    try:
-        for process in processes:
-            process.start()
-        limit = time.monotonic() + 60
-        while len(ended_at) < STAGES and time.monotonic() < limit:
-            time.sleep(0.02)
-            for rank, process in enumerate(processes):
-                if not process.is_alive():
-                    ended_at.setdefault(rank, time.monotonic())
-    finally:
-        alive = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
-    said = {rank: (folder / f"{rank}.log").read_text(encoding="utf-8") for rank in range(STAGES)}
-    assert (folder / "struck").exists(), said
-    assert not alive, (alive, said)
-    struck = float((folder / "struck").read_text(encoding="utf-8"))
-    return {rank: Ended(processes[rank].exitcode or 0, at - struck, said[rank]) for rank, at in ended_at.items()}
+
+    def all_ended() -> bool:
+        for rank, process in enumerate(ranks.processes):
+            if not process.is_alive():
+                ended_at.setdefault(rank, time.time())
+        return len(ended_at) == STAGES
+
+    with Ranks(started_by, folder, world=STAGES, first=partial(strike, stage, kind, folder)) as ranks:
+        until(all_ended, 60.0, ranks.said)
+    said, codes = ranks.said(), [process.exitcode or 0 for process in ranks.processes]
+    struck = (folder / "struck").stat().st_mtime
+    return {rank: Ended(codes[rank], at - struck, said[rank]) for rank, at in ended_at.items()}
 
 
-@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("stage", [0, 1, STAGES - 1])
 @pytest.mark.parametrize("kind", ["raise", "kill"])
 def test_all_ranks_end_and_name_the_stage_that_failed(
-    context: ForkServerContext, tmp_path: Path, stage: int, kind: str
+    started_by: ForkServerContext, tmp_path: Path, stage: int, kind: str
 ) -> None:
-    ended = run_until_all_ended(context, Fault(stage, kind, tmp_path))
+    ended = run_until_all_ended(started_by, tmp_path, stage, kind)
     place = f"pipeline stage {stage} of {STAGES} (rank {stage})"
     first = ended.pop(stage)
     assert first.code == (1 if kind == "raise" else -signal.SIGKILL)
     if kind == "raise":
         assert (
-            f"{place} failed in B1: ValueError: by this test" in first.said.splitlines()[-2]
+            f"{place} failed in B1: InjectedError: injected failure" in first.said.splitlines()[-2]
         )  # before the note on defects
         assert "Traceback" in first.said
     for rank, one in ended.items():
@@ -172,12 +103,12 @@ def test_all_ranks_end_and_name_the_stage_that_failed(
         assert one.after_s < ENDED_S
         assert "Traceback" not in one.said
         told = one.said[one.said.index("error: ") :]
-        words = f"{place} failed in B1: ValueError: by this test" if kind == "raise" else f"{place} is gone"
+        words = f"{place} failed in B1: InjectedError: injected failure" if kind == "raise" else f"{place} is gone"
         assert told.startswith(f"error: rank {rank}: {words}"), told
 
 
-def test_a_mistake_that_one_stage_finds_keeps_its_exit_code(context: ForkServerContext, tmp_path: Path) -> None:
-    ended = run_until_all_ended(context, Fault(2, "data", tmp_path))
+def test_a_mistake_that_one_stage_finds_keeps_its_exit_code(started_by: ForkServerContext, tmp_path: Path) -> None:
+    ended = run_until_all_ended(started_by, tmp_path, 2, "data")
     assert [ended[rank].code for rank in range(STAGES)] == [1, 1, DataError.exit_code, 1]
     for rank in (0, 1, 3):
         expected = f"error: rank {rank}: pipeline stage 2 of 4 (rank 2) failed: DataError: a file is gone\n"
@@ -185,8 +116,8 @@ def test_a_mistake_that_one_stage_finds_keeps_its_exit_code(context: ForkServerC
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_stage_that_hangs_is_named_by_all_ranks(context: ForkServerContext, tmp_path: Path, stage: int) -> None:
-    ended = run_until_all_ended(context, Fault(stage, "hang", tmp_path), PATIENCE_S)
+def test_a_stage_that_hangs_is_named_by_all_ranks(started_by: ForkServerContext, tmp_path: Path, stage: int) -> None:
+    ended = run_until_all_ended(started_by, tmp_path, stage, "hang", PATIENCE_S)
     place = f"pipeline stage {stage} of {STAGES} (rank {stage})"
     assert len(ended) == STAGES
     for one in ended.values():

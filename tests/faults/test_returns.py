@@ -21,7 +21,7 @@ RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
 def train(folder: Path, *overrides: str, restarted: bool = False, armed: str = "") -> tuple[int, str]:
     """`nxtrain train`, perhaps as an agent starts it again."""
     environ = {**(RESTARTED if restarted else {}), **({"NXTRAIN_FAULTS": armed} if armed else {})}
-    return command(folder, "train", folder / "run.toml", *overrides, environ=environ)
+    return command(folder, "train", folder / "config.toml", *overrides, environ=environ)
 
 
 def steps(folder: Path) -> list[int]:

@@ -18,7 +18,8 @@ from nxtrain.checkpoint import directory
 from nxtrain.errors import HangError, StoppedBySignal
 from nxtrain.io import object_store
 from nxtrain.run_folder import CHECKPOINTS_DIR
-from tests.support.commands import command, ended, free_port, start_rank, train, write_config
+from tests.support.commands import command, ended, start_rank, train, write_config
+from tests.support.ports import free_port
 from tests.support.runs import course
 from tests.support.s3 import BUCKET, s3, s3_variables, slow_s3
 
@@ -32,7 +33,13 @@ PATIENCE = f"recovery.hang_timeout_s={PATIENCE_S:g}"
 
 def begin(folder: Path, steps: int, *overrides: str, **environ: str) -> tuple[int, str]:
     return command(
-        folder, "train", folder / "run.toml", f"train.steps={steps}", "optim.decay_steps=8", *overrides, environ=environ
+        folder,
+        "train",
+        folder / "config.toml",
+        f"train.steps={steps}",
+        "optim.decay_steps=8",
+        *overrides,
+        environ=environ,
     )
 
 
@@ -45,6 +52,7 @@ def lost(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
     return tmp_path
 
 
+@pytest.mark.alone
 def test_a_restoration_that_takes_three_times_the_limit_goes_on(lost: Path, s3_variables: dict[str, str]) -> None:
     with slow_s3(s3_variables, SLOW_S, 1) as variables:
         began = time.monotonic()
@@ -58,6 +66,7 @@ def test_a_restoration_that_takes_three_times_the_limit_goes_on(lost: Path, s3_v
     assert course(lost / "run") == course(straight / "run")[4:]
 
 
+@pytest.mark.alone
 def test_a_rank_that_has_all_waits_for_one_that_still_reads(lost: Path, s3_variables: dict[str, str]) -> None:
     """One slow answer, which one of the two gets; the other has nothing to read meanwhile."""
     told = two_ranks(lost, s3_variables, SLOW_S)
@@ -75,6 +84,7 @@ def two_ranks(folder: Path, variables: dict[str, str], seconds: float) -> dict[i
         return ended(folder, ranks, 60.0)
 
 
+@pytest.mark.alone
 def test_an_answer_that_stops_coming_is_a_hang(lost: Path, s3_variables: dict[str, str]) -> None:
     with slow_s3(s3_variables, 0.0, 1) as variables:
         code, told = begin(lost, 8, MIRROR, PATIENCE, **variables)

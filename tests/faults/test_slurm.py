@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 ONE_RANK = ("--nproc=1", "parallel.dp=1")
 PACE = "sleep@*:1:fwd:0.3"
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,14 @@ from __future__ import annotations
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+import pytest
+
 from nxtrain.testing.fault_kinds import KINDS
 from nxtrain.testing.fault_points import POINTS, parse
 from tests.support.soak import MARGIN, drawn, soak
 
 
+@pytest.mark.alone
 def test_whatever_befalls_a_run_it_stays_what_it_was(started_by: ForkServerContext, tmp_path: Path) -> None:
     report = soak(started_by, tmp_path, 6, steps=40, mean_steps=6.0, pace_s=0.1)
     assert report.faults >= 5

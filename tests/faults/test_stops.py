@@ -17,18 +17,14 @@ import pytest
 from nxtrain.checkpoint import directory
 from nxtrain.errors import CrashLoopError, StoppedBySignal
 from nxtrain.run_folder import CHECKPOINTS_DIR
-from tests.support.command_ranks import Fault, Ranks, context, until, write_config
+from tests.support.command_ranks import Ranks, until, write_config
 from tests.support.runs import course
 
 STEPS = 80
 STOPPED = StoppedBySignal.exit_code
-SLOW = Fault("slow", step=2)
+SLOW = "sleep@*:3:data:0.05"
 """So that signals find the run under way."""
-
-
-@pytest.fixture(scope="module")
-def started_by() -> ForkServerContext:
-    return context()
+SLOW_SAVE = "sleep@*:*:ckpt_rename:3"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +34,10 @@ def uninterrupted(started_by: ForkServerContext, tmp_path_factory: pytest.TempPa
     with Ranks(started_by, folder) as ranks:
         assert ranks.ended() == {0: 0, 1: 0}, ranks.said()
     return course(folder / "run")
+
+
+def is_saving(folder: Path) -> bool:
+    return any((folder / "run" / CHECKPOINTS_DIR).glob("*.tmp-*"))
 
 
 def finish(started_by: ForkServerContext, folder: Path) -> Ranks:
@@ -79,8 +79,8 @@ def test_a_signal_during_a_save_waits_for_it_and_for_that_of_the_last_step(
     started_by: ForkServerContext, tmp_path: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:
     write_config(tmp_path, steps=STEPS, every=7)
-    with Ranks(started_by, tmp_path, Fault("slow save")) as ranks:
-        until((tmp_path / "saving").exists, 20.0, ranks.said)
+    with Ranks(started_by, tmp_path, SLOW_SAVE) as ranks:
+        until(lambda: is_saving(tmp_path), 20.0, ranks.said)
         ranks.send(signal.SIGTERM, 0, 1)
         assert ranks.ended() == {0: STOPPED, 1: STOPPED}, ranks.said()
     # Training went on while step 7 was written, and stopped at a later step, which was saved after it.
@@ -92,12 +92,13 @@ def test_a_signal_during_a_save_waits_for_it_and_for_that_of_the_last_step(
     assert course(tmp_path / "run") == uninterrupted
 
 
+@pytest.mark.alone
 def test_a_second_signal_ends_at_once_and_leaves_what_is_valid(
     started_by: ForkServerContext, tmp_path: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:
     write_config(tmp_path, steps=STEPS, every=7)
-    with Ranks(started_by, tmp_path, Fault("slow save")) as ranks:
-        until((tmp_path / "saving").exists, 20.0, ranks.said)
+    with Ranks(started_by, tmp_path, SLOW_SAVE) as ranks:
+        until(lambda: is_saving(tmp_path), 20.0, ranks.said)
         ranks.send(signal.SIGTERM, 0, 1)
         time.sleep(1.2)
         sent = time.monotonic()
@@ -114,13 +115,13 @@ def test_what_fails_at_one_step_again_and_again_is_started_no_more(
 ) -> None:
     write_config(tmp_path, steps=STEPS, every=3)
     for _ in range(3):
-        with Ranks(started_by, tmp_path, Fault("raise", step=7, rank=1)) as ranks:
+        with Ranks(started_by, tmp_path, "raise!@1:8:data") as ranks:
             assert set(ranks.ended().values()) == {1}, ranks.said()
     with Ranks(started_by, tmp_path) as ranks:
         assert ranks.ended(0) == {0: CrashLoopError.exit_code}
         said = ranks.said()[0]
     assert "error: rank 0: the last 3 attempts of this run all ended after step 7; of the last one is known: " in said
-    assert "rank 1 is gone" in said or "by this test" in said, said
+    assert "rank 1 is gone" in said or "injected failure" in said, said
     ends = [json.loads(line) for line in (tmp_path / "run/logs/attempts.jsonl").read_text().splitlines()]
     assert [line["event"] for line in ends] == ["start", "end"] * 3
     path = tmp_path / "config.toml"

@@ -116,26 +116,23 @@ def test_files_that_may_not_grow_for_a_while(started_by: ForkServerContext, tmp_
     assert "'File too large'); training goes on" in found.said[0]
 
 
-@pytest.mark.parametrize(
-    ("point", "rank", "error", "words"),
-    [
-        ("ckpt_write", 1, "ENOSPC", "No space left on device"),
-        ("ckpt_fsync", 0, "EIO", "Input/output error"),
-        ("ckpt_commit", 0, "EROFS", "Read-only file system"),
-        ("ckpt_rename", 0, "EACCES", "Permission denied"),
-    ],
-)
-def test_an_error_of_the_disk(
-    started_by: ForkServerContext, tmp_path: Path, golden: Golden, point: str, rank: int, error: str, words: str
-) -> None:
+def test_errors_of_the_disk(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:
+    """In one checkpoint after the other, at each part of a save."""
     configure(tmp_path)
-    fault = f"oserror@{rank}:6:{point}:{error}"
-    history = supervise(started_by, tmp_path, [fault], overrides=["checkpoint.async=false"])
+    expected = {
+        2: ("oserror@1:2:ckpt_write:ENOSPC", "No space left on device"),
+        4: ("oserror@0:4:ckpt_fsync:EIO", "Input/output error"),
+        6: ("oserror@0:6:ckpt_commit:EROFS", "Read-only file system"),
+        8: ("oserror@0:8:ckpt_rename:EACCES", "Permission denied"),
+    }
+    overrides = ["checkpoint.async=false", "checkpoint.every=2"]
+    history = supervise(started_by, tmp_path, [fault for fault, _ in expected.values()], overrides=overrides)
     assert_recovered(history, golden, restarts=0)
-    (line,) = [line for line in history.said.splitlines() if "WARNING" in line]
-    assert line.startswith(LEFT_OUT.format(6)), line
-    assert line.endswith("; training goes on")
-    assert words in line
+    lines = [line for line in history.said.splitlines() if "WARNING" in line]
+    for line, (step, (_, words)) in zip(lines, expected.items(), strict=True):
+        assert line.startswith(LEFT_OUT.format(step)), line
+        assert line.endswith("; training goes on")
+        assert words in line
 
 
 def test_a_name_for_the_newest_that_fails_is_told_and_costs_nothing(
@@ -174,6 +171,7 @@ def test_an_error_of_the_disk_ends_a_strict_run(
     assert_recovered(history, golden)
 
 
+@pytest.mark.alone
 def test_a_slow_disk_slows_no_step(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:
     configure(tmp_path)
     slow_s = 2.0

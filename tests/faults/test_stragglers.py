@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from nxtrain.run_folder import METRICS_FILE
 from nxtrain.train.supervision.stragglers import STEPS as COMPARED
 from tests.support.command_ranks import until
-from tests.support.commands import TOLD, ended, free_port, start_rank, write_config
+from tests.support.commands import TOLD, ended, start_rank, write_config
+from tests.support.ports import free_port
 from tests.support.runs import course
 
 STEPS = 100
@@ -16,6 +19,7 @@ BEAT_S = 1.0
 """Ranks look at each other that often with this limit, and so are compared over ten steps or those of a beat."""
 
 
+@pytest.mark.alone
 def test_a_slow_rank_is_named_soon_and_changes_nothing(tmp_path: Path) -> None:
     quick, slow = tmp_path / "quick", tmp_path / "slow"
     told = slow / "0" / TOLD

@@ -17,7 +17,7 @@ def test_the_second_is_refused_while_the_first_lives(tmp_path: Path, straight: l
     write_config(tmp_path)
     (tmp_path / "first").mkdir()
     armed = {VARIABLE: "hang@0:7:fwd"}
-    first = start(tmp_path / "first", "train", tmp_path / "run.toml", environ=armed)
+    first = start(tmp_path / "first", "train", tmp_path / "config.toml", environ=armed)
     try:
         while len(course(tmp_path / "run") if (tmp_path / "run/metrics.jsonl").exists() else []) < 6:
             assert first.is_alive()

@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
-import socket
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 
 from nxtrain.cli import main as cli
 from nxtrain.convert import hf, nxd_read, nxd_write  # noqa: F401  # so that the processes need not import it
 from nxtrain.data.loader import Batch, Loader
+from nxtrain.process.signals import STOPPING
+from nxtrain.testing import faults  # noqa: F401
 from nxtrain.testing.fault_points import VARIABLE
 from nxtrain.train import run  # noqa: F401
-from tests.support.runs import SEQ_LEN, token_file
-
-CONFIG = """
-[run]
-dir = "{folder}/run"
-[model]
-preset = "tiny"
-config.num_hidden_layers = 1
-[train]
-steps = {steps}
-seq_len = {seq_len}
-global_batch = 2
-micro_batch = 1
-eval_every = 0
-[data]
-source = "tokens"
-path = "{folder}/rows.npy"
-[checkpoint]
-every = {every}
-[metrics]
-log_every = 1
-progress = false
-tensorboard = false
-[backend]
-name = "cpu"
-"""
+from tests.support import tiny
 
 TOLD = "told.txt"
 
 
 def write_config(folder: Path, *, steps: int = 12, every: int = 4, num_rows: int = 18) -> Path:
-    """A run of one rank on random rows, every step logged."""
-    folder.mkdir(exist_ok=True)
-    token_file(folder / "rows.npy", num_rows)
-    path = folder / "run.toml"
-    path.write_text(CONFIG.format(folder=folder, steps=steps, every=every, seq_len=SEQ_LEN), encoding="utf-8")
-    return path
+    """A run of one rank and one block on random rows, every step logged."""
+    model = {"config": {"num_hidden_layers": 1}}
+    sections = {"model": {**tiny.TINY["model"], **model}, "train": {"steps": steps}, "checkpoint": {"every": every}}
+    return tiny.write_toml(folder, num_rows=num_rows, **sections)
 
 
 def context() -> ForkServerContext:
@@ -63,6 +42,34 @@ def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload([__name__])
     return found
+
+
+def play(log: Path, argv: Sequence[str], environ: Mapping[str, str], first: Callable[[], object] | None = None) -> None:
+    """A command in this process, which ends with it.
+
+    Args:
+        log: Takes what it prints.
+        argv: Its arguments.
+        environ: What its environment has besides.
+        first: Is called before it, and must be known by a module's name.
+    """
+    os.setsid()  # so that whatever it may start is known by its session
+    heed_signals()
+    os.environ.update(environ)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    if first is not None:
+        first()
+    sys.argv = ["nxtrain", *argv]
+    cli.main()
+
+
+def heed_signals() -> None:
+    """Heed all signals, as under a terminal, whatever these tests were started to ignore."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def start(
@@ -76,7 +83,7 @@ def start(
         environ: What its environment has besides.
         first: Is called there before it, and must be known by a module's name.
     """
-    process = context().Process(target=_command, args=(folder / TOLD, [*map(str, argv)], dict(environ or {}), first))
+    process = context().Process(target=play, args=(folder / TOLD, [*map(str, argv)], dict(environ or {}), first))
     process.start()
     return process
 
@@ -100,10 +107,24 @@ def command(
     return process.exitcode, told
 
 
+def in_process(*argv: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["nxtrain", *map(str, argv)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+    assert "Traceback" not in err.getvalue()
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
 def train(folder: Path, *overrides: str, armed: str = "", first: Callable[[], object] | None = None) -> tuple[int, str]:
     """`nxtrain train` on the run of a folder, perhaps with faults."""
     environ = {VARIABLE: armed} if armed else {}
-    return command(folder, "train", folder / "run.toml", *overrides, environ=environ, first=first)
+    return command(folder, "train", folder / tiny.FILE, *overrides, environ=environ, first=first)
 
 
 def start_rank(
@@ -127,7 +148,7 @@ def start_rank(
     return start(
         folder / str(number),
         "train",
-        folder / "run.toml",
+        folder / tiny.FILE,
         *cut,
         *overrides,
         environ={**place_of_rank, **(environ or {})},
@@ -150,12 +171,6 @@ def ended(folder: Path, processes: Mapping[int, BaseProcess], within_s: float) -
     return told
 
 
-def free_port() -> int:
-    """A port of this machine that nothing uses just now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def at_batch(number: int, action: Callable[[], object]) -> None:
     """Do something in this process when the batch of a step is about to be read."""
     read = Loader.batch
@@ -166,15 +181,3 @@ def at_batch(number: int, action: Callable[[], object]) -> None:
         return read(self, step)
 
     Loader.batch = struck  # type: ignore[method-assign]
-
-
-def _command(told: Path, argv: list[str], environ: dict[str, str], first: Callable[[], object] | None) -> None:
-    with told.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    torch.set_num_threads(1)
-    os.environ.update(environ)
-    if first is not None:
-        first()
-    sys.argv = ["nxtrain", *argv]
-    cli.main()

@@ -103,13 +103,6 @@ def _open_store() -> TCPStore:
     return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _outcome(pipe: Connection) -> tuple[bool, Any]:
     try:
         return pipe.recv() if pipe.poll(TIMEOUT_S) else (False, "hung")

@@ -143,10 +143,7 @@ class Golden:
 
 def configure(folder: Path, *, steps: int = STEPS, every: int = EVERY, patience_s: float = PATIENCE_S) -> None:
     """Write the configuration of a run that may fail as often as it likes, and its data."""
-    folder.mkdir(exist_ok=True)
-    path = write_config(folder, steps=steps, every=every, patience_s=patience_s)
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("[recovery]\n", "[recovery]\nmax_same_step = 0\n"), encoding="utf-8")
+    write_config(folder, steps=steps, every=every, recovery={"hang_timeout_s": patience_s, "max_same_step": 0})
 
 
 def start(
@@ -173,7 +170,7 @@ def start(
         first: Is called in each rank before the command.
     """
     ended_at = 0.0
-    with Ranks(started_by, folder, injected=",".join(faults), overrides=overrides, world=world, first=first) as ranks:
+    with Ranks(started_by, folder, *faults, overrides=overrides, world=world, first=first) as ranks:
         begin = time.monotonic()
         while any(process.is_alive() for process in ranks.processes):
             now = time.monotonic()

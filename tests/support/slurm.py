@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.support.command_ranks import until
-from tests.support.commands import free_port
+from tests.support.ports import free_port
 
 PROGRAMS = {
     "slurmctld": "slurmctld",

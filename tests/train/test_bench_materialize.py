@@ -27,11 +27,12 @@ MIB = 1 << 20
             [40, 49],
             10 * ((2 * 8192**2 + 4 * 2 * 1024 * 8192 + 3 * 8192 * 28_672) // 32 + 2 * 8192),
         ),
-        (
+        pytest.param(
             "llama3.1-405b",
             405_853_388_800,
             [63, 78],  # 126 blocks: 15 to the last stage, which projects to scores, and to the first
             16 * ((2 * 16_384**2 + 4 * 2 * 1024 * 16_384 + 3 * 16_384 * 53_248) // 32 + 2 * 16_384),
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -21,9 +21,11 @@ def bench(*options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("pp", "virtual_pp", "micro", "forward_ms", "in_flight"),
-    [(4, 1, 8, 40, [4, 3, 2, 1]), (2, 2, 4, 80, [5, 3])],  # the smaller the bubble, the more a transfer adds to it
+    # The smaller the bubble, the more a transfer adds to it.
+    [(4, 1, 8, 40, [4, 3, 2, 1]), pytest.param(2, 2, 4, 80, [5, 3], marks=pytest.mark.slow)],
 )
 def test_equal_stages_leave_the_bubble_of_the_formula(
     pp: int, virtual_pp: int, micro: int, forward_ms: int, in_flight: list[int]
@@ -43,6 +45,7 @@ def test_equal_stages_leave_the_bubble_of_the_formula(
     assert measured["sent_bytes"] == [micro * number * HIDDEN_BYTES for number in ends]
 
 
+@pytest.mark.alone
 def test_split_backwards_leave_the_bubble_of_their_formula_and_are_faster() -> None:
     """Of F=B=W the bubble is a third of that of 1F1B, which runs in turn with it."""
     pp, micro, forward_ms = 4, 6, 60

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -16,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from nxtrain.checkpoint import directory
-from nxtrain.cli import main as cli
 from nxtrain.convert.hf import hf_to_nxtrain
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.train.generate import generate
 from nxtrain.train.sampling import Sampling
+from tests.support.commands import in_process
 from tests.support.models import hf_model, plan
 
 LENGTH = 64
@@ -48,20 +45,6 @@ def checkpoint(hf: Path, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def run(*argv: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["nxtrain", *map(str, argv)]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        cli.main()
-    assert "Traceback" not in err.getvalue()
-    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
-
-
 def whole(place: Path, prompt: str, count: int, sampling: Sampling = GREEDY, **options: object) -> str:
     return "".join(generate(str(place), prompt, count, sampling, 0, **options))  # type: ignore[arg-type]
 
@@ -82,7 +65,7 @@ def test_pieces_come_one_token_at_a_time(hf: Path) -> None:
     pieces = [*generate(str(hf), "the quick", 30, Sampling(1.0), 3)]
     assert pieces[0] == "the quick"
     assert len(pieces) > 20
-    code, out, err = run(
+    code, out, err = in_process(
         "generate", hf, "--prompt", "the quick", "--max-new-tokens", 30, "--temperature", 1, "--seed", 3
     )
     assert (code, out, err) == (0, "".join(pieces) + "\n", "")
@@ -92,7 +75,7 @@ def test_text_ends_before_a_stop_text(hf: Path) -> None:
     text = whole(hf, "the quick", 30)
     stop = text[15:18]
     added = text[len("the quick") :]
-    code, out, _ = run(
+    code, out, _ = in_process(
         "generate",
         hf,
         "--prompt",
@@ -112,16 +95,16 @@ def test_text_ends_before_a_stop_text(hf: Path) -> None:
 def test_text_ends_at_the_length_of_the_model(hf: Path) -> None:
     num_prompt = len(Tokenizer.from_file(str(hf / directory.TOKENIZER)).encode("the").ids)
     with mock.patch.object(Sampling, "draw", return_value=5) as drawn:
-        code, _, err = run("generate", hf, "--prompt", "the", "--max-new-tokens", 10**12)
+        code, _, err = in_process("generate", hf, "--prompt", "the", "--max-new-tokens", 10**12)
         assert (code, err) == (0, f"stopped at the model's length: max_position_embeddings={LENGTH} tokens\n")
         assert drawn.call_count == LENGTH - num_prompt
-        assert run("generate", hf, "--prompt", "the", "--max-new-tokens", LENGTH - num_prompt)[2] == ""
+        assert in_process("generate", hf, "--prompt", "the", "--max-new-tokens", LENGTH - num_prompt)[2] == ""
 
 
 def test_a_prompt_beyond_the_length_of_the_model_is_refused(hf: Path) -> None:
     tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
     prompt = "\u4f60" * LENGTH
-    code, _, err = run("generate", hf, "--prompt", prompt)
+    code, _, err = in_process("generate", hf, "--prompt", prompt)
     assert code == ConfigError.exit_code
     excess = len(tokenizer.encode(prompt).ids) - LENGTH + 1
     assert f"max_position_embeddings={LENGTH} with what is added; shorten the prompt by {excess} tokens" in err
@@ -153,7 +136,7 @@ def test_ends_that_the_folder_declares_are_heeded(hf: Path, tmp_path: Path) -> N
     ],
 )
 def test_options_that_mean_nothing_are_refused(hf: Path, options: tuple[str, ...], code: int, words: str) -> None:
-    found, _, err = run("generate", hf, *options)
+    found, _, err = in_process("generate", hf, *options)
     assert (found, words in err) == (code, True), err
 
 
@@ -161,7 +144,7 @@ def test_options_that_mean_nothing_are_refused(hf: Path, options: tuple[str, ...
 def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path, content: bytes) -> None:
     (checkpoint / directory.TOKENIZER).write_bytes(content)
     for argv in (("generate", checkpoint, "--prompt", "x"), ("convert", "nxtrain-to-hf", checkpoint, tmp_path / "out")):
-        code, _, err = run(*argv)
+        code, _, err = in_process(*argv)
         assert (code, f"{checkpoint}/tokenizer.json" in err) == (CheckpointError.exit_code, True), err
 
 
@@ -172,24 +155,24 @@ def test_weights_that_are_not_finite_are_refused(hf: Path, tmp_path: Path) -> No
     tensors = load_file(file)
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, file, {"format": "pt"})
-    code, _, err = run("generate", folder, "--prompt", "x")
+    code, _, err = in_process("generate", folder, "--prompt", "x")
     assert (code, "model.norm.weight" in err) == (CheckpointError.exit_code, True), err
 
 
 def test_folders_that_are_no_model_are_refused(hf: Path, tmp_path: Path) -> None:
-    code, _, err = run("generate", tmp_path, "--prompt", "x")
+    code, _, err = in_process("generate", tmp_path, "--prompt", "x")
     assert (code, "holds no complete checkpoint" in err) == (CheckpointError.exit_code, True)
-    code, _, err = run("generate", f"{tmp_path}/{'x' * 5000}", "--prompt", "x")
+    code, _, err = in_process("generate", f"{tmp_path}/{'x' * 5000}", "--prompt", "x")
     assert (code, "File name too long; check the path" in err) == (CheckpointError.exit_code, True)
     folder = tmp_path / "hf"
     shutil.copytree(hf, folder)
     (folder / directory.TOKENIZER).unlink()
-    code, _, err = run("generate", folder, "--prompt", "x")
+    code, _, err = in_process("generate", folder, "--prompt", "x")
     assert (code, "carries no tokenizer.json" in err) == (ConfigError.exit_code, True)
     for content in ("[]", "{", '{"model_type": 3}', "[" * 100_000):
         (folder / "config.json").write_text(content)
         shutil.copy(hf / directory.TOKENIZER, folder)
-        assert run("generate", folder, "--prompt", "x")[0] == ConfigError.exit_code
+        assert in_process("generate", folder, "--prompt", "x")[0] == ConfigError.exit_code
 
 
 @pytest.mark.parametrize("places", [{"model.norm.weight": 7}, [1], {"model.norm.weight": None}, "x"])
@@ -197,7 +180,7 @@ def test_an_index_that_names_no_files_is_refused(hf: Path, tmp_path: Path, place
     folder = tmp_path / "hf"
     shutil.copytree(hf, folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    code, _, err = run("convert", "hf-to-nxtrain", folder, tmp_path / "out")
+    code, _, err = in_process("convert", "hf-to-nxtrain", folder, tmp_path / "out")
     assert (code, "weight_map" in err) == (ConfigError.exit_code, True), err
 
 
@@ -205,12 +188,12 @@ def test_a_conversion_onto_a_file_is_refused(checkpoint: Path, hf: Path, tmp_pat
     file = tmp_path / "file"
     file.write_text("mine")
     for argv in (("nxtrain-to-hf", checkpoint, file), ("hf-to-nxtrain", hf, file)):
-        code, _, err = run("convert", *argv)
+        code, _, err = in_process("convert", *argv)
         assert (code, f"{file} is a file" in err) == (ConfigError.exit_code, True), err
     assert file.read_text() == "mine"
 
 
 def test_transformers_shows_no_progress_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
-    code, out, err = run("convert", "nxtrain-to-hf", checkpoint, tmp_path / "out", "--verify")
+    code, out, err = in_process("convert", "nxtrain-to-hf", checkpoint, tmp_path / "out", "--verify")
     assert (code, err) == (0, "")
     assert out.startswith(f"transformers loads {tmp_path}/out; its scores differ from ours by at most ")

@@ -23,7 +23,7 @@ RUN = f"s3://{BUCKET}/runs/one"
 def run(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
     """The folder of a run whose last checkpoint has a tokenizer, and all of which lies in S3 too."""
     write_config(tmp_path, steps=4, every=2)
-    code, told = command(tmp_path, "train", tmp_path / "run.toml")
+    code, told = command(tmp_path, "train", tmp_path / "config.toml")
     assert code == 0, told
     folder = tmp_path / "run"
     newest = directory.newest(folder / CHECKPOINTS_DIR)
@@ -53,7 +53,7 @@ def test_what_reads_a_checkpoint_reads_it_from_s3(run: Path, s3_variables: dict[
     for name, place, environ in (("here", str(run), {}), ("there", RUN, s3_variables)):
         out = run.parent / name
         told(run, environ, "convert", "nxtrain-to-hf", place, out / "hf")
-        told(run, environ, "convert", "nxtrain-to-nxd", place, out / "nxd", "--run", run.parent / "run.toml")
+        told(run, environ, "convert", "nxtrain-to-nxd", place, out / "nxd", "--run", run.parent / "config.toml")
     files = [path.relative_to(run.parent / "here") for path in (run.parent / "here").rglob("*") if path.is_file()]
     assert len(files) > 5
     for file in files:
@@ -61,7 +61,7 @@ def test_what_reads_a_checkpoint_reads_it_from_s3(run: Path, s3_variables: dict[
             assert (run.parent / "here" / file).read_bytes() == (run.parent / "there" / file).read_bytes(), file
 
     more = ("train.steps=6", f"run.dir={run.parent / 'more'}", f"checkpoint.resume={RUN}")
-    assert "continues after step 4" in told(run, s3_variables, "train", run.parent / "run.toml", *more)
+    assert "continues after step 4" in told(run, s3_variables, "train", run.parent / "config.toml", *more)
 
 
 def test_what_cannot_be_read_or_written_there_says_so(run: Path, s3_variables: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from nxtrain.config.load import load
 from tests.support.models import hf_model
 from tests.support.ranks import RankPool
 from tests.support.runs import assert_equal_bits, course, run_plan, state_at, token_file, train_rank
+from tests.support.tiny import write_toml
 
 STEPS = 4
 ALONE: dict[str, Any] = {"tp": 1, "dp": 1}
@@ -103,43 +104,22 @@ def test_stochastic_rounding_does_not_know_the_stages(runs: Runs) -> None:
     assert_equal_bits(*states)
 
 
-CONFIG = """
-[model]
-preset = "tiny"
-config = {num_hidden_layers = 5, tie_word_embeddings = true}
-[train]
-seq_len = 32
-global_batch = 8
-micro_batch = 2
-eval_every = 1
-eval_batches = 2
-[optim]
-lr = 1e-2
-min_lr = 1e-3
-warmup_steps = 1
-decay_steps = 6
-[data]
-source = "text"
-validation_fraction = 0.2
-[metrics]
-log_every = 1
-tensorboard = false
-[backend]
-name = "cpu"
-"""
-
-
 def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> None:
     """By the commands that people type, from and to the folder of one run, which evaluates after every step."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for source in sorted(Path(__file__).parents[1].glob("unit/*/*.py")):
         (texts / f"{source.parent.name}-{source.name}.txt").write_bytes(source.read_bytes())
-    config = tmp_path / "run.toml"
-    config.write_text(CONFIG, encoding="utf-8")
+    config = write_toml(
+        tmp_path,
+        model={"preset": "tiny", "config": {"num_hidden_layers": 5, "tie_word_embeddings": True}},
+        train={"seq_len": 32, "global_batch": 8, "micro_batch": 2, "eval_every": 1, "eval_batches": 2},
+        optim={"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 1, "decay_steps": 6},
+        data={"source": "text", "path": texts, "validation_fraction": 0.2},
+    )
 
     def plan(file: Path, *overrides: str) -> Resolved:
-        return resolve_config(load(file, [f"data.path={texts}", *overrides]), 1)
+        return resolve_config(load(file, overrides), 1)
 
     def command(*words: str) -> str:
         argv = (sys.executable, "-m", *words)
@@ -154,9 +134,7 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
 
     folder = tmp_path / "staged"
     stages = ("parallel.pp=2", "parallel.virtual_pp=2", "parallel.pipeline_cuts=[1, 2, 4]")
-    said = command(
-        "nxtrain", "launch", str(config), f"data.path={texts}", f"run.dir={folder}", "train.steps=2", *stages
-    )
+    said = command("nxtrain", "launch", str(config), f"run.dir={folder}", "train.steps=2", *stages)
     assert "2 ranks: pp 2 of 2 chunks each, tp 1, dp 1" in said
     assert f"{straight.family.num_params(straight.model):,} parameters" in said
     assert_same(course(folder), expected[:2])

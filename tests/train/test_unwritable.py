@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from nxtrain.cli import main as cli
 from nxtrain.errors import BackendError, CheckpointError, DataError
-from tests.support.commands import write_config
+from tests.support.commands import in_process, write_config
 from tests.support.small_disks import small_disk
-
-
-def run(*argv: object) -> tuple[int, str]:
-    """Exit code and standard error of a command in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["nxtrain", *map(str, argv)]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        cli.main()
-    assert "Traceback" not in err.getvalue()
-    return int(ended.value.code or 0), err.getvalue()
 
 
 @contextmanager
@@ -51,7 +32,7 @@ def config(tmp_path: Path) -> Iterator[Path]:
         path = write_config(folder, steps=1)
         text = folder / "text.txt"
         text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-        code, said = run("train", path, *options(folder))
+        code, _, said = in_process("train", path, *options(folder))
         assert code == 0, said
         yield path
 
@@ -63,7 +44,7 @@ def options(folder: Path) -> tuple[str, ...]:
 def test_a_folder_of_prepared_data_that_is_read_only_is_named(config: Path) -> None:
     folder = config.parent / "run" / "data"
     with frozen(folder):
-        code, said = run("train", config, *options(config.parent))
+        code, _, said = in_process("train", config, *options(config.parent))
     assert (code, f"{folder}/prepared-" in said, "Read-only file system" in said) == (DataError.exit_code, True, True)
     assert "choose another run.dir" in said
 
@@ -71,7 +52,7 @@ def test_a_folder_of_prepared_data_that_is_read_only_is_named(config: Path) -> N
 def test_a_configuration_of_a_run_that_is_read_only_is_named(config: Path) -> None:
     file = config.parent / "run" / "config.toml"
     with frozen(file):
-        code, said = run("train", config, *options(config.parent), "metrics.log_every=2")
+        code, _, said = in_process("train", config, *options(config.parent), "metrics.log_every=2")
     assert code in {BackendError.exit_code, CheckpointError.exit_code}, said
     assert f"{file}" in said
     assert "give another path" in said or "run.dir" in said

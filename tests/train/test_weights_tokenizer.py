@@ -55,7 +55,7 @@ class Runs:
         model = {"config": {"vocab_size": VOCAB}}
         steps = {"steps": 2, "checkpoint": {"every": 1}, "backend": {"name": "cpu"}, "model": model}
         resolved = run_plan(folder / "run", data, **steps)  # type: ignore[arg-type]
-        (folder / "run.toml").write_text(dump(resolved.config))
+        (folder / "config.toml").write_text(dump(resolved.config))
 
     @property
     def of_hf(self) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class Runs:
         return (f"checkpoint.resume={self.folder}/converted",)
 
     def train(self, *overrides: str, name: str = "run") -> tuple[int, str]:
-        config = (str(self.folder / "run.toml"), f"run.dir={self.folder / name}")
+        config = (str(self.folder / "config.toml"), f"run.dir={self.folder / name}")
         self._patch.setattr(sys, "argv", ["nxtrain", "train", *config, *overrides])
         with pytest.raises(SystemExit) as ended:
             cli.main()

@@ -20,7 +20,7 @@ from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key
 from nxtrain.compile.manifest import Manifest, read_manifest
 from tests.support.neuron_machine import ROOT, assert_real, install
-from tests.support.ranks import free_port
+from tests.support.ports import free_port
 
 
 class Machine(NamedTuple):

@@ -13,7 +13,7 @@ from nxtrain.distributed.host_group import spans
 SHOWN = 4
 """Ranks whose doings a message tells."""
 
-WAITING = ("/torch/distributed/", "/nxtrain/backends/")
+WAITING = ("/torch/distributed/", "/nxtrain/distributed/", "/nxtrain/backends/")
 """Folders of the code in which a rank waits for others, or for a device that does."""
 
 OURS = ("/nxtrain/", "/models/")

@@ -11,7 +11,7 @@ from threading import Barrier, Thread
 import pytest
 
 from nxtrain.process.greetings import without_greetings
-from tests.support.commands import free_port
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks."

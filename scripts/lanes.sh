@@ -1,0 +1,160 @@
+# Sourced by test.sh. The order of the lanes on the cores of this machine.
+#
+# Lanes come one after the other, and each keeps the cores busy: `unit` with a test per core, `train` and `faults` with
+# one more, since their tests wait for processes. `xla` computes on one core and `dist` waits for ranks, so `xla` runs
+# behind `dist` and what follows it, which then takes one core less. Tests marked `alone` come last, with nothing beside.
+
+cores=$(getconf _NPROCESSORS_ONLN)
+at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes, each of half a gigabyte
+
+# What `quick` takes of the lanes that start ranks.
+smokes=(
+    "tests/dist/test_training_parity.py::test_twenty_steps_equal_transformers[2-1-True-1]"
+    "tests/dist/test_pipeline.py::test_twenty_steps_equal_transformers[1-2-1-2-4]"
+    "tests/dist/test_checkpoint_shard_modes.py::test_any_degree_loads_what_another_saved[alone-zero1-of-4]"
+    "tests/xla/test_graphs.py::test_every_step_from_the_first_is_the_same_graphs_and_reads_nothing[fp32]"
+    "tests/xla/test_parity.py::test_steps_equal_transformers_and_are_the_same_graphs_on_all_devices[2]"
+    "tests/train/test_resume.py::test_going_on_after_any_step_is_the_straight_run[tp2-sp-3]"
+    "tests/faults/test_kills.py::test_in_a_step[1]"
+)
+
+lint() {
+    local code=0
+    "$venv/bin/ruff" check . || code=1
+    "$venv/bin/ruff" format --check . || code=1
+    "$venv/bin/mypy" || code=1
+    "$venv/bin/lint-imports" --no-logo || code=1
+    return $code
+}
+
+# Run pytest on several tests at once: their number, pytest's arguments. A debugger and a terminal are for one at a time.
+at_once() {
+    local workers=$1 word
+    shift
+    [ -z "$xla" ] || workers=$((workers > 2 ? workers - 1 : workers))
+    for word in "$@"; do
+        case $word in --pdb | --trace | -s | --capture=no) workers=0 ;; esac
+    done
+    # Processes share the cores already, so that threads in each of them only get in each other's way.
+    OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+}
+
+# Run a lane but for its tests marked `alone`: lane, pytest's arguments. One process per lane at least, since torch-xla
+# and the process groups leave traces in theirs.
+run_lane() {
+    local lane=$1
+    shift
+    case $lane in
+        lint) lint ;;
+        nxd) nxd_run "$nxd_src" "$@" ;;
+        dist | xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest "tests/$lane" "$@" ;;
+        unit) at_once "$at_once" tests/unit ${quick[@]+"${quick[@]}"} "$@" ;;
+        smokes) at_once "$at_once" "${smokes[@]}" "$@" ;;
+        train | faults) at_once $((at_once + 1)) "tests/$lane" --alone=without "$@" ;;
+        *) "$venv/bin/python" -m pytest "tests/$lane" "$@" ;;
+    esac
+}
+
+# Run what of a lane must have nothing beside it.
+run_alone() { "$venv/bin/python" -m pytest "tests/$1" --alone=only "${@:2}"; }
+
+code_of() { local of="code_$1" && echo "${!of:-5}"; }
+took() { local of="took_$1" && echo "${!of:-0}"; }
+
+# Take a part of a lane into its verdict: lane, seconds, exit code. 5 is pytest's for an empty selection, such as -k of
+# another lane's test, and says nothing of the other part of a lane.
+judge() {
+    printf -v "took_$1" %d $(($(took "$1") + $2))
+    case $(code_of "$1") in
+        5) printf -v "code_$1" %d "$3" ;;
+        0) [ "$3" = 5 ] || printf -v "code_$1" %d "$3" ;;
+    esac
+}
+
+summary() {
+    local lane verdict
+    for lane in "${lanes[@]}"; do
+        case $(code_of "$lane") in
+            0) verdict=passed ;;
+            5) verdict="no test selected" ;;
+            *) verdict=FAILED ;;
+        esac
+        printf '\n%-7s %5d s  %s' "$lane" "$(took "$lane")" "$verdict"
+    done
+}
+
+# Whether something ran, and nothing failed.
+all_passed() {
+    local lane none=1
+    for lane in "${lanes[@]}"; do
+        case $(code_of "$lane") in
+            0) none=0 ;;
+            5) ;;
+            *) return 1 ;;
+        esac
+    done
+    return $none
+}
+
+timed() {  # lane, function, pytest's arguments
+    local begin=$SECONDS code=0
+    "$2" "$1" "${@:3}" || code=$?
+    judge "$1" $((SECONDS - begin)) $code
+}
+
+xla="" log=build/xla.log
+start_xla() {
+    mkdir -p build && rm -f "$log.end"
+    say "=== xla runs behind the lanes that follow; its output comes after them, and is in $log meanwhile"
+    set -m  # a process group of its own, which one signal ends, and which takes an interrupt
+    (
+        begin=$SECONDS code=0
+        run_lane xla "$@" || code=$?
+        echo $((SECONDS - begin)) $code >"$log.end"
+    ) >"$log" 2>&1 </dev/null &
+    xla=$!
+    set +m
+}
+
+finish_xla() {
+    say "=== xla"
+    local seconds code
+    wait "$xla" || true
+    xla=""
+    cat "$log"
+    read -r seconds code <"$log.end"
+    judge xla "$seconds" "$code"
+}
+
+# End what runs behind, with its ranks: an interrupt first, so that tests end their processes.
+end_xla() {
+    [ -n "$xla" ] || return 0
+    local waited
+    kill -INT -- "-$xla" 2>/dev/null || true
+    for waited in {1..50}; do
+        kill -0 -- "-$xla" 2>/dev/null || return 0
+        sleep 0.1
+    done
+    kill -KILL -- "-$xla" 2>/dev/null || true
+}
+
+# Run all lanes: pytest's arguments.
+run_lanes() {
+    local lane
+    trap end_xla EXIT
+    trap 'say "interrupted"; exit 130' INT TERM  # pytest ends itself at an interrupt, and no lane must start after it
+    for lane in "${lanes[@]}"; do
+        if [ "$lane" = dist ] && has_lane xla; then start_xla "$@"; fi
+        if [ "$lane" = xla ] && [ -n "$xla" ]; then continue; fi
+        say "=== $lane"
+        timed "$lane" run_lane "$@"
+    done
+    [ -z "$xla" ] || finish_xla
+    for lane in "${lanes[@]}"; do
+        case $lane in
+            train | faults)
+                say "=== $lane: what runs alone"
+                timed "$lane" run_alone "$@" ;;
+        esac
+    done
+}

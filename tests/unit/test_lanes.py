@@ -1,0 +1,223 @@
+"""`scripts/test.sh` on a stand-in for pytest: the order of lanes and their parts, their verdicts, and an interrupt.
+
+The choices among tests, which pytest makes, are held on pytest itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SKIPS_FILE
+
+ROOT = Path(__file__).parents[2]
+LANES = ("device", "unit", "dist", "xla", "train", "faults")
+
+STAND_IN = """#!/usr/bin/env bash
+case "$1" in
+    -V) echo "Python 3.11.0" && exit ;;
+    -c) echo 2.9.0 && exit ;;
+esac
+shift 2
+echo "$OMP_NUM_THREADS $*" >>calls
+if [[ -n "${HANGS:-}" && "$*" =~ $HANGS ]]; then
+    echo $$ >>hangs
+    exec sleep 600
+fi
+while read -r code words; do
+    if [[ "$*" == *"$words"* ]]; then exit "$code"; fi
+done <codes
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """The scripts in a folder with all lanes, on a machine of two cores."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for lane in LANES:
+        (tmp_path / "tests" / lane).mkdir(parents=True)
+        (tmp_path / "tests" / lane / "test_a.py").touch()
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "codes").touch()
+    programs = {f".venv/bin/{name}": "#!/bin/sh\nexit 0\n" for name in ("ruff", "mypy", "lint-imports")}
+    programs |= {".venv/bin/python": STAND_IN, "bin/getconf": "#!/bin/sh\necho 2\n"}
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    ready = 'source scripts/setup.sh; venv=.venv packages=".[xla,dev]"; fingerprint >.venv/nxtrain-setup'
+    subprocess.run(["bash", "-c", ready], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def environ(house: Path, **variables: str) -> dict[str, str]:
+    left_out = {"PYTHON", "NXTRAIN_TORCH", "OMP_NUM_THREADS", SKIPS_FILE}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    return {**kept, "PATH": f"{house / 'bin'}:{os.environ['PATH']}", **variables}
+
+
+def run(house: Path, *words: str, codes: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """The script, where the stand-in ends with the first code whose words its arguments have."""
+    (house / "codes").write_text("".join(f"{line}\n" for line in codes), encoding="utf-8")
+    argv = ["bash", "scripts/test.sh", *words]
+    return subprocess.run(argv, cwd=house, env=environ(house), capture_output=True, text=True, timeout=60, check=False)
+
+
+def calls(house: Path) -> list[str]:
+    """What pytest was called with, but for counting tests."""
+    lines = (house / "calls").read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if "--collect-only" not in line]
+
+
+def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    return {lane: verdict for lane, verdict in re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, flags=re.MULTILINE)}
+
+
+def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) -> None:
+    done = run(house, "--", "-k", "mesh")
+    assert done.returncode == 0, done.stderr
+    assert verdicts(done) == dict.fromkeys(("lint", *LANES), "passed")
+    found = calls(house)
+    behind = "1 tests/xla -k mesh"
+    together = "1 -n {} --dist loadfile --no-loadscope-reorder tests/{} {}-k mesh"
+    expected = ["tests/device -k mesh", together.format(2, "unit", ""), "1 tests/dist -k mesh"]
+    # One less than without xla behind them.
+    expected += [together.format(2, lane, "--alone=without ") for lane in ("train", "faults")]
+    expected += [f"tests/{lane} --alone=only -k mesh" for lane in ("train", "faults")]
+    assert [call for call in found if call != behind] == expected
+    assert 2 <= found.index(behind) < found.index(expected[-2])
+    assert len(found) == len(expected) + 1
+
+
+def test_a_lane_by_itself_has_all_cores_and_a_debugger_takes_one_test_at_a_time(house: Path) -> None:
+    assert run(house, "faults", "--slow").returncode == 0
+    assert run(house, "train", "--", "--pdb").returncode == 0
+    assert calls(house) == [
+        "1 -n 3 --dist loadfile --no-loadscope-reorder tests/faults --alone=without --slow",
+        "tests/faults --alone=only --slow",
+        "1 -n 0 --dist loadfile --no-loadscope-reorder tests/train --alone=without --pdb",
+        "tests/train --alone=only --pdb",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("codes", "verdict", "code"),
+    [
+        (["0 without", "5 only"], "passed", 0),
+        (["5 without", "0 only"], "passed", 0),
+        (["5 train"], "no test selected", 1),
+        (["1 without", "0 only"], "FAILED", 1),
+        (["0 without", "1 only"], "FAILED", 1),
+        (["1 without", "5 only"], "FAILED", 1),
+        (["5 without", "2 only"], "FAILED", 1),
+    ],
+)
+def test_both_parts_of_a_lane_make_its_verdict(house: Path, codes: list[str], verdict: str, code: int) -> None:
+    done = run(house, "train", codes=codes)
+    assert (verdicts(done), done.returncode) == ({"train": verdict}, code)
+
+
+@pytest.mark.parametrize(("codes", "code"), [(["5 tests"], 1), (["0 xla", "5 tests"], 0), (["1 xla"], 1)])
+def test_a_lane_that_runs_behind_counts_like_the_others(house: Path, codes: list[str], code: int) -> None:
+    done = run(house, "dist", "xla", codes=codes)
+    assert done.returncode == code, done.stdout
+    verdict = {"0": "passed", "1": "FAILED", "5": "no test selected"}[codes[0][0]]
+    assert verdicts(done)["xla"] == verdict
+
+
+def test_an_interrupt_ends_everything(house: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal, whatever ignores it here
+    script = subprocess.Popen(
+        ["bash", "scripts/test.sh"],
+        cwd=house,
+        env=environ(house, HANGS="tests/(xla|dist)$"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    )
+    signal.signal(signal.SIGINT, before)
+    limit = time.monotonic() + 30
+    hanging: list[int] = []
+    while len(hanging) < 2 and time.monotonic() < limit:
+        time.sleep(0.05)
+        hanging = [int(pid) for pid in (house / "hangs").read_text().split()] if (house / "hangs").exists() else []
+    try:
+        os.killpg(script.pid, signal.SIGINT)  # as a terminal does: what runs behind has a group of its own
+        said, _ = script.communicate(timeout=30)
+        assert script.returncode == 130, said
+        assert len(hanging) == 2
+        assert [pid for pid in hanging if Path(f"/proc/{pid}").exists()] == []
+        assert not any("tests/train" in call for call in calls(house))
+    finally:
+        for pid in (script.pid, *hanging):
+            subprocess.run(["kill", "-KILL", str(pid)], check=False, capture_output=True)
+
+
+def test_help_is_the_usage(house: Path) -> None:
+    done = run(house, "--help")
+    assert done.returncode == 0
+    assert "bash scripts/test.sh [lane ...]" in done.stdout
+    assert "#" not in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("as --pdb and -s do.")
+
+
+def test_quick_is_lint_unit_and_smokes_that_exist(house: Path) -> None:
+    assert verdicts(run(house, "quick")) == dict.fromkeys(("lint", "unit", "smokes"), "passed")
+    unit, smokes = calls(house)
+    assert unit == "1 -n 2 --dist loadfile --no-loadscope-reorder tests/unit --quick"
+    found = re.findall(r"(tests/\w+/\w+\.py)::(\w+)\[", smokes)
+    assert {Path(file).parts[1] for file, _ in found} == {"dist", "xla", "train", "faults"}
+    for file, name in found:
+        functions = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        assert name in {each.name for each in functions if isinstance(each, ast.FunctionDef)}, (file, name)
+    assert run(house, "quick", "unit").returncode == 2
+
+
+MARKED = """
+import pytest
+
+@pytest.mark.alone
+def test_measures(): pass
+
+@pytest.mark.slow
+def test_is_larger(): pass
+
+def test_is_skipped(): pytest.skip("why so")
+
+def test_passes(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome", "skipped"),
+    [
+        (("-n", "2", "--alone=without"), "1 passed, 2 skipped", ["repeats a proof", "why so"]),
+        (("--alone=only",), "1 passed, 3 deselected", []),
+        (("--slow",), "3 passed, 1 skipped", ["why so"]),
+    ],
+)
+def test_choices_among_tests_and_one_summary_of_skips(
+    tmp_path: Path, options: Sequence[str], outcome: str, skipped: list[str]
+) -> None:
+    (tmp_path / "test_marked.py").write_text(MARKED, encoding="utf-8")
+    settings = ("-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p", "tests.conftest", "-p", "no:cacheprovider")
+    argv = [sys.executable, "-m", "pytest", tmp_path, "-q", *settings, *options]
+    env = {**os.environ, SKIPS_FILE: str(tmp_path / "skips"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*map(str, argv)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert f"{outcome} in" in done.stdout, done.stdout + done.stderr
+    lines = (tmp_path / "skips").read_text(encoding="utf-8").splitlines()
+    assert [line.split(" skipped: ")[1][: len(reason)] for line, reason in zip(lines, skipped, strict=True)] == skipped
+    assert [int(line.split()[0]) for line in lines] == [1] * len(skipped)
