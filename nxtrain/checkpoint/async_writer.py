@@ -76,8 +76,8 @@ class AsyncCheckpointWriter:
         copied: Callable[[int, str], None] = lambda step, problem: None,
     ) -> None:
         self._folder, self._layout, self._retention, self._tokenizer = folder, layout, retention, tokenizer
-        self._group, self._talk, self._told = group, talk, told
-        self._background, self._copies, self._disk, self._copied = background, copies, disk, copied
+        self._group, self._talk, self._on_outcome = group, talk, told
+        self._background, self._uploader, self._disk, self._on_upload = background, copies, disk, copied
         self._staging = Staging(layout)
         self._underway: _Writing | None = None
         self._written: int | None = None
@@ -94,7 +94,7 @@ class AsyncCheckpointWriter:
         began = time.monotonic()
         if not must and self._is_busy():
             problem = "the one before it is still being written"
-            self._told(Outcome(meta.step, time.monotonic() - began, problem=problem))
+            self._on_outcome(Outcome(meta.step, time.monotonic() - began, problem=problem))
             return
         self.settle()
         if self._written == meta.step:
@@ -115,7 +115,7 @@ class AsyncCheckpointWriter:
         outcome = self._underway.outcome()
         self._underway = None
         self._written = None if outcome.problem else outcome.step
-        self._told(outcome)
+        self._on_outcome(outcome)
         return outcome
 
     def report(self) -> None:
@@ -125,8 +125,8 @@ class AsyncCheckpointWriter:
 
     def report_copies(self) -> None:
         """Report the uploads that have ended; never waits."""
-        for step, problem in self._copies.ended() if self._copies is not None else ():
-            self._copied(step, problem)
+        for step, problem in self._uploader.ended() if self._uploader is not None else ():
+            self._on_upload(step, problem)
 
     def close(
         self,
@@ -143,8 +143,8 @@ class AsyncCheckpointWriter:
         """
         try:
             self.settle()
-            if self._copies is not None:
-                self._finish_uploads(self._copies, patience, alive, asked)
+            if self._uploader is not None:
+                self._finish_uploads(self._uploader, patience, alive, asked)
         finally:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
@@ -155,7 +155,7 @@ class AsyncCheckpointWriter:
         uploader.wait(deadline, alive, asked)
         self.report_copies()
         for step in sorted(uploader.underway):
-            self._copied(step, "the run ends, and its copy is still under way")
+            self._on_upload(step, "the run ends, and its copy is still under way")
 
     def _is_busy(self) -> bool:
         # The leader ends last: it commits and deletes old checkpoints after all others have written.
@@ -169,10 +169,10 @@ class AsyncCheckpointWriter:
     def _write(self, staged: Staged, meta: Meta, kinds: tuple[str, ...]) -> tuple[str, ...]:
         path, mesh, group = directory.step_path(self._folder, meta.step), self._layout.mesh, self._group
         written = write_state(path, staged, mesh, meta, kinds, self._tokenizer, group, self._disk)
-        underway = self._copies.underway if self._copies is not None else ()
+        underway = self._uploader.underway if self._uploader is not None else ()
         failed = tidy(path, self._retention, mesh, group, self._disk, underway)
-        if self._copies is not None:
-            self._copies.offer(meta.step, path, written, group)
+        if self._uploader is not None:
+            self._uploader.offer(meta.step, path, written, group)
         return tuple(failed)
 
 

@@ -79,8 +79,8 @@ class FileWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Keep the plan, and list each shard's place compactly: the coordinator receives the lists of all ranks."""
         # Wide types first, so that the offset of every entry is a multiple of its size.
-        self._items = sorted(plan.items, key=lambda item: -_part(item).dtype.itemsize)
-        self._header, starts = header([_part(item) for item in self._items])
+        self._items = sorted(plan.items, key=lambda item: -_stored_shard(item).dtype.itemsize)
+        self._header, starts = header([_stored_shard(item) for item in self._items])
         if self._joint.told:
             return SavePlan([])
         placed = [_placed(item, start) for item, start in zip(self._items, starts, strict=True)]
@@ -280,7 +280,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _part(item: WriteItem) -> StoredShard:
+def _stored_shard(item: WriteItem) -> StoredShard:
     data = item.tensor_data
     assert data is not None
     box = data.chunk
@@ -292,7 +292,7 @@ _PlacedShard = tuple[str, str, tuple[int, ...], Box, int]
 
 
 def _placed(item: WriteItem, start: int) -> _PlacedShard:
-    data, part = item.tensor_data, _part(item)
+    data, part = item.tensor_data, _stored_shard(item)
     assert data is not None
     return part.key, CODES[part.dtype], tuple(data.size), (part.offsets, part.sizes), start
 

@@ -26,7 +26,7 @@ def open_checkpoint(path: Location) -> tuple[Meta, Manifest]:
     """Read a checkpoint's metadata and manifest.
 
     Raises:
-        DamagedError: A file's content is not what was written.
+        DamagedError: A file's content differs from the written bytes.
         CheckpointError: The checkpoint is incomplete, or of another format.
     """
     meta = read_meta(path)
@@ -58,7 +58,7 @@ def load(
         told: Called with each damage in `path` that another place could replace.
 
     Raises:
-        DamagedError: A file's content is not what was written; the local tensors then have no meaning.
+        DamagedError: A file's content differs from the written bytes; the local tensors then have no meaning.
         CheckpointError: The checkpoint's tensors differ from the model's in name, shape or type; no tensor was touched.
     """
     action = f"cannot load {path}"

@@ -94,7 +94,7 @@ def read_meta(path: Location) -> Meta:
     """Read the `meta.json` of a checkpoint.
 
     Raises:
-        DamagedError: The file's content is not what was written.
+        DamagedError: The file's content differs from the written bytes.
         CheckpointError: The file is missing, or of another format.
     """
     file = path / META

@@ -75,7 +75,7 @@ class Mirror:
         """Copy a rank's file.
 
         Raises:
-            DamagedError: The file's content is not what was written.
+            DamagedError: The file's content differs from the written bytes.
         """
         self.store.upload(f"{_folder(step)}/{file.name}", file, stored)
 

@@ -135,7 +135,7 @@ class ResumePlanner:
         return self._chosen
 
     def put_aside(self, found: Found, error: DamagedError) -> str:
-        """Quarantine a damaged checkpoint, and return a text for people that says so.
+        """Quarantine a damaged checkpoint, and return a description for people.
 
         A checkpoint that cannot be read at all keeps its name, and the previous one is tried. If that cannot be read
         either, the storage has failed rather than the files.
@@ -356,6 +356,6 @@ class ResumePlanner:
 
 
 def _quarantine(path: Path, error: DamagedError) -> str:
-    """Quarantine a damaged checkpoint, but not an unreadable one; return a text for people that says so."""
+    """Quarantine a damaged checkpoint, but not an unreadable one; return a description for people."""
     unsteady.hold(error)
     return "it is passed over" if error.unread else f"it is put aside as {directory.quarantine(path).name}"

@@ -57,9 +57,9 @@ class RunHistory(BaseModel):
     returns: tuple[Rewind, ...] = ()
     """Rewinds of the run, oldest first."""
 
-    def has_returned(self, told: str, job: str) -> bool:
+    def has_returned(self, requested: str, job: str) -> bool:
         """True if the last rewind has this request and this job."""
-        return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (told, job)
+        return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (requested, job)
 
     def keeps(self, known: int) -> int | None:
         """Last step that stays in a place that has seen the first `known` rewinds only; None: all steps stay."""
@@ -77,7 +77,7 @@ def read(root: Location) -> RunHistory | None:
     """Read the record of a `checkpoints` folder or of a mirror; None: there is none.
 
     Raises:
-        DamagedError: The file's content is not what was written.
+        DamagedError: The file's content differs from the written bytes.
     """
     file = root / FILE
     try:
@@ -164,9 +164,9 @@ class RewindLog:
         """
         return self._abandon(after, after, damaged=damaged)
 
-    def add(self, more: Rewind) -> None:
+    def add(self, rewind: Rewind) -> None:
         """Add a rewind, or the request of one; `write` makes it durable."""
-        self.newest = self.newest.model_copy(update={"returns": (*self.newest.returns, more)})
+        self.newest = self.newest.model_copy(update={"returns": (*self.newest.returns, rewind)})
 
     def write(self, known: int = 0) -> None:
         """Update the records: the mirror's first, so that the loss of a disk loses no rewind.

@@ -58,9 +58,9 @@ class Param:
     def rows(self, rank: int, size: int) -> Param:
         """Rows that a rank of ZeRO-1 holds: the same number on each rank, the last ones padded with zeros."""
         width = -(-self.shape[0] // size)
-        return replace(self, shape=(width, *self.shape[1:]), blocks=tuple(self._cut(rank * width, width)))
+        return replace(self, shape=(width, *self.shape[1:]), blocks=tuple(self._clipped_blocks(rank * width, width)))
 
-    def _cut(self, first: int, num_rows: int) -> Iterator[tuple[str, ShardBox]]:
+    def _clipped_blocks(self, first: int, num_rows: int) -> Iterator[tuple[str, ShardBox]]:
         for name, block in self.blocks:
             begin = block.local_offsets[0]
             low, high = max(begin, first), min(begin + block.sizes[0], first + num_rows)

@@ -76,7 +76,7 @@ class NxdStates:
             ids = dict(_numbered([group["params"] for group in content["param_groups"]], names))
             entries = content[BASE_STATE if self.zero1 else "state"]
             for name, number in ids.items():
-                shape = self._cut(self.source.layout.param(name, 0), 0).shape
+                shape = self._dp_shard(self.source.layout.param(name, 0), 0).shape
                 if number not in entries or tuple(entries[number]["exp_avg"].shape) != shape:
                     raise CheckpointError(
                         f"{self.grid.folder}: number {number} of stage {pp} is not the state of {name}, {shape}; "
@@ -85,7 +85,7 @@ class NxdStates:
             stages.append(ids)
         return stages
 
-    def _cut(self, param: Param, dp: int) -> Param:
+    def _dp_shard(self, param: Param, dp: int) -> Param:
         return param.rows(dp, self.grid.dp) if self.zero1 else param
 
     def local(self, kind: str, param: Param, tp: int, pp: int) -> Tensor:

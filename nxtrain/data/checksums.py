@@ -61,7 +61,7 @@ class Checksums:
         """Decode the content of a checksum file.
 
         Raises:
-            ValueError: The content is not what was written.
+            ValueError: The content differs from the written bytes.
         """
         content, seal = sealed[: -_SEAL.size], sealed[-_SEAL.size :]
         whole = len(content) >= _HEAD.size and content.startswith(_MAGIC)
@@ -116,7 +116,7 @@ class VerifiedBlocks:
         """Fill a view with the bytes of ids at an offset.
 
         Raises:
-            DataError: A block's content is not what was written.
+            DataError: A block's content differs from the written bytes.
         """
         done = 0
         while done < len(view):

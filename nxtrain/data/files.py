@@ -85,7 +85,7 @@ def read_checksums(path: Path) -> Checksums:
     """Checksums of a token file that a run has prepared.
 
     Raises:
-        DataError: The checksum file is missing, unreadable, or its content is not what was written.
+        DataError: The checksum file is missing, unreadable, or differs from the written bytes.
         StorageError: The storage fails.
     """
     file = checksums_of(path)
