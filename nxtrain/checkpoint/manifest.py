@@ -1,7 +1,7 @@
 """Manifest of a checkpoint, `manifest.json`: its files, and the place of each tensor in them.
 
-Every rank writes one file in the safetensors format. The header also holds the offsets of each shard for
-`HuggingFaceStorageReader` of `torch.distributed.checkpoint`, so that a checkpoint can be read without nxtrain.
+Every rank writes one file in the safetensors format. The header also holds the offsets of each shard. With them
+`HuggingFaceStorageReader` of `torch.distributed.checkpoint` can read a checkpoint without nxtrain.
 
 Source: https://huggingface.co/docs/safetensors, "Format"; torch 2.9, torch/distributed/checkpoint/_hf_utils.py.
 """

@@ -297,7 +297,7 @@ class ResumePlanner:
             unsteady.hold(error)
             self._print_lines([f"WARNING: {error}; step {step} is not in {there}, so that the one before it is tried"])
             return False
-        # Failures from here on are no damage, and end the start: the previous checkpoint would abandon whole files.
+        # A failure from here on is no damage, and ends the start: a resume from an earlier step would abandon this one.
         by_leader(lambda: there.begin(step), self._mesh, self._group, failure)
         together(add, self._mesh, self._group, failure)
         together(finish, self._mesh, self._group, failure)

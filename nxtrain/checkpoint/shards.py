@@ -20,7 +20,7 @@ MODEL = "model"
 """The kind of the weights."""
 
 SLIVER = 1 / 32
-"""Smallest end of a tensor that is written as a shard of its own, as a fraction of the bytes that a rank writes."""
+"""Smallest end of a tensor that is written as a separate shard, as a fraction of a rank's bytes."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     Shards with the same number of replicas are concatenated, and each replica writes an equal range of their bytes. A
     shard in several ranges is split between rows, unless one end is smaller than `SLIVER` of a range.
 
-    Ranks with a replica of one shard have replicas of all shards with the same number of replicas, in the same order.
-    Each rank therefore computes the same assignment without communication.
+    Ranks that share one shard share all shards with the same number of replicas, in the same order. Each rank therefore
+    computes the same assignment without communication.
     """
     held = [chunk for chunk in held if not chunk.tied]
     total, before = Counter[int](), Counter[int]()

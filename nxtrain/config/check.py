@@ -30,7 +30,7 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 MAX_ROUNDED_BETA = 0.99
 """Largest decay with which a running mean in bf16, rounded to nearest, follows its gradients. One step then moves the
-mean by 1% of the distance to the gradient, and bf16 numbers are 0.4 to 0.8% apart."""
+mean by 1% of the distance to the gradient. Adjacent bf16 numbers are 0.4 to 0.8% apart."""
 
 _UPDATES = {"fp32": ("fp32",), "bf16": ("fp32_master", "bf16_stochastic", "bf16_kahan")}
 _UPDATE_REASONS = {

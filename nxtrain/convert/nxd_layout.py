@@ -1,8 +1,8 @@
 """Sharding of NeuronX Distributed's Llama: names of parameters, and the entries of tensors that each rank holds.
 
 A rank has gate and up in one matrix, and q, k and v in three or one. If tp exceeds the number of K/V heads, heads are
-replicated, and each replica is on a rank with queries of the head's group. On trn1 the heads alternate, (0 1 0 1). On
-trn2 replicas are adjacent, (0 0 1 1), and the queries keep their order if a rank has one head.
+replicated. Each replica is on a rank with queries of the head's group. On trn1 the heads alternate, (0 1 0 1). On trn2
+replicas are adjacent, (0 0 1 1); the queries keep their order if a rank has one head.
 
 Source: `GQAQKVColumnParallelLinear` and `arrange_kv_groups` of neuronx-distributed 0.18; its example
 `modeling_llama_nxd.py`; `create_partitions` for the split over pp.
@@ -48,7 +48,7 @@ class Param:
     Args:
         name: Name in NxD's files.
         shape: Local shape.
-        blocks: Global name and box of entries, for each tensor that the parameter holds a part of.
+        blocks: Tensor's global name and box, for each box of entries that the parameter holds.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Preparation of the data by one rank before training: split a corpus, train its tokenizer, write its token files.
 
-The name of every file has the fingerprint of its inputs, so that a second start reuses the file, and a changed corpus
+The name of every file has the fingerprint of its inputs. A second start therefore reuses the file, and a changed corpus
 never uses an old one.
 """
 
@@ -110,7 +110,7 @@ class Survey:
         """Two (n,) masks: the held-out sections, and the training sections from which the tokenizer learns.
 
         Sections are held out in ascending order of their hashes until they hold the fraction of the text. The choice
-        depends neither on the order of the corpus nor on a seed, and hardly changes when the corpus grows.
+        depends neither on the order of the corpus nor on a seed. It hardly changes when the corpus grows.
         """
         order = np.argsort(self.hashes, kind="stable")
         total = np.cumsum(self.chars[order])
@@ -169,7 +169,7 @@ def prepare(
 ) -> Prepared:
     """Check the data of a run and write the token files, unless they exist already.
 
-    Text is encoded by data.tokenizer, else by the tokenizer of the weights, else by one that is trained on the text.
+    Text is encoded by data.tokenizer, else by the weights' tokenizer, else by one that is trained on the text.
 
     Raises:
         DataError: Data that is missing, malformed, empty or outside of the vocabulary, or a disk that is full.

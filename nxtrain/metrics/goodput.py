@@ -1,7 +1,7 @@
-"""Goodput: the share of the time since a run's first start that went into productive steps, and the use of the rest.
+"""Goodput: the productive share of the time since a run's first start, and the use of the rest.
 
-A productive step is one that no later start repeats. `goodput_meter` counts the time of a start, and `goodput_log`
-stores it in the run folder.
+Time is productive in steps that no later start repeats. `goodput_meter` counts the time of a start, and `goodput_log`
+stores the counts in the run folder.
 """
 
 from __future__ import annotations

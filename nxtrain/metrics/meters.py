@@ -1,7 +1,7 @@
 """Meters of a run's speed, and the record of a logged step.
 
 The meters read no device: tokens are counted on the host, and the clock is an argument. On an asynchronous device a
-window ends when the trainer fetches its values, because the host has then waited for the steps of the window.
+window ends when the trainer fetches its values. The host has then waited for the steps of the window.
 """
 
 from __future__ import annotations

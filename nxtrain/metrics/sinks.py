@@ -1,7 +1,7 @@
 """Sinks for the records of steps: the metrics file, event files, the progress display.
 
-A run that resumes at step k repeats the steps after k. Each sink therefore first drops the records of these steps that
-an earlier process wrote, so that each step has one record.
+A run that resumes at step k repeats the steps after k. Each sink therefore first drops an earlier process's records of
+these steps, so that each step has one record.
 """
 
 from __future__ import annotations
