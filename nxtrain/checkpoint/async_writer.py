@@ -1,4 +1,4 @@
-"""The checkpoints of a run: copied to the host while training waits, written while it goes on."""
+"""Asynchronous checkpoints: tensors are copied to the host while training waits, and written while training goes on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from nxtrain.sharding import Layout
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a checkpoint.
+    """Result of saving one checkpoint.
 
     Args:
-        step: Its step.
-        stall_s: Seconds that training waited for it.
-        write_s: Seconds until it was written, committed and read back; 0 if it was left out.
-        problem: Why it is not there; empty if it is.
-        untidy: What failed afterwards, and costs no checkpoint.
+        step: Step of the checkpoint.
+        stall_s: Seconds that training waited for the checkpoint.
+        write_s: Seconds until the checkpoint was written, committed and read back; 0 if it was skipped.
+        problem: Reason why the checkpoint is missing; empty if it was saved.
+        untidy: Failures after the commit, such as of retention; the checkpoint is saved nevertheless.
     """
 
     step: int
@@ -41,29 +41,29 @@ class Outcome:
 
 
 class AsyncCheckpointWriter:
-    """Writes checkpoints of a run, one at a time. Every rank makes one, and calls it at the same steps.
+    """Writes checkpoints of a run, one at a time. Every rank makes one writer, and calls it at the same steps.
 
-    A checkpoint that cannot be written costs nothing but itself: training goes on, and older ones are untouched.
+    A failed write loses only that checkpoint: training goes on, and older checkpoints are untouched.
 
     Args:
         folder: The `checkpoints` folder.
-        cut: Where this rank's tensors lie in the model.
-        retention: Which checkpoints stay.
-        tokenizer: A `tokenizer.json` to keep with each.
-        group: Group of all ranks that can carry host objects while training talks; None: only this rank, or none can,
-            and checkpoints are written while training waits.
-        talk: Group on which the ranks talk before they go on; None for the default group.
+        layout: Entries of the model's tensors that this rank holds.
+        retention: Checkpoints that stay.
+        tokenizer: A `tokenizer.json` to save with each checkpoint.
+        group: Group of all ranks that carries host objects beside the collectives of training. None: there is only this
+            rank, or no group can; checkpoints are then written while training waits.
+        talk: Group on which the ranks agree before they go on; None for the default group.
         background: Write while training goes on.
-        told: Is told, between steps, what became of each checkpoint.
-        copies: What brings checkpoints to a mirror once they are there; None: there is none.
-        disk: Who acts in the folder; None: rank 0 for all.
-        copied: Is told, between steps, the step of each copy and why it is not in the mirror; empty if it is.
+        told: Called between steps with the outcome of each checkpoint.
+        copies: Uploader of saved checkpoints to a mirror; None: the run has no mirror.
+        disk: The ranks that act in the folder; None: rank 0 for all.
+        copied: Called between steps with the step of each upload and the reason why it failed; empty if it succeeded.
     """
 
     def __init__(
         self,
         folder: Path,
-        cut: Layout,
+        layout: Layout,
         *,
         retention: Retention,
         tokenizer: Path | None,
@@ -75,25 +75,26 @@ class AsyncCheckpointWriter:
         disk: Disk | None = None,
         copied: Callable[[int, str], None] = lambda step, problem: None,
     ) -> None:
-        self._folder, self._cut, self._retention, self._tokenizer = folder, cut, retention, tokenizer
-        self._group, self._talk, self._told = group, talk, told
-        self._background, self._copies, self._disk, self._copied = background, copies, disk, copied
-        self._staging = Staging(cut)
+        self._folder, self._layout, self._retention, self._tokenizer = folder, layout, retention, tokenizer
+        self._group, self._talk, self._on_outcome = group, talk, told
+        self._background, self._uploader, self._disk, self._on_upload = background, copies, disk, copied
+        self._staging = Staging(layout)
         self._underway: _Writing | None = None
         self._written: int | None = None
 
     def save(self, shards: Callable[[], Shards], meta: Meta, *, must: bool = False) -> None:
-        """Save the state after a step, unless the checkpoint before is still being written.
+        """Save the state after a step, unless the previous checkpoint is still being written.
 
         Args:
-            shards: Gives the local tensors by kind and parameter.
+            shards: Returns the local tensors by kind and parameter.
             meta: The rest of the state.
-            must: Wait for the one before instead, and until this one is written; nothing is done if it is already.
+            must: Wait for the previous checkpoint instead, and until this one is written. A step that is saved already
+                is not saved again.
         """
         began = time.monotonic()
         if not must and self._is_busy():
             problem = "the one before it is still being written"
-            self._told(Outcome(meta.step, time.monotonic() - began, problem=problem))
+            self._on_outcome(Outcome(meta.step, time.monotonic() - began, problem=problem))
             return
         self.settle()
         if self._written == meta.step:
@@ -108,24 +109,24 @@ class AsyncCheckpointWriter:
             self._underway.start()
 
     def settle(self) -> Outcome | None:
-        """Wait for the checkpoint that is being written, if any, and tell what became of it."""
+        """Wait for the checkpoint that is being written, if any, and report its outcome."""
         if self._underway is None:
             return None
         outcome = self._underway.outcome()
         self._underway = None
         self._written = None if outcome.problem else outcome.step
-        self._told(outcome)
+        self._on_outcome(outcome)
         return outcome
 
     def report(self) -> None:
-        """Tell what became of the last checkpoint, if it is written; costs nothing."""
+        """Report the outcome of the last checkpoint, if its write has ended; never waits."""
         if self._underway is not None and self._underway.done:
             self.settle()
 
     def report_copies(self) -> None:
-        """Tell what became of copies; costs nothing."""
-        for step, problem in self._copies.ended() if self._copies is not None else ():
-            self._copied(step, problem)
+        """Report the uploads that have ended; never waits."""
+        for step, problem in self._uploader.ended() if self._uploader is not None else ():
+            self._on_upload(step, problem)
 
     def close(
         self,
@@ -133,59 +134,59 @@ class AsyncCheckpointWriter:
         alive: Callable[[], None] = lambda: None,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for the last checkpoint, and for its copy as long as there is patience; none can be written after it.
+        """Wait for the last checkpoint, and for its upload until a deadline; nothing can be saved afterwards.
 
         Args:
-            patience: For copies.
-            alive: Is called all the time while they are waited for.
-            asked: Whether this rank is asked to stop.
+            patience: Deadline of the uploads.
+            alive: Heartbeat; called again and again during the wait for uploads.
+            asked: True once this rank is asked to stop.
         """
         try:
             self.settle()
-            if self._copies is not None:
-                self._leave(self._copies, patience, alive, asked)
+            if self._uploader is not None:
+                self._finish_uploads(self._uploader, patience, alive, asked)
         finally:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
 
-    def _leave(
-        self, copies: MirrorUploader, patience: UploadDeadline, alive: Callable[[], None], asked: Callable[[], bool]
+    def _finish_uploads(
+        self, uploader: MirrorUploader, deadline: UploadDeadline, alive: Callable[[], None], asked: Callable[[], bool]
     ) -> None:
-        copies.wait(patience, alive, asked)
+        uploader.wait(deadline, alive, asked)
         self.report_copies()
-        for step in sorted(copies.underway):
-            self._copied(step, "the run ends, and its copy is still under way")
+        for step in sorted(uploader.underway):
+            self._on_upload(step, "the run ends, and its copy is still under way")
 
     def _is_busy(self) -> bool:
-        # The leader ends last: it commits and makes room when all others have written.
+        # The leader ends last: it commits and deletes old checkpoints after all others have written.
         return by_leader(
             lambda: self._underway is not None and not self._underway.done,
-            self._cut.mesh,
+            self._layout.mesh,
             self._talk,
             "cannot ask for the checkpoint before",
         )
 
     def _write(self, staged: Staged, meta: Meta, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        path, mesh, group = directory.step_path(self._folder, meta.step), self._cut.mesh, self._group
+        path, mesh, group = directory.step_path(self._folder, meta.step), self._layout.mesh, self._group
         written = write_state(path, staged, mesh, meta, kinds, self._tokenizer, group, self._disk)
-        underway = self._copies.underway if self._copies is not None else ()
+        underway = self._uploader.underway if self._uploader is not None else ()
         failed = tidy(path, self._retention, mesh, group, self._disk, underway)
-        if self._copies is not None:
-            self._copies.offer(meta.step, path, written, group)
+        if self._uploader is not None:
+            self._uploader.offer(meta.step, path, written, group)
         return tuple(failed)
 
 
 class _Writing(Thread):
-    """A checkpoint that is being written.
+    """Thread that writes one checkpoint.
 
     Args:
-        step: Its step.
-        began: When training began to wait for it.
-        write: Writes it, and tells what failed although it is there.
+        step: Step of the checkpoint.
+        began: Time at which training began to wait for the checkpoint.
+        write: Writes the checkpoint; returns failures after the commit.
     """
 
     def __init__(self, step: int, began: float, write: Callable[[], tuple[str, ...]]) -> None:
-        # A process that ends early, because a rank failed, waits for nothing: what is not committed does not count.
+        # A process that ends early, because a rank failed, does not wait: an uncommitted checkpoint does not count.
         super().__init__(name="nxtrain-checkpoint", daemon=True)
         self._step, self._began, self._work = step, began, write
         self._staged = time.monotonic()
@@ -195,16 +196,16 @@ class _Writing(Thread):
         self.done = False
 
     def run(self) -> None:
-        """Write it."""
+        """Write the checkpoint."""
         try:
             self._untidy = self._work()
-        except BaseException as error:  # it is raised where training waits
+        except BaseException as error:  # `outcome` raises it in the thread of training
             self._error = error
         self._ended = time.monotonic()
         self.done = True
 
     def outcome(self) -> Outcome:
-        """Wait for it, and say what became of it."""
+        """Wait for the end of the write, and return its outcome."""
         if self.is_alive():
             self.join()
         if self._error is not None and not isinstance(self._error, CheckpointError):

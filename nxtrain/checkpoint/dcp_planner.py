@@ -1,4 +1,4 @@
-"""The planners that tell `torch.distributed.checkpoint` what each rank writes and reads."""
+"""Planners for `torch.distributed.checkpoint`: the shards that each rank writes and reads."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from nxtrain.errors import CheckpointError
 
 
 class ChunkSavePlanner(SavePlanner):
-    """Writes chunks.
+    """Plans the write of this rank's shards.
 
     Args:
-        chunks: What this rank writes.
-        read: Fetches a chunk's entries to the host when their turn comes.
+        chunks: The shards that this rank writes.
+        read: Fetches a shard's entries to the host, immediately before they are written.
     """
 
     def __init__(self, chunks: Sequence[TensorShard], read: Callable[[TensorShard], Tensor]) -> None:
@@ -40,10 +40,10 @@ class ChunkSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: the chunks are known."""
+        """Do nothing: the shards are known."""
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank writes."""
+        """List the shards that this rank writes."""
         return SavePlan(
             [
                 WriteItem(
@@ -58,25 +58,25 @@ class ChunkSavePlanner(SavePlanner):
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Nothing: what is written where is up to the storage."""
+        """Accept the plans: the storage decides the place of each shard."""
         return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Accept the joint plan."""
+        """Accept the plan of all ranks."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Fetch a chunk."""
+        """Fetch a shard."""
         return self._read(self._chunks[write_item.index])
 
 
 class ChunkLoadPlanner(LoadPlanner):
-    """Reads chunks, after the coordinator has compared what all ranks want with what there is.
+    """Plans the read of this rank's shards; the coordinator first compares the checkpoint with the model.
 
     Args:
-        targets: Where each chunk of this rank goes: a host tensor of the chunk's shape.
-        complete: Kinds of which the checkpoint may hold nothing that no rank wants.
-        padded: Host tensors to set to zero before, once the ranks agree that the checkpoint fits.
+        targets: Host tensor to fill for each shard of this rank, of the shard's shape.
+        complete: Kinds that must match exactly: a tensor of them that no rank wants is an error.
+        padded: Host tensors to set to zero before the read, once the checkpoint is known to fit.
     """
 
     def __init__(
@@ -90,25 +90,25 @@ class ChunkLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Learn what the checkpoint holds."""
+        """Take the checkpoint's list of tensors."""
         assert metadata is not None
         self._stored = _tensors(metadata)
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads, and what it expects that to be."""
+        """Plan this rank's reads, and list the type and shape of each tensor that it expects."""
         items = [
             item
             for chunk in self._chunks
             if chunk.key in self._stored
             for item in create_read_items_for_chunk_list(chunk.key, self._stored[chunk.key], [chunk.box])
         ]
-        self._items = items  # not told, since the coordinator would hear of those of all ranks
+        self._items = items  # kept here: the coordinator would otherwise receive the reads of all ranks
         wanted = {chunk.key: describe(chunk.shape, chunk.dtype) for chunk in self._chunks}
         return LoadPlan([], planner_data=wanted)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse a checkpoint that is not what the ranks expect, before anything is read."""
-        wanted = {key: what for plan in global_plan for key, what in plan.planner_data.items()}
+        """Refuse a checkpoint whose tensors the ranks do not expect, before any is read."""
+        wanted = {key: expected for plan in global_plan for key, expected in plan.planner_data.items()}
         found = {
             key: describe(tensor.size, tensor.properties.dtype)
             for key, tensor in self._stored.items()
@@ -121,26 +121,26 @@ class ChunkLoadPlanner(LoadPlanner):
         return [LoadPlan([]) for _ in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """What this rank reads."""
+        """Zero the padding, and return this rank's reads."""
         for tensor in self._padded:
             tensor.zero_()
         return LoadPlan(self._items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called: a checkpoint holds tensors only."""
+        """Refuse: a checkpoint holds tensors only, so this is never called."""
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a target that one stored chunk fills."""
+        """View of the entries of a target that one stored shard fills."""
         target = self._targets[read_item.dest_index]
         return narrow_tensor_by_index(target, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: targets are filled in place."""
+        """Do nothing: targets are filled in place."""
 
 
 def describe(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """A tensor in words, such as `bfloat16 (512, 64)`."""
+    """Text for a tensor's type and shape, such as `bfloat16 (512, 64)`."""
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 

@@ -1,6 +1,6 @@
 """Storage for `torch.distributed.checkpoint`: files of a rank, written in order from staged memory and read verified.
 
-Host memory is laid out as the file will be, so that the disk takes the bytes from their place.
+Staged memory has the order of the file, so that the disk takes the bytes from there without a copy.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from nxtrain.io.object_store import Location, open_source
 from nxtrain.sharding import Layout
 
 PIECE_BYTES = 1 << 26
-"""Most bytes of a tensor that wait for being copied to where they go."""
+"""Most bytes of a tensor that are held in memory before they are copied to their target."""
 
 
 class SharedPlan:
-    """What all ranks write, which they tell each other once: a run writes the same parts in each checkpoint.
+    """Shards that all ranks write, gathered once: a run writes the same shards in each checkpoint.
 
     Attributes:
-        told: This rank has told its parts.
-        tensors: All of them, by key; on the coordinator, once it was told.
+        told: The coordinator has this rank's shards already.
+        tensors: Tensors of all ranks, by key; on the coordinator, once gathered.
     """
 
     def __init__(self) -> None:
@@ -48,17 +48,17 @@ class SharedPlan:
 
 
 class FileWriter(StorageWriter):
-    """Writes what this rank has to one file; the coordinator joins what all wrote to a manifest.
+    """Writes this rank's shards to one file; the coordinator lists the files of all ranks in a manifest.
 
     Args:
-        folder: Where; it exists.
-        rank: This one, which names the file.
-        memory: Bytes that stay as they are until all is written; tensors that lie in them are not copied.
-        joint: Of an earlier writer of the same parts; None: there was none.
+        folder: Folder of the file; must exist.
+        rank: This rank, which names the file.
+        memory: Bytes that do not change until the file is written; tensors inside them are not copied.
+        joint: Plan of an earlier writer of the same shards; None: the plan is gathered.
 
     Attributes:
-        stored: The file that this rank wrote, by name; at most one.
-        manifest: Of all ranks, on the coordinator when all is written.
+        stored: Digest of the file that this rank wrote, by name; at most one.
+        manifest: Manifest of all ranks' files; on the coordinator, after the write.
     """
 
     def __init__(self, folder: Path, rank: int, memory: Tensor | None = None, joint: SharedPlan | None = None) -> None:
@@ -71,23 +71,23 @@ class FileWriter(StorageWriter):
         self.manifest: Manifest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: each writer writes one checkpoint."""
+        """Do nothing: each writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Nothing: the folder is there."""
+        """Do nothing: the folder exists."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keep the plan, and tell where each part will lie, in few words: the coordinator hears it of every rank."""
-        # Wide types first, so that every entry lies at a multiple of its size.
-        self._items = sorted(plan.items, key=lambda item: -_part(item).dtype.itemsize)
-        self._header, starts = header([_part(item) for item in self._items])
+        """Keep the plan, and list each shard's place compactly: the coordinator receives the lists of all ranks."""
+        # Wide types first, so that the offset of every entry is a multiple of its size.
+        self._items = sorted(plan.items, key=lambda item: -_stored_shard(item).dtype.itemsize)
+        self._header, starts = header([_stored_shard(item) for item in self._items])
         if self._joint.told:
             return SavePlan([])
-        told = [_told(item, start) for item, start in zip(self._items, starts, strict=True)]
-        return SavePlan([], planner_data=told)
+        placed = [_placed(item, start) for item, start in zip(self._items, starts, strict=True)]
+        return SavePlan([], planner_data=placed)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Join what all ranks tell, and make sure that it adds up to whole tensors."""
+        """Join the lists of all ranks, and assert that they add up to whole tensors."""
         if not self._joint.told:
             self._joint.tensors = _join([plan.planner_data for plan in plans])
         return [SavePlan([]) for _ in plans]
@@ -101,7 +101,7 @@ class FileWriter(StorageWriter):
     def _write(self, planner: SavePlanner) -> list[WriteResult]:
         with ChecksummedWriter(self._folder / self._name) as writer:
             writer.write(memoryview(self._header))
-            low = high = 0  # of the memory: adjacent tensors that are not written yet
+            low = high = 0  # range of `memory` with adjacent tensors that are not written yet
             for item in self._items:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
@@ -118,21 +118,21 @@ class FileWriter(StorageWriter):
         return [WriteResult(MetadataIndex(self._name), stored.num_bytes, stored)]
 
     def _offset(self, tensor: Tensor) -> int | None:
-        """Where in the memory a tensor lies in one piece, if it does."""
+        """Offset of a tensor in `memory`; None if it is elsewhere or not contiguous."""
         offset = tensor.data_ptr() - self._memory.data_ptr()
         within = 0 <= offset <= self._memory.nbytes - tensor.nbytes
         return offset if within and tensor.is_contiguous() and tensor.is_cpu else None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """List what all ranks wrote."""
+        """Make the manifest of the files of all ranks."""
         files = {result.index.fqn: FileEntry.of(result.storage_data) for written in results for result in written}
         self.manifest = Manifest(files=dict(sorted(files.items())), tensors=self._joint.tensors)
 
     def verify(self) -> None:
-        """Read back what this rank wrote.
+        """Read back the file that this rank wrote.
 
         Raises:
-            DamagedError: The disk holds something else.
+            DamagedError: The bytes on the disk differ from the bytes that were written.
         """
         for name, stored in self.stored.items():
             verify(self._folder / name, stored)
@@ -144,16 +144,16 @@ class FileWriter(StorageWriter):
 
 
 class FileReader(StorageReader):
-    """Reads, of each file, the blocks that hold what this rank wants, each once and in order, and verifies them.
+    """Reads and verifies the blocks of files that hold this rank's shards, each block once and in order.
 
     Args:
-        folder: The checkpoint.
-        manifest: Its manifest.
-        wanted: What is to be read.
-        copies: Other places of the same checkpoint, for the blocks that this one lacks or has damaged.
+        folder: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        wanted: The shards to read.
+        copies: Other places of the same checkpoint, for blocks that are missing or damaged in `folder`.
 
     Attributes:
-        damage: What was wrong in one place and right in another.
+        damage: Damage in one place that another place could replace.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class FileReader(StorageReader):
         self._metadata = manifest.metadata(boxes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: each reader reads one checkpoint."""
+        """Do nothing: each reader reads one checkpoint."""
 
     def read_metadata(self) -> Metadata:
-        """What tensors there are."""
+        """Metadata of the checkpoint's tensors."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing: the manifest is read."""
+        """Do nothing: the manifest is read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Accept the plan."""
@@ -186,7 +186,7 @@ class FileReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank wants."""
+        """Read the shards that this rank wants."""
         wanted: dict[str, list[_Piece]] = defaultdict(list)
         for item in plan.items:
             file, start = self._metadata.storage_data[item.storage_index]
@@ -202,7 +202,7 @@ class FileReader(StorageReader):
         return done
 
     def _pieces(self, item: ReadItem, start: int, planner: LoadPlanner) -> Iterator[_Piece]:
-        """Cut a read by rows into what is copied at once."""
+        """Split a read by rows into pieces of at most `PIECE_BYTES`, which are copied one at a time."""
         tensor = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
         dtype = tensor.properties.dtype
@@ -224,14 +224,14 @@ class FileReader(StorageReader):
 
 @dataclass
 class _Piece:
-    """Adjacent rows of a part, all their columns, and the tensor that some of them go to.
+    """Adjacent whole rows of a stored shard, and the tensor that takes the wanted columns.
 
     Args:
-        start: Of the rows in the file.
-        shape: Of the rows.
-        dtype: Of the entries.
-        columns: Offsets and lengths of what is wanted in dimensions 1 and up.
-        target: Where it goes.
+        start: Offset of the first row in the file, in bytes.
+        shape: Shape of the rows.
+        dtype: Type of the entries.
+        columns: Offsets and lengths of the wanted entries in dimensions 1 and up.
+        target: Tensor to fill.
     """
 
     start: int
@@ -244,11 +244,11 @@ class _Piece:
 
     @property
     def stop(self) -> int:
-        """The byte after the last."""
+        """Offset after the last byte of the rows."""
         return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def take(self, where: int, content: memoryview) -> None:
-        """Take what a block of the file holds of the rows; all blocks come, in order."""
+        """Copy the bytes of the rows from a block of the file; called with every block of the rows, in order."""
         if where <= self.start:
             fits = self.target.is_contiguous() and self.target.shape == self.shape and self.target.dtype == self.dtype
             self._rows = self.target if fits and self.target.is_cpu else torch.empty(self.shape, dtype=self.dtype)
@@ -264,7 +264,7 @@ class _Piece:
 
 
 def _fill(reader: ChecksummedReader, pieces: Sequence[_Piece], block_bytes: int) -> None:
-    """Bring every block that is needed to the pieces that need it; pieces are sorted, and may share rows."""
+    """Give every needed block to the pieces inside it; pieces are sorted by start, and may share rows."""
     needed = {index for piece in pieces for index in range(piece.start // block_bytes, -(-piece.stop // block_bytes))}
     waiting, underway = deque(pieces), list[_Piece]()
     for where, content in reader.blocks(sorted(needed)):
@@ -280,28 +280,28 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _part(item: WriteItem) -> StoredShard:
+def _stored_shard(item: WriteItem) -> StoredShard:
     data = item.tensor_data
     assert data is not None
     box = data.chunk
     return StoredShard(item.index.fqn, data.properties.dtype, tuple(box.offsets), tuple(box.sizes))
 
 
-_Told = tuple[str, str, tuple[int, ...], Box, int]
-"""Key, type and shape of a tensor; a box of it, and where in a rank's file it begins."""
+_PlacedShard = tuple[str, str, tuple[int, ...], Box, int]
+"""Key, type and shape of a tensor; box of a shard, and the shard's offset in the rank's file, in bytes."""
 
 
-def _told(item: WriteItem, start: int) -> _Told:
-    data, part = item.tensor_data, _part(item)
+def _placed(item: WriteItem, start: int) -> _PlacedShard:
+    data, part = item.tensor_data, _stored_shard(item)
     assert data is not None
     return part.key, CODES[part.dtype], tuple(data.size), (part.offsets, part.sizes), start
 
 
-def _join(told: Sequence[Sequence[_Told]]) -> dict[str, TensorEntry]:
-    """What all ranks tell, by key; each tensor's parts in the order of ranks."""
+def _join(placed: Sequence[Sequence[_PlacedShard]]) -> dict[str, TensorEntry]:
+    """Join the lists of all ranks to entries by key; each tensor's shards are in the order of ranks."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     found: dict[str, list[tuple[int, Box, int]]] = defaultdict(list)
-    for rank, ours in enumerate(told):
+    for rank, ours in enumerate(placed):
         for key, dtype, shape, box, start in ours:
             assert shapes.setdefault(key, (dtype, shape)) == (dtype, shape), f"{key}: ranks differ in type or shape"
             found[key].append((rank, box, start))
@@ -316,12 +316,12 @@ def _join(told: Sequence[Sequence[_Told]]) -> dict[str, TensorEntry]:
 
 @dataclass(frozen=True)
 class Staged:
-    """What a rank writes.
+    """Host copies of the shards that a rank writes.
 
     Args:
-        tensors: By chunk.
-        memory: The bytes in which all of them lie.
-        joint: What all ranks write, the same each time.
+        tensors: Host tensor of each shard.
+        memory: The bytes of all tensors.
+        joint: Shards that all ranks write, the same in each checkpoint.
     """
 
     tensors: Mapping[TensorShard, Tensor]
@@ -330,25 +330,25 @@ class Staged:
 
 
 class Staging:
-    """The memory, kept from one checkpoint to the next.
+    """Host memory for the shards of a rank, reused from one checkpoint to the next.
 
     Args:
-        cut: Where the rank's tensors lie in the model.
+        layout: Entries of the model's tensors that the rank holds.
     """
 
-    def __init__(self, cut: Layout) -> None:
-        self._cut = cut
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._staged: Staged | None = None
 
     def fill(self, shards: Shards) -> Staged:
-        """Bring the chunks to the host, each local tensor in one transfer.
+        """Copy the shards to the host, each local tensor in one transfer.
 
         Args:
-            shards: Kind to parameter name to local tensor, on any device; the same ones in each call.
+            shards: Kind to parameter name to local tensor, on any device; the same names in each call.
 
         Returns:
-            What this rank writes; valid until the next call.
+            The shards that this rank writes; valid until the next call.
         """
         if self._staged is None:
             self._staged = self._prepare(shards)
@@ -357,7 +357,7 @@ class Staging:
         return self._staged
 
     def _prepare(self, shards: Shards) -> Staged:
-        mine = sorted(owned(tuple(tensor_shards(shards, self._cut))), key=lambda chunk: -chunk.dtype.itemsize)
+        mine = sorted(owned(tuple(tensor_shards(shards, self._layout))), key=lambda chunk: -chunk.dtype.itemsize)
         places = [
             (place, tuple(group)) for place, group in groupby(mine, key=lambda chunk: (chunk.kind, chunk.parameter))
         ]

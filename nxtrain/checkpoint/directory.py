@@ -1,4 +1,4 @@
-"""Where checkpoints lie and what makes one: names, discovery, the commit by rename, quarantine, retention."""
+"""The `checkpoints` folder: names, discovery, the commit by rename, quarantine, retention."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ META = "meta.json"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 VERIFIED = "verified"
-"""Empty; says that what the disk held was read back, and was what had been written."""
+"""Empty file; marks a checkpoint that was read back from the disk and equals the bytes written."""
 LATEST = "latest"
-"""Names the newest checkpoint for people and scripts; nothing here relies on it."""
+"""File with the name of the newest checkpoint, for people and scripts; nxtrain does not read it."""
 
 MIN_VERIFIED = 2
-"""So many of the newest verified checkpoints are never deleted."""
+"""Number of the newest verified checkpoints that are never deleted."""
 
 _COMMITTED = re.compile(r"step-\d{8,}")
-_ASIDE = re.compile(r"(tmp|old)-\w+")
-"""What becomes of a name while a folder is written or deleted, and while it is replaced."""
+_TEMPORARY = re.compile(r"(tmp|old)-\w+")
+"""Suffix of a folder's name: `tmp` while it is written or deleted, `old` while it is replaced."""
 _CORRUPT = re.compile(r"step-\d{8,}\.corrupt(-\d+)?")
 
 
@@ -35,12 +35,12 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether this folder is a complete checkpoint: `meta.json` is written last."""
+    """True if a folder is a complete checkpoint: `meta.json` is written last."""
     return (path / META).is_file()
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints of a `checkpoints` folder, oldest first; empty if there is no such folder."""
+    """Complete checkpoints of a `checkpoints` folder, oldest first; empty if the folder does not exist."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and is_checkpoint(path)]
@@ -48,12 +48,12 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def newest(directory: Path) -> Path | None:
-    """The last complete checkpoint of a `checkpoints` folder."""
+    """Newest complete checkpoint of a `checkpoints` folder; None if the folder has none."""
     return next(reversed(list_checkpoints(directory)), None)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find the checkpoint meant by a path: itself, or the newest of a `checkpoints` folder or of a run folder.
+    """Find the checkpoint of a path: the path itself, or the newest one of a `checkpoints` folder or run folder.
 
     Raises:
         CheckpointError: There is none.
@@ -70,20 +70,25 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint in a `checkpoints` folder."""
+    """Step of a checkpoint in a `checkpoints` folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def draft_of(path: Path) -> Path:
-    """A new name for a folder in which to write what `publish` gives the name `path`.
+    """New name for the draft of a folder that `publish` renames to `path`.
 
-    It is another one each time: a writer that was thought dead disturbs nobody.
+    Each call returns another name, so that a writer that was wrongly believed dead disturbs no other.
     """
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
 def prepare(path: Path, staged: Path | None = None) -> Path:
-    """Make an empty folder of a name that `draft_of` gave, by default a new one; removes what broken attempts left."""
+    """Make an empty draft folder, and clean up after broken attempts.
+
+    Args:
+        path: Final folder.
+        staged: Name from `draft_of`; None: a new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     clear(path.parent, path.name)
     staged = staged or draft_of(path)
@@ -92,15 +97,15 @@ def prepare(path: Path, staged: Path | None = None) -> Path:
 
 
 def clear(directory: Path, own: str = "") -> None:
-    """Remove what broken attempts left, as much of it as possible, and give its name back to what one was replacing.
+    """Remove the drafts of broken attempts, as far as possible; a folder that one was replacing gets its name back.
 
     Args:
-        directory: A `checkpoints` folder, or one that holds a folder of another name.
-        own: That other name.
+        directory: A `checkpoints` folder, or the parent of a folder of another name.
+        own: The other name.
     """
     for left in sorted(directory.iterdir()) if directory.is_dir() else ():
         name, _, rest = left.name.rpartition(".")
-        if not _ASIDE.fullmatch(rest) or not (name == own or _COMMITTED.fullmatch(name)):
+        if not _TEMPORARY.fullmatch(rest) or not (name == own or _COMMITTED.fullmatch(name)):
             continue
         if rest.startswith("old-") and not left.with_name(name).exists():
             left.rename(left.with_name(name))
@@ -109,12 +114,12 @@ def clear(directory: Path, own: str = "") -> None:
 
 
 def discard(staged: Path) -> None:
-    """Remove what was staged; on a disk in trouble as much of it as possible."""
+    """Remove a folder; on a failing disk as much of it as possible."""
     shutil.rmtree(staged, ignore_errors=True)
 
 
 def publish(staged: Path, path: Path) -> None:
-    """Give a staged folder its name, in one step for whoever looks; a folder that had it before is replaced."""
+    """Rename a draft to its final name, atomically; an older folder of the name is replaced."""
     sync_folder(staged)
     old = _set_aside(path, "old") if path.exists() else None
     staged.rename(path)
@@ -124,54 +129,54 @@ def publish(staged: Path, path: Path) -> None:
 
 
 def point_to(path: Path) -> None:
-    """Name a checkpoint as the newest of its folder, in one step."""
+    """Record a checkpoint as the newest of its folder, atomically."""
     draft = path.with_name(f".{LATEST}")
     write_durably(draft, lambda file: file.write_text(path.name + "\n"))
     draft.replace(path.with_name(LATEST))
 
 
 def quarantine(path: Path) -> Path:
-    """Put a damaged checkpoint aside, where nobody takes it for one, and tell its new name."""
-    return _put_aside(path, "corrupt")
+    """Quarantine a damaged checkpoint: rename it so that no start resumes from it; return the new path."""
+    return _add_suffix(path, "corrupt")
 
 
 def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
-    """Put the checkpoints after a step aside, since a run goes on from there and will make others of the same names.
+    """Rename the checkpoints after a step as abandoned: the run resumes at that step, and will write the names again.
 
     Args:
         directory: A `checkpoints` folder.
         after: The last step that stays.
-        damaged: Also those that were put aside because they are damaged: it is no longer this run that lacks them.
+        damaged: Abandon quarantined checkpoints too: they belong to a part of the run that is given up.
 
     Returns:
-        The steps that were there.
+        Steps of the abandoned complete checkpoints.
     """
     found = [path for path in list_checkpoints(directory) if step_of(path) > after]
     for path in quarantined(directory) if damaged else ():
         if int(path.name.removeprefix("step-").partition(".")[0]) > after:
-            _put_aside(path, "abandoned")
+            _add_suffix(path, "abandoned")
     for path in found:
-        _put_aside(path, "abandoned")
+        _add_suffix(path, "abandoned")
     return [step_of(path) for path in found]
 
 
 def quarantined(directory: Path) -> list[Path]:
-    """The checkpoints of a `checkpoints` folder that were put aside because they are damaged."""
+    """Quarantined checkpoints of a `checkpoints` folder."""
     return sorted(path for path in directory.glob("step-*") if _CORRUPT.fullmatch(path.name))
 
 
 def mark_verified(path: Path) -> None:
-    """Note that a checkpoint was read back, and is whole."""
+    """Mark a checkpoint as read back and whole."""
     (path / VERIFIED).touch()
 
 
 def doomed(checkpoints: list[Path], keep: int, keep_every: int = 0) -> list[Path]:
-    """Those of some checkpoints, oldest first, that make room.
+    """Checkpoints that retention deletes, oldest first.
 
     Args:
-        checkpoints: All there are.
-        keep: So many of the newest stay; 0: all.
-        keep_every: Those of steps that are multiples of it stay; 0: none of them for that.
+        checkpoints: All checkpoints, oldest first.
+        keep: Number of the newest that stay; 0: all.
+        keep_every: Steps that are multiples of this number stay; 0: no step stays for this reason.
     """
     verified = {step_of(path) for path in checkpoints if (path / VERIFIED).exists()}
     steps = doomed_steps([step_of(path) for path in checkpoints], verified, keep, keep_every)
@@ -179,26 +184,26 @@ def doomed(checkpoints: list[Path], keep: int, keep_every: int = 0) -> list[Path
 
 
 def doomed_steps(steps: list[int], verified: Container[int], keep: int, keep_every: int = 0) -> set[int]:
-    """The same by steps, oldest first, of which some are known to be whole."""
+    """Steps that retention deletes, as `doomed`; `verified` holds the steps that were read back and are whole."""
     whole = [step for step in steps if step in verified]
     stay = {*steps[-keep:], *whole[-MIN_VERIFIED:]}
     return {step for step in steps if step not in stay and not (keep_every and step % keep_every == 0)}
 
 
 def prune(directory: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete the checkpoints of a `checkpoints` folder that make room; see `doomed`."""
+    """Delete the checkpoints of a `checkpoints` folder that retention does not keep; see `doomed`."""
     for path in doomed(list_checkpoints(directory), keep, keep_every):
         discard(_set_aside(path, "tmp"))
 
 
-def _put_aside(path: Path, why: str) -> Path:
+def _add_suffix(path: Path, suffix: str) -> Path:
     number = 0
-    while (aside := path.with_name(f"{path.name}.{why}{f'-{number}' if number else ''}")).exists():
+    while (renamed := path.with_name(f"{path.name}.{suffix}{f'-{number}' if number else ''}")).exists():
         number += 1
-    return path.rename(aside)
+    return path.rename(renamed)
 
 
 def _set_aside(path: Path, kind: str) -> Path:
-    # A folder dies by rename first: cut off halfway, a plain delete would leave one that still looks complete. The new
-    # name is nobody else's, and one that `clear` knows.
+    # Renamed before it is deleted: an interrupted plain delete would leave a folder that still looks complete. The new
+    # name is unique, and `clear` recognizes it.
     return path.rename(path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}"))

@@ -1,4 +1,4 @@
-"""Loading: each rank reads the entries that its own layout holds, whatever layout wrote them."""
+"""Loading: each rank reads the entries of its own layout, whatever layout wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from nxtrain.sharding import Layout
 
 
 def open_checkpoint(path: Location) -> tuple[Meta, Manifest]:
-    """What a checkpoint says about itself, and its manifest.
+    """Read a checkpoint's metadata and manifest.
 
     Raises:
-        DamagedError: One of them is not what was written.
-        CheckpointError: It is incomplete, or of another format.
+        DamagedError: A file's content differs from the written bytes.
+        CheckpointError: The checkpoint is incomplete, or of another format.
     """
     meta = read_meta(path)
     manifest = read_manifest(path)
@@ -39,7 +39,7 @@ def open_checkpoint(path: Location) -> tuple[Meta, Manifest]:
 def load(
     path: Location,
     shards: Shards,
-    cut: Layout,
+    layout: Layout,
     *,
     process_group: Group = None,
     copies: Sequence[Location] = (),
@@ -47,25 +47,25 @@ def load(
 ) -> Meta:
     """Fill local tensors from a checkpoint, padding with zeros. Every rank calls this.
 
-    Tensors of the host are filled in place, others by way of the host. Everything that is read is verified.
+    Host tensors are filled in place, others by way of the host. All bytes that are read are verified.
 
     Args:
         path: Folder of the checkpoint.
-        shards: Kind to parameter name to local tensor, on any device. Kinds that are not asked for are not read.
-        cut: Where they lie in the model.
+        shards: Kind to parameter name to local tensor, on any device. Other kinds are not read.
+        layout: Entries of the model's tensors that this rank holds.
         process_group: Group of all ranks that can carry host objects; None for the default group.
-        copies: Other places of the same checkpoint, for the blocks that this one lacks or has damaged.
-        told: Is told what is damaged here and whole in another place.
+        copies: Other places of the same checkpoint, for blocks that are missing or damaged in `path`.
+        told: Called with each damage in `path` that another place could replace.
 
     Raises:
-        DamagedError: A file is not what was written; what was filled then has no meaning.
-        CheckpointError: Its tensors are not those of the model in name, shape and type; none was touched.
+        DamagedError: A file's content differs from the written bytes; the local tensors then have no meaning.
+        CheckpointError: The checkpoint's tensors differ from the model's in name, shape or type; no tensor was touched.
     """
     action = f"cannot load {path}"
-    meta, manifest = by_leader(lambda: open_checkpoint(path), cut.mesh, process_group, action)
+    meta, manifest = by_leader(lambda: open_checkpoint(path), layout.mesh, process_group, action)
     buffers = {kind: {name: _host(local) for name, local in tensors.items()} for kind, tensors in shards.items()}
     targets: dict[TensorShard, Tensor] = {
-        chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in tensor_shards(shards, cut)
+        chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in tensor_shards(shards, layout)
     }
     filled = Counter[tuple[str, str]]()
     for chunk, target in targets.items():
@@ -84,7 +84,7 @@ def load(
             storage_reader=reader,
             planner=planner,
             process_group=process_group,
-            no_dist=not is_distributed(cut.mesh),
+            no_dist=not is_distributed(layout.mesh),
         )
     for damaged in reader.damage:
         told(damaged)
@@ -97,5 +97,5 @@ def load(
 
 
 def _host(local: Tensor) -> Tensor:
-    """Where a tensor is filled: in place, or in memory of its own."""
+    """Host tensor to fill: the tensor itself if it is on the host, else a new one."""
     return local.detach() if local.is_cpu else torch.empty(local.shape, dtype=local.dtype)

@@ -1,7 +1,7 @@
-"""What files a checkpoint is made of, and where in them each tensor lies: `manifest.json`.
+"""Manifest of a checkpoint, `manifest.json`: its files, and the place of each tensor in them.
 
-Every rank writes one file in the safetensors format, whose header also tells `HuggingFaceStorageReader` of
-`torch.distributed.checkpoint` the offsets of each part, so that others can read a checkpoint without nxtrain.
+Every rank writes one file in the safetensors format. The header also holds the offsets of each shard. With them
+`HuggingFaceStorageReader` of `torch.distributed.checkpoint` can read a checkpoint without nxtrain.
 
 Source: https://huggingface.co/docs/safetensors, "Format"; torch 2.9, torch/distributed/checkpoint/_hf_utils.py.
 """
@@ -46,9 +46,9 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 _LENGTH = struct.Struct("<Q")
-"""Of the header, before it."""
+"""Length of the header in bytes; the first field of the file."""
 _ALIGNMENT_BYTES = 4096
-"""A sector of a disk, so that what follows the header can be written from memory that is aligned as well."""
+"""A sector of a disk: the bytes after the header can then be written directly from aligned memory."""
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -59,7 +59,7 @@ _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def file_of(rank: int) -> str:
-    """Name of what a rank writes."""
+    """Name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -68,8 +68,8 @@ class StoredShard:
     """A box of entries of a whole tensor.
 
     Args:
-        key: Of the whole tensor.
-        dtype: Of its entries.
+        key: Key of the whole tensor.
+        dtype: Type of the entries.
         offsets, sizes: The box.
     """
 
@@ -80,12 +80,12 @@ class StoredShard:
 
     @property
     def num_bytes(self) -> int:
-        """Size."""
+        """Size of the entries in bytes."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
 def header(parts: Sequence[StoredShard]) -> tuple[bytes, list[int]]:
-    """The first bytes of a rank's file, and where in it each part begins: one after the other, in this order."""
+    """Header of a rank's file, and the offset of each shard in the file; shards are adjacent and in the given order."""
     entries: dict[str, Any] = {}
     starts, end = [], 0
     for part in parts:
@@ -112,28 +112,28 @@ class FileEntry(BaseModel):
 
     @staticmethod
     def of(stored: FileDigest) -> FileEntry:
-        """What a writer found."""
+        """Make an entry from a writer's digest."""
         return FileEntry(num_bytes=stored.num_bytes, block_bytes=stored.block_bytes, xxh3=stored.checksums)
 
     @property
     def stored(self) -> FileDigest:
-        """What a reader holds a file to."""
+        """Digest that a reader compares the file with."""
         return FileDigest(self.num_bytes, self.block_bytes, self.xxh3)
 
 
 Column = int | tuple[int, ...]
-"""One number for each part of a tensor; a single one if all have the same."""
+"""One number for each shard of a tensor; a single number if all shards share it."""
 
 
 class TensorEntry(BaseModel):
-    """A whole tensor, and its parts by columns, since a tensor may have thousands of them.
+    """A whole tensor and its shards, stored by columns: a tensor may have thousands of shards.
 
     Args:
-        dtype: Its type, as safetensors calls it.
-        shape: Its shape.
-        ranks: Whose files the parts are in.
-        starts: Their first bytes there.
-        offsets, sizes: Their boxes, a column for each dimension.
+        dtype: Type of the tensor, in the words of safetensors.
+        shape: Shape of the tensor.
+        ranks: Rank whose file holds each shard.
+        starts: Offset of each shard in the file, in bytes.
+        offsets, sizes: Boxes of the shards, a column for each dimension.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -149,7 +149,7 @@ class TensorEntry(BaseModel):
     def of(
         dtype: str, shape: tuple[int, ...], ranks: Sequence[int], starts: Sequence[int], boxes: Sequence[Box]
     ) -> TensorEntry:
-        """From what is known of each part."""
+        """Make an entry from the rank, offset in the file and box of each shard."""
         offsets, sizes = (
             tuple(_column([box[which][dim] for box in boxes]) for dim in range(len(shape))) for which in (0, 1)
         )
@@ -158,7 +158,7 @@ class TensorEntry(BaseModel):
         )
 
     def parts(self, wanted: Sequence[Box] | None = None) -> Iterator[tuple[Box, str, int]]:
-        """The box, file and first byte of each part; of those only that overlap some box, if any is given."""
+        """Box, file and offset of each shard; with `wanted`, only of shards that overlap one of these boxes."""
         num = len(self.ranks)
         offsets, sizes = (
             np.stack([np.broadcast_to(np.asarray(column, np.int64), num) for column in columns], axis=1)
@@ -186,7 +186,7 @@ class Manifest(BaseModel):
     @field_validator("files")
     @classmethod
     def _lie_in_the_folder(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
-        """Refuse names that lead elsewhere; a mirror would copy from there."""
+        """Refuse names outside of the checkpoint's folder; a mirror would copy such files."""
         for name in files:
             if not _FILE.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a rank's file")
@@ -194,14 +194,14 @@ class Manifest(BaseModel):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files in bytes."""
         return sum(file.num_bytes for file in self.files.values())
 
     def metadata(self, wanted: Mapping[str, Sequence[Box]]) -> Metadata:
-        """The tensors as `torch.distributed.checkpoint` describes them; each part's storage is (file, first byte).
+        """Metadata for `torch.distributed.checkpoint`; the storage of each shard is (file, offset).
 
         Args:
-            wanted: Boxes of tensors that are to be read; parts that have nothing of them are left out.
+            wanted: Boxes to read, by key; shards that overlap none of them are omitted.
         """
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         places = {}
@@ -224,8 +224,8 @@ def read_manifest(path: Location) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedError: It is absent, lost by the disk, or no manifest.
-        CheckpointError: The storage fails otherwise.
+        DamagedError: The file is missing, lost by the disk, or no manifest.
+        CheckpointError: The storage fails in another way.
     """
     file = path / MANIFEST
     try:

@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself beside its tensors: `meta.json`, which seals it.
+"""Metadata of a checkpoint, `meta.json`; written last, so that its presence marks a complete checkpoint.
 
-It holds a checksum of the manifest, which holds those of all files, and one of itself.
+The file holds a checksum of the manifest, and one of itself. The manifest holds the checksums of all tensor files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _DIGEST_BYTES = 16
 
 
 class Meta(BaseModel):
-    """The state of a run that is not a tensor, and what is needed to make sense of the tensors."""
+    """State of a run that is not a tensor, and the description of the model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: int = FORMAT
     """Version of the layout of checkpoints."""
     step: int
-    """Finished updates."""
+    """Number of finished updates."""
     samples: int
-    """Sequences consumed by them: where the data goes on."""
+    """Sequences consumed by the updates: the position at which the data resumes."""
     tokens: int
-    """Target tokens consumed by them."""
+    """Target tokens consumed by the updates."""
     global_batch: int = 0
-    """Sequences of an update; 0 if nothing was trained."""
+    """Sequences of an update; 0 if no update was made."""
     seed: int
     """Seed of the run."""
     family: str
@@ -46,44 +46,44 @@ class Meta(BaseModel):
     config: dict[str, Any]
     """The family's configuration."""
     dtype: str
-    """Torch's name of the parameters' type."""
+    """Type of the parameters, by torch's name."""
     state_dtype: str = "float32"
-    """The same of the optimizer's running means."""
+    """Type of the optimizer's running means, by torch's name."""
     data_fingerprint: str = ""
     """Identity of the data."""
     shuffle: bool | None = None
-    """Whether its rows came in an order of their own; None if that is not known."""
+    """True if the rows were shuffled; None if unknown."""
     settings: dict[str, Any] = {}
-    """What else moves the course of a run, by its key; empty if that is not known."""
+    """Other configuration values that determine the training trajectory, by key; empty if unknown."""
     tokenizer_fingerprint: str = ""
     """Identity of the tokenizer; empty if the data named none."""
     end_of_text: str = ""
-    """Its token that ends a document; empty if that is not known."""
+    """The tokenizer's token that ends a document; empty if unknown."""
     config_fingerprint: str = ""
     """Identity of the configuration."""
     code_fingerprint: str = ""
-    """Identity of the code that trained."""
+    """Identity of the code of the run."""
     manifest_crc32: int = 0
-    """Of the manifest; filled in by `save`."""
+    """Checksum of the manifest; filled in by `save`."""
     stability: dict[str, Any] = {}
-    """What tells spikes and divergence, of `nxtrain.metrics.stability`."""
+    """State of the detector of spikes and divergence, `nxtrain.metrics.stability`."""
     mesh: dict[str, int] = {}
-    """Degrees of the run that wrote it, by axis; filled in by `save`."""
+    """Parallel degrees of the run that wrote the checkpoint, by axis; filled in by `save`."""
     kinds: tuple[str, ...] = ()
-    """Kinds of tensors it holds; filled in by `save`."""
+    """Kinds of tensors in the checkpoint; filled in by `save`."""
 
     def model(self) -> tuple[ModelFamily, ModelConfig]:
-        """The family and the configuration of the model."""
+        """Family and configuration of the model."""
         family = find_family(self.family)
         return family, family.config_type.model_validate(self.config)
 
     def sealed(self) -> str:
-        """The text of `meta.json`."""
+        """Text of `meta.json`, with its checksum."""
         return _seal(self.model_dump(mode="json"))
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:
-    """Identity of some contents, in their order."""
+    """Hash of a sequence of byte strings; their order and their bounds count."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -94,8 +94,8 @@ def read_meta(path: Location) -> Meta:
     """Read the `meta.json` of a checkpoint.
 
     Raises:
-        DamagedError: It is no longer what was written.
-        CheckpointError: It is absent, or of another format.
+        DamagedError: The file's content differs from the written bytes.
+        CheckpointError: The file is missing, or of another format.
     """
     file = path / META
     try:

@@ -1,6 +1,7 @@
-"""A second place for the checkpoints of a run, in a folder or in S3, that outlives the disks of nodes.
+"""Mirror of a run's checkpoints, in a folder or in S3, which outlives the disks of nodes.
 
-A checkpoint is there when its `meta.json` is, which comes last and goes first. All files were verified as they came.
+A mirrored checkpoint is complete when it has a `meta.json`, which is written last and deleted first. Files are verified
+during the upload.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
 
 _CORRUPT = "meta.corrupt.json"
-"""What `meta.json` is called when its checkpoint was found to be damaged."""
+"""Name of `meta.json` in a quarantined checkpoint."""
 _ABANDONED = "meta.abandoned.json"
-"""The same when the run went back, so that its checkpoint is no part of it any more."""
+"""Name of `meta.json` in a checkpoint that is no part of the run after a rewind."""
 _FOLDER = re.compile(r"step-(\d{8,})")
 _STEP = re.compile(r"step-(\d{8,})/([^/]+)")
 
 
 class Mirror:
-    """The checkpoints of a store.
+    """Checkpoints of an object store.
 
     Args:
-        store: Where they are.
+        store: The store.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -42,15 +43,15 @@ class Mirror:
         return str(self.store.root)
 
     def place(self, step: int) -> Location:
-        """The folder of a step."""
+        """Folder of a step."""
         return self.store.root / _folder(step)
 
     def check(self) -> None:
-        """Make sure that files can be added and removed.
+        """Check that files can be added and removed.
 
         Raises:
-            BackendError: S3 refuses.
-            OSError: The folder does.
+            BackendError: S3 refuses the request.
+            OSError: The folder cannot be written.
         """
         name = f".nxtrain-{uuid.uuid4().hex[:8]}/check"
         self.store.put(name, b"nxtrain")
@@ -61,11 +62,11 @@ class Mirror:
         return sorted(step for step, names in self._files().items() if directory.META in names)
 
     def spoilt(self) -> list[str]:
-        """The checkpoints that were put aside because they are damaged."""
+        """Places of the quarantined checkpoints."""
         return [str(self.place(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 
     def begin(self, step: int) -> None:
-        """Make room for a checkpoint: remove one of this step, and what broken attempts left of others."""
+        """Prepare the upload of a checkpoint: remove an older one of the step, and incomplete ones of other steps."""
         for other, names in self._files().items():
             if other == step or not names & {directory.META, _CORRUPT, _ABANDONED}:
                 self._remove(other, names)
@@ -74,23 +75,23 @@ class Mirror:
         """Copy a rank's file.
 
         Raises:
-            DamagedError: It is no longer what was written.
+            DamagedError: The file's content differs from the written bytes.
         """
         self.store.upload(f"{_folder(step)}/{file.name}", file, stored)
 
     def finish(self, step: int, checkpoint: Path) -> None:
-        """Copy what seals a checkpoint, when all files of ranks are there."""
+        """Complete a checkpoint, after all files of ranks: copy the tokenizer, the manifest and `meta.json`."""
         for name in (directory.TOKENIZER, directory.MANIFEST, directory.META):
             if (checkpoint / name).exists():
                 self.store.put(f"{_folder(step)}/{name}", content_of(checkpoint / name))
 
     def put_aside(self, step: int) -> str:
-        """Mark a checkpoint as damaged, so that nobody takes it, and tell its place."""
+        """Quarantine a damaged checkpoint, so that no start resumes from it; return its place."""
         self._rename(step, directory.META, _CORRUPT)
         return str(self.place(step))
 
     def abandon(self, after: int, *, damaged: bool = False) -> list[int]:
-        """Mark the checkpoints after a step as no part of the run any more; see `layout.abandon`."""
+        """Mark the checkpoints after a step as abandoned; see `directory.abandon`."""
         files = {step: names for step, names in sorted(self._files().items()) if step > after}
         for step, names in files.items():
             for name in names & {directory.META, *([_CORRUPT] if damaged else [])}:
@@ -98,7 +99,7 @@ class Mirror:
         return [step for step, names in files.items() if directory.META in names]
 
     def prune(self, keep: int, keep_every: int) -> None:
-        """Remove the checkpoints that make room; see `layout.doomed`."""
+        """Delete the checkpoints that retention does not keep; see `directory.doomed`."""
         files = self._files()
         whole = sorted(step for step, names in files.items() if directory.META in names)
         for step in sorted(directory.doomed_steps(whole, whole, keep, keep_every)):
@@ -116,14 +117,14 @@ class Mirror:
         return found
 
     def _remove(self, step: int, names: set[str]) -> None:
-        # In two requests: cut off halfway, nothing is left that looks complete.
+        # In two requests: if the second is not sent, no remainder looks complete.
         if directory.META in names:
             self.store.delete([f"{_folder(step)}/{directory.META}"])
         self.store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {directory.META})])
 
 
 def locate_checkpoint(address: str | Path) -> Location:
-    """Find the checkpoint meant by a path or an address in S3: itself, or the newest of a mirror or of a run folder.
+    """Find the checkpoint of a path or an address in S3: the place itself, or the newest of a mirror or run folder.
 
     Raises:
         CheckpointError: There is none.
@@ -146,32 +147,32 @@ def locate_checkpoint(address: str | Path) -> Location:
 
 
 def step_in(root: Location, place: Location) -> int | None:
-    """The step of a checkpoint of a `checkpoints` folder, or of a mirror; None: it lies elsewhere."""
+    """Step of a checkpoint if it is in the `checkpoints` folder or mirror `root`; None if it is elsewhere."""
     match = _FOLDER.fullmatch(place.name)
     return int(match[1]) if match and is_same(root, parent_of(place)) else None
 
 
 def is_same(one: Location, other: Location) -> bool:
-    """Whether two places are one."""
+    """True if two locations are the same."""
     return one.resolve() == other.resolve() if isinstance(one, Path) and isinstance(other, Path) else one == other
 
 
 def parent_of(place: Location) -> Location:
-    """The folder of a place."""
+    """Parent folder of a location."""
     return place.parent if isinstance(place, Path) else place_of(place.rpartition("/")[0])
 
 
 TIMEOUT_S = 24 * 3600.0
-"""Seconds that ranks wait for each other where one may read or write a mirror: a slow one is no hang."""
+"""Seconds that ranks wait for each other while one may read or write a mirror: a slow mirror is no hang."""
 
 
 @dataclass(frozen=True)
 class Mirrored:
-    """The mirror of a run, and this rank's part in the folder that it mirrors.
+    """Mirror of a run, and this rank's role in the mirrored folder.
 
     Args:
-        mirror: Where copies go.
-        disk: Who acts in the folder.
+        mirror: The mirror.
+        disk: Role of this rank in the mirrored folder, of which each node may have its own.
     """
 
     mirror: Mirror
@@ -179,11 +180,11 @@ class Mirrored:
 
 
 def open_mirrored(address: str, folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Mirrored:
-    """Reach a mirror from every node, and find out which nodes share the folder. Every rank calls this.
+    """Open a mirror on every node, and find the nodes that share the mirrored folder. Every rank calls this.
 
     Args:
         address: A folder, or `s3://bucket/prefix`.
-        folder: What it mirrors.
+        folder: The mirrored `checkpoints` folder.
         mesh: The axes of this rank.
         local_rank: This rank among those of its node.
         group: Group of all ranks that can carry host objects; None for the default group.
@@ -219,15 +220,15 @@ def copy(
 
     Args:
         mirrored: The mirror.
-        step: Of the checkpoint.
-        path: Its folder.
+        step: Step of the checkpoint.
+        path: Folder of the checkpoint.
         written: The files that this rank copies.
         mesh: The axes of this rank.
         group: Group of all ranks that can carry host objects.
-        keep, keep_every: What stays in the mirror; see `layout.doomed`.
+        keep, keep_every: Retention of the mirror; see `directory.doomed`.
 
     Returns:
-        Why it is not there; empty if it is.
+        Reason why the copy failed; empty if it succeeded.
     """
     mirror = mirrored.mirror
     failure = f"cannot copy {path.name} to {mirror}"
@@ -250,15 +251,16 @@ def copy(
 
 
 def _find_disk(folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Disk:
-    """Let a rank of each node leave its number in the folder; the lowest that can be seen there is of the leader.
+    """Find the nodes that share a folder.
 
-    Each is looked for by its name, which a network file system asks its server for; a list may come from a cache.
+    The first rank of each node makes a file named after its rank. The lowest rank whose file a node can open leads the
+    disk. Files are opened by name, for which a network file system asks its server; a listing may come from a cache.
     """
     failure = f"cannot write in {folder}"
     sign = by_leader(lambda: f".disk-{uuid.uuid4().hex[:8]}-", mesh, group, failure)
     mine, leads = folder / f"{sign}{mesh.rank}", [False]
 
-    def leave() -> None:
+    def make_sign() -> None:
         if local_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             mine.touch()
@@ -268,7 +270,7 @@ def _find_disk(folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Disk:
             leads[0] = next(rank for rank in nodes if _can_open(folder / f"{sign}{rank}")) == mesh.rank
 
     try:
-        together(leave, mesh, group, failure)
+        together(make_sign, mesh, group, failure)
         nodes = [rank for rank, first in enumerate(gather(local_rank == 0, mesh, group)) if first]
         together(look, mesh, group, failure)
     finally:

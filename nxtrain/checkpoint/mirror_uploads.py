@@ -1,6 +1,6 @@
-"""Copies of a run's checkpoints in its mirror, made one after the other while the run goes on and saves others.
+"""Uploads of a run's checkpoints to its mirror, one after the other, while training goes on.
 
-Nothing waits for a mirror but the end of a run, and that for a bounded time: a checkpoint counts without its copy.
+Only the end of a run waits for uploads, and for a bounded time. A checkpoint counts as saved without its upload.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from nxtrain.io.checksummed_file import FileDigest, transferred
 from nxtrain.mesh import Mesh
 
 LOOK_S = 0.5
-"""Between looks of ranks that wait for copies at how far all are."""
+"""Longest pause, in seconds, between two exchanges of the progress of all ranks."""
 
 _THREAD = "nxtrain-mirror"
 
 
 @dataclass(frozen=True)
 class UploadDeadline:
-    """How long the end of a run waits for its mirror.
+    """Limits of the wait for uploads at the end of a run.
 
     Args:
-        still_s: Seconds in which no rank got on.
+        still_s: Seconds without progress on any rank.
         most_s: Seconds in all.
-        asked_s: Seconds once any rank is asked to stop.
+        asked_s: Seconds after any rank is asked to stop.
     """
 
     still_s: float
@@ -41,42 +41,43 @@ class UploadDeadline:
 
 
 class MirrorUploader:
-    """Brings checkpoints to the mirror. Every rank makes one, and adds the same in the same order.
+    """Uploads checkpoints to the mirror. Every rank makes one uploader, and offers the same checkpoints in one order.
 
     Args:
         mirrored: The mirror.
-        retention: What stays there.
+        retention: Checkpoints that stay in the mirror.
         mesh: The axes of this rank.
-        group: Group of all ranks that can carry host objects, on which nobody else talks; None: there is only this one.
+        group: Group of all ranks that can carry host objects, used by uploads only; None: there is only this rank.
         talk: Group on which the ranks talk while training waits; None for the default group.
     """
 
     def __init__(self, mirrored: Mirrored, retention: Retention, mesh: Mesh, group: Group, talk: Group) -> None:
         self._mirrored, self._retention, self._mesh, self._group, self._talk = mirrored, retention, mesh, group, talk
         # One thread adds and another takes, each in one step of the interpreter.
-        self._started: deque[_Copy] = deque()
+        self._started: deque[_Upload] = deque()
         self._left_out: deque[int] = deque()
-        self._last: _Copy | None = None
-        self._waiting: _Copy | None = None
+        self._last: _Upload | None = None
+        self._waiting: _Upload | None = None
 
     @property
     def underway(self) -> list[int]:
-        """Steps whose files are still read."""
+        """Steps whose files an upload still reads."""
         return [each.step for each in tuple(self._started) if not each.done]
 
     def offer(self, step: int, path: Path, written: Mapping[str, FileDigest], group: Group) -> None:
-        """Copy a checkpoint; every rank calls this when it is committed.
+        """Upload a checkpoint; every rank calls this after the commit.
 
-        While one before is still being copied it waits for the next, which takes its place, or for the end of the run.
+        While an earlier upload is under way the checkpoint waits: until the next offer, which replaces it, or until the
+        end of the run.
 
         Args:
-            step: Of the checkpoint.
-            path: Its folder.
-            written: The files that this rank copies.
-            group: On which ranks may agree now.
+            step: Step of the checkpoint.
+            path: Folder of the checkpoint.
+            written: The files that this rank uploads.
+            group: Group on which the ranks agree during this call.
         """
-        offered = _Copy(step, lambda: self._copy(step, path, written))
-        # The leader ends last.
+        offered = _Upload(step, lambda: self._copy(step, path, written))
+        # The leader's upload ends last.
         waits = by_leader(lambda: bool(self.underway), self._mesh, group, "cannot ask for the copy before")
         if self._waiting is not None:
             self._left_out.append(self._waiting.step)
@@ -87,51 +88,51 @@ class MirrorUploader:
             self._start(offered)
 
     def ended(self) -> Iterator[tuple[int, str]]:
-        """What became of copies since this was asked last: step, and why it is not in the mirror; empty if it is."""
+        """Uploads that ended since the last call: step, and the reason of a failure; empty for a success."""
         while self._left_out:
             yield self._left_out.popleft(), "the copy of one before it took too long"
         while self._started and self._started[0].done:
-            copied = self._started.popleft()
-            yield copied.step, copied.problem
+            upload = self._started.popleft()
+            yield upload.step, upload.problem
 
     def wait(
         self, patience: UploadDeadline, alive: Callable[[], None], asked: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait for all copies; every rank calls this, and all leave together.
+        """Wait for all uploads; every rank calls this, and all ranks return together.
 
         Args:
-            patience: For how long.
-            alive: Is called all the time.
-            asked: Whether this rank is asked to stop.
+            patience: Limits of the wait.
+            alive: Heartbeat; called again and again.
+            asked: True once this rank is asked to stop.
 
         Returns:
-            Whether all ended.
+            True if all uploads ended.
         """
         if self._waiting is not None:
             self._start(self._waiting)
             self._waiting = None
         began = moved = time.monotonic()
-        limit, far, pause_s = began + patience.most_s, -1, 0.0
+        limit, last_total, pause_s = began + patience.most_s, -1, 0.0
         while True:
             late = time.monotonic() > min(limit, moved + patience.still_s)
-            told = gather((not self.underway, transferred(), late, asked()), self._mesh, self._talk)
-            if all(done for done, _, _, _ in told):
+            answers = gather((not self.underway, transferred(), late, asked()), self._mesh, self._talk)
+            if all(done for done, _, _, _ in answers):
                 return True
-            if told[0][2]:  # by one clock, so that all leave together
+            if answers[0][2]:  # by the clock of rank 0, so that all ranks return together
                 return False
-            if any(is_asked for _, _, _, is_asked in told):
+            if any(is_asked for _, _, _, is_asked in answers):
                 limit = min(limit, time.monotonic() + patience.asked_s)
-            if (now := sum(count for _, count, _, _ in told)) != far:
-                far, moved = now, time.monotonic()
+            if (total := sum(num_bytes for _, num_bytes, _, _ in answers)) != last_total:
+                last_total, moved = total, time.monotonic()
             alive()
             pause_s = min(LOOK_S, pause_s + LOOK_S / 10)
             for each in tuple(self._started):
                 each.join(pause_s)
 
-    def _start(self, copied: _Copy) -> None:
-        copied.before, self._last = self._last, copied
-        self._started.append(copied)
-        copied.start()
+    def _start(self, upload: _Upload) -> None:
+        upload.before, self._last = self._last, upload
+        self._started.append(upload)
+        upload.start()
 
     def _copy(self, step: int, path: Path, written: Mapping[str, FileDigest]) -> str:
         keep, keep_every = self._retention.keep, self._retention.keep_every
@@ -140,37 +141,37 @@ class MirrorUploader:
 
 
 def are_underway() -> bool:
-    """Whether this process still copies something, which its end must not wait for."""
+    """True if this process still uploads; the end of the process must not wait for uploads."""
     return any(thread.name == _THREAD for thread in threading.enumerate())
 
 
-class _Copy(Thread):
-    """A checkpoint that is brought to the mirror.
+class _Upload(Thread):
+    """Thread that uploads one checkpoint.
 
     Args:
-        step: Its step.
-        work: Copies it, and tells why it is not there.
+        step: Step of the checkpoint.
+        work: Uploads the checkpoint; returns the reason of a failure.
 
     Attributes:
-        before: The copy before it, which comes first.
+        before: The previous upload, which must end first.
     """
 
     def __init__(self, step: int, work: Callable[[], str]) -> None:
-        # A process ends without it.
+        # A daemon thread: the process can end before the upload does.
         super().__init__(name=_THREAD, daemon=True)
         self.step, self._work = step, work
-        self.before: _Copy | None = None
+        self.before: _Upload | None = None
         self.problem = ""
         self.done = False
 
     def run(self) -> None:
-        """Copy it."""
+        """Upload the checkpoint."""
         try:
             if self.before is not None:
                 self.before.join()
                 self.before = None
             self.problem = self._work()
-        except Exception as error:  # whatever it is, training has no part in it
+        except Exception as error:  # no failure of an upload ends training
             self.problem = repr(error)
         finally:
             self.done = True

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues, and where each rank reads it: on its node's disk, in the mirror, or in both."""
+"""Choice of the checkpoint to resume from, and of the place where each rank reads it: local disk, mirror, or both."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from nxtrain.run_folder import CHECKPOINTS_DIR
 
 T = TypeVar("T")
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint.
+    """The checkpoint to resume from.
 
     Args:
-        place: Where this rank reads it.
-        copies: Where it reads what is damaged or absent there.
+        place: Location from which this rank reads.
+        copies: Other locations for blocks that are missing or damaged in `place`.
     """
 
     place: Location
@@ -42,11 +42,11 @@ class Found:
 
 @dataclass(frozen=True)
 class _Holding:
-    """What a disk has of a checkpoint.
+    """Files of a checkpoint on one disk.
 
     Args:
-        wanted: All files of ranks, if their list is there.
-        present: Those of them that are there, with the right length.
+        wanted: Names of the files of all ranks; empty if the disk has no manifest.
+        present: Names of the files on this disk that have the right length.
     """
 
     wanted: tuple[str, ...] = ()
@@ -54,23 +54,25 @@ class _Holding:
 
 
 class ResumePlanner:
-    """Finds the checkpoint to continue, and puts damaged and left ones aside. Every rank makes one, and calls it alike.
+    """Finds the checkpoint to resume from; quarantines damaged checkpoints, and abandons those after a rewind.
+
+    Every rank makes one planner, and makes the same calls.
 
     Args:
-        config: Of the run.
-        mirrored: Its mirror, if it has one.
+        config: Configuration of the run.
+        mirrored: Mirror of the run, if it has one.
         mesh: The axes of this rank.
         group: Group of all ranks that can carry host objects; None for the default group.
-        say: Takes lines for people.
-        restarted: An agent or a scheduler started the same command again, as far as this rank was told.
-        job: Its name for what it starts again; empty if there is none.
+        print_line: Prints a line for people.
+        restarted: True if, by this rank's environment, an agent or a scheduler restarted the same command.
+        job: The agent's or scheduler's name for the restarted job; empty if it has none.
 
     Attributes:
-        own: The checkpoints are those of this run: damaged ones are put aside. Otherwise they are another's, or the run
-            goes back on purpose.
+        own: The run resumes from its own newest checkpoint: damaged ones are quarantined. False if the run starts from
+            another run's checkpoint, or rewinds on purpose.
 
     Raises:
-        CheckpointError: The mirror, or a disk, is that of another run.
+        CheckpointError: The mirror, or a disk, belongs to another run.
     """
 
     def __init__(
@@ -79,18 +81,18 @@ class ResumePlanner:
         mirrored: Mirrored | None,
         mesh: Mesh,
         group: Group,
-        say: Say,
+        print_line: PrintLine,
         *,
         restarted: bool,
         job: str = "",
     ) -> None:
         self._resume, self._folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS_DIR
-        self._mirrored, self._mesh, self._group, self._say = mirrored, mesh, group, say
+        self._mirrored, self._mesh, self._group, self._print_line = mirrored, mesh, group, print_line
         self._chosen: Found | None = None
         self._unread = set[int]()
-        # One rank that was started again is enough: an agent that replaces another has started nothing before.
-        told = gather((restarted, job), mesh, group)
-        is_restart, self._job = any(again for again, _ in told), told[0][1]
+        # One restarted rank is enough: an agent that replaces another one has made no earlier start itself.
+        answers = gather((restarted, job), mesh, group)
+        is_restart, self._job = any(again for again, _ in answers), answers[0][1]
         at_mirror = by_leader(self._aims_at_mirror, mesh, group, "cannot look for checkpoints")
         records = self._records = RewindLog(config.run.dir, mirrored, mesh, group, takes_over=at_mirror)
         has_returned = records.newest.has_returned(self._resume, self._job)
@@ -101,25 +103,25 @@ class ResumePlanner:
                 "says, or is still to. Start it anew with the same to go back, or with checkpoint.resume=auto to go on "
                 "from its newest checkpoint"
             )
-        self._tell(f"WARNING: {error}; it is written anew" for error in records.damaged)
+        self._print_lines(f"WARNING: {error}; it is written anew" for error in records.damaged)
         if self.own:
-            self._tell_aside(records.put_aside_missed(), "the run went back where this was not seen")
-        elif has_returned:  # by another start that told the same: no restart may take that for what this one tells
+            self._report_abandoned(records.put_aside_missed(), "the run went back where this was not seen")
+        elif has_returned:  # by an earlier start with the same request, which a restart must not take for this one's
             known = len(records.newest.returns)
             records.add(Rewind(told="", job=self._job))
             records.write(known)
 
     def choose(self) -> Found | None:
-        """The checkpoint to continue; None: start from scratch.
+        """Choose the checkpoint to resume from; None: start from scratch.
 
         Raises:
-            CheckpointError: There is none at the path that was asked for; or there were some, and all are damaged.
+            CheckpointError: The requested path has no checkpoint, or all checkpoints of the run are damaged.
         """
         self._chosen = self._newest_own() if self.own else None
         if self._chosen is not None or self._resume == "auto":
             return self._chosen
         if self.own:
-            self._say(f"nothing that the run reached since is left: it goes back to {self._resume} again")
+            self._print_line(f"nothing that the run reached since is left: it goes back to {self._resume} again")
         self.own = False
         if self._resume != "never":
             self._chosen = Found(
@@ -133,9 +135,10 @@ class ResumePlanner:
         return self._chosen
 
     def put_aside(self, found: Found, error: DamagedError) -> str:
-        """Put a damaged checkpoint where nobody takes it, and tell what was done.
+        """Quarantine a damaged checkpoint, and return a description for people.
 
-        One that cannot be read stays where it is until the one before it was: both unread would be the storage.
+        A checkpoint that cannot be read at all keeps its name, and the previous one is tried. If that cannot be read
+        either, the storage has failed rather than the files.
         """
         failure = f"cannot put aside {found.place}"
         if by_leader(lambda: error.unread, self._mesh, self._group, failure):
@@ -155,24 +158,24 @@ class ResumePlanner:
         return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
 
     def begin(self) -> None:
-        """Go on from what was chosen and was loaded: put aside what is no part of the run from there on, and note that.
+        """Start from the chosen checkpoint, after it was loaded: abandon later checkpoints, then record the rewind.
 
-        In this order: where it is cut off before the note, a restart goes back again.
+        The record comes last: if the start is interrupted before it, a restart rewinds again.
         """
         keeps, in_folder, in_mirror = by_leader(
             self._keeps, self._mesh, self._group, f"cannot look for checkpoints in {self._folder}"
         )
         gone = list[int]()
-        if not self.own:  # a disk that was away may be so on purpose: it holds what is gone back to
+        if not self.own:  # a place that missed earlier rewinds keeps its checkpoints if the chosen one is among them
             gone += self._records.put_aside_missed(on_disks=not in_folder, in_mirror=not in_mirror)
             self._records.add(Rewind(told=self._resume, job=self._job, keeps=keeps))
         gone += self._records.put_aside(keeps, damaged=not self.own)
         where = self._chosen.place if self._chosen else "scratch"
-        self._tell_aside(sorted({*gone}), f"the run goes on from {where}")
+        self._report_abandoned(sorted({*gone}), f"the run goes on from {where}")
         self._records.write()
 
     def _keeps(self) -> tuple[int, bool, bool]:
-        """The last step that stays part of the run, and whether what was chosen lies in its folder or in its mirror."""
+        """Last step that stays part of the run; True if the chosen checkpoint is in the folder, and in the mirror."""
         if self._chosen is None:
             return 0, False, False
         place, there = self._chosen.place, self._mirrored.mirror.store.root if self._mirrored else None
@@ -201,13 +204,13 @@ class ResumePlanner:
         return None
 
     def _is_own(self, step: int) -> bool:
-        """A run that is told to start from scratch leaves a conversion of step 0 in its place, and does not take it."""
+        """False for step 0 with `checkpoint.resume=never`: a converted checkpoint there is not a start from scratch."""
         return step > 0 or self._resume != "never"
 
-    def _tell_aside(self, steps: list[int], why: str) -> None:
+    def _report_abandoned(self, steps: list[int], why: str) -> None:
         if steps:
             named = ", ".join(directory.step_path(Path(), step).name for step in steps)
-            self._say(f"{why}: put aside as abandoned, since no part of it any more: {named}")
+            self._print_line(f"{why}: put aside as abandoned, since no part of it any more: {named}")
 
     def _refuse_scratch(self, damaged: list[str]) -> None:
         if self._unread:
@@ -226,8 +229,8 @@ class ResumePlanner:
         there = mirrored.mirror
         here = self._on_disks(self._held, dict[int, int]())
         copied = by_leader(self._mirror_held, self._mesh, self._group, f"cannot look for checkpoints in {there}")
-        self._tell(copied[1])
-        # Where the same step was written twice, what lies on disks is the later one.
+        self._print_lines(copied[1])
+        # If a step was written twice, the version on the disks is the later one.
         candidates = {
             (step, copied[0].get(step) != seal, seal)
             for held in (*here, copied[0])
@@ -251,7 +254,7 @@ class ResumePlanner:
         return Found(local, (there,)) if is_here else Found(there)
 
     def _complete(self, mirrored: Mirrored, step: int, seal: int) -> bool:
-        """Whether the disks together hold a checkpoint that the mirror lacks; several disks bring it there first."""
+        """True if the disks together hold a checkpoint that the mirror lacks; several disks first copy it there."""
         path, there = directory.step_path(self._folder, step), mirrored.mirror
         manifest: Manifest | None = None
 
@@ -268,7 +271,7 @@ class ResumePlanner:
         absent = sorted({name for holding in holdings for name in holding.wanted} - holders.keys())
         if absent or not sealers:
             reason = f"no disk holds its {absent[0]} whole" if absent else "its manifest is damaged"
-            self._tell([f"step {step} is not in {there}, and {reason}; the one before it is tried"])
+            self._print_lines([f"step {step} is not in {there}, and {reason}; the one before it is tried"])
             return False
         if mirrored.disk.number == 1:
             return True
@@ -289,19 +292,19 @@ class ResumePlanner:
 
         failure = f"cannot copy {path.name} to {there}, and nodes cannot read each other's disks"
         try:
-            together(check, self._mesh, self._group, failure)  # before a copy of the same step makes room
+            together(check, self._mesh, self._group, failure)  # before `begin` deletes the mirror's version of the step
         except DamagedError as error:
             unsteady.hold(error)
-            self._tell([f"WARNING: {error}; step {step} is not in {there}, so that the one before it is tried"])
+            self._print_lines([f"WARNING: {error}; step {step} is not in {there}, so that the one before it is tried"])
             return False
-        # What fails from here on is no damage: to go back for it would leave what the disks hold for good.
+        # A failure from here on is no damage, and ends the start: a resume from an earlier step would abandon this one.
         by_leader(lambda: there.begin(step), self._mesh, self._group, failure)
         together(add, self._mesh, self._group, failure)
         together(finish, self._mesh, self._group, failure)
         return True
 
     def _on_disks(self, action: Callable[[list[str]], T], otherwise: T) -> list[T]:
-        """Let the leader of each disk act, and give what each rank has then; what they note is told."""
+        """Run an action on the leader of each disk; return the result of each rank, and print the lines of notes."""
         assert self._mirrored is not None
         leads, notes, mine = self._mirrored.disk.leads, list[str](), [otherwise]
 
@@ -311,15 +314,15 @@ class ResumePlanner:
 
         together(act, self._mesh, self._group, f"cannot look for checkpoints in {self._folder}")
         found = gather((mine[0], notes), self._mesh, self._group)
-        self._tell([note for _, noted in found for note in noted])
+        self._print_lines([note for _, noted in found for note in noted])
         return [result for result, _ in found]
 
-    def _tell(self, notes: Iterable[str]) -> None:
+    def _print_lines(self, notes: Iterable[str]) -> None:
         for note in notes:
-            self._say(note)
+            self._print_line(note)
 
     def _held(self, notes: list[str]) -> dict[int, int]:
-        """The checkpoints of this disk, as step and checksum of the manifest; damaged ones are put aside."""
+        """Checkpoints of this disk, as step and checksum of the manifest; damaged ones are quarantined."""
         held = {}
         for path in directory.list_checkpoints(self._folder):
             try:
@@ -329,7 +332,7 @@ class ResumePlanner:
         return held
 
     def _mirror_held(self) -> tuple[dict[int, int], list[str]]:
-        """The same of the mirror, and what is to be told."""
+        """Checkpoints of the mirror, as step and checksum of the manifest, and lines to print."""
         assert self._mirrored is not None
         there, held, notes = self._mirrored.mirror, dict[int, int](), list[str]()
         for step in there.steps():
@@ -337,12 +340,12 @@ class ResumePlanner:
                 held[step] = read_meta(there.place(step)).manifest_crc32
             except DamagedError as error:
                 unsteady.hold(error)
-                what = "it is passed over" if error.unread else f"{there.put_aside(step)} is put aside"
-                notes.append(f"{error}; {what}")
+                done = "it is passed over" if error.unread else f"{there.put_aside(step)} is put aside"
+                notes.append(f"{error}; {done}")
         return held, notes
 
     def _manifest(self, step: int, seal: int, notes: list[str]) -> Manifest | None:
-        """The manifest of a checkpoint of this disk, if it is there; it is put aside if that is damaged."""
+        """Manifest of a checkpoint on this disk; None if missing or damaged. Damage quarantines the checkpoint."""
         path = directory.step_path(self._folder, step)
         try:
             if directory.is_checkpoint(path) and read_meta(path).manifest_crc32 == seal:
@@ -353,6 +356,6 @@ class ResumePlanner:
 
 
 def _quarantine(path: Path, error: DamagedError) -> str:
-    """Put a checkpoint aside if it is damaged, and tell what was done; one that cannot be read is passed over."""
+    """Quarantine a damaged checkpoint, but not an unreadable one; return a description for people."""
     unsteady.hold(error)
     return "it is passed over" if error.unread else f"it is put aside as {directory.quarantine(path).name}"

@@ -1,7 +1,7 @@
-"""What a run has gone back from: a record on each disk and in the mirror, so that nobody takes up again what was left.
+"""Record of a run's rewinds, on each disk and in the mirror, so that no start resumes from abandoned checkpoints.
 
-A run goes back when it is told to (`checkpoint.resume=never` or a path). A restart then knows that it has, and a disk
-that was away meanwhile, or a mirror, what of its checkpoints is no part of the run any more.
+A run rewinds on request: `checkpoint.resume=never` or a path. The record shows a restart that the rewind is done. A
+disk or a mirror that was offline during the rewind learns from it which of its checkpoints are abandoned.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ _SEAL = "crc32"
 
 
 class Rewind(BaseModel):
-    """One time that a run went back."""
+    """One rewind of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     told: str
-    """`checkpoint.resume`, as given; empty: what was told before is told anew, and not done yet."""
+    """The requested value of `checkpoint.resume`. Empty: a repeated request that has not been carried out."""
     job: str = ""
-    """Who told it: the scheduler's or the agent's name for what it starts again."""
+    """Origin of the request: the scheduler's or the agent's name for the job that it restarts."""
     keeps: int | None = None
-    """The last step that stays part of the run; -1: none does; None: all do."""
+    """The last step that stays part of the run; -1: no step stays; None: all steps stay."""
 
 
 class RunHistory(BaseModel):
-    """What is known of a run."""
+    """Identity and rewinds of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run: str
-    """Its identity."""
+    """Identity of the run."""
     run_dir: str
-    """Its folder, as configured, from the root."""
+    """Absolute path of the run's folder, as configured."""
     returns: tuple[Rewind, ...] = ()
-    """The times that it went back, in their order."""
+    """Rewinds of the run, oldest first."""
 
-    def has_returned(self, told: str, job: str) -> bool:
-        """Whether the last thing that it did on purpose was to go back as told."""
-        return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (told, job)
+    def has_returned(self, requested: str, job: str) -> bool:
+        """True if the last rewind has this request and this job."""
+        return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (requested, job)
 
     def keeps(self, known: int) -> int | None:
-        """The last step that stays where only so many of the returns are known; None: all do."""
+        """Last step that stays in a place that has seen the first `known` rewinds only; None: all steps stay."""
         return min((each.keeps for each in self.returns[known:] if each.keeps is not None), default=None)
 
     def sealed(self) -> bytes:
-        """The content of `lineage.json`."""
+        """Content of `lineage.json`, with its checksum."""
         return (json.dumps({**self.model_dump(mode="json"), _SEAL: self._checksum()}, indent=2) + "\n").encode()
 
     def _checksum(self) -> int:
@@ -77,7 +77,7 @@ def read(root: Location) -> RunHistory | None:
     """Read the record of a `checkpoints` folder or of a mirror; None: there is none.
 
     Raises:
-        DamagedError: It is no longer what was written.
+        DamagedError: The file's content differs from the written bytes.
     """
     file = root / FILE
     try:
@@ -95,31 +95,31 @@ def read(root: Location) -> RunHistory | None:
     return found
 
 
-def write(folder: Path, lineage: RunHistory) -> None:
-    """Write the record of a `checkpoints` folder, in one step for whoever looks."""
+def write(folder: Path, history: RunHistory) -> None:
+    """Write the record of a `checkpoints` folder, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{FILE}"
-    write_durably(draft, lambda file: file.write_bytes(lineage.sealed()))
+    write_durably(draft, lambda file: file.write_bytes(history.sealed()))
     draft.replace(folder / FILE)
     sync_folder(folder)
 
 
 class RewindLog:
-    """The records of a run on its disks and in its mirror. Every rank makes one, and calls it alike.
+    """Records of a run on its disks and in its mirror. Every rank makes one log, and makes the same calls.
 
     Args:
         run_dir: Folder of the run.
-        mirrored: Its mirror, if it has one.
+        mirrored: Mirror of the run, if it has one.
         mesh: The axes of this rank.
         group: Group of all ranks that can carry host objects; None for the default group.
-        takes_over: The run is told to go on from this mirror, whosever it is.
+        takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
 
     Attributes:
-        newest: What is known of the run, in any place.
-        damaged: Those that cannot be read.
+        newest: The record with the most rewinds of all places.
+        damaged: Damage of the records that cannot be read.
 
     Raises:
-        CheckpointError: The mirror, or a disk, is that of another run.
+        CheckpointError: The mirror, or a disk, belongs to another run.
     """
 
     def __init__(
@@ -150,29 +150,29 @@ class RewindLog:
         self.newest = newest.model_copy(update={"run_dir": folder})
 
     def put_aside_missed(self, *, on_disks: bool = True, in_mirror: bool = True) -> list[int]:
-        """Put aside what the run went back from while a disk, or the mirror, was away; gives the steps."""
+        """Abandon the checkpoints of rewinds that a disk or the mirror has missed; returns their steps."""
         here = -1 if self._is_new else self._missed(self._here)
         there = self._missed(self._there)
         return self._abandon(here if on_disks else None, there if in_mirror else None, damaged=True)
 
     def put_aside(self, after: int, *, damaged: bool) -> list[int]:
-        """Put aside what lies after a step, everywhere; gives the steps.
+        """Abandon the checkpoints after a step, on all disks and in the mirror; returns their steps.
 
         Args:
             after: The last step that stays.
-            damaged: Those that were found to be damaged as well.
+            damaged: Abandon quarantined checkpoints too.
         """
         return self._abandon(after, after, damaged=damaged)
 
-    def add(self, more: Rewind) -> None:
-        """Note that the run went back, or is told to; written by `write`."""
-        self.newest = self.newest.model_copy(update={"returns": (*self.newest.returns, more)})
+    def add(self, rewind: Rewind) -> None:
+        """Add a rewind, or the request of one; `write` makes it durable."""
+        self.newest = self.newest.model_copy(update={"returns": (*self.newest.returns, rewind)})
 
     def write(self, known: int = 0) -> None:
-        """Bring records up to date: the mirror's first, since what any disk knows must outlive it.
+        """Update the records: the mirror's first, so that the loss of a disk loses no rewind.
 
         Args:
-            known: Only those that have so many returns, since the others still tell what they missed.
+            known: Update only records with at least this many rewinds; the others must keep what they have missed.
         """
         newest, mirrored = self.newest, self._mirrored
 
@@ -192,7 +192,7 @@ class RewindLog:
         self._disk.on_each(write_here, self._mesh, self._group, f"cannot write {self._folder / FILE}")
 
     def _missed(self, record: RunHistory | DamagedError | None) -> int | None:
-        # Where a record cannot be read, that alone is no reason to believe that the run was elsewhere.
+        # An unreadable record alone does not mean that the place has missed a rewind.
         if isinstance(record, DamagedError):
             return None
         return self.newest.keeps(len(record.returns) if record else 0)
@@ -209,9 +209,9 @@ class RewindLog:
         return sorted({step for steps in gone for step in steps})
 
     def _belongs_to_others(self, disks: list[RunHistory], fresh: RunHistory) -> bool:
-        """Whether the mirror is that of another run; a disk that is ends the start."""
+        """True if the mirror belongs to another run; disks of different runs end the start."""
         there = self._there if isinstance(self._there, RunHistory) else None
-        if there is not None and not disks:  # of a node that was replaced, if the folder has the same name
+        if there is not None and not disks:  # nodes were replaced, if the mirror's run has the same folder
             return there.run_dir != fresh.run_dir
         if there is not None and there.run not in {each.run for each in disks}:
             return True
@@ -236,7 +236,7 @@ class RewindLog:
         )
 
     def _on_each(self, action: Callable[[], T], failure: str) -> tuple[list[T], list[T]]:
-        """Let the leader of each disk act; what it gave here, if this is one, and on all of them."""
+        """Run an action on the leader of each disk; return this rank's result, if it leads, and those of all disks."""
         mine = list[T]()
 
         def act() -> None:

@@ -1,4 +1,4 @@
-"""Saving: every rank stages its share on the host, all write it beside the final place, one rank commits."""
+"""Saving: every rank stages its shards on the host and writes them to a draft folder; one rank commits by rename."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from nxtrain.sharding import Layout
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay.
+    """Checkpoints that stay.
 
     Args:
-        keep: So many of the newest; 0: all.
-        keep_every: Those of steps that are multiples of it; 0: none for that.
+        keep: Number of the newest that stay; 0: all.
+        keep_every: Steps that are multiples of this number stay; 0: no step stays for this reason.
     """
 
     keep: int = 0
@@ -43,30 +43,30 @@ KEEP_ALL = Retention()
 def save(
     path: Path,
     shards: Shards,
-    cut: Layout,
+    layout: Layout,
     meta: Meta,
     *,
     tokenizer: Path | None = None,
     retention: Retention = KEEP_ALL,
     process_group: Group = None,
 ) -> None:
-    """Write a checkpoint; it is there as a whole or not at all. Every rank of the world calls this.
+    """Write a checkpoint, atomically. Every rank of the world calls this.
 
     Args:
-        path: Its folder, `layout.step_path(...)`; a checkpoint that is there already is replaced.
+        path: Folder of the checkpoint, `directory.step_path(...)`; an existing checkpoint is replaced.
         shards: Kind to parameter name to local tensor, on any device.
-        cut: Where they lie in the model.
+        layout: Entries of the model's tensors that this rank holds.
         meta: The rest of the state; `mesh`, `kinds` and the checksum are filled in.
-        tokenizer: A `tokenizer.json` to keep with it.
+        tokenizer: A `tokenizer.json` to save with the checkpoint.
         retention: Checkpoints of the folder that stay.
         process_group: Group of all ranks that can carry host objects; None for the default group.
 
     Raises:
         CheckpointError: Any rank failed to write; older checkpoints are untouched.
     """
-    staged = Staging(cut).fill(shards)
-    write_state(path, staged, cut.mesh, meta, tuple(shards), tokenizer, process_group)
-    tidy(path, retention, cut.mesh, process_group)
+    staged = Staging(layout).fill(shards)
+    write_state(path, staged, layout.mesh, meta, tuple(shards), tokenizer, process_group)
+    tidy(path, retention, layout.mesh, process_group)
 
 
 def write_state(
@@ -79,7 +79,7 @@ def write_state(
     group: Group,
     disk: Disk | None = None,
 ) -> Mapping[str, FileDigest]:
-    """Write what every rank has staged, and read it back.
+    """Write the staged shards of every rank, and read them back.
 
     Returns:
         The files that this rank wrote.
@@ -103,18 +103,18 @@ def tidy(
     disk: Disk | None = None,
     underway: Collection[int] = (),
 ) -> list[str]:
-    """Note that a checkpoint was read back, make room, and name it the newest. Every rank calls this.
+    """Mark a checkpoint as read back, delete old ones, and record it as the newest. Every rank calls this.
 
     Args:
-        path: Its folder.
+        path: Folder of the checkpoint.
         retention: Checkpoints of the folder that stay.
         mesh: The axes of this rank.
         group: Group of all ranks that can carry host objects.
-        disk: Who acts in the folder; None: rank 0 for all.
-        underway: Steps that stay in any case, since they are being read.
+        disk: The ranks that act in the folder; None: rank 0 for all.
+        underway: Steps that stay in any case: an upload still reads them.
 
     Returns:
-        What of it failed, which costs no checkpoint.
+        Failures, none of which loses the checkpoint.
     """
     folder, disk = path.parent, disk or shared_disk(mesh)
     steps: dict[str, Callable[[], None]] = {
@@ -148,18 +148,18 @@ def write(
     staged: Staged | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Mapping[str, FileDigest]:
-    """Write what a planner holds into a staging folder, then commit it.
+    """Write the shards of a planner to a draft folder, then commit it.
 
     Args:
         path: Final folder.
-        planner: The chunks of this rank; one at a time is in memory, if its tensors are not there already.
+        planner: Shards of this rank; without `staged`, one of them at a time is in memory.
         meta: Content of `meta.json`.
         mesh: The axes of this rank.
-        tokenizer: A `tokenizer.json` to keep with it.
+        tokenizer: A `tokenizer.json` to save with the checkpoint.
         process_group: Group of all ranks that can carry host objects.
-        disk: Who acts in the folder; None: rank 0 for all.
-        staged: Where the planner's tensors stay as they are meanwhile; None: they are copied.
-        check: Called before the commit; an error of it keeps the checkpoint from being made.
+        disk: The ranks that act in the folder; None: rank 0 for all.
+        staged: Host memory of the planner's tensors, which does not change during the write; None: they are copied.
+        check: Called before the commit; an error that it raises prevents the commit.
 
     Returns:
         The files that this rank wrote.
@@ -201,7 +201,7 @@ def _prepare(path: Path, disk: Disk, mesh: Mesh, group: Group, failure: str) -> 
 
 
 def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, bytes]:
-    """What is written when all ranks have written, by name, in this order."""
+    """Content of the files that complete a checkpoint after the ranks' files, by name, in the order of writing."""
     assert writer.manifest is not None
     manifest = writer.manifest.model_dump_json().encode()
     sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
@@ -210,7 +210,7 @@ def _seal(writer: FileWriter, meta: Meta, tokenizer: Path | None) -> dict[str, b
 
 
 def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
-    """Seal the files that ranks have written, and give them their name."""
+    """Add the files that complete a checkpoint, and rename the draft to its final name."""
     for name, content in seal.items():
         write_durably(draft / name, partial(Path.write_bytes, data=content))
     directory.publish(draft, path)
@@ -219,10 +219,10 @@ def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
 def read_back(
     path: Path, written: Mapping[str, FileDigest], mesh: Mesh, group: Group, disk: Disk | None = None
 ) -> None:
-    """Let every rank read from the disk what it wrote; if any of it is something else, the checkpoint is put aside.
+    """Read back on every rank the files that it wrote; if any differs, the checkpoint is quarantined.
 
     Raises:
-        CheckpointError: It was.
+        CheckpointError: A file differs or cannot be read.
     """
 
     def check() -> None:

@@ -20,7 +20,7 @@ MODEL = "model"
 """The kind of the weights."""
 
 SLIVER = 1 / 32
-"""Of what a rank writes: an end of a tensor that is less is no part of its own."""
+"""Smallest end of a tensor that is written as a separate shard, as a fraction of a rank's bytes."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class TensorShard:
         name: Global name of the whole tensor.
         shape: Shape of the whole tensor.
         dtype: Type of its entries.
-        block: The entries in the whole tensor and in the local one.
-        copy: Which of the equal copies this rank holds, 0 <= copy < copies.
-        copies: Ranks that hold these entries.
-        tied: It belongs to a parameter of another stage, which writes it.
+        block: Box of the entries, in the whole tensor and in the local one.
+        copy: Index of this rank's replica among the equal ones, 0 <= copy < copies.
+        copies: Number of ranks that hold these entries.
+        tied: The tensor is tied to a parameter of another stage, which writes it.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class TensorShard:
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
-        """All of a weight."""
+        """Make the shard that is a whole weight."""
         return TensorShard(MODEL, name, name, shape, dtype, ShardBox.whole(shape))
 
     @property
@@ -61,7 +61,7 @@ class TensorShard:
 
     @property
     def num_bytes(self) -> int:
-        """Size."""
+        """Size in bytes."""
         return math.prod(self.block.sizes) * self.dtype.itemsize
 
     @property
@@ -71,25 +71,25 @@ class TensorShard:
 
     @property
     def index(self) -> MetadataIndex:
-        """How `torch.distributed.checkpoint` refers to it."""
+        """Index of the shard in `torch.distributed.checkpoint`."""
         return MetadataIndex(self.key, self.box.offsets)
 
     def rows(self, start: int, number: int) -> TensorShard:
-        """Adjacent rows of it, counted in dimension 0."""
+        """Adjacent rows of the shard, counted in dimension 0."""
         return replace(self, block=self.block.rows(start, number))
 
     def of(self, local: Tensor) -> Tensor:
-        """Its view into the local tensor."""
+        """View of the shard's entries in the local tensor."""
         return self.block.of(local)
 
 
-def tensor_shards(shards: Shards, cut: Layout) -> Iterator[TensorShard]:
-    """Every chunk in a rank's local tensors, in their order; padding is no part of any."""
-    replica = cut.mesh.replica
+def tensor_shards(shards: Shards, layout: Layout) -> Iterator[TensorShard]:
+    """Shards in a rank's local tensors, in the tensors' order; padding belongs to no shard."""
+    replica = layout.mesh.replica
     for kind, tensors in shards.items():
         for parameter, local in tensors.items():
-            spec = cut.table[parameter]
-            for block in cut[parameter]:
+            spec = layout.table[parameter]
+            for block in layout[parameter]:
                 yield TensorShard(
                     kind,
                     parameter,
@@ -104,13 +104,13 @@ def tensor_shards(shards: Shards, cut: Layout) -> Iterator[TensorShard]:
 
 
 def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
-    """Those of a rank's chunks that it writes: of equal copies one rank writes, and they share the bytes evenly.
+    """Shards that a rank writes: each entry is written by one of its replicas, and replicas share the bytes evenly.
 
-    Chunks with as many copies lie end to end, and each copy's writer has an equal stretch of their bytes. A chunk that
-    reaches into several stretches is cut between rows, unless the end cut off is no `SLIVER` of a stretch.
+    Shards with the same number of replicas are concatenated, and each replica writes an equal range of their bytes. A
+    shard in several ranges is split between rows, unless one end is smaller than `SLIVER` of a range.
 
-    Ranks that hold copies of a chunk hold copies of all chunks with as many copies, in the same order. So each can deal
-    them out by itself and come to the same result.
+    Ranks that share one shard share all shards with the same number of replicas, in the same order. Each rank therefore
+    computes the same assignment without communication.
     """
     held = [chunk for chunk in held if not chunk.tied]
     total, before = Counter[int](), Counter[int]()
@@ -128,19 +128,19 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
 
 
 def _rows(chunk: TensorShard, start: int, total: int) -> range:
-    """The rows of a chunk that its copy's writer has.
+    """Rows of a shard that this rank's replica writes.
 
     Args:
-        chunk: It.
-        start: Its first byte among all that the writers of as many copies share.
-        total: Number of those bytes.
+        chunk: The shard.
+        start: Offset of the shard among the concatenated shards with the same number of replicas, in bytes.
+        total: Size of the concatenated shards in bytes.
     """
     num_rows = chunk.block.sizes[0]
     row_bytes = chunk.num_bytes // num_rows
 
-    def cut(stretch: int) -> int:
-        """The first row that stretches from this one on have."""
-        inside = stretch * total // chunk.copies - start
+    def first_row(part: int) -> int:
+        """First row of the range of a replica."""
+        inside = part * total // chunk.copies - start
         sliver = SLIVER * total / chunk.copies
         if inside >= chunk.num_bytes:
             return num_rows
@@ -148,25 +148,25 @@ def _rows(chunk: TensorShard, start: int, total: int) -> range:
             return 0
         return num_rows if inside > chunk.num_bytes - sliver else round(inside / row_bytes)
 
-    return range(cut(chunk.copy), cut(chunk.copy + 1))
+    return range(first_row(chunk.copy), first_row(chunk.copy + 1))
 
 
 _SHOWN = 10
 
 
 def mismatches(wanted: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
-    """Say how two lists of tensors differ, one line for each way; empty if they do not.
+    """Describe how two lists of tensors differ, one line for each kind of difference; empty if they agree.
 
     Args:
-        wanted: What the model needs, by name: a shape, or a shape and a type.
-        found: What is there.
+        wanted: Tensors of the model, by name: a shape, or a shape and a type.
+        found: Tensors that exist, in the same form.
     """
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted]
     wrong = [
-        f"{name} is {found[name]} instead of {what}"
-        for name, what in wanted.items()
-        if name in found and found[name] != what
+        f"{name} is {found[name]} instead of {expected}"
+        for name, expected in wanted.items()
+        if name in found and found[name] != expected
     ]
     lines = {"missing": missing, "unknown to the model": extra, "different": wrong}
     return [f"{len(names)} {title}: {_some(names)}" for title, names in lines.items() if names]

@@ -1,4 +1,4 @@
-"""The commands that measure; each is lazy, like those of `cli`."""
+"""Commands of `nxtrain bench`; each imports its implementation when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that convert checkpoints; each is lazy, like those of `cli`."""
+"""Commands of `nxtrain convert`; each imports its implementation when it is called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and t
 
 
 def _on_disk(text: str) -> Path:
-    """A path of this machine; an address in S3 would be taken for one."""
+    """Path on this machine; refuses an address in S3, which would otherwise be read as a local path."""
     if text.startswith(SCHEME):
         raise ConfigError(f"{text} is no folder of this machine; fetch or bring it there with: aws s3 sync SRC DST")
     return local_path(text)

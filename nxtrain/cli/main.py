@@ -1,4 +1,4 @@
-"""The command line: a command is one lazy import and one call, so that help and config errors never wait for torch."""
+"""The command line: a command is one lazy import and one call, so that help and config errors do not import torch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _LATER = ("data", "doctor", "eval", "plan", "report")
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; the name of one that this release lacks gets an answer."""
+    """Group of commands that refuses commands of later releases with a message."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Find a command.
 
         Raises:
-            ConfigError: Only later releases have it.
+            ConfigError: Only later releases have the command.
         """
         if cmd_name in _LATER:
             raise ConfigError(f"nxtrain {cmd_name} is not in this release ({nxtrain.__version__}); see nxtrain --help")
@@ -70,9 +70,9 @@ PLACE = "Folder, configuration file or s3://BUCKET/PREFIX."
 
 
 def main() -> None:
-    """Run the command line; a failure meant for people ends in its message and its exit code, without a traceback.
+    """Run the command line; a failure with a message for people ends with its exit code, without a traceback.
 
-    A command comes to its end and its exit code whether or not somebody still reads what it prints.
+    A closed standard output or standard error changes neither the work of a command nor its exit code.
     """
     with pipe_safe_streams():
         try:
@@ -82,17 +82,17 @@ def main() -> None:
                 _report(known, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
                 _end(known.exit_code)
             sys.excepthook(*sys.exc_info())
-            if not isinstance(error, MemoryError):  # the next start may find room, as code 1 lets the launcher try
+            if not isinstance(error, MemoryError):  # with code 1 the launcher restarts, and may find enough memory
                 print(DEFECT, file=sys.stderr)
             _end(1)
 
 
 def _end(code: int) -> NoReturn:
-    """End the process; at once where an orderly end would wait for what is under way, with other ranks or a mirror."""
-    if _is_alone() and not _leaves_copies():
+    """End the process, at once if an orderly end would wait for a collective with other ranks or for an upload."""
+    if _is_alone() and not _has_uploads_underway():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # whoever read it may be gone, and the code is what a scheduler goes by
+        with suppress(OSError):  # the reader may be gone, and a scheduler needs the exit code
             stream.flush()
     os._exit(code)
 
@@ -101,10 +101,10 @@ def _is_alone() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
-def _leaves_copies() -> bool:
-    """Whether a mirror takes so long that the run does not wait for it."""
-    copies = sys.modules.get("nxtrain.checkpoint.mirror_uploads")
-    return copies is not None and copies.are_underway()
+def _has_uploads_underway() -> bool:
+    """True if uploads to the mirror are still under way, for which the process does not wait."""
+    uploads = sys.modules.get("nxtrain.checkpoint.mirror_uploads")
+    return uploads is not None and uploads.are_underway()
 
 
 def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:
@@ -112,10 +112,10 @@ def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> No
         from rich.text import Text
 
         from nxtrain.process.console import standard_error
-    except ImportError:  # perhaps that is the error
+    except ImportError:  # perhaps this import is the error to report
         print(f"error: {error}", file=sys.stderr)
         return
-    # Every rank of a node finds the same mistake in configuration and environment; other failures are a rank's own.
+    # Every rank of a node finds the same problem of configuration and environment; other failures differ by rank.
     if isinstance(error, ConfigError) and (local_rank or rank) not in {None, "0"}:
         return
     # All ranks stop together, which is no error.
@@ -124,9 +124,9 @@ def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> No
             standard_error().print(str(error), markup=False)
         return
     console = standard_error()
-    who = "" if rank is None or (isinstance(error, ConfigError) and rank == "0") else f"rank {rank}: "
+    prefix = "" if rank is None or (isinstance(error, ConfigError) and rank == "0") else f"rank {rank}: "
     for block in error.problems if isinstance(error, ConfigError) else (error,):
-        console.print(Text.assemble(("error: ", "bold red"), f"{who}{block}"))
+        console.print(Text.assemble(("error: ", "bold red"), f"{prefix}{block}"))
 
 
 def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
@@ -139,7 +139,7 @@ def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
 
 
 def _advise(config: RunConfig) -> None:
-    """Say it if another checkpoint interval would save much."""
+    """Print an advice if another checkpoint interval would save much time."""
     from nxtrain.metrics.goodput_log import read
     from nxtrain.plan.goodput import advice
     from nxtrain.run_folder import LOGS_DIR
@@ -184,7 +184,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
             train(loaded, signals, process_began())
     if os.environ.get("RANK", "0") == "0":
         _advise(loaded.config)
-    if _leaves_copies():
+    if _has_uploads_underway():
         _end(0)
 
 
@@ -344,7 +344,7 @@ def keys() -> None:
     table.columns[0].no_wrap = table.columns[2].no_wrap = True
     for key in keys():
         table.add_row(key.name, key.kind, key.default, key.doc)
-    # Whoever reads a file or a pipe has no width to fit.
+    # A file or a pipe has no width to fit.
     width = None if sys.stdout.isatty() else 160
     Console(width=width, markup=False, highlight=False).print(table)
 

@@ -1,1 +1,1 @@
-"""Configuration: every knob (schema), where values come from (load), what fits together (check), how it prints."""
+"""Configuration: keys (schema), origin of values (load), rules between keys (check), output (show)."""

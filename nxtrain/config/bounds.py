@@ -1,4 +1,4 @@
-"""Limits of the numbers, texts and tables that any configuration may hold, whatever its keys mean."""
+"""Limits of the numbers, texts and tables of any configuration, independent of its keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from nxtrain.errors import ConfigError
 
 MAX_INT = 2**63 - 1
-"""Largest integer of TOML, and of a tensor."""
+"""Largest integer of TOML and of a tensor."""
 
 MAX_SIZE = 2**31 - 1
 """Largest size of one dimension, batch or buffer."""
@@ -18,17 +18,17 @@ MAX_RANKS = 2**20
 """Most ranks of a world, and the largest degree."""
 
 MAX_DEPTH = 16
-"""Tables and lists inside one another; the schema needs four."""
+"""Deepest nesting of tables and lists; the schema needs four."""
 
 SHOWN_CHARS = 80
-"""Characters of a value that a message repeats."""
+"""Most characters of a value in a message."""
 
 _PRINTED_BITS = 4096
-"""Longest integer that is printed; Python refuses to print one of more than 4300 digits."""
+"""Bits of the longest integer that is printed; Python refuses to print more than 4300 digits."""
 
 
 def faults(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every value outside the limits: its dotted key, and the reason."""
+    """Values outside the limits: dotted key and reason of each."""
     waiting: list[tuple[str, Any, int]] = [("", table, 0)]
     while waiting:
         key, value, depth = waiting.pop()
@@ -48,10 +48,10 @@ def faults(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def finite(value: float | None) -> float | None:
-    """Hold an option of a command to be a number, which no bound does.
+    """Refuse `nan` for an option of a command, which passes every bound.
 
     Raises:
-        ConfigError: It is `nan`.
+        ConfigError: The value is `nan`.
     """
     if value is not None and math.isnan(value):
         raise ConfigError("an option is nan; give a number")
@@ -59,17 +59,17 @@ def finite(value: float | None) -> float | None:
 
 
 def shortened(text: str) -> str:
-    """A text as messages repeat it."""
+    """Text for messages, shortened to `SHOWN_CHARS`."""
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text):,} characters)"
 
 
 def quoted(text: str) -> str:
-    """A text with its unprintable characters escaped, as messages repeat it."""
+    """Quoted text for messages, with unprintable characters escaped, shortened."""
     return shortened(ascii(text) if _bad_text(text) else repr(text))
 
 
 def integer(value: int) -> str:
-    """An integer as messages repeat it, of whatever length."""
+    """Integer of any length for messages, shortened."""
     if value.bit_length() > _PRINTED_BITS:
         return f"an integer of about {int(value.bit_length() * math.log10(2)) + 1:,} digits"
     return shortened(str(value))

@@ -1,8 +1,8 @@
-"""Where this node's compiled graphs lie: `{host}` filled in, and on a disk of the node's own.
+"""Folder of this node's compiled graphs: `{host}` is filled in, and the folder must be on a local disk.
 
 The compiler looks each graph up under file locks, from every rank at once. Network file systems answer such locks late
-or never; AWS's guide names missing keys, missing files and corrupt entries as the result, and a folder per host as
-the cure.
+or never. AWS's guide names the results: missing keys, missing files and corrupt entries. Its remedy is a folder per
+host.
 
 Source: AWS Neuron documentation, "PyTorch Neuron training troubleshooting guide", on the cache and NFS.
 """
@@ -22,23 +22,23 @@ NETWORK_TYPES = {
     *("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "glusterfs", "beegfs", "gpfs", "wekafs", "afs", "9p"),
     *("fuse.s3fs", "fuse.goofys", "fuse.mount-s3", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse"),
 }
-"""Types of file systems that other machines serve; EFS mounts as nfs4, FSx for Lustre as lustre."""
+"""Types of network file systems; EFS mounts as nfs4, FSx for Lustre as lustre."""
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
 def host_name() -> str:
-    """This machine's name, without its domain."""
+    """Name of this machine, without its domain."""
     return socket.gethostname().split(".")[0]
 
 
 def cache_folder(config: CompileConfig, *, host: str | None = None, mounts: str | None = None) -> Path:
-    """The folder of this node's compiled graphs, absolute; it need not exist.
+    """Absolute folder of this node's compiled graphs; need not exist.
 
     Args:
         config: The section `[compile]`.
-        host: Name that stands for `{host}`; by default this machine's.
-        mounts: Text of `/proc/self/mountinfo`; by default this machine's, where it has one.
+        host: Value of `{host}`; by default the name of this machine.
+        mounts: Text of `/proc/self/mountinfo`; by default that of this machine, if it has one.
 
     Raises:
         ConfigError: `cache_dir` is a bucket, has an unknown placeholder, or lies on a network file system.
@@ -58,15 +58,15 @@ def cache_folder(config: CompileConfig, *, host: str | None = None, mounts: str 
 
 
 def fill(key: str, text: str, values: Mapping[str, str]) -> str:
-    """A path with its placeholders filled in.
+    """Fill in the placeholders of a path.
 
     Args:
-        key: Dotted key of the configuration that it comes from.
-        text: Holds `{name}` for a value of that name.
-        values: By name.
+        key: Dotted configuration key of the path, for the message.
+        text: Path with `{name}` for each value.
+        values: Values by name.
 
     Raises:
-        ConfigError: It holds a name that has no value.
+        ConfigError: The path has a name without a value.
     """
     unknown = [word for word in _PLACEHOLDER.findall(text) if word not in values]
     if unknown:
@@ -76,11 +76,11 @@ def fill(key: str, text: str, values: Mapping[str, str]) -> str:
 
 
 def network_type(folder: Path, mounts: str | None = None) -> str:
-    """The type of the network file system that a folder is on, or will be; empty if it is local.
+    """Type of a folder's network file system; empty if the file system is local.
 
     Args:
-        folder: Need not exist.
-        mounts: Text of `/proc/self/mountinfo`; by default this machine's. A system without one counts as local.
+        folder: The folder; need not exist.
+        mounts: Text of `/proc/self/mountinfo`; by default that of this machine. A system without one counts as local.
 
     Source: proc_pid_mountinfo(5): field 5 is the mount point, the type follows a lone hyphen.
     """
@@ -91,7 +91,7 @@ def network_type(folder: Path, mounts: str | None = None) -> str:
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
         point = Path(_unescape(left.split()[4]))
-        # What is mounted later on the same place covers what was there.
+        # A later mount on the same place covers an earlier one.
         if folder.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), right.split()[0]
     return kind if kind in NETWORK_TYPES else ""

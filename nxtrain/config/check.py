@@ -1,4 +1,4 @@
-"""What fits together: the rules between keys that need arithmetic, the model's shape, and what this release can do."""
+"""Rules between keys: arithmetic of degrees and batches, the model's shape, and the features of this release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nxtrain.family import ModelConfig, ModelFamily, find_family
 from nxtrain.io.regular import read_text
 from nxtrain.mesh import Mesh, divisors, listed
 
-# Key, the values that this release runs, and what the others would need. A feature that arrives deletes its line.
+# Key, available values, and the missing feature that other values need. A new feature deletes its line.
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("data.source", ("stdlib", "text", "tokens"), "Arrow tables; use text or tokens"),
     ("data.packing", ("concat",), "fitting documents into rows; use concat"),
@@ -29,8 +29,8 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
 )
 
 MAX_ROUNDED_BETA = 0.99
-"""Up to this decay a running mean in bf16 follows its gradients when rounded to nearest: one step moves it by 1% of the
-distance to them, and bf16 numbers are 0.4 to 0.8% apart."""
+"""Largest decay with which a running mean in bf16, rounded to nearest, follows its gradients. One step then moves the
+mean by 1% of the distance to the gradient. Adjacent bf16 numbers are 0.4 to 0.8% apart."""
 
 _UPDATES = {"fp32": ("fp32",), "bf16": ("fp32_master", "bf16_stochastic", "bf16_kahan")}
 _UPDATE_REASONS = {
@@ -41,10 +41,10 @@ _UPDATE_REASONS = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration that can run.
+    """A configuration that satisfies all rules.
 
     Args:
-        config: Every value.
+        config: All values.
         family: The model's family.
         model: The model's shape.
     """
@@ -55,15 +55,15 @@ class Resolved:
 
 
 def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
-    """Hold a configuration to every rule between its keys.
+    """Check a configuration by every rule between its keys.
 
     Args:
         loaded: The configuration and its provenance.
-        world: Number of ranks; None if not known yet, then dp=0 counts as 1.
-        backend: What `backend.name=auto` has chosen; empty if not known yet.
+        world: Number of ranks; None if unknown, then dp=0 counts as 1.
+        backend: Backend that `backend.name=auto` has chosen; empty if not known yet.
 
     Raises:
-        ConfigError: All that is wrong, together.
+        ConfigError: All problems, together.
     """
     given = loaded.config
     chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
@@ -95,10 +95,10 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Reso
 
 
 def resolve_model(config: RunConfig) -> ModelConfig:
-    """The model's shape: that of `model.hf` or of `model.preset`, changed by `[model.config]`.
+    """Shape of the model, from `model.hf` or `model.preset`, changed by `[model.config]`.
 
     Raises:
-        ConfigError: No such family, preset or folder, or values that are no shape.
+        ConfigError: An unknown family or preset, a missing folder, or values that are no shape.
     """
     family = find_family(config.model.family)
     if config.model.hf:
@@ -208,7 +208,7 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
     if params == "fp32" and precision.accumulate == "bf16":
         reason = "bf16 sums would round the fp32 gradients of fp32 params once per micro-batch"
         yield Problem("precision.accumulate", reason, hint="use precision.accumulate=fp32")
-    # Reduced gradients are summed in the type of the stored parameters; across nodes, before that, in their own.
+    # Reduced gradients are summed in the type of the stored parameters; before that, across nodes, in the reduce type.
     one_type = shard == "hybrid" or (shard in FULLY_SHARDED and params == "bf16")
     if one_type and precision.accumulate != precision.reduce:
         reason = (

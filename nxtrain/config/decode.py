@@ -1,4 +1,4 @@
-"""One strict decode from tables to a frozen model that reports everything wrong at once, with the nearest name."""
+"""Strict decoding of tables to a frozen model; reports all problems at once, with the nearest known name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nxtrain.errors import ConfigError, Problem
 M = TypeVar("M", bound=BaseModel)
 
 MOST_PROBLEMS = 100
-"""Problems of one table that are explained; further ones are counted. A search for the nearest name takes 0.1 ms."""
+"""Most problems of a table that are explained; more are counted. A search for the nearest name takes 0.1 ms."""
 
 _WANTED = {
     "bool_type": "true or false",
@@ -34,24 +34,24 @@ _KINDS = {bool: "true or false", dict: "a table", float: "a number", int: "an in
 def decode(
     model: type[M], table: Mapping[str, Any], origin_of: Callable[[str], str] = lambda _: "", prefix: str = ""
 ) -> M:
-    """Read tables into a model.
+    """Decode tables to a model.
 
     Args:
         model: Strict pydantic model.
-        table: Values, as TOML gave them.
-        origin_of: Where the value of a dotted key came from.
+        table: Values from TOML.
+        origin_of: Returns the origin of a dotted key's value.
         prefix: Dotted key of the table, with a dot at its end.
 
     Raises:
-        ConfigError: Unknown keys, wrong types, impossible values: all of them, explained up to `MOST_PROBLEMS`.
+        ConfigError: All unknown keys, wrong types and invalid values; up to `MOST_PROBLEMS` are explained.
     """
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        # A default that is made from a broken value is no problem of its own.
+        # A default that depends on an invalid value is no problem of its own.
         details = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
     problems = []
-    for detail in _telling(details)[:MOST_PROBLEMS]:
+    for detail in _in_order(details)[:MOST_PROBLEMS]:
         path = [part for part in detail["loc"] if isinstance(part, str)]
         key = prefix + ".".join(path)
         reason, hint = _explain(model, detail, path, prefix)
@@ -62,8 +62,8 @@ def decode(
     raise ConfigError(problems)
 
 
-def _telling(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """The same problems; of too many, the first of each known key come first, then their repetitions, then the rest."""
+def _in_order(details: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Order too many problems: the first of each known key, then its repetitions, then unknown keys."""
     if len(details) <= MOST_PROBLEMS:
         return details
     order = dict[int, int]()
@@ -76,7 +76,7 @@ def _telling(details: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """The way out of an unknown name: the closest known one, or all of them."""
+    """Hint for an unknown name: the closest known name, or all known names."""
     close = get_close_matches(name, known, n=1)
     return f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in known)}"
 
@@ -126,7 +126,7 @@ def _tables(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     found = {}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
-            # On Python 3.10 even dict[str, Any] says that it is a type.
+            # On Python 3.10 even dict[str, Any] is an instance of type.
             if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
                 found[field.alias or name] = kind
     return found

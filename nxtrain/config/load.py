@@ -1,4 +1,4 @@
-"""From files and overrides to one frozen `RunConfig`, and where each of its values came from."""
+"""Loading of files and overrides to one frozen `RunConfig`, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Loaded:
     """A configuration and its provenance.
 
     Args:
-        config: Every value, decoded.
+        config: The decoded configuration.
         origins: Dotted key to `file:line`, `override` or `default`, for every value.
     """
 
@@ -40,11 +40,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a file, the files that it extends, and overrides.
 
     Args:
-        path: TOML file. Its `extends = [...]` names files relative to it; later ones win, and the file itself last.
-        overrides: `dotted.key=value` each; the value is TOML, or else a string as it stands.
+        path: TOML file. Its `extends = [...]` names files relative to it. Later files win, and the file itself wins
+            over all of them.
+        overrides: `dotted.key=value` each; the value is TOML, or else a plain string.
 
     Raises:
-        ConfigError: A file that is missing or no TOML; or everything that is wrong with the values, together.
+        ConfigError: A file is missing or no TOML; or all problems of the values, together.
     """
     table, origins = _read(Path(path), ())
     problems = []
@@ -58,7 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
         except (RecursionError, ValueError) as error:
             problems.append(Problem(shortened(key), _unparsed(error), "override"))
             continue
-        if found := _beyond(added, lambda _: "override"):
+        if found := _out_of_bounds(added, lambda _: "override"):
             problems += found
             continue
         table = merge(table, added)
@@ -74,19 +75,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def values(config: RunConfig) -> dict[str, Any]:
-    """Every value by its dotted TOML key, in the order of the schema."""
+    """All values by dotted TOML key, in the order of the schema."""
     return flatten(config.model_dump(by_alias=True))
 
 
 def origin_of(origins: Mapping[str, str], key: str) -> str:
-    """Where a value came from; for a table, its first value; empty if nobody gave it."""
+    """Origin of a value, or of a table's first value; empty if neither is set."""
     if key in origins:
         return origins[key]
     return next((origin for known, origin in origins.items() if f"{known}.".startswith(f"{key}.")), "")
 
 
 def _firsts(origins: Mapping[str, str]) -> dict[str, str]:
-    """Results of `origin_of` for every key and every table at once: a search for each would be slow in a long file."""
+    """Results of `origin_of` for all keys and tables; a search for each key would be slow in a long file."""
     firsts: dict[str, str] = {}
     for key, origin in origins.items():
         table = key
@@ -96,13 +97,13 @@ def _firsts(origins: Mapping[str, str]) -> dict[str, str]:
     return firsts
 
 
-def _beyond(table: Mapping[str, Any], origin: Callable[[str], str]) -> list[Problem]:
-    """Problems of values outside the limits of any configuration."""
+def _out_of_bounds(table: Mapping[str, Any], origin: Callable[[str], str]) -> list[Problem]:
+    """Problems of values outside the limits of `nxtrain.config.bounds`."""
     return [Problem(quoted(key)[1:-1], reason, origin(key)) for key, reason in faults(table)]
 
 
 def _unparsed(error: Exception) -> str:
-    """The reason why the parser gave up on a text that may be valid TOML."""
+    """Reason of a parser's failure on a text that may be valid TOML."""
     if isinstance(error, RecursionError):
         return f"tables and lists lie more than {MAX_DEPTH} deep inside one another"
     return f"not readable as TOML: {error}"
@@ -127,7 +128,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[s
             key = key.rpartition(".")[0]
         return f"{path}:{lines[key]}" if key else str(path)
 
-    if found := _beyond(own, line_of):
+    if found := _out_of_bounds(own, line_of):
         raise ConfigError(found)
     extends = own.pop("extends", [])
     if not isinstance(extends, list) or not all(isinstance(name, str) for name in extends):
@@ -164,7 +165,7 @@ def _parse_value(text: str) -> object:
 
 
 def _lines(text: str) -> dict[str, int]:
-    """Line of each key, by its dotted name; `tomllib` does not tell."""
+    """Line of each key, by dotted name; `tomllib` does not report lines."""
     lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), start=1):

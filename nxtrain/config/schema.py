@@ -1,7 +1,7 @@
-"""Every knob of a run, with its unit, its default and what it does. Data only: nothing here reads a file or a device.
+"""Schema of the configuration: every key of a run, with its unit, its default and its meaning.
 
-Relative paths are relative to the working directory. The sections are frozen and strict: an integer is taken where a
-number is asked for, and nothing else is converted.
+The schema is data only; it reads no file and no device. Relative paths are relative to the working directory. The
+sections are frozen and strict: an integer is accepted for a float, and no other value is converted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DerivedDegree = Annotated[int, Field(ge=0, le=MAX_RANKS)]
 Seconds = Annotated[float, Field(ge=1e-3, le=1e9)]
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
-"""Values of parallel.shard that cut parameters and gradients."""
+"""Values of parallel.shard that shard parameters and gradients."""
 
 ON_XLA = ("xla", "neuron")
 """Values of backend.name that record whole steps as graphs, without process groups of their own."""
@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 
 class IdentityConfig(Section):
-    """[run]: what the run is called, where it writes and what its randomness starts from."""
+    """[run]: name, folder and seed of the run."""
 
     name: str = "nxtrain"
     """Name in logs and reports."""
@@ -63,7 +63,7 @@ class ClusterConfig(Section):
 
 
 class ModelChoiceConfig(Section):
-    """[model]: which model, and how its weights start."""
+    """[model]: family, shape and initial weights of the model."""
 
     family: str = "llama"
     """Installed model family."""
@@ -82,7 +82,7 @@ class ModelChoiceConfig(Section):
 
 
 class ParallelConfig(Section):
-    """[parallel]: how the ranks share the work."""
+    """[parallel]: degrees and modes of parallelism."""
 
     tp: Degree = 1
     """Tensor parallel degree: ranks that share each layer."""
@@ -111,7 +111,7 @@ class ParallelConfig(Section):
 
 
 class TrainConfig(Section):
-    """[train]: how much is computed per step, and for how long. Batches are counted in sequences."""
+    """[train]: number of steps, and the work of each. Batches are counted in sequences."""
 
     steps: PositiveInt = 1000
     """Optimizer updates of the whole run."""
@@ -172,7 +172,7 @@ class OptimConfig(Section):
 
 
 class DataConfig(Section):
-    """[data]: what is read."""
+    """[data]: source of the training data, tokenizer and order."""
 
     source: Literal["stdlib", "text", "arrow", "tokens"] = "stdlib"
     """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
@@ -192,7 +192,7 @@ class DataConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """[checkpoint]: when state is saved, how much is kept, where a run continues."""
+    """[checkpoint]: interval, retention, mirror and resume."""
 
     every: NonNegativeInt = 1000
     """Steps between checkpoints; 0: never."""
@@ -227,7 +227,7 @@ class BackendConfig(Section):
 
 
 class MetricsConfig(Section):
-    """[metrics]: what is reported."""
+    """[metrics]: interval and sinks of the metrics."""
 
     log_every: int = Field(default=10, ge=1, le=240)
     """Steps between lines of metrics.jsonl; each reads from the device once, which remembers bad steps so long."""
@@ -256,7 +256,7 @@ class CompileConfig(Section):
 
 
 class RecoveryConfig(Section):
-    """[recovery]: what happens when a rank fails."""
+    """[recovery]: reaction to failures, hangs and divergence."""
 
     hang_timeout_s: Seconds = 1800.0
     """Seconds that a rank waits for the others, or gets no further itself, before the run counts as hung."""

@@ -1,4 +1,4 @@
-"""How a configuration prints: as TOML that reads back exactly, and as a table of every key there is."""
+"""Output of a configuration: TOML that loads back exactly, JSON, and the list of all keys."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Key:
 
     Args:
         name: Dotted key.
-        kind: Its type, or its choices.
-        default: Its default, as TOML.
-        doc: What it is, with its unit.
+        kind: Type of the value, or its choices.
+        default: Default value, as TOML.
+        doc: Meaning of the key, with its unit.
     """
 
     name: str
@@ -37,19 +37,19 @@ def dump(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
     """Write a configuration as TOML; `load` reads it back equal.
 
     Args:
-        config: What to write.
-        origins: Dotted key to where the value came from, written as comments.
+        config: The configuration.
+        origins: Origin of each value, by dotted key; written as comments.
     """
     return "\n".join(_lines(config.model_dump(by_alias=True), "", origins or {})).lstrip("\n") + "\n"
 
 
 def to_json(loaded: Loaded) -> dict[str, Any]:
-    """The sections with their values, and beside them `origins`, by dotted key."""
+    """Sections with their values, and a table `origins` by dotted key."""
     return {**loaded.config.model_dump(by_alias=True, mode="json"), "origins": dict(loaded.origins)}
 
 
 def keys() -> list[Key]:
-    """Every key of the configuration, in the order of the schema."""
+    """All keys of the configuration, in the order of the schema."""
     return list(_keys(RunConfig(), ""))
 
 

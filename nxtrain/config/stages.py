@@ -1,4 +1,4 @@
-"""What fits together in a pipeline: stages and blocks, stages and backend, order of work and everything."""
+"""Rules of a pipeline: number of stages and blocks, backend of the transfers, and the zero-bubble schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nxtrain.errors import Problem
 
 
 def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
-    """What keeps a number of blocks from being cut into pipeline stages."""
+    """Problems of a division of the blocks into pipeline stages."""
     pp, virtual_pp, cuts = parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
     num_chunks = pp * virtual_pp
     if pp == 1 and virtual_pp > 1:
@@ -33,7 +33,7 @@ def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
 
 
 def transport(config: RunConfig) -> Iterator[Problem]:
-    """What keeps stages from talking to each other."""
+    """Problems of the transfers between stages."""
     pp = config.parallel.pp
     if pp > 1 and pp % 2 and config.backend.name in ON_XLA:
         reason = f"{pp} is odd, and on backend.name={config.backend.name} stages talk in pairs that leave none over"
@@ -41,7 +41,7 @@ def transport(config: RunConfig) -> Iterator[Problem]:
 
 
 def order(config: RunConfig) -> Iterator[Problem]:
-    """What keeps stages from postponing weight gradients."""
+    """Problems of a schedule that postpones weight gradients."""
     parallel, backend = config.parallel, config.backend
     if parallel.schedule != "zero_bubble":
         return

@@ -1,4 +1,4 @@
-"""TOML tables as nested dicts: flatten them to dotted keys, merge one over another, write values back as TOML."""
+"""TOML tables as nested dicts: flatten to dotted keys, merge, and write values as TOML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every value that is not a table, by dotted key, in order."""
+    """Values other than tables, by dotted key, in order."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
@@ -18,7 +18,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both tables in one, table by table; where both have a value, the one from `above`."""
+    """Merge two tables recursively; the value of `above` wins if both have one."""
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
@@ -27,7 +27,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest(key: str, value: object) -> dict[str, Any]:
-    """A value under its dotted key, as tables."""
+    """Nested tables that hold a value under its dotted key."""
     for name in reversed(key.split(".")):
         value = {name: value}
     assert isinstance(value, dict), key
@@ -35,12 +35,12 @@ def nest(key: str, value: object) -> dict[str, Any]:
 
 
 def toml_key(name: str) -> str:
-    """One part of a key, quoted if TOML asks for it."""
+    """One part of a key, quoted if TOML requires quotes."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_string(name)
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML reads it back, exactly."""
+    """Value as TOML text that reads back exactly."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):
@@ -53,5 +53,5 @@ def toml_value(value: object) -> str:
 
 
 def _toml_string(text: str) -> str:
-    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped, and surrogate pairs, which it does not know.
+    # JSON's escapes are valid TOML, with two exceptions: TOML requires DEL to be escaped, and has no surrogate pairs.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

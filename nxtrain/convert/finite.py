@@ -1,4 +1,4 @@
-"""Weights from elsewhere, held to finite values: a single NaN makes every loss NaN."""
+"""Check that imported weights are finite: a single NaN makes every loss NaN."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SHOWN = 10
 
 
 class Finiteness:
-    """Tensors with values that are not finite, among those that were read.
+    """Collects the tensors with values that are not finite during an import.
 
     Args:
-        source: Where the tensors come from, for the message.
+        source: Origin of the tensors, for the message.
     """
 
     def __init__(self, source: Path) -> None:
@@ -24,7 +24,7 @@ class Finiteness:
         self._found: dict[str, tuple[int, int]] = {}  # NaN and infinite values, by tensor
 
     def note(self, name: str, part: Tensor) -> None:
-        """Look at some values of a tensor."""
+        """Check some values of a tensor, and record those that are not finite."""
         # The extremes of a part are finite exactly if all its values are, and cost no memory.
         if not part.numel() or torch.stack(torch.aminmax(part)).isfinite().all():
             return
@@ -32,7 +32,7 @@ class Finiteness:
         self._found[name] = (nans + int(part.isnan().sum()), infinite + int(part.isinf().sum()))
 
     def check(self) -> None:
-        """Refuse what was found.
+        """Refuse the import if any recorded value is not finite.
 
         Raises:
             CheckpointError: Some values are not finite; names the tensors, and the number of values in each.

@@ -1,4 +1,4 @@
-"""Conversion between checkpoints and Hugging Face folders, streamed: one tensor in, some rows out at a time."""
+"""Conversion between checkpoints and Hugging Face folders, streamed: memory holds one tensor in, or some rows out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import ParamTable
 
 CHECKPOINT_FILES = (directory.META, directory.TOKENIZER, directory.MANIFEST, directory.VERIFIED, "rank-*.safetensors")
-"""What a checkpoint's folder holds."""
+"""Names of the files in a checkpoint's folder."""
 
 _EXPORTED_FILES = (
     CONFIG,
@@ -61,11 +61,11 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
 
     Args:
         src: Folder with `config.json` and safetensors.
-        dst: Folder to make; a checkpoint that is there already is replaced.
+        dst: Folder to make; an existing checkpoint is replaced.
 
     Raises:
         ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
-        CheckpointError: Weights are not finite; nothing was made.
+        CheckpointError: Weights are not finite; nothing was written.
     """
     folder = HfFolder(src)
     family = find_family(str(folder.config.get("model_type")))
@@ -107,16 +107,16 @@ def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_00
     """Turn a checkpoint into a Hugging Face folder that `transformers` loads.
 
     Args:
-        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or its address in S3.
-        dst: Folder to make; an earlier export that is there already is replaced.
-        max_shard_bytes: Largest weight file, unless a single tensor exceeds it.
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
+        dst: Folder to make; an earlier export is replaced.
+        max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
 
     Returns:
-        The checkpoint that was taken.
+        The checkpoint that was exported.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it is damaged.
-        ConfigError: `dst` holds something else.
+        ConfigError: `dst` holds files that no export wrote.
     """
     place = locate_checkpoint(src)
     meta, manifest = open_checkpoint(place)
@@ -151,7 +151,7 @@ def _write_weights(checkpoint: Location, manifest: Manifest, out: Path, max_byte
 
 
 def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[TensorShard]]:
-    """Cut the weights of a checkpoint into files."""
+    """Divide the weights of a checkpoint into files of at most `max_bytes`."""
     file: list[TensorShard] = []
     for key, stored in manifest.tensors.items():
         kind, _, name = key.partition("/")
@@ -174,7 +174,7 @@ def _write_file(checkpoint: Location, manifest: Manifest, chunks: list[TensorSha
 
 
 def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
-    """Copy a tokenizer, if there is one, and tell its tokens for the begin and the end of a text, if that is known."""
+    """Copy a tokenizer, if it exists; return its tokens and ids for the begin and the end of a text, if known."""
     if not file.is_file():
         return {"bos": None, "eos": None}
     content = content_of(file)
@@ -194,7 +194,7 @@ def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str,
 
 @contextmanager
 def new_folder(dst: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when it is full, and vanishes if anything fails."""
+    """Make a draft folder for the caller to fill; it is renamed to `dst` on success, and removed on failure."""
     staged: Path | None = None
     try:
         staged = directory.prepare(dst)
@@ -208,10 +208,14 @@ def new_folder(dst: Path) -> Iterator[Path]:
 
 
 def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
-    """Keep a folder with anything in it that a conversion would not have written.
+    """Refuse a target folder with files that no conversion wrote.
+
+    Args:
+        dst: The target folder; may be absent.
+        own: Patterns of the names that a conversion writes.
 
     Raises:
-        ConfigError: It has such a file, or is a file itself.
+        ConfigError: The folder has another file, or is a file itself.
     """
     if dst.exists() and not dst.is_dir():
         raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: what is in one, whether it fits a model, and reading from it without loading it."""
+"""Hugging Face model folders: their tensors, the comparison with a model, and reads of parts of tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _SEPARATORS = frozenset("/\\\0")
-"""No part of a file's name on any system that writes such folders."""
+"""Characters that no file name contains on a system that writes such folders."""
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -59,7 +59,7 @@ class HfFolder:
         self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Hold the tensors of the folder against those of a model.
+        """Compare the tensors of the folder with those of a model.
 
         Args:
             wanted: Whole shape of every tensor of the model, by name.
@@ -73,7 +73,7 @@ class HfFolder:
             raise ConfigError([Problem("", f"{self.path}: tensors do not fit the model: {p}") for p in problems])
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
-        """Read some entries of a tensor along one dimension, or all of it, and nothing else."""
+        """Read some entries of a tensor along one dimension, or the whole tensor; other entries are not read."""
         size = self.shapes[name][dim]
         entries = slice(start, size if length is None else start + length)
         where = (*(slice(None),) * dim, entries)
@@ -89,14 +89,14 @@ class HfFolder:
 
 
 class HfWeights:
-    """Parameters of this rank from a Hugging Face folder, whose tensors fit the model.
+    """Reader of this rank's parameters from a Hugging Face folder whose tensors fit the model.
 
-    Only what this rank holds is read; weights are cast to the tensor's type, and padding stays as it is.
+    Only the entries of this rank are read. Weights are cast to the tensor's type; padding is unchanged.
 
     Args:
         src: The folder.
-        table: How the parameters of this rank's stage are cut.
-        axis: Over what.
+        table: Sharding of the parameters of this rank's stage.
+        axis: Tensor parallel axis.
         wanted: Whole shape of every tensor of the whole model, by name, so that all stages refuse the same folders.
 
     Raises:
@@ -118,10 +118,10 @@ class HfWeights:
                 self._finiteness.note(source, view)
 
     def check(self) -> None:
-        """Refuse values that are not finite among all that was read so far.
+        """Refuse the folder if any value that was read is not finite.
 
         Raises:
-            CheckpointError: There are some; names their tensors.
+            CheckpointError: Some values are not finite; names their tensors.
         """
         self._finiteness.check()
 
@@ -152,7 +152,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _indexed(file: Path) -> list[str]:
-    """Names of the weight files of an index, each of which is a file of the same folder."""
+    """Names of the weight files of an index; each must be a file of the same folder."""
     places = _read_json(file).get("weight_map", {})
     if not isinstance(places, dict):
         raise ConfigError(f'{file}: "weight_map" is no table of tensors and their files')

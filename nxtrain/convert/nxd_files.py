@@ -1,8 +1,7 @@
-"""NeuronX Distributed's checkpoints as files: which there are, and reading one without loading it.
+"""Files of NeuronX Distributed's checkpoints: discovery, and reading with tensors left on disk.
 
-A folder has a tag for each checkpoint, and a tag has `checkpoint` (begun), `model/` and `optim/` with a file per rank,
-`scheduler.pt`, `user_content.pt` and `done` (ended). Under `use_xser` a rank's file names tensors that lie in files of
-their own beside it.
+A folder has a tag for each checkpoint. A tag has `checkpoint` (begun), `model/` and `optim/` with a file per rank,
+`scheduler.pt`, `user_content.pt` and `done` (ended). With `use_xser` a rank's file refers to tensors in separate files.
 
 Source: `save_checkpoint` of neuronx-distributed 0.18, trainer/checkpoint.py.
 """
@@ -27,13 +26,13 @@ BEGUN, DONE, MODEL_DIR, OPTIM_DIR = "checkpoint", "done", "model", "optim"
 SCHEDULER, USER_CONTENT = "scheduler.pt", "user_content.pt"
 
 MEANS = ("exp_avg", "exp_avg_sq")
-"""Both names of the optimizer's running means."""
+"""Names of the optimizer's running means, the same in nxtrain and in NxD."""
 
 MASTER, MASTERS = "master", "sharded_master_weights"
-"""Our name and NxD's of what is updated instead of narrower weights."""
+"""nxtrain's and NxD's name of the float32 master weights."""
 
 BASE_STATE = "base_state"
-"""Key that only ZeRO-1 has."""
+"""Key of the optimizer's state in files of ZeRO-1 only."""
 
 _RANK_FILE = re.compile(r"dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 
@@ -44,10 +43,10 @@ def rank_file(*, dp: int = 0, tp: int, pp: int) -> str:
 
 
 def find_tag(path: Path) -> Path:
-    """The checkpoint meant by a path: itself, or of a folder of checkpoints the one that ended last.
+    """Find the checkpoint of a path: the path itself, or the one of a folder of checkpoints that was finished last.
 
     Raises:
-        CheckpointError: There is none, or it was not finished.
+        CheckpointError: There is no checkpoint, or it was not finished.
     """
     if (path / MODEL_DIR).is_dir():
         if (path / BEGUN).exists() and not (path / DONE).exists():  # converters write neither
@@ -67,8 +66,8 @@ class Grid:
     """The files of all ranks.
 
     Args:
-        folder: Where they lie.
-        dp, tp, pp: Degrees.
+        folder: Folder of the files.
+        dp, tp, pp: Parallel degrees.
     """
 
     folder: Path
@@ -78,7 +77,7 @@ class Grid:
 
     @staticmethod
     def of(folder: Path) -> Grid:
-        """Look what there is.
+        """Find the degrees from the names of a folder's files.
 
         Raises:
             CheckpointError: Files are missing, or of another kind.
@@ -106,7 +105,7 @@ class Grid:
         return grid
 
     def reader(self) -> Callable[[int, int, int], Mapping[str, Any]]:
-        """What opens a file, given its dp, tp and pp rank; it remembers those of about a stage."""
+        """Function that opens a file by its dp, tp and pp rank; it caches the files of about one stage."""
 
         @lru_cache(maxsize=self.dp * self.tp)
         def opened(dp: int, tp: int, pp: int) -> Mapping[str, Any]:
@@ -116,16 +115,16 @@ class Grid:
 
 
 class TensorReference:
-    """What torch-xla's serialization leaves in place of a tensor; `tid` is its number."""
+    """Reference that torch-xla's serialization saves in place of a tensor; `tid` is the tensor's number."""
 
     tid: int
 
 
 def open_file(path: Path) -> dict[str, Any]:
-    """Read a file whose tensors stay on disk until they are used, and code in which is not run.
+    """Open a file: tensors stay on disk until they are used, and pickled code is not run.
 
     Raises:
-        CheckpointError: It is absent or damaged, or holds more than tensors and plain values.
+        CheckpointError: The file is missing or damaged, or holds more than tensors and plain values.
     """
     content = _load(path)
     if not isinstance(content, dict):

@@ -1,11 +1,11 @@
-"""How NeuronX Distributed's Llama lies on its ranks: names of parameters, and which entries of which tensor each holds.
+"""Sharding of NeuronX Distributed's Llama: names of parameters, and the entries of tensors that each rank holds.
 
-A rank has gate and up in one matrix, and q, k and v in three or one. Where tp exceeds the K/V heads each is copied, and
-the queries are dealt out so that those of a head meet its copies. On trn1 the heads come in turns, (0 1 0 1); on trn2
-copies adjoin, (0 0 1 1), and the queries keep their order where a rank has one head.
+A rank has gate and up in one matrix, and q, k and v in three or one. If tp exceeds the number of K/V heads, heads are
+replicated. Each replica is on a rank with queries of the head's group. On trn1 the heads alternate, (0 1 0 1). On trn2
+replicas are adjacent, (0 0 1 1); the queries keep their order if a rank has one head.
 
 Source: `GQAQKVColumnParallelLinear` and `arrange_kv_groups` of neuronx-distributed 0.18; its example
-`modeling_llama_nxd.py`; `create_partitions` for the cut over pp.
+`modeling_llama_nxd.py`; `create_partitions` for the split over pp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nxtrain.errors import ConfigError, Problem
 from nxtrain.sharding import Segment, ShardBox
 
 Qkv = Literal["separate", "grouped", "fused"]
-"""Projections of their own, the module for grouped queries, or the same with one matrix."""
+"""Form of q, k and v: separate projections, NxD's module for grouped queries, or that module with one fused matrix."""
 
 Platform = Literal["trn1", "trn2"]
 
@@ -38,7 +38,7 @@ _SOURCES = {
     "qkv_proj.weight_v": ("v_proj",),
     "gate_up_proj.weight": ("gate_proj", "up_proj"),
 }
-"""By module and leaf, the projections that a parameter holds one after the other."""
+"""Projections that a parameter concatenates, by module and leaf."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Param:
     """A parameter of one rank.
 
     Args:
-        name: In NxD's files.
-        shape: Local.
-        blocks: Global name and place of each box of entries that it holds.
+        name: Name in NxD's files.
+        shape: Local shape.
+        blocks: Tensor's global name and box, for each box of entries that the parameter holds.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Param:
     blocks: tuple[tuple[str, ShardBox], ...]
 
     def rows(self, rank: int, size: int) -> Param:
-        """The rows that a rank of ZeRO-1 holds: equally many on each, the last ones padded with zeros."""
+        """Rows that a rank of ZeRO-1 holds: the same number on each rank, the last ones padded with zeros."""
         width = -(-self.shape[0] // size)
-        return replace(self, shape=(width, *self.shape[1:]), blocks=tuple(self._cut(rank * width, width)))
+        return replace(self, shape=(width, *self.shape[1:]), blocks=tuple(self._clipped_blocks(rank * width, width)))
 
-    def _cut(self, first: int, num_rows: int) -> Iterator[tuple[str, ShardBox]]:
+    def _clipped_blocks(self, first: int, num_rows: int) -> Iterator[tuple[str, ShardBox]]:
         for name, block in self.blocks:
             begin = block.local_offsets[0]
             low, high = max(begin, first), min(begin + block.sizes[0], first + num_rows)
@@ -72,15 +72,15 @@ class Param:
 
 @dataclass(frozen=True)
 class NxdLayout:
-    """Where every tensor of a model lies.
+    """Place of every tensor of a model on NxD's ranks.
 
     Args:
         shapes: Whole shape of every tensor, by global name.
         config: The family's configuration.
-        tp, pp: Degrees.
-        copies: Of each K/V head; NxD calls it kv_size_multiplier or kv_shared_group_size.
-        qkv: How it keeps q, k and v.
-        platform: In which order copied heads lie.
+        tp, pp: Parallel degrees.
+        copies: Number of replicas of each K/V head; NxD's name is kv_size_multiplier or kv_shared_group_size.
+        qkv: Form of q, k and v.
+        platform: Order of the replicated heads.
 
     Raises:
         ConfigError: NxD has no such layout; every reason is named.
@@ -95,18 +95,18 @@ class NxdLayout:
     platform: Platform = "trn1"
 
     def __post_init__(self) -> None:
-        """Refuse what NxD cannot hold."""
+        """Refuse a model or degrees that NxD cannot represent."""
         if problems := list(self._problems()):
             raise ConfigError([Problem("", f"NeuronX Distributed cannot hold it: {problem}") for problem in problems])
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return int(self.config["num_attention_heads"])
 
     @property
     def kv_heads(self) -> int:
-        """K/V heads."""
+        """Number of K/V heads."""
         return int(self.config.get("num_key_value_heads") or self.heads)
 
     @property
@@ -116,11 +116,11 @@ class NxdLayout:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head's matrix is the embedding."""
+        """True if the output head shares the embedding's matrix."""
         return HEAD not in self.shapes
 
     def stage(self, pp_rank: int) -> list[str]:
-        """Names of the parameters of a pipeline stage, in the order in which NxD's optimizer counts them."""
+        """Names of the parameters of a pipeline stage, in the order of NxD's optimizer."""
         num_blocks = int(self.config["num_hidden_layers"])
         sizes = [num_blocks // self.pp + (stage >= self.pp - num_blocks % self.pp) for stage in range(self.pp)]
         first = sum(sizes[:pp_rank])
@@ -133,7 +133,7 @@ class NxdLayout:
         return names + ([NORM, HEAD] if pp_rank == self.pp - 1 else [])
 
     def param(self, name: str, tp_rank: int) -> Param:
-        """A parameter of NxD's on a rank.
+        """Parameter of NxD's on a tensor parallel rank.
 
         Raises:
             KeyError: The model has no such tensor.
@@ -157,7 +157,7 @@ class NxdLayout:
         return Param(name, (*shape[:dim], start, *shape[dim + 1 :]), tuple(placed))
 
     def _runs(self, source: str, shape: Sequence[int], dim: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """First entry, number, copy and copies of what a rank holds along the dimension that is cut."""
+        """Ranges that a rank holds along the sharded dimension: first entry, length, replica, number of replicas."""
         if len(shape) == 1:
             yield 0, shape[0], rank, self.tp
         elif source in ("q_proj", "k_proj", "v_proj", "o_proj") and self.copies > 1:
@@ -167,7 +167,7 @@ class NxdLayout:
             yield rank * length, length, 0, 1
 
     def _heads(self, rank: int, *, is_kv: bool) -> Iterator[tuple[int, int, int, int]]:
-        """The same of heads that are copied, and of the queries that go with them."""
+        """Ranges of replicated K/V heads, or of their queries, in the form of `_runs`."""
         num_local = self.kv_heads * self.copies // self.tp
         num_parts = self.tp // self.copies
         copy, part = divmod(rank, num_parts) if self.platform == "trn1" else reversed(divmod(rank, self.copies))
@@ -197,6 +197,6 @@ class NxdLayout:
 
 
 def default_copies(config: Mapping[str, Any], tp: int) -> int:
-    """Copies of each K/V head that a degree needs."""
+    """Fewest replicas of each K/V head that a tensor parallel degree needs."""
     kv_heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
     return math.lcm(kv_heads, tp) // kv_heads

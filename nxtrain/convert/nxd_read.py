@@ -1,4 +1,4 @@
-"""From NeuronX Distributed's rank files to a checkpoint, one whole tensor in memory at a time."""
+"""Conversion of NeuronX Distributed's rank files to a checkpoint, one whole tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nxtrain.mesh import Mesh
 
 FAMILY = "llama"
 OURS = "nxtrain"
-"""Key of the user content under which we keep what NxD has no place for."""
+"""Key of NxD's user content that holds the metadata without a place in NxD's format."""
 
 
 def nxd_to_nxtrain(
@@ -39,23 +39,23 @@ def nxd_to_nxtrain(
     first_copy: bool = False,
     run: RunConfig | None = None,
 ) -> Meta:
-    """Turn a checkpoint of NeuronX Distributed's Llama into one of ours.
+    """Convert a checkpoint of NeuronX Distributed's Llama to a checkpoint of nxtrain.
 
     Args:
         src: A tag, or a folder of tags, whose last finished one is taken.
-        dst: Folder to make; a checkpoint that is there already is replaced.
-        config: The model's Hugging Face `config.json`; None: the one in the tag, or beside it.
-        weights_only: Leave out the state of the optimizer.
-        first_copy: Where tensor parallel ranks differ in what they should share, take what the first has.
-        run: What will go on from it; its seed, its batch and its sequences say where its data stands, which NxD does
-            not keep. A tag that we had written says so itself.
+        dst: Folder to make; an existing checkpoint is replaced.
+        config: The model's Hugging Face `config.json`; None: the file in the tag, or beside the tag.
+        weights_only: Omit the state of the optimizer.
+        first_copy: If replicas on tensor parallel ranks differ, take the first.
+        run: Configuration of the run that will resume. Its seed, batch and sequence length give the position in the
+            data, which NxD does not save. A tag that nxtrain wrote holds the position itself.
 
     Returns:
-        What the checkpoint says about itself.
+        Metadata of the new checkpoint.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged, or keeps what ours cannot.
-        ConfigError: There is no configuration, or the tensors are not those of the model.
+        CheckpointError: The checkpoint is missing or damaged, or has content that nxtrain's format cannot hold.
+        ConfigError: The configuration is missing, or the tensors do not fit the model.
     """
     tag = find_tag(src)
     family, model = _model(tag, config)
@@ -108,10 +108,10 @@ def nxd_to_nxtrain(
 
 
 def _kept(file: Path) -> Mapping[str, Any]:
-    """What we had written beside the tensors; nothing where a script of NxD's has written since."""
+    """Metadata that nxtrain wrote to a tag's user content; empty if a script of NxD's wrote the tag."""
     try:
         kept: Mapping[str, Any] = open_file(file).get(OURS, {})
-    except CheckpointError:  # absent, or whatever a script of somebody's put there
+    except CheckpointError:  # absent, or arbitrary content of a user's script
         return {}
     return kept
 

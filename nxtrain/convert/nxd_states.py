@@ -1,4 +1,4 @@
-"""The state of the optimizer in NeuronX Distributed's rank files, cut over dp by ZeRO-1 or not."""
+"""Optimizer state in NeuronX Distributed's rank files, with or without sharding over dp by ZeRO-1."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nxtrain.errors import CheckpointError
 
 @dataclass(frozen=True)
 class NxdStates:
-    """The optimizer's state of a tag.
+    """Optimizer state of a tag.
 
     Args:
         source: The weights.
-        grid: Its files; dp is 1 without ZeRO-1.
-        zero1: Cut over dp.
-        step: Updates done.
-        dtype: Type of the running means; NxD's scripts for XLA_DOWNCAST_BF16 call float32 double.
+        grid: Files of the state; dp is 1 without ZeRO-1.
+        zero1: The state is sharded over dp.
+        step: Number of finished updates.
+        dtype: Type of the running means; NxD's scripts for XLA_DOWNCAST_BF16 store float32 as float64.
     """
 
     source: NxdWeights
@@ -38,7 +38,7 @@ class NxdStates:
 
     @staticmethod
     def open(source: NxdWeights, folder: Path) -> NxdStates:
-        """Learn what there is, and hold it to the weights."""
+        """Read the form of a folder's state, and compare it with the weights."""
         grid = Grid.of(folder)
         if (grid.tp, grid.pp) != (source.grid.tp, source.grid.pp):
             degrees = f"tp {grid.tp}, pp {grid.pp} instead of tp {source.grid.tp}, pp {source.grid.pp}"
@@ -64,19 +64,19 @@ class NxdStates:
 
     @property
     def has_master(self) -> bool:
-        """ZeRO-1 updates wider copies of the weights, which are saved, or made of the weights when it resumes."""
+        """True if ZeRO-1 updates float32 master weights, which are saved, or made of the weights on resume."""
         return self.zero1 and (MASTERS in self._open(0, 0, 0) or self.source.dtype != torch.float32)
 
     @cached_property
     def _ids(self) -> list[dict[str, int]]:
-        """NxD's number of each parameter, by stage and name."""
+        """Number of each parameter in NxD's optimizer, by stage and name."""
         stages = []
         for pp, names in enumerate(self.source.stages):
             content = self._open(0, 0, pp)
             ids = dict(_numbered([group["params"] for group in content["param_groups"]], names))
             entries = content[BASE_STATE if self.zero1 else "state"]
             for name, number in ids.items():
-                shape = self._cut(self.source.layout.param(name, 0), 0).shape
+                shape = self._dp_shard(self.source.layout.param(name, 0), 0).shape
                 if number not in entries or tuple(entries[number]["exp_avg"].shape) != shape:
                     raise CheckpointError(
                         f"{self.grid.folder}: number {number} of stage {pp} is not the state of {name}, {shape}; "
@@ -85,11 +85,11 @@ class NxdStates:
             stages.append(ids)
         return stages
 
-    def _cut(self, param: Param, dp: int) -> Param:
+    def _dp_shard(self, param: Param, dp: int) -> Param:
         return param.rows(dp, self.grid.dp) if self.zero1 else param
 
     def local(self, kind: str, param: Param, tp: int, pp: int) -> Tensor:
-        """A rank's part of a kind, its rows put together over dp."""
+        """Tensor of a kind on a tp and pp rank, with its rows joined over dp."""
         number = self._ids[pp][param.name]
         files = [self._open(dp, tp, pp) for dp in range(self.grid.dp if self.zero1 else 1)]
         if kind == MASTER and MASTERS not in files[0]:
@@ -102,7 +102,7 @@ class NxdStates:
 
 
 def _numbered(groups: Sequence[Sequence[int]], names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Name and number of each parameter: a group has all of them, the matrices, or the norms, in the model's order."""
+    """Name and number of each parameter; a group has all parameters, the matrices, or the norms, in model order."""
     norms = [name for name in names if "norm" in name]
     matrices = [name for name in names if "norm" not in name]
     filled = [group for group in groups if group]

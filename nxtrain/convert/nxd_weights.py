@@ -1,4 +1,4 @@
-"""The weights in NeuronX Distributed's rank files: how they are laid out, and putting whole tensors together."""
+"""Weights in NeuronX Distributed's rank files: detection of their layout, and assembly of whole tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class NxdWeights:
     """The weights of a tag.
 
     Args:
-        grid: Its files.
-        layout: Where tensors lie in them.
+        grid: Files of the weights.
+        layout: Place of each tensor in the files.
         dtype: Type of all weights.
-        take_first: Of copies that differ take the first, as NxD's own converter does.
+        take_first: If replicas differ, take the first, as NxD's own converter does.
     """
 
     grid: Grid
@@ -38,7 +38,7 @@ class NxdWeights:
 
     @staticmethod
     def open(tag: Path, family: ModelFamily, config: ModelConfig, *, take_first: bool) -> NxdWeights:
-        """Learn how a tag is laid out, and hold it to the model."""
+        """Detect the layout of a tag, and compare its tensors with the model's."""
         grid = Grid.of(tag / MODEL_DIR)
         shapes, values = whole_shapes(family, config), config.model_dump(mode="json")
         first = open_file(grid.folder / rank_file(tp=0, pp=0))
@@ -61,7 +61,7 @@ class NxdWeights:
 
     @cached_property
     def stages(self) -> list[list[str]]:
-        """Names of the parameters of each stage, in NxD's order; a tied head counts as none of the first stage."""
+        """Names of the parameters of each stage, in NxD's order; a tied head is omitted beside the embedding."""
         stages = []
         for pp in range(self.grid.pp):
             names = [name for name in self._open(0, 0, pp) if not name.endswith("rotary_emb.inv_freq")]
@@ -71,7 +71,7 @@ class NxdWeights:
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, str]]:
-        """Stage and NxD's name of what holds a tensor, by global name; of copies the first."""
+        """Stage and NxD's name of the first parameter that holds a tensor, by the tensor's global name."""
         places: dict[str, tuple[int, str]] = {}
         for pp, names in enumerate(self.stages):
             for name in names:
@@ -84,17 +84,25 @@ class NxdWeights:
         return self._places[name]
 
     def chunks(self, kind: str, dtype: torch.dtype) -> list[TensorShard]:
-        """Every tensor of a kind, whole."""
+        """Every tensor of a kind, as a whole shard."""
         whole = (TensorShard.whole(name, shape, dtype) for name, shape in self.layout.shapes.items())
         return [replace(chunk, kind=kind) for chunk in whole]
 
     def local(self, kind: str, param: Param, tp: int, pp: int) -> Tensor:
-        """A rank's part of the weights."""
+        """Weight of a parameter on a rank."""
         tensor: Tensor = self._open(0, tp, pp)[param.name]
         return tensor
 
     def assemble(self, chunk: TensorShard, local: Callable[[str, Param, int, int], Tensor]) -> Tensor:
-        """Put a tensor together from the ranks that hold parts of it, and make sure that copies are equal."""
+        """Assemble a tensor from the ranks' parts, and check that replicas are equal.
+
+        Args:
+            chunk: The tensor.
+            local: Returns a rank's part by kind, parameter, tp rank and pp rank.
+
+        Raises:
+            CheckpointError: A part has another shape, loses digits, or differs from its first replica.
+        """
         pp, name = self.place(chunk.name)
         whole = torch.empty(chunk.shape, dtype=chunk.dtype)
         for tp in range(self.grid.tp):
@@ -127,7 +135,7 @@ class NxdWeights:
             )
 
     def _platform(self) -> Platform:
-        """In which order copied K/V heads lie: the one in which the copies are equal."""
+        """Detect the order of replicated K/V heads: the one for which the replicas are equal."""
         name = next(name for name in self.layout.shapes if name.endswith("k_proj.weight"))
         chunk = TensorShard.whole(name, self.layout.shapes[name], self.dtype)
         fitting: list[Platform] = []
@@ -145,7 +153,7 @@ class NxdWeights:
         return fitting[0]
 
     def _check(self) -> None:
-        """Hold names, shapes and types to the model."""
+        """Compare names, shapes and types with the model's."""
         wanted: dict[str, object] = {}
         found: dict[str, object] = {}
         for pp in range(self.grid.pp):
@@ -168,7 +176,7 @@ class NxdWeights:
 def _attention(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any], tp: int
 ) -> tuple[Qkv, int]:
-    """How q, k and v are kept, and how many copies each K/V head has."""
+    """Form of q, k and v, and number of replicas of each K/V head."""
     kv_rows = next(shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight"))
     q_rows = next(shape[0] for name, shape in shapes.items() if name.endswith("q_proj.weight"))
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""From a checkpoint to NeuronX Distributed's rank files, one file in memory at a time."""
+"""Conversion of a checkpoint to NeuronX Distributed's rank files, one file in memory at a time."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _FILES = (BEGUN, DONE, MODEL_DIR, OPTIM_DIR, SCHEDULER, USER_CONTENT, CONFIG)
 
 @dataclass(frozen=True)
 class Target:
-    """The ranks that will read the files; 0 and None stand for those of the run that wrote the checkpoint.
+    """Layout of the ranks that will read the files.
 
     Args:
-        tp, pp, dp: Degrees.
-        copies: Of each K/V head; 0: as few as tp needs.
-        qkv: How q, k and v are kept; None: apart, or grouped where heads are copied.
-        platform: In which order copied heads lie.
-        zero1: The optimizer's state is cut over dp.
+        tp, pp, dp: Parallel degrees; 0: those of the run that wrote the checkpoint.
+        copies: Number of replicas of each K/V head; 0: the fewest that tp needs.
+        qkv: Form of q, k and v; None: separate, or grouped if heads are replicated.
+        platform: Order of the replicated heads.
+        zero1: The optimizer's state is sharded over dp.
     """
 
     tp: int = 0
@@ -68,10 +68,10 @@ class Target:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """What NxD takes from a checkpoint beside the state of its optimizer.
+    """Settings of the optimizer that NxD saves beside its state.
 
     Args:
-        optim: The optimizer's settings.
+        optim: The `[optim]` section.
         lr: Learning rate of the next update.
     """
 
@@ -80,20 +80,20 @@ class OptimizerSettings:
 
 
 def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: OptimizerSettings | None) -> Path:
-    """Turn a checkpoint into a tag that NeuronX Distributed's `load_checkpoint` reads.
+    """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads.
 
     Args:
-        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or its address in S3.
-        dst: Folder of tags; `step_<step>` is made in it, and replaced if a conversion made it.
-        target: The ranks that will read it.
-        rates: Of the optimizer, whose state is written; None: the weights alone.
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
+        dst: Folder of tags. The tag is `step_<step>`; one that an earlier conversion wrote is replaced.
+        target: Layout of the ranks that will read the tag.
+        rates: Settings of the optimizer, whose state is written; None: write the weights only.
 
     Returns:
         The tag.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged.
-        ConfigError: NxD has no place for it, or `dst` holds something else.
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: NxD's format cannot hold the checkpoint, or the tag has files that no conversion wrote.
     """
     src = locate_checkpoint(src)
     meta, manifest = open_checkpoint(src)
@@ -130,11 +130,11 @@ class _Writer:
 
     Args:
         src: The checkpoint.
-        meta: What it says about itself.
-        manifest: What it holds.
-        layout: Where its tensors lie on the ranks.
-        dp: Ranks that cut the optimizer's state.
-        zero1: Whether they do.
+        meta: Metadata of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        layout: Place of each tensor on the ranks.
+        dp: Number of ranks over which the optimizer's state is sharded.
+        zero1: The optimizer's state is sharded over dp.
     """
 
     src: Location
@@ -145,7 +145,7 @@ class _Writer:
     zero1: bool
 
     def check_states(self) -> None:
-        """Refuse state that NxD's optimizer has no place for."""
+        """Refuse optimizer state that NxD's format cannot hold."""
         kinds = set(self.meta.kinds)
         problems = []
         if not kinds.issuperset(MEANS):
@@ -203,7 +203,7 @@ class _Writer:
         return ((pp, tp) for pp in range(self.layout.pp) for tp in range(self.layout.tp))
 
     def _read(self, wanted: Mapping[str, Sequence[Param]]) -> dict[str, dict[str, Tensor]]:
-        """Read what one file holds, by kind and name; padding is zero."""
+        """Read the tensors of one file, by kind and name; padding is zero."""
         types = {MODEL: self.meta.dtype, MASTER: "float32"}
         read: dict[str, dict[str, Tensor]] = {}
         targets: dict[TensorShard, Tensor] = {}
@@ -235,7 +235,7 @@ def _groups(params: Sequence[Param], rates: OptimizerSettings) -> list[tuple[flo
 
 
 def _param_groups(groups: Sequence[tuple[float, Sequence[Param]]], rates: OptimizerSettings) -> list[dict[str, Any]]:
-    """As torch's AdamW and that of NxD keep them; what one of them does not know it leaves alone."""
+    """Parameter groups with the keys of torch's AdamW and of NxD's; each ignores the other's keys."""
     ours = {"lr": rates.lr, "betas": list(rates.optim.betas), "eps": rates.optim.eps, "initial_lr": rates.optim.lr}
     flags = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
     theirs = {**flags, "foreach": None, "fused": None, "decoupled_weight_decay": True, "correct_bias": True}
@@ -259,7 +259,7 @@ def _scheduler(step: int, rates: OptimizerSettings) -> dict[str, Any]:
 
 
 def _user_content(meta: Meta) -> dict[str, Any]:
-    """Where NxD's scripts go on, at the begin of their data; and what they have no place for."""
+    """User content: the position at which NxD's scripts resume, with the data at its begin, and nxtrain's metadata."""
     kept = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
     ours = meta.model_dump(mode="json", include=kept)
     return {"total_steps": meta.step, "global_step": meta.step, "epoch": 0, "batch_idx": 0, "cli_args": {}, OURS: ours}
@@ -268,5 +268,5 @@ def _user_content(meta: Meta) -> dict[str, Any]:
 def _save(content: Mapping[Any, Any], file: Path) -> None:
     try:
         write_durably(file, partial(torch.save, dict(content)))
-    except RuntimeError as error:  # torch's writer tells a full disk so
+    except RuntimeError as error:  # torch's writer raises it when the disk is full
         raise CheckpointError(f"cannot write {file}: {str(error).splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""The optimizer's settings after a checkpoint, for who continues it elsewhere."""
+"""Optimizer settings of a checkpoint's run, for conversion to another trainer's format."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from nxtrain.run_folder import CONFIG_FILE
 
 
 def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> OptimizerSettings:
-    """What the next update would be told; a checkpoint keeps nothing of it.
+    """Settings of the next update, from the run's configuration; a checkpoint does not hold them.
 
     Args:
-        checkpoint: A checkpoint, or a `checkpoints` or run folder; or its address in S3.
-        file: Configuration of its run; None: the one in the folder of the run, on a disk.
+        checkpoint: A checkpoint, or a `checkpoints` or run folder; or the address of one in S3.
+        file: Configuration of the run; None: the file in the folder of the run, which must be on a disk.
 
     Raises:
-        CheckpointError: There is no such checkpoint.
-        ConfigError: There is no configuration, or none that is valid.
+        CheckpointError: The checkpoint is missing.
+        ConfigError: The configuration is missing or invalid.
     """
     path = locate_checkpoint(checkpoint)
     if file is None and isinstance(path, Path):

@@ -1,4 +1,4 @@
-"""A safetensors file of whole tensors, written part by part: memory holds some rows of them, never the file."""
+"""Streamed writes of a safetensors file: memory holds some rows of its tensors, never the whole file."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from nxtrain.checkpoint.manifest import CODES
 from nxtrain.checkpoint.shards import TensorShard
 
 BATCH_BYTES = 192 << 20
-"""Most bytes that are read at once, unless a single row exceeds it."""
+"""Most bytes of a batch of rows, unless a single row is larger."""
 
 _LENGTH = struct.Struct("<Q")
-"""Of the header, before it."""
+"""Length of the header in bytes; the first field of the file."""
 _ALIGNMENT_BYTES = 8
 
 
 def write_streamed(
     file: Path, tensors: Sequence[TensorShard], read: Callable[[Mapping[TensorShard, Tensor]], None]
 ) -> None:
-    """Write the file that `safetensors.torch.save_file` makes of the same tensors, byte for byte.
+    """Write a file that equals `safetensors.torch.save_file` of the same tensors, byte for byte.
 
-    All batches share one buffer: the allocator keeps freed memory of a batch beside the next one's at its pleasure.
+    All batches share one buffer: the allocator could otherwise keep the freed memory of earlier batches.
 
     Args:
         file: A new file.
         tensors: Whole tensors.
-        read: Fills a host tensor for each chunk, some rows of a tensor.
+        read: Fills a host tensor for each shard; a shard is some rows of a tensor.
     """
     ordered = sorted(tensors, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
     parts = list(batches(ordered))
@@ -41,7 +41,7 @@ def write_streamed(
     with file.open("wb") as out:
         out.write(_header(ordered))
         for batch in parts:
-            read(_cut(buffer, batch))
+            read(_views(buffer, batch))
             out.write(bytes_of(buffer[: _num_bytes(batch)]))
 
 
@@ -49,19 +49,19 @@ def _num_bytes(batch: Sequence[TensorShard]) -> int:
     return sum(chunk.num_bytes for chunk in batch)
 
 
-def _cut(buffer: Tensor, batch: Sequence[TensorShard]) -> dict[TensorShard, Tensor]:
-    """Adjacent parts of a buffer, one per chunk; wide types come first, so that each part is aligned."""
-    parts: dict[TensorShard, Tensor] = {}
+def _views(buffer: Tensor, batch: Sequence[TensorShard]) -> dict[TensorShard, Tensor]:
+    """Adjacent views of a buffer, one per shard; wide types come first, so that each view is aligned."""
+    views: dict[TensorShard, Tensor] = {}
     start = 0
     for chunk in batch:
         end = start + chunk.num_bytes
-        parts[chunk] = buffer[start:end].view(chunk.dtype).view(chunk.block.sizes)
+        views[chunk] = buffer[start:end].view(chunk.dtype).view(chunk.block.sizes)
         start = end
-    return parts
+    return views
 
 
 def batches(tensors: Sequence[TensorShard]) -> Iterator[list[TensorShard]]:
-    """Adjacent rows of adjacent tensors, at most `BATCH_BYTES` of them at once."""
+    """Divide tensors into batches of adjacent rows, each of at most `BATCH_BYTES`."""
     batch: list[TensorShard] = []
     free = BATCH_BYTES
     for chunk in tensors:

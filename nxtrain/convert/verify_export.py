@@ -1,4 +1,4 @@
-"""The model of a checkpoint on one device, to read its scores."""
+"""Models of checkpoints and Hugging Face folders on one device, and the check of an export with transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EXACT = 1e-4
 """Largest difference of a score between two orders of summation in float32."""
 
 ROUNDING, WORST_ROUNDING = 1.5, 2.0
-"""Most that rounding may move our scores, in units of how far it moves those of transformers: over all tokens, and at
-the worst one. The reference is transformers in float32 with the same weights."""
+"""Largest error of our scores, in units of that of transformers: over all tokens, and at the worst token. Errors are
+differences from transformers in float32 with the same weights."""
 
 _TOKENS = 256
 
@@ -39,7 +39,7 @@ class Agreement:
 
     Args:
         difference: Largest difference of a score.
-        rounding: Our root mean square error in units of that of transformers; 0 for float32, whose error is not known.
+        rounding: Our root mean square error in units of that of transformers; 0 for float32, whose error is unknown.
     """
 
     difference: float
@@ -51,7 +51,7 @@ def open_model(path: Location, backend: Backend, seq_len: int) -> CausalLM:
 
     Args:
         path: The checkpoint's folder.
-        backend: Where it lives.
+        backend: Backend that runs the model.
         seq_len: Longest sequence.
 
     Raises:
@@ -72,7 +72,7 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
 
     Args:
         path: The folder.
-        backend: Where it lives.
+        backend: Backend that runs the model.
         seq_len: Longest sequence.
 
     Raises:
@@ -97,16 +97,16 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
 def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agreement:
     """Compare our scores with those of transformers on an exported folder.
 
-    Narrower types than float32 round each implementation's scores differently, by an amount that depends on the model.
-    Their distances from transformers' scores in float32 are compared instead, which finds what no fixed bound can.
+    Types narrower than float32 round each implementation's scores differently, by an amount that depends on the model.
+    For them the errors of both, against transformers in float32, are compared instead of a difference with a bound.
 
     Args:
-        checkpoint: What was exported.
+        checkpoint: The checkpoint that was exported.
         folder: The export.
-        backend: Where our model runs.
+        backend: Backend that runs our model.
 
     Raises:
-        CheckpointError: transformers is absent, cannot load the folder, or computes something else.
+        CheckpointError: transformers is missing, cannot load the folder, or computes other scores.
     """
     meta = read_meta(checkpoint)
     _, config = meta.model()

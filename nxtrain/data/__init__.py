@@ -1,7 +1,7 @@
-"""From text or token files to batches: corpora, tokenization, packing, the global sample order and the loader.
+"""Data pipeline, from text or token files to batches: corpora, tokenization, packing, the sample order and the loader.
 
-`open_data` turns the `[data]` section into samples; a `Loader` turns samples into batches. Nothing here keeps state: a
-batch follows from the seed and the step alone, so resuming and changing the layout cannot change what is trained on.
+`open_data` turns the `[data]` section into samples; a `Loader` turns samples into batches. The pipeline has no state: a
+batch is a function of the seed and the step. Resuming or changing the layout therefore does not change the batches.
 """
 
 from __future__ import annotations

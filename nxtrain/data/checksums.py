@@ -1,7 +1,7 @@
-"""Checksums of the token files that a run prepares: a file of them beside each, which readers hold every block to.
+"""Checksums of the token files that a run prepares, in a file beside each; readers verify every block with them.
 
-A block is verified each time that a row of it is read, so that a start costs nothing however long the file is, and
-bytes that a disk loses later are found too. XXH3 takes 64 KiB in a few microseconds.
+A block is verified each time that one of its rows is read. A start is therefore fast for files of any length, and bytes
+that a disk loses later are found too. XXH3 of 64 KiB takes a few microseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from nxtrain.errors import DataError
 
 BLOCK_BYTES = 1 << 16
-"""Of ids: a row of them is read with its whole block, and a disk takes hardly longer for that."""
+"""Bytes of ids in a block. A row is read with its whole block, which takes a disk hardly longer than the row alone."""
 
 _HEAD = struct.Struct("<8sQQ")
 _MAGIC = b"NXTSUMS1"
@@ -30,8 +30,8 @@ class Checksums:
     """Checksums of a whole token file.
 
     Attributes:
-        num_bytes: Length of its ids.
-        header: XXH3 of what comes before the ids.
+        num_bytes: Length of the ids in bytes.
+        header: XXH3 of the bytes before the ids.
         blocks: (n,) XXH3 of each `BLOCK_BYTES` of ids.
     """
 
@@ -40,28 +40,28 @@ class Checksums:
     blocks: NDArray[np.uint64]
 
     def is_header(self, content: bytes) -> bool:
-        """True for the bytes that come before the ids."""
+        """True if `content` equals the bytes before the ids."""
         return xxh3_64_intdigest(content) == self.header
 
     def is_block(self, index: int, content: memoryview) -> bool:
-        """True for the content of a block."""
+        """True if `content` equals a block."""
         return xxh3_64_intdigest(content) == int(self.blocks[index])
 
     def span(self, index: int) -> tuple[int, int]:
-        """First byte of a block among the ids, and the one after its last."""
+        """Bounds of a block: offset of its first byte among the ids, and the offset after its last."""
         return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.num_bytes)
 
     def sealed(self) -> bytes:
-        """Content of their file, with a checksum of its own."""
+        """Content of the checksum file, with a checksum of its own."""
         content = _HEAD.pack(_MAGIC, self.num_bytes, self.header) + self.blocks.astype("<u8").tobytes()
         return content + _SEAL.pack(xxh3_64_intdigest(content))
 
     @staticmethod
     def of(sealed: bytes) -> Checksums:
-        """Read them back.
+        """Decode the content of a checksum file.
 
         Raises:
-            ValueError: The content is not what was written.
+            ValueError: The content differs from the written bytes.
         """
         content, seal = sealed[: -_SEAL.size], sealed[-_SEAL.size :]
         whole = len(content) >= _HEAD.size and content.startswith(_MAGIC)
@@ -72,7 +72,7 @@ class Checksums:
 
 
 class Summing:
-    """Checksums of ids as they are written, one piece after the other."""
+    """Computes the checksums of ids during the write, one piece after the other."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -80,7 +80,7 @@ class Summing:
         self._blocks: list[int] = []
 
     def add(self, content: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         self._num_bytes += content.nbytes
         self._rest += content.cast("B")
         whole = len(self._rest) // BLOCK_BYTES * BLOCK_BYTES
@@ -89,19 +89,19 @@ class Summing:
         del self._rest[:whole]
 
     def finish(self, header: bytes) -> Checksums:
-        """Checksums of all, given what comes before the ids."""
+        """Checksums of the whole file; `header` is the bytes before the ids."""
         if self._rest:
             self._blocks.append(xxh3_64_intdigest(self._rest))
         return Checksums(self._num_bytes, xxh3_64_intdigest(header), np.array(self._blocks, np.uint64))
 
 
 class VerifiedBlocks:
-    """Bytes of ids, from blocks that are read whole and verified.
+    """Reader of ids that reads whole blocks and verifies them.
 
     Args:
         path: The token file, for messages.
-        checksums: Of the file.
-        read: Fills a view with the ids from a byte on, counted from the first id.
+        checksums: Checksums of the file.
+        read: Fills a view with the bytes at an offset, counted from the first id.
     """
 
     def __init__(self, path: Path, checksums: Checksums, read: Callable[[int, memoryview], None]) -> None:
@@ -109,14 +109,14 @@ class VerifiedBlocks:
         self._last = -1, memoryview(b"")  # index and content of the block that was read last
 
     def forget(self) -> None:
-        """Read the block anew that was read last, since the file has changed."""
+        """Drop the cached block, because the file has changed."""
         self._last = -1, memoryview(b"")
 
     def fill(self, start: int, view: memoryview) -> None:
-        """Fill a view with the ids from a byte on.
+        """Fill a view with the bytes of ids at an offset.
 
         Raises:
-            DataError: A block is not what was written.
+            DataError: A block's content differs from the written bytes.
         """
         done = 0
         while done < len(view):
@@ -139,12 +139,12 @@ class VerifiedBlocks:
 
 
 def checksums_of(path: Path) -> Path:
-    """The file beside a token file that holds its checksums."""
+    """Path of the checksum file of a token file."""
     return path.with_name(f"{path.name}.xxh3")
 
 
 def changed(path: Path, what: str) -> DataError:
-    """A token file that is no longer what the run has prepared."""
+    """Make the error for a token file whose content is not what the run has prepared."""
     return DataError(
         f"{path} is damaged: {what} not what was written when the data was prepared; delete it, and the next start "
         "prepares it again"

@@ -1,6 +1,6 @@
-"""Where text comes from: the Python standard library that every machine has, or a person's own files.
+"""Text corpora: the Python standard library, which every machine has, or a user's own files.
 
-A corpus is read anew at each pass and never held whole in memory.
+A corpus is read from the disk in each pass and never held whole in memory.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from nxtrain.data.walk import matches, walk
 from nxtrain.errors import DataError
 from nxtrain.io.regular import open_regular, read_bytes
 
-# Tests of the library and tables of character codes are no text that one reads.
+# Tests of the library and tables of character codes are no prose.
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})
 
 _JSON_LINES = frozenset({".jsonl", ".ndjson"})
 
 _LOOK_BYTES = 1 << 20
-"""Part of a file in which its first two lines are looked for."""
+"""Bytes at the begin of a file that are searched for its first two lines."""
 
 
 @dataclass
 class Corpus:
-    """Documents in a fixed order; iterating yields the text of each, blank ones left out.
+    """Documents in a fixed order; iteration yields the text of each document that is not blank.
 
-    A file is one document, a line of a `.jsonl` file is one too (its "text" field). A file with a NUL byte is binary
+    A file is one document; of a `.jsonl` file each line is one (its "text" field). A file with a NUL byte is binary
     (git's rule) and skipped, because folders of text hold pictures too.
 
     Attributes:
-        name: What messages call it.
+        name: Name of the corpus in messages.
         files: The files, in document order.
-        undecodable: What happens to text that is not UTF-8: `skip` the file, or `refuse` the corpus.
-        skipped: Every file that the passes so far left out, with the reason.
-        reading: The file that the newest pass has come to.
+        undecodable: Treatment of text that is not UTF-8: `skip` the file, or `refuse` the corpus.
+        skipped: Every file that a pass has skipped, with the reason.
+        reading: The file that the newest pass reads.
     """
 
     name: str
@@ -84,10 +84,10 @@ class Corpus:
 
 
 def stdlib_corpus(limit_bytes: int = 16_000_000) -> Corpus:
-    """The source of the running Python's standard library, docstrings in place, one module a document.
+    """Corpus of the running Python's standard library: the source with its docstrings, one module per document.
 
-    The docstrings are not repeated as documents of their own: the same text twice would let a held-out document be seen
-    in training. Files come in an order drawn from their names, so that the limit takes a sample of the whole library.
+    Docstrings are not repeated as documents of their own: training could then see the text of a held-out document.
+    Files are ordered by a hash of their names, so that the limit takes a sample of the whole library.
 
     Args:
         limit_bytes: Files are taken until their sizes pass this; all of CPython 3.11 is 10.7 MB.
@@ -105,17 +105,17 @@ def stdlib_corpus(limit_bytes: int = 16_000_000) -> Corpus:
 
 
 def _modules(root: Path) -> Iterator[Path]:
-    """Modules of the library, relative to it; packages that are installed beside it are not even looked into."""
+    """Modules of the library, as paths relative to its folder; folders of installed packages are not entered."""
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if name not in _NOT_PROSE]
         yield from (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
 
 
 def text_corpus(path: str) -> Corpus:
-    """The text of a file, of every file below a folder (hidden ones left out), or of a glob such as `books/**/*.txt`.
+    """Corpus of a file, of all files below a folder except hidden ones, or of a glob such as `books/**/*.txt`.
 
     Raises:
-        DataError: Nothing is there, or a folder or a file cannot be looked into.
+        DataError: No file is found, or a folder or file cannot be read.
         StorageError: The storage fails.
     """
     root = Path(path).expanduser()
@@ -165,7 +165,7 @@ def _json_text(line: str, where: str) -> str:
 
 
 def _decode(content: bytes, path: Path, line: int = 0, offset: int = 0) -> str:
-    """Decode UTF-8; `line` is that of the content in its file, 0 for a whole file, and `offset` its first byte."""
+    """Decode UTF-8; `line` is the content's line in the file, 0 for a whole file, and `offset` its first byte."""
     try:
         return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:

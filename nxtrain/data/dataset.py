@@ -1,4 +1,4 @@
-"""The door of the package: from the `[data]` section to samples, prepared by one rank and mapped by all."""
+"""Entry point of the package: opens the data of the `[data]` section, prepared by one rank and read by all."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains and evaluates on.
+    """Training and validation data of a run.
 
     Attributes:
         train: Rows to train on.
-        validation: Rows held out; None when nothing is, as for `source=tokens`, whose every row is trained on.
-        tokenizer: The `tokenizer.json` of the ids; None for token files that name none.
+        validation: Held-out rows; None if no rows are held out, as always for `source=tokens`.
+        tokenizer: The `tokenizer.json` of the ids; None for token files without one.
         fingerprint: Identity of the rows: runs with equal fingerprints and seeds train on equal batches.
-        tokenizer_origin: Whose the tokenizer is, where it is that of the weights; else empty.
-        end_of_text: Its token that ends a document; empty if that is not known.
-        trained: It was trained on this data.
-        skipped: Files that were left out, with the reason.
+        tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
+        end_of_text: The tokenizer's token that ends a document; empty if unknown.
+        trained: The tokenizer was trained on this data.
+        skipped: Skipped files, with the reason.
     """
 
     train: Samples
@@ -59,19 +59,19 @@ def open_data(
         config: The `[data]` section.
         seq_len: Targets in a row.
         vocab_size: Entries of the model's vocabulary.
-        workdir: Folder for what is prepared; found again by the next start.
-        leader: Whether this rank prepares; one rank for each copy of `workdir` does.
+        workdir: Folder for prepared files, which the next start reuses.
+        leader: True if this rank prepares the data; exactly one rank for each disk with a `workdir` does.
         barrier: Waits for all ranks.
-        of_weights: The tokenizer that the first weights know, asked by the leader where data.tokenizer names none.
+        of_weights: Returns the tokenizer of the initial weights; called by the leader if data.tokenizer is empty.
 
     Raises:
         DataError: Data that is missing, malformed, too short or outside of the vocabulary.
-        StorageError: The storage of it fails.
-        LostPeerError: The rank that prepares it failed.
+        StorageError: The storage of the data fails.
+        LostPeerError: The rank that prepares the data failed.
     """
     settings = (config.source, config.path, config.tokenizer, config.validation_fraction, seq_len, vocab_size)
     receipt = workdir / f"prepared-{digest(*settings)}.json"
-    # The barrier comes whether or not the leader succeeds, or the others would wait for it until they time out.
+    # The barrier is reached even if the leader fails; the other ranks would otherwise wait until they time out.
     try:
         if leader:
             _discard(receipt)

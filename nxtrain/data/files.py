@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and token arrays that need not fit in memory."""
+"""Atomic file writes, and token arrays that need not fit in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tokens = NDArray[np.integer[Any]]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that appears under its name only when complete and on disk.
+    """Write a file atomically: it gets its name when it is complete and on disk.
 
     Raises:
         DataError: The folder cannot be made, or the disk is full or read-only.
@@ -46,10 +46,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def clear_drafts(folder: Path) -> None:
-    """Delete what killed processes have left of `replacing` in a folder; nobody else may be writing there."""
+    """Delete the drafts of `replacing` that killed processes left in a folder; no other process may write there."""
     for path in folder.glob(".*"):
         if _DRAFT.fullmatch(path.name):
-            with suppress(OSError):  # a folder that cannot be written is reported where something is to be written
+            with suppress(OSError):  # an unwritable folder is reported by the next write
                 path.unlink(missing_ok=True)
 
 
@@ -58,7 +58,7 @@ def writing_tokens(path: Path, dtype: DTypeLike) -> Iterator[Callable[[Tokens], 
     """Write a 1-d .npy file piece by piece, and its checksums; yields the function that appends ids.
 
     Raises:
-        DataError: As `replacing`.
+        DataError: The file cannot be written; see `replacing`.
     """
     num_tokens, summing = 0, Summing()
 
@@ -69,11 +69,11 @@ def writing_tokens(path: Path, dtype: DTypeLike) -> Iterator[Callable[[Tokens], 
         summing.add(content)
         file.write(content)
 
-    checksums_of(path).unlink(missing_ok=True)  # those of an earlier file of the name
+    checksums_of(path).unlink(missing_ok=True)  # checksums of an earlier file of the name
     with replacing(path) as file:
         file.write(_header(dtype, 0))
         yield append
-        # numpy pads its header for the largest count there can be, so the true one fits where 0 stood.
+        # numpy pads its header for the largest possible count, so that the final header has the same length.
         header = _header(dtype, num_tokens)
         file.seek(0)
         file.write(header)
@@ -85,7 +85,7 @@ def read_checksums(path: Path) -> Checksums:
     """Checksums of a token file that a run has prepared.
 
     Raises:
-        DataError: Their file is absent, unreadable, or not what was written.
+        DataError: The checksum file is missing, unreadable, or differs from the written bytes.
         StorageError: The storage fails.
     """
     file = checksums_of(path)
@@ -101,16 +101,16 @@ def read_array(path: Path) -> NDArray[Any]:
     """Map a .npy file into memory.
 
     Raises:
-        DataError: It is absent, torn, or no .npy array.
+        DataError: The file is missing, truncated, or no .npy array.
         StorageError: The storage fails.
     """
     try:
         require_regular(path)
-        with np.errstate(over="ignore"):  # numpy multiplies the lengths of a header before it doubts them
+        with np.errstate(over="ignore"):  # numpy multiplies the lengths of a header before it checks them
             array = np.load(path, mmap_mode="r")
     except OSError as error:
         raise unreadable(f"{path}", error) from error
-    except Exception as error:  # numpy reads headers with parsers of Python, and passes on what these raise
+    except Exception as error:  # numpy reads headers with Python's parsers, and passes their errors on
         raise DataError(f"{path} is no .npy array of numbers, or is cut short: {error}") from error
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} is an archive of arrays; save the one that holds the ids with numpy.save")
@@ -118,7 +118,7 @@ def read_array(path: Path) -> NDArray[Any]:
 
 
 def unreadable(what: str, error: OSError) -> NxtrainError:
-    """What an error of reading is: a mistake in a name or its rights, or an error of the storage, which may pass."""
+    """Make the error for a failed read: DataError for a wrong name or missing rights, StorageError for the storage."""
     mistakes = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError
     if isinstance(error, mistakes):
         return DataError(f"{what} cannot be read: {error.strerror}")

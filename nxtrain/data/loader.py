@@ -1,4 +1,4 @@
-"""Batches as a pure function of the step: one rank's share of the global batch, with the next ones read ahead."""
+"""Loader of batches: one rank's share of the global batch as a pure function of the step, with prefetch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from nxtrain.family import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Batch:
-    """What one data parallel rank trains on in one step.
+    """Inputs and targets of one data parallel rank for one step.
 
     Attributes:
         inputs: (num_micro, micro_batch, S) int64 ids, S = seq_len.
-        targets: The ids that follow, or `IGNORE_INDEX` where nothing is to be predicted; same shape and type.
-        num_tokens: Targets of this rank that count.
+        targets: The next ids, or `IGNORE_INDEX` at positions without a loss; same shape and type.
+        num_tokens: Number of this rank's targets other than `IGNORE_INDEX`.
     """
 
     inputs: NDArray[np.int64]
@@ -32,23 +32,22 @@ class Batch:
 
 
 class Loader:
-    """Deals the endless order of rows out to steps and ranks.
+    """Assigns the endless order of rows to steps and ranks.
 
-    Step k (from 0) covers positions [k * global_batch, (k + 1) * global_batch) of the order, counted from `origin`;
-    data parallel rank d takes the d-th contiguous block of them. Behind the last row the next epoch begins, in the
-    middle of a batch if need be.
-    Neither micro_batch nor dp_size changes which rows a step trains on, and there is no state to save.
+    Step k (from 0) covers positions [k * global_batch, (k + 1) * global_batch) of the order, counted from `origin`.
+    Data parallel rank d takes the d-th contiguous block of them. After the last row the next epoch begins, if needed in
+    the middle of a batch. Neither micro_batch nor dp_size changes the rows of a step, and there is no state to save.
 
     Args:
         samples: The rows.
-        seed: Draws the order of every epoch.
-        shuffle: Whether rows come in an order of their own each epoch, or as they are stored.
+        seed: Seed of the order of every epoch.
+        shuffle: True for a new random order in each epoch; False for the order of storage.
         global_batch: Rows in a step, over all ranks.
         micro_batch: Rows in a micro-batch of one rank; with dp_size it divides global_batch.
         dp_rank, dp_size: This rank's place in the data parallel axis.
-        origin: Position of step 0, which is not 0 after a change of the global batch in the middle of a run.
-        past_end: What follows the last row: the next epoch (`wrap`), or rows without targets (`pad`), so that an
-            evaluation counts each row once while every batch keeps its shape.
+        origin: Position of step 0; other than 0 after a change of the global batch in the middle of a run.
+        past_end: Rows after the last one: the next epoch (`wrap`), or rows without targets (`pad`). With `pad` an
+            evaluation counts each row once, and every batch keeps its shape.
     """
 
     def __init__(
@@ -77,11 +76,11 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that see every row at least once."""
+        """Number of steps that cover every row at least once."""
         return -(-self._samples.num_rows // self._global_batch)
 
     def batch(self, step: int) -> Batch:
-        """This rank's part of a step, counted from 0."""
+        """Batch of this rank for a step, counted from 0."""
         start = self._origin + step * self._global_batch + self._dp_rank * self._rank_batch
         positions = np.arange(start, start + self._rank_batch)
         num_rows = self._samples.num_rows
@@ -95,10 +94,9 @@ class Loader:
         return Batch(rows[:, :-1].copy().reshape(shape), targets.reshape(shape), num_tokens)
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
-        """Batches from `start_step` on, without end; a thread reads up to `depth` ahead of the consumer.
+        """Endless batches from `start_step` on; a thread reads up to `depth` ahead of the consumer.
 
-        An error while reading reaches the consumer at the step that it belongs to. Closing the generator ends the
-        thread.
+        A read error is raised to the consumer at the step of the failed batch. Closing the generator ends the thread.
         """
         pool = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-data")
         try:

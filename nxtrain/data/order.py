@@ -1,8 +1,8 @@
-"""Which row a position of the endless training order is: a permutation per epoch that no one has to store.
+"""Endless training order: the row of each position, by a permutation per epoch that is computed and not stored.
 
-A Feistel network permutes a rectangle of a * b positions that barely holds all rows; what falls outside of them is
-permuted again until it falls inside (cycle walking). Memory is O(1), and nothing but seed and position enters: neither
-the number of ranks, nor what was read before.
+A Feistel network permutes a rectangle of a * b positions, slightly more than the rows. A result outside of the rows is
+permuted again until it is inside (cycle walking). Memory is O(1). The result depends on seed and position only, not on
+the number of ranks or on earlier reads.
 
 Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 4 (cycle walking) and 5 (generalized
 Feistel); the round function is the finalizer of SplitMix64 (Steele, Lea and Flood 2014).
@@ -23,12 +23,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def shuffled(positions: NDArray[np.integer[Any]], num_rows: int, seed: int) -> NDArray[np.int64]:
-    """Rows at these positions of the endless order; epoch e covers positions [e * num_rows, (e + 1) * num_rows).
+    """Rows at positions of the endless order; epoch e covers positions [e * num_rows, (e + 1) * num_rows).
 
     Args:
         positions: (n,) positions, 0 or greater.
-        num_rows: Rows in an epoch, each of which every epoch holds exactly once.
-        seed: Any integer; each seed and each epoch has a permutation of its own.
+        num_rows: Number of rows; every epoch holds each row exactly once.
+        seed: Any integer; each seed and each epoch has another permutation.
     """
     epoch, rows = np.divmod(positions.astype(np.uint64), np.uint64(num_rows))
     key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + epoch)

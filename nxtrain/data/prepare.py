@@ -1,7 +1,7 @@
-"""What one rank does for all before training: split a corpus, train its tokenizer, write its token files.
+"""Preparation of the data by one rank before training: split a corpus, train its tokenizer, write its token files.
 
-Every file bears the fingerprint of what it was made from, so a second start finds it and a changed corpus never meets
-an old file.
+The name of every file has the fingerprint of its inputs. A second start therefore reuses the file, and a changed corpus
+never uses an old one.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
 
 SECTION_CHARS = 1 << 16
-"""Longest run of text that is split off or encoded as one; bounds the memory that one huge document takes."""
+"""Longest section of text that is split or encoded as one; bounds the memory for a huge document."""
 
 _BATCH_CHARS = 1 << 20  # text that is encoded at once; an encoding takes some 100 bytes a token
 
-_TOKENIZER_CHARS = 32 << 20  # a larger sample no longer changes which merges are frequent, but takes its time
+_TOKENIZER_CHARS = 32 << 20  # a larger sample hardly changes the frequent merges, but takes longer
 
 
 class Prepared(BaseModel):
-    """Where the data of a run lies.
+    """Prepared files of a run's data.
 
     Attributes:
-        train, validation: Token files; None when nothing is held out.
-        tokenizer: The `tokenizer.json` that made them; None for ids of unknown origin.
-        tokenizer_origin: Whose it is, where it is that of the weights; else empty.
-        end_of_text: Its token that ends a document; empty if that is not known.
-        trained: It was trained on this data.
-        fingerprint: Identity of their content.
-        has_checksums: The token files are the run's own, with checksums beside them.
-        probe, validation_probe: Samples of the ids, from what was checked; see `nxtrain.data.samples.probe`.
-        skipped: Files that were left out, with the reason.
+        train, validation: Token files; `validation` is None if no text is held out.
+        tokenizer: The `tokenizer.json` that made the ids; None for ids of unknown origin.
+        tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
+        end_of_text: The tokenizer's token that ends a document; empty if unknown.
+        trained: The tokenizer was trained on this data.
+        fingerprint: Identity of the files' content.
+        has_checksums: The run wrote the token files, with checksums beside them.
+        probe, validation_probe: Digest of a sample of the checked ids; see `nxtrain.data.samples.probe`.
+        skipped: Skipped files, with the reason.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -68,12 +68,12 @@ class Prepared(BaseModel):
 
 @dataclass(frozen=True)
 class Survey:
-    """The sections of a corpus, in order: documents, or parts of those longer than `SECTION_CHARS`.
+    """Sections of a corpus, in order: documents, or parts of documents longer than `SECTION_CHARS`.
 
     Attributes:
         hashes: (n,) hash of each section's text.
-        chars: (n,) length of each.
-        documents: (n,) number of the document that each belongs to.
+        chars: (n,) length of each section in characters.
+        documents: (n,) number of each section's document.
     """
 
     hashes: NDArray[np.uint64]
@@ -82,7 +82,7 @@ class Survey:
 
     @staticmethod
     def of(corpus: Iterable[str]) -> Survey:
-        """Read a corpus once."""
+        """Read a corpus once, and survey its sections."""
         hashes, chars, documents = array("Q"), array("q"), array("q")
         for document, text in sections(corpus):
             hashes.append(_hash(text))
@@ -91,10 +91,10 @@ class Survey:
         return Survey(np.array(hashes, np.uint64), np.array(chars, np.int64), np.array(documents, np.int64))
 
     def again(self, corpus: Corpus) -> Iterator[str]:
-        """Read the corpus once more: the text of each section, which must be what it was.
+        """Read the corpus again: yields the text of each section, which must equal the surveyed text.
 
         Raises:
-            DataError: It changed meanwhile; names the file.
+            DataError: The corpus has changed; names the file.
         """
         number = 0
         for document, text in sections(corpus):
@@ -107,10 +107,10 @@ class Survey:
             raise _changed(corpus, f"its end (document {self.documents[number]} of the corpus, from 0, is gone)")
 
     def split(self, validation_fraction: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which sections are held out, and which of the others the tokenizer learns from; two (n,) masks.
+        """Two (n,) masks: the held-out sections, and the training sections from which the tokenizer learns.
 
-        Sections go by their hash, least first, until they hold the fraction of the text: what is held out depends
-        neither on the order of the corpus nor on a seed, and a corpus that grows hardly moves it.
+        Sections are held out in ascending order of their hashes until they hold the fraction of the text. The choice
+        depends neither on the order of the corpus nor on a seed. It hardly changes when the corpus grows.
         """
         order = np.argsort(self.hashes, kind="stable")
         total = np.cumsum(self.chars[order])
@@ -124,11 +124,11 @@ class Survey:
         return held, sampled
 
     def digest(self) -> str:
-        """Identity of the text and of where its documents and sections end."""
+        """Identity of the text and of the bounds of its documents and sections."""
         return hashlib.blake2b(self.hashes.tobytes() + self.documents.tobytes()).hexdigest()
 
     def ends(self, held: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """After which sections a document ends: where the next is another document's, or across the split."""
+        """(n,) mask of sections that end a document: the next one is of another document, or across the split."""
         last = np.ones(held.size, np.bool_)
         last[:-1] = (np.diff(self.documents) != 0) | (held[1:] != held[:-1])
         return last
@@ -145,7 +145,11 @@ def _changed(corpus: Corpus, where: str) -> DataError:
 
 
 def sections(corpus: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Number of each document with its parts: `SECTION_CHARS` at most, cut at the end of a line where there is one."""
+    """Split documents into sections of at most `SECTION_CHARS`, if possible at the end of a line.
+
+    Yields:
+        Number of the document, and the text of a section.
+    """
     for number, document in enumerate(corpus):
         start = 0
         while len(document) - start > SECTION_CHARS:
@@ -163,9 +167,9 @@ def prepare(
     workdir: Path,
     of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
 ) -> Prepared:
-    """Check the data of a run and write what training reads, unless it is there already.
+    """Check the data of a run and write the token files, unless they exist already.
 
-    Text is encoded by data.tokenizer, else by the tokenizer of the weights, else by one that is trained on it.
+    Text is encoded by data.tokenizer, else by the weights' tokenizer, else by one that is trained on the text.
 
     Raises:
         DataError: Data that is missing, malformed, empty or outside of the vocabulary, or a disk that is full.
@@ -213,7 +217,7 @@ def prepare(
 
 
 def digest(*parts: object) -> str:
-    """A short name for a combination of values."""
+    """Short hash of a combination of values, for names of files."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -242,9 +246,9 @@ def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepar
 
 
 def _is_whole(path: Path) -> bool:
-    """True if an earlier start wrote a file that can be read, and its checksums; any other is written anew.
+    """True if an earlier start wrote the file and its checksums, and both can be opened; else they are written again.
 
-    The content is verified as it is read, and damage there is told: it may be that of a disk.
+    The content is verified when rows are read. Damage of the content is an error then, because a disk may cause it.
     """
     try:
         return path.exists() and read_array(path).nbytes == read_checksums(path).num_bytes > 0
@@ -259,7 +263,7 @@ def _write_streams(
     held: NDArray[np.bool_],
     ends: NDArray[np.bool_],
 ) -> None:
-    """Encode sections into a stream for each side of the split, every document followed by its end token."""
+    """Encode sections into a stream for each side of the split; the end token follows every document."""
     encoded = (ids for batch in _batches(texts) for ids in tokenizer.encode(batch))
     end = np.array([tokenizer.end_id], tokenizer.dtype)
     with ExitStack() as files:

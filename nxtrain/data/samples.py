@@ -1,4 +1,4 @@
-"""What a loader draws from: token rows, checked before the first step and again as they are read."""
+"""Token rows for the loader, checked before the first step and again when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nxtrain.data.files import Tokens, unreadable
 from nxtrain.errors import DataError
 from nxtrain.io.regular import open_regular
 
-# Tokens handled at once where a whole table is read; 32 MiB as int64.
+# Tokens per chunk when a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
 
 _PROBED_ROWS = 64
@@ -39,7 +39,7 @@ class Samples(Protocol):
         ...
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows at these indices: (n,) to (n, S + 1); inputs are [:, :-1], targets [:, 1:]."""
+        """Rows at indices: (n,) to (n, S + 1); inputs are [:, :-1], targets [:, 1:]."""
         ...
 
 
@@ -64,27 +64,27 @@ class TableSamples:
         return int(self._table.shape[1]) - 1
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows at these indices: (n,) to (n, S + 1)."""
+        """Rows at indices: (n,) to (n, S + 1)."""
         return self._table[indices].astype(np.int64)
 
 
 class FileSamples:
-    """Rows of a .npy file of ids, each checked as it is read.
+    """Rows of a .npy file of ids, each checked when it is read.
 
-    The file is read, not mapped: a mapped page that is gone ends a process by a signal, without a word. Where the file
-    is changed while it is open, a sample of it must still be what it was; one that is replaced or deleted under its
-    name is read on as it was.
+    The file is read, not mapped: a lost page of a mapped file ends the process by a signal, without a message. If the
+    open file is modified, a sample of its rows must still match. A file that is replaced or deleted under its name
+    stays open, and is read unchanged.
 
     Args:
-        path: The file: (num_rows, S + 1) ids, or a stream of them, of which each row begins with the last of the row
-            before.
+        path: The file: (num_rows, S + 1) ids, or a stream of ids, in which each row begins with the last id of the
+            previous row.
         seq_len: Targets in a row.
-        vocab_size: Every id must be below it.
-        expected: What `probe` gave for the ids that were checked.
-        checksums: Of the file, to which every block is held as it is read; None: the file has none.
+        vocab_size: Size of the vocabulary; every id must be below it.
+        expected: Result of `probe` for the ids that were checked.
+        checksums: Checksums with which every block is verified when it is read; None: the file has none.
 
     Raises:
-        DataError: The file cannot be read, or is not what was checked.
+        DataError: The file cannot be read, or differs from the checked ids.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class FileSamples:
         return self._seq_len
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows at these indices: (n,) to (n, S + 1).
+        """Rows at indices: (n,) to (n, S + 1).
 
         Raises:
-            DataError: The file is not what it was; names it, and the row.
-            StorageError: It cannot be read; the same.
+            DataError: The file has changed; names the file and the row.
+            StorageError: The file cannot be read; names the file and the row.
         """
         if (version := self._stat()) != self._version:
             if self._verified is not None:
@@ -149,7 +149,7 @@ class FileSamples:
         return rows
 
     def _read(self, start: int, content: memoryview) -> None:
-        """Fill a view with the ids from a byte on, counted from the first id."""
+        """Fill a view with the bytes at an offset, counted from the first id."""
         done, row = 0, start // (self._stride * self._dtype.itemsize)
         while done < len(content):
             try:
@@ -170,10 +170,10 @@ class FileSamples:
 
 
 def header(path: Path, descriptor: int) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...], int]:
-    """Type and shape of the ids in an open .npy file, and where they begin.
+    """Type and shape of the ids in an open .npy file, and the offset of the first id.
 
     Raises:
-        DataError: It has other content, or the file is shorter.
+        DataError: The file is no .npy array of numbers, or is stored column by column.
     """
     with open(descriptor, "rb", closefd=False) as file:
         try:
@@ -184,7 +184,7 @@ def header(path: Path, descriptor: int) -> tuple[np.dtype[np.integer[Any]], tupl
             start = file.tell()
         except OSError as error:
             raise unreadable(f"{path}", error) from error
-        except Exception as error:  # numpy reads headers with parsers of Python, and passes on what these raise
+        except Exception as error:  # numpy reads headers with Python's parsers, and passes their errors on
             raise DataError(f"{path} is no .npy array of numbers: {error}") from error
     if is_fortran and len(shape) > 1:
         raise DataError(
@@ -194,7 +194,7 @@ def header(path: Path, descriptor: int) -> tuple[np.dtype[np.integer[Any]], tupl
 
 
 def probe(table: Tokens) -> str:
-    """What tells a table from most others: its number of rows, and a sample of them."""
+    """Digest of a table's number of rows and of a sample of its rows; differs for most other tables."""
     return _probe(len(table), lambda indices: table[indices].astype(np.int64))
 
 
@@ -209,14 +209,14 @@ def check_table(table: NDArray[np.generic], path: Path, *, seq_len: int, vocab_s
     """Read a table of ids from end to end and return the digest of its content.
 
     Args:
-        table: What the file holds.
+        table: The ids of the file.
         path: The file, for messages.
         seq_len: Targets in a row; the table must be seq_len + 1 wide.
-        vocab_size: Every id must be below it.
+        vocab_size: Size of the vocabulary; every id must be below it.
 
     Raises:
-        DataError: Not a table of integers, empty, of another width, or with an id outside of the vocabulary; names the
-            first bad row.
+        DataError: The table holds no integers, is empty or of another width, or has an id outside of the vocabulary;
+            names the first bad row.
     """
     if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):  # noqa: PLR2004 - a table has 2 dimensions
         raise DataError(
@@ -245,11 +245,11 @@ def check_table(table: NDArray[np.generic], path: Path, *, seq_len: int, vocab_s
 def unigram_entropy(samples: Samples, num_rows: int | None = None) -> float:
     """Entropy of the targets under their own frequencies, in nats per token.
 
-    It is the least loss of a model that knows how common each token is and nothing of its context.
+    The entropy is the lowest loss of a model that uses the frequency of each token and no context.
 
     Args:
         samples: The rows.
-        num_rows: Only so many first ones count; None: all.
+        num_rows: Number of first rows to count; None: all.
     """
     num_rows = samples.num_rows if num_rows is None else min(num_rows, samples.num_rows)
     counts = np.zeros(0, np.int64)

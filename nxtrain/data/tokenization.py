@@ -1,4 +1,4 @@
-"""From text to ids: a byte-level BPE trained on the spot, or any tokenizer in Hugging Face's file format."""
+"""Tokenizers: a byte-level BPE trained on the data, or any tokenizer in Hugging Face's file format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxtrain.io.regular import read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Where no tokenizer_config.json says it: the names that GPT, Llama 3, Llama 2 and Gemma give to the end of a document.
+# End-of-document tokens of GPT, Llama 3, Llama 2 and Gemma, for a tokenizer without a tokenizer_config.json.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
@@ -27,9 +27,9 @@ class KnownTokenizer:
     """A tokenizer that need not be trained.
 
     Args:
-        path: Its `tokenizer.json`, or the folder of that.
-        origin: Whose it is, for people, where nobody has named it; else empty.
-        end: Its token that ends a document; empty: found by its configuration, or by its name.
+        path: A `tokenizer.json`, or its folder.
+        origin: Origin of a tokenizer that the configuration does not name, for messages; else empty.
+        end: Token that ends a document; empty: take it from the tokenizer's configuration, or guess it by name.
     """
 
     path: Path
@@ -42,11 +42,11 @@ class TextTokenizer:
     """A tokenizer that fits the model.
 
     Attributes:
-        path: Its `tokenizer.json`.
+        path: The `tokenizer.json`.
         tokenizer: The loaded file.
         end: Token that ends every document.
-        end_id: Its id.
-        dtype: Smallest type that holds its ids.
+        end_id: Id of `end`.
+        dtype: Smallest type that holds all ids.
         digest: Identity of the file's content.
     """
 
@@ -64,12 +64,12 @@ class TextTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE and save it; the same texts give the same file, whatever the number of threads.
+    """Train a byte-level BPE and save it; the same texts give the same file with any number of threads.
 
-    Id 0 is `<|endoftext|>`, the 256 bytes follow. Short texts may not yield `vocab_size` entries; ids stay below it.
+    Id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes. Short texts may yield fewer than `vocab_size` entries.
 
     Args:
-        texts: What to learn merges from.
+        texts: Texts from which merges are learned.
         vocab_size: Most entries.
         path: The `tokenizer.json` to write.
 
@@ -99,10 +99,10 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
     Args:
         path: The file or its folder.
         vocab_size: Entries of the model's vocabulary.
-        end: Its token that ends a document; empty: found by its configuration, or by its name.
+        end: Token that ends a document; empty: take it from the tokenizer's configuration, or guess it by name.
 
     Raises:
-        DataError: It is absent or unreadable, has ids beyond the vocabulary, or no known end-of-text token.
+        DataError: The file is missing or unreadable, has ids beyond the vocabulary, or no known end-of-text token.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
@@ -119,7 +119,7 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
             f"data.tokenizer: {file} has ids up to {last} ({token!r}), but the model's vocabulary ends at "
             f"{vocab_size - 1}; set model.config.vocab_size={last + 1} or more, or choose another tokenizer"
         )
-    # A file may ask for the cut and the padding of the task that it was made for; a corpus wants neither.
+    # A file may set truncation and padding for its original task; a corpus wants neither.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -129,15 +129,15 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the tokens that end a text, as far as their names tell."""
+    """Ids of the tokens whose names are known to end a text."""
     return frozenset(found for name in _END_NAMES if (found := tokenizer.token_to_id(name)) is not None)
 
 
 def declared_end(file: Path) -> str:
-    """Token that ends a document, as the `tokenizer_config.json` beside a `tokenizer.json` has it; empty without it.
+    """Token that ends a document, from the `tokenizer_config.json` beside a `tokenizer.json`; empty if not declared.
 
     Raises:
-        DataError: It cannot be read.
+        DataError: The configuration cannot be read.
     """
     config = file.with_name("tokenizer_config.json")
     try:

@@ -1,4 +1,4 @@
-"""Files below a folder or of a glob, none of which is left out without a word."""
+"""Files below a folder or of a glob; every skipped or unreadable entry is reported."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Found:
     """Entries of a walk.
 
     Attributes:
-        files: Regular files, sorted; links to such files too.
+        files: Regular files and links to them, sorted.
         skipped: Entries that hold no text, with the reason: FIFOs, sockets, devices, links to folders.
-        failed: Entries that cannot be looked at, with the error.
+        failed: Entries that cannot be examined, with the error.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Found:
     failed: list[tuple[Path, OSError]] = field(default_factory=list)
 
     def add(self, path: Path) -> bool:
-        """Take an entry; returns whether it is a folder to look into."""
+        """Add an entry; returns True if it is a folder to walk."""
         try:
             mode = path.stat().st_mode
             if stat.S_ISDIR(mode):
@@ -46,14 +46,14 @@ class Found:
         return False
 
     def refuse_failed(self, what: str) -> None:
-        """Refuse a walk that has missed something.
+        """Refuse a walk with entries that cannot be read.
 
         Args:
-            what: Its root, for the message.
+            what: Root of the walk, for the message.
 
         Raises:
             DataError: Some entries cannot be read; names and counts them.
-            StorageError: The same, where the storage fails.
+            StorageError: Some entries cannot be read because the storage fails; names and counts them.
         """
         if not self.failed:
             return
@@ -67,7 +67,7 @@ class Found:
 
 
 def walk(root: Path) -> Found:
-    """A file, or everything below a folder but hidden entries; links to files are followed, others are not."""
+    """Walk a file, or all entries below a folder except hidden ones; links to files are followed, other links not."""
     found = Found()
     waiting = [root] if root.is_dir() or found.add(root) else []
     while waiting:
@@ -83,7 +83,7 @@ def walk(root: Path) -> Found:
 
 
 def matches(pattern: str) -> Found:
-    """Files of a glob, recursive where it says `**`; folders on its way that cannot be read count as failed."""
+    """Find the files of a glob, recursive at `**`; folders on its path that cannot be read count as failed."""
     found = Found()
     parts = Path(pattern).parts
     for number, part in enumerate(parts):
@@ -105,7 +105,7 @@ def matches(pattern: str) -> Found:
 
 
 def _folders(above: tuple[str, ...], part: str) -> set[Path]:
-    """Folders in which a glob looks for names of a part: itself, and for `**` all below."""
+    """Folders in which a glob matches a part of its pattern: the folders above it, and for `**` all below them."""
     start = Path(*above)
     names = glob.glob(str(start / "**") if part == "**" else str(start), recursive=True) if above else ["."]
     if not above and part == "**":

@@ -1,1 +1,1 @@
-"""What a run tells about itself: throughput, the metrics file, TensorBoard events and the progress bar."""
+"""Metrics of a run: throughput, goodput, the metrics file, TensorBoard events and the progress bar."""

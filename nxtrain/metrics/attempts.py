@@ -1,7 +1,7 @@
-"""The starts of a run and how far each came, so that one that always ends at the same step is not started for ever.
+"""Starts of a run with the last step of each, to detect a crash loop: a run that always ends at the same step.
 
-`logs/attempts.jsonl` has a line for each start and each end; `logs/progress.json` the last step of the present one,
-since who is killed says nothing.
+`logs/attempts.jsonl` has a line for each start and each end. `logs/progress.json` has the last step of the current
+start, because a killed process writes no end.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from nxtrain.io.regular import read_text
 from nxtrain.run_folder import ATTEMPTS_FILE, LOGS_DIR, PROGRESS_FILE
 
 REFRESH_S = 1.0
-"""Between writes of the progress file."""
+"""Seconds between writes of the progress file."""
 
 SHOWN_CHARACTERS = 300
-"""Of what an attempt said at its end."""
+"""Most characters of an attempt's last message that are recorded."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """One attempt that failed.
+    """A failed attempt.
 
     Args:
-        config: Fingerprint of its configuration.
-        step: The furthest that it finished.
-        why: What it said; empty if it was killed.
+        config: Fingerprint of the attempt's configuration.
+        step: Last finished step.
+        why: Message of the failure; empty if the attempt was killed.
     """
 
     config: str
@@ -43,10 +43,10 @@ class Ended:
 
 
 class Reached:
-    """The last step of the present start, on a disk: who starts ranks again counts by it.
+    """Last finished step of the current start, on a disk: the launcher counts restarts without progress by it.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,10 +54,10 @@ class Reached:
         self._written, self._next = -1, 0.0
 
     def note(self, step: int, *, now: bool = False) -> None:
-        """Note the last finished step; written once in a while, by a thread.
+        """Record the last finished step; writes at most every `REFRESH_S` seconds, unless `now` is set.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if step != self._written and (now or time.monotonic() >= self._next):
             self._next = time.monotonic() + REFRESH_S
@@ -66,11 +66,11 @@ class Reached:
 
 
 class Attempts:
-    """The attempts of a run, written by its leader.
+    """Attempts of a run, written by its leader.
 
     Args:
-        folder: Of the run.
-        config: Its configuration, as text; another one is another try.
+        folder: Folder of the run.
+        config: Text of the configuration; failures under another configuration do not count.
     """
 
     def __init__(self, folder: Path, config: str) -> None:
@@ -79,13 +79,13 @@ class Attempts:
         self._reached = Reached(folder)
 
     def refuse_loop(self, most: int) -> None:
-        """Refuse to start what has failed at the same step too often.
+        """Refuse to start a run that has failed too often at the same step.
 
         Args:
-            most: Failures in a row at one step, of one configuration; 0: never refuse.
+            most: Failures in a row at one step, with one configuration; 0: never refuse.
 
         Raises:
-            CrashLoopError: It has.
+            CrashLoopError: The last `most` attempts failed at the same step with this configuration.
         """
         ends = self._ends()
         if not most or len(ends) < most:
@@ -101,40 +101,40 @@ class Attempts:
         )
 
     def begin(self, resumed: int) -> None:
-        """Note a start.
+        """Record a start.
 
         Args:
-            resumed: The step after which it goes on.
+            resumed: Step of the checkpoint from which the start resumes.
         """
         before = progress(self._progress)
         self._append({"event": "start", "config": self._config, "resumed": resumed, "before": before})
         self.reach(resumed, now=True)
 
     def reach(self, step: int, *, now: bool = False) -> None:
-        """Note the last finished step; see `Reached.note`."""
+        """Record the last finished step; see `Reached.note`."""
         self._reached.note(step, now=now)
 
     def end(self, outcome: str, step: int, why: str = "") -> None:
-        """Note the end.
+        """Record the end.
 
         Args:
-            outcome: `done`, `stopped` or `failed`. Of several for one start the first counts.
-            step: The last finished step.
-            why: What is told to people.
+            outcome: `done`, `stopped` or `failed`. If a start records several ends, the first counts.
+            step: Last finished step.
+            why: Message for people.
         """
-        with suppress(OSError):  # another thread may write it at the same time
+        with suppress(OSError):  # another thread may write the file at the same time
             self.reach(step, now=True)
         self._append({"event": "end", "outcome": outcome, "step": step, "why": why[:SHOWN_CHARACTERS]})
 
     def _ends(self) -> list[Ended]:
-        """Failures since the last attempt that ended otherwise."""
+        """Failures since the last attempt that ended with `done` or `stopped`."""
         found: list[Ended] = []
         config: str | None = None
         for line in jsonl.read(self._file):
-            with suppress(KeyError):  # a line that is none of ours
+            with suppress(KeyError):  # a line of another format
                 if line["event"] == "start":
                     new = str(line["config"])
-                    if config is not None:  # killed, and what it reached was in the file that its successor wrote
+                    if config is not None:  # killed; the next start recorded the step that it reached
                         found.append(Ended(config, line.get("before", -1), ""))
                     config = new
                 elif config is not None:
@@ -151,7 +151,7 @@ class Attempts:
 
 
 def progress(path: Path) -> int:
-    """The last finished step that a progress file tells; -1 if there is none."""
+    """Last finished step of a progress file; -1 if the file has none."""
     try:
         return int(json.loads(read_text(path))["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,6 +1,7 @@
-"""Goodput: which share of the time since a run's first start went into steps that stand, and where the rest went.
+"""Goodput: the productive share of the time since a run's first start, and the use of the rest.
 
-`goodput_meter` counts what a start spends, and `goodput_log` keeps it in the run folder.
+Time is productive in steps that no later start repeats. `goodput_meter` counts the time of a start, and `goodput_log`
+stores the counts in the run folder.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from dataclasses import asdict, dataclass, replace
 from nxtrain.process.clock import Instant
 
 MOST_POINTS, EXACT_POINTS = 48, 16
-"""Steps of a start that are kept with the time until then, and the newest of them, which stay when there are more."""
+"""Most points (step, training time) that a start keeps, and the number of its newest points that are never thinned."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What one start has spent, up to its last progress: a finished step, evaluation or checkpoint.
+    """Seconds that one start has spent, up to its last progress: a finished step, evaluation or checkpoint.
 
     Args:
-        step: The last that it finished.
-        start_s: Until its first step was finished: imports, data, checkpoint, compilation.
-        train_s: In the steps after that.
-        eval_s: In evaluations.
-        stall_s: Waiting for checkpoints.
-        saves: Checkpoints that were committed.
-        save_stall_s: What training waited for these, but for a last one that is waited for.
-        save_write_s: What they took to be written meanwhile.
+        step: Last finished step.
+        start_s: Time until the first finished step: imports, data, checkpoint, compilation.
+        train_s: Time in the steps after the first.
+        eval_s: Time in evaluations.
+        stall_s: Time in which training waited for checkpoints.
+        saves: Number of committed checkpoints.
+        save_stall_s: Time in which training waited for the committed checkpoints, except the wait for the last write.
+        save_write_s: Time of the writes of the committed checkpoints, after they were staged.
     """
 
     step: int
@@ -50,12 +51,12 @@ class Start:
     """One start of a run.
 
     Args:
-        resumed: The step after which it went on.
-        began: When its process was started.
-        seen: When it last said something.
-        spent: What it had spent by then.
-        outcome: How it ended: `done`, `stopped`, `failed`, `killed`; empty while it runs.
-        course: Finished steps at which it saved, each with `train_s` by then; of the older ones some.
+        resumed: Step of the checkpoint from which the start resumed.
+        began: Start of the process.
+        seen: Time of the last record.
+        spent: Time spent up to the last record.
+        outcome: End of the start: `done`, `stopped`, `failed`, `killed`; empty while it runs.
+        course: Finished steps at which the start saved, each with `train_s` up to the step; older ones are thinned.
     """
 
     resumed: int
@@ -66,7 +67,7 @@ class Start:
     course: tuple[tuple[int, float], ...] = ()
 
     def train_s(self, step: int) -> float:
-        """Seconds of training up to a step that it finished; between known steps all take alike."""
+        """Seconds of training up to a finished step; interpolated linearly between known steps."""
         # The first step counts as start.
         known = {self.resumed: 0.0, self.resumed + 1: 0.0, **dict(self.course), self.spent.step: self.spent.train_s}
         points = sorted(known.items())
@@ -77,28 +78,28 @@ class Start:
         return begin_s + (end_s - begin_s) * (step - first) / (last - first)
 
     def with_save(self) -> Start:
-        """The same, which has saved after its last step."""
+        """Copy of the start with a save after its last step."""
         points = tuple(sorted({**dict(self.course), self.spent.step: self.spent.train_s}.items()))
-        if len(points) > MOST_POINTS:  # a later start begins near the end; further back every second point will do
+        if len(points) > MOST_POINTS:  # a later start resumes near the end; of older points every second one is enough
             points = (*points[:-EXACT_POINTS:2], *points[-EXACT_POINTS:])
         return replace(self, course=points)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time since a run's first start went. The parts add up to `wall_s`.
+    """Division of the time since a run's first start, in seconds. The parts add up to `wall_s`.
 
     Args:
-        starts: How many there were.
-        wall_s: Since the first; what passes between the end of a finished run and its next start does not count.
-        productive_s: In steps that stand; the first of each start counts as start or restart.
-        start_s: From the first start to its first finished step.
-        lost_steps: Steps that a later start had to do again,
-        lost_s: and what they took.
-        detect_s: From the last progress of a start that failed to its end, as far as that is known.
-        restart_s: From there to the first finished step of the next start.
-        checkpoint_stall_s: Training waited for checkpoints.
-        eval_s: In evaluations.
+        starts: Number of starts.
+        wall_s: Time since the first start, without the time between the end of a finished run and its next start.
+        productive_s: Time in steps that no later start repeats; the first step of a start counts as start or restart.
+        start_s: Time from the first start to its first finished step.
+        lost_steps: Number of steps that a later start had to repeat.
+        lost_s: Time in the lost steps.
+        detect_s: Time from the last progress of a failed start to its end, as far as known.
+        restart_s: Time from the end of a failed start to the first finished step of the next start.
+        checkpoint_stall_s: Time in which training waited for checkpoints.
+        eval_s: Time in evaluations.
         other_s: The rest, such as the end of a run.
     """
 
@@ -116,16 +117,16 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """The productive share, from 0 to 1."""
+        """Productive share of the time, from 0 to 1."""
         return self.productive_s / self.wall_s if self.wall_s else 0.0
 
     def record(self) -> dict[str, float]:
-        """The keys by which drills are compared."""
+        """Keys by which fault drills are compared."""
         keys = ("lost_steps", "lost_s", "detect_s", "restart_s", "goodput")
         return {key: round(getattr(self, key), 6) for key in keys}
 
     def __str__(self) -> str:
-        """One line for people; parts that hardly took any time are left out unless they tell of failures."""
+        """One line for people; short parts are omitted unless they concern failures."""
         steps = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)}"
         parts = {
             f"lost {steps} ({_time(self.lost_s)})": self.starts > 1,
@@ -144,7 +145,7 @@ class Goodput:
 
 
 def account(starts: Sequence[Start]) -> Goodput:
-    """Add up what the starts of a run spent."""
+    """Add up the time of a run's starts."""
     found: dict[str, float] = dict.fromkeys((part for part in asdict(Goodput()) if part.endswith("_s")), 0.0)
     lost_steps = 0
     stands = standing(starts)
@@ -172,7 +173,7 @@ def account(starts: Sequence[Start]) -> Goodput:
 
 
 def standing(starts: Sequence[Start]) -> list[int]:
-    """Of each start the last step that no later one did again."""
+    """Last step of each start that no later start repeated."""
     found, least = [], max((start.spent.step for start in starts), default=0)
     for start in reversed(starts):
         found.append(max(start.resumed, min(start.spent.step, least)))
@@ -181,7 +182,7 @@ def standing(starts: Sequence[Start]) -> list[int]:
 
 
 _SHOWN_S = 0.05
-"""Rounds to more than nothing."""
+"""Shortest part, in seconds, that the line shows: shorter ones round to 0.0 s."""
 
 
 def _time(seconds: float) -> str:

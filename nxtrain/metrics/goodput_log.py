@@ -1,7 +1,7 @@
-"""What each start of a run spent, in the run folder; its size does not depend on how long they last.
+"""Log of the time that each start of a run spent, in the run folder; its size does not grow with the length of starts.
 
-`logs/goodput.jsonl` gets a line when a start begins and one when it ends, if only by what its successor knows of it.
-`logs/goodput.json` is the present start so far, replaced as a whole; a line of both tells all of its start.
+`logs/goodput.jsonl` gets a line when a start begins and a line when it ends; the next start writes the end of a killed
+one. `logs/goodput.json` holds the current start so far, and is replaced as a whole. Each line describes a whole start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nxtrain.run_folder import GOODPUT_FILE, GOODPUT_LATEST_FILE
 
 
 class GoodputLog:
-    """Writes the starts of a run; a disk that fails costs what it lacks in the end, not the run.
+    """Writes the starts of a run; a failing disk loses lines of the log, but does not end the run.
 
     Args:
         logs: Folder of the files.
@@ -33,15 +33,15 @@ class GoodputLog:
         self._writing = Lock()
 
     def add(self, event: str, start: Start, more: Mapping[str, float] | None = None) -> None:
-        """Write for good how a start begins or ends."""
+        """Append the begin or the end of a start to `goodput.jsonl`."""
         with self._writing:
             self._waiting.append(json.dumps({"event": event, **_line(start), **(more or {})}))
             self._flush()
 
     def replace(self, present: Callable[[], Start | None]) -> None:
-        """Write how far the present start is, if there is one; from any thread.
+        """Replace `goodput.json` by the current start, if there is one; from any thread.
 
-        It takes the place of what was known of the start before only once that is written for good.
+        The file still describes the previous start until that start's end is in `goodput.jsonl`.
         """
         new = self._logs / f"{GOODPUT_LATEST_FILE}.tmp"
         with self._writing, suppress(OSError):
@@ -50,7 +50,7 @@ class GoodputLog:
                 new.replace(self._logs / GOODPUT_LATEST_FILE)
 
     def _flush(self) -> bool:
-        """Write what waits, and tell whether nothing does any more."""
+        """Write the waiting lines; True if none remains."""
         with suppress(OSError):
             self._logs.mkdir(parents=True, exist_ok=True)
             while self._waiting:
@@ -60,10 +60,10 @@ class GoodputLog:
 
 
 def read(logs: Path) -> list[Start]:
-    """The starts that a folder tells of; the last one that does not say how it ended ends with what was last seen.
+    """Read the starts of a folder; a last start without an end is known up to its last record.
 
     Args:
-        logs: Where the files are.
+        logs: Folder of the files.
     """
     found: list[Start] = []
     for name in (GOODPUT_FILE, GOODPUT_LATEST_FILE):
@@ -83,7 +83,7 @@ def _line(start: Start) -> dict[str, Any]:
 
 
 def _take(found: list[Start], line: Any) -> None:
-    """Add what a line tells to the starts so far; one that is none of ours, or of a start before, is left out."""
+    """Add a line to the starts so far; a line of another format, or of an earlier start, is ignored."""
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         spent = Spent(**{key: line[key] for key in _SPENT})
         seen, outcome = Instant(line["boot"], line["up"], line["wall"]), line.get("outcome", "")
@@ -99,7 +99,7 @@ def _take(found: list[Start], line: Any) -> None:
             present = replace(known, seen=seen, spent=spent, outcome=outcome)
             if "course" in line:
                 present = replace(present, course=_course(line))
-            elif line["event"] == "saved":  # as earlier versions told each
+            elif line["event"] == "saved":  # the format of earlier versions
                 present = present.with_save()
             found[-1] = present
 

@@ -1,7 +1,7 @@
-"""Counts where the time of a run goes, as the run tells what it does.
+"""Meter of a run's goodput; the run reports its sections of work to it.
 
-On devices that compute behind the host, a step that is not logged counts as finished when it is queued. What a start
-that was killed did after it last left word, and how long it took to notice that it was gone, counts as restart.
+On devices that compute asynchronously, a step that is not logged counts as finished when it is queued. For a killed
+start, the time after its last record counts as restart: its last work, and the time to detect its end.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from nxtrain.metrics.goodput_log import GoodputLog, read
 from nxtrain.process.clock import Instant, now
 
 REFRESH_S = 1.0
-"""Between words that are left while nothing is logged."""
+"""Seconds between records of the current start while no step is logged."""
 
 PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
-"""Work of a run that is no training, and where its time is counted."""
+"""Sections of work other than training, and the field of `Spent` that counts their time."""
 
 
 @dataclass
 class GoodputMeter:
-    """Counts the time of a run into its folder; the leader has one.
+    """Counts the time of a run, and writes it to the run folder; only the leader has a meter.
 
     Args:
         logs: Folder of the files.
-        told: Takes lines for people.
-        began: When this process was started; None: when it begins to train.
-        clock: Gives the moment.
+        told: Prints a line for people.
+        began: Start of this process; None: the begin of training.
+        clock: Returns the current instant.
     """
 
     logs: Path
@@ -49,7 +49,7 @@ class GoodputMeter:
         self._log = GoodputLog(self.logs)
 
     def begin(self, resumed: int) -> None:
-        """Note a start, which goes on after a step."""
+        """Record a start that resumes after a step."""
         self._past = read(self.logs)
         present = self.clock()
         began = self.began or present
@@ -62,13 +62,13 @@ class GoodputMeter:
                 began = last.seen  # one process that started a run twice
         self._settled = began.up
         self._start = Start(resumed, began, present, Spent(resumed))
-        # Where earlier starts stand is known from here on, and all that is asked of their courses.
+        # The last productive step of each earlier start is fixed from here on; its other points are not needed.
         stands = zip(self._past, standing([*self._past, self._start])[:-1], strict=True)
         self._past = [replace(past, course=((stood, past.train_s(stood)),)) for past, stood in stands]
         self._log.add("start", self._start)
 
     def enter(self, step: int, work: str) -> None:
-        """Begin some work; an evaluation and a checkpoint come after their step."""
+        """Begin a section of work; an evaluation or a checkpoint begins after its step."""
         if self._start is not None and work in PAUSES:
             self._finish(step)
             self._settle()
@@ -77,7 +77,7 @@ class GoodputMeter:
                 self._start = self._start.with_save()
 
     def finish(self, step: int) -> None:
-        """Note that a step is finished, and all that follows it; the next one begins."""
+        """Record a finished step, with its evaluation and checkpoint; the next step begins."""
         if self._start is None:
             return
         saved = self._section == "stall_s"
@@ -85,22 +85,22 @@ class GoodputMeter:
         self._settle()
         self._section = "train_s"
         if saved:
-            self._leave()
+            self._write_present()
 
     def log(self, step: int) -> float:
-        """Note that a step is finished and that its results were read; the goodput so far."""
+        """Record a finished step whose results were read; returns the goodput so far."""
         if self._start is None:
             return 0.0
         self.finish(step)
-        self._leave()
+        self._write_present()
         return self.read().goodput
 
     def saved(self, stall_s: float, write_s: float) -> None:
-        """Note that a checkpoint was committed.
+        """Record a committed checkpoint.
 
         Args:
-            stall_s: What training waited for it.
-            write_s: What it took to be written after that.
+            stall_s: Seconds that training waited for the checkpoint.
+            write_s: Seconds of the write after the wait.
         """
         if self._start is not None:
             spent = self._start.spent
@@ -111,13 +111,13 @@ class GoodputMeter:
             )
 
     def beat(self) -> None:
-        """Leave what is known now for whoever comes after; written once in a while, from any thread."""
+        """Heartbeat: write the current start for a later reader, at most every `REFRESH_S` seconds; from any thread."""
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + REFRESH_S
-            self._leave()
+            self._write_present()
 
     def end(self, outcome: str) -> None:
-        """Note the end: `done`, `stopped` or `failed`."""
+        """Record the end: `done`, `stopped` or `failed`."""
         if self._start is None:
             return
         if outcome != "failed" and self._section in PAUSES.values():
@@ -125,16 +125,16 @@ class GoodputMeter:
         self._start = replace(self._start, outcome=outcome, seen=self.clock())
         found = self.read()
         self._log.add("end", self._start, found.record())
-        if outcome != "failed":  # of which the next start tells
+        if outcome != "failed":  # after a failure the next start prints the line
             self.told(str(found))
 
     def read(self) -> Goodput:
-        """Where the time went, up to now."""
+        """Goodput up to now."""
         present = self._seen() or self._start
         return account([*self._past, *([present] if present else [])])
 
     def _finish(self, step: int) -> None:
-        """Count the time since the last progress as that of a step."""
+        """Count the time since the last progress to a finished step."""
         assert self._start is not None
         first = self._start.spent.step == self._start.resumed
         if step == self._start.spent.step:
@@ -146,7 +146,7 @@ class GoodputMeter:
             self.told(str(self.read()))
 
     def _settle(self) -> None:
-        """Count the time since the last progress to the present section."""
+        """Count the time since the last progress to the current section."""
         assert self._start is not None
         if self._start.spent.step > self._start.resumed:
             up = self.clock().up
@@ -157,10 +157,10 @@ class GoodputMeter:
         assert self._start is not None
         self._start = replace(self._start, spent=replace(self._start.spent, **changed))
 
-    def _leave(self) -> None:
+    def _write_present(self) -> None:
         self._log.replace(self._seen)
 
     def _seen(self) -> Start | None:
-        """The present start up to now; None: there is none any more."""
+        """Current start up to now; None before the start and after its end."""
         start = self._start
         return replace(start, seen=self.clock()) if start and not start.outcome else None

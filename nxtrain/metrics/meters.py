@@ -1,7 +1,7 @@
-"""Numbers about the speed of a run, and the record that each logged step becomes.
+"""Meters of a run's speed, and the record of a logged step.
 
-Nothing here reads a device: tokens are counted on the host, and the clock is an argument. On a device that works
-asynchronously a window ends where the trainer fetches its values, since that is when the host has waited for them.
+The meters read no device: tokens are counted on the host, and the clock is an argument. On an asynchronous device a
+window ends when the trainer fetches its values. The host has then waited for the steps of the window.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Clock = Callable[[], float]
-"""Seconds that never run backwards."""
+"""Monotonic clock in seconds."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class StepRecord:
         loss: Mean over the tokens of the global batch, nats.
         grad_norm: Global norm of the gradient before clipping.
         param_norm: Global norm of the parameters after the update.
-        lost_update_frac: Share of the parameters that the update would have left alone, had it been rounded to nearest.
+        lost_update_frac: Share of the parameters that the update would not change if rounded to nearest.
         lr: Learning rate of the update.
-        throughput: Speed since the record before.
-        val_loss: Mean over the held-out tokens, nats; None when this step was not evaluated.
-        skipped_steps: Since the record before, those that updated nothing, since they were not finite.
-        alarm: What is wrong with the course of the run, in words.
-        goodput: Share of the time since the run's first start that went into steps that stand; None when unknown.
+        throughput: Speed since the previous record.
+        val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
+        skipped_steps: Steps since the previous record that updated nothing, because they were not finite.
+        alarm: Text of an alarm, such as a spike of the loss; empty if there is none.
+        goodput: Productive share of the time since the run's first start; None if unknown.
     """
 
     step: int
@@ -64,7 +64,7 @@ class StepRecord:
     goodput: float | None = None
 
     def line(self) -> dict[str, Any]:
-        """The record as flat keys; `mfu` is None when unknown, and what comes after it is there only when it is."""
+        """Record as flat keys. `mfu` is None if unknown; `val_loss` and the later keys are absent if they are empty."""
         flat = asdict(self)
         flat |= flat.pop("throughput")
         for key in ("val_loss", "skipped_steps", "alarm", "goodput"):
@@ -74,7 +74,7 @@ class StepRecord:
 
 
 class ThroughputMeter:
-    """Counts tokens and steps, and gives the speed of each window between two readings.
+    """Counts tokens and steps, and computes the speed of each window between two readings.
 
     Args:
         flops_per_token: FLOPs of forward and backward for one token.
@@ -99,9 +99,9 @@ class ThroughputMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time spent inside out of the window: evaluation and checkpoints are not training speed.
+        """Exclude the time inside the context from the window, such as that of evaluation and checkpoints.
 
-        Pause only where the device has nothing queued, such as after a fetch, or the queue's time is left out too.
+        Pause only while the device's queue is empty, such as after a fetch; the queue's time is otherwise excluded too.
         """
         begin = self._clock()
         try:
@@ -110,7 +110,7 @@ class ThroughputMeter:
             self._begin_s += self._clock() - begin
 
     def read(self) -> Throughput:
-        """The speed since the last reading, over at least one step; the next window begins here."""
+        """Speed since the last reading, over at least one step; the next window begins at this call."""
         assert self._num_steps, "a window without a step has no speed"
         seconds = self._clock() - self._begin_s
         tokens_per_s = (self._tokens - self._begin_tokens) / seconds
@@ -126,9 +126,9 @@ class ThroughputMeter:
 
 
 class Pace:
-    """How long a run has taken and how long it will take, pauses included.
+    """Elapsed and remaining time of a run, pauses included.
 
-    The first step seen only starts the measurement: it carries compilation and warm-up, which do not recur.
+    The first step only starts the measurement: its compilation and warm-up do not recur.
 
     Args:
         total_steps: Last step of the run.
@@ -146,7 +146,7 @@ class Pace:
         return self._clock() - self._start_s
 
     def eta_s(self, step: int) -> float | None:
-        """Seconds until the last step; None until two steps were seen."""
+        """Seconds until the last step; None until two steps were measured."""
         now = self._clock()
         first_step, first_s = self._first = self._first or (step, now)
         if step == first_step:

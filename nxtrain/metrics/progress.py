@@ -1,4 +1,4 @@
-"""The progress of a run on the leader's screen: a live bar on a terminal, a plain line now and then elsewhere."""
+"""Progress display of the leader: a live bar on a terminal, otherwise plain lines at intervals."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LINE_EVERY_S = 10.0
 def open_progress(
     total_steps: int, resume_step: int, *, console: Console | None = None, clock: Clock = time.monotonic
 ) -> ProgressBar | ProgressLines:
-    """The display that fits the console: standard error by default, which leaves standard output to results.
+    """Open the display for a console.
 
     Args:
         total_steps: Last step of the run.
         resume_step: Steps finished before this process began.
-        console: Where to draw.
+        console: Console to draw on; None: standard error, because standard output is for results.
         clock: Seconds, monotonic.
     """
     console = console or PipeSafeConsole(stderr=True)
@@ -36,7 +36,7 @@ def open_progress(
 
 
 class ProgressBar:
-    """A live bar; what the process prints meanwhile appears above it."""
+    """A live bar; other output of the process appears above it."""
 
     def __init__(self, total_steps: int, resume_step: int, console: Console, clock: Clock) -> None:
         self._status = _Status(total_steps, clock)
@@ -49,19 +49,19 @@ class ProgressBar:
             TextColumn("{task.fields[left]}"),
             console=console,
             get_time=clock,
-            redirect_stdout=sys.stdout.isatty(),  # else results meant for a pipe would end up on the screen
+            redirect_stdout=sys.stdout.isatty(),  # else the results for a pipe would go to the screen
             refresh_per_second=2,  # the bar shares its cores with the training
         )
         self._task = self._progress.add_task("starting", total=total_steps, completed=resume_step, left="")
         self._progress.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Redraw with the values of the record."""
+        """Redraw the bar with the values of the record."""
         step, values, left = self._status.read(record)
         self._progress.update(self._task, completed=step, description=values, left=left, refresh=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Stop the redraws; the last state stays on the screen."""
         self._progress.stop()
 
 
@@ -76,7 +76,7 @@ class ProgressLines:
         self._next_s = clock()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Print the record if its time has come."""
+        """Print the record if a line is due."""
         step, values, left = self._status.read(record)
         now = self._clock()
         if now < self._next_s and step < self._total_steps and "val_loss" not in record:
@@ -87,18 +87,18 @@ class ProgressLines:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file or display is open."""
 
 
 class _Status:
-    """The words of both displays: step, values, time left."""
+    """Texts of both displays: step, values, time left."""
 
     def __init__(self, total_steps: int, clock: Clock) -> None:
         self.pace = Pace(total_steps, clock=clock)
         self._val_loss: float | None = None
 
     def read(self, record: Mapping[str, Any]) -> tuple[int, str, str]:
-        """Take in a record; the last held-out loss stays in sight until the next one."""
+        """Texts for a record; the last held-out loss is shown until the next evaluation."""
         step = int(record["step"] or 0)
         self._val_loss = record.get("val_loss", self._val_loss)
         values = f"loss {record['loss']:.4f}"
@@ -110,7 +110,7 @@ class _Status:
 
 
 def _short(count: float) -> str:
-    """Three figures: 987, 12.3k, 4.56M."""
+    """Number with three significant digits: 987, 12.3k, 4.56M."""
     for unit in ("", "k", "M"):
         if count < 999.5:  # noqa: PLR2004 - what rounds to 1000 takes the next unit
             return f"{count:.3g}{unit}"

@@ -1,4 +1,4 @@
-"""Sinks that outlive the trouble of their disk: training goes on, and what could not be written is written later."""
+"""Sink that retries failed writes: training goes on, and records wait in memory until the disk accepts them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from nxtrain.metrics.sinks import Sink
 
 KEPT = 10_000
-"""Records that wait in memory, at most; older ones are given up first."""
+"""Most records that wait in memory; the oldest are dropped first."""
 
 REST = 20.0
-"""Times as long as a failed try took passes before the next: trouble costs training a twentieth of its time at most."""
+"""Pause before a retry, in durations of the failed try: failing writes take at most a twentieth of the time."""
 
 
 class RetryingSink:
-    """A sink that is opened anew after a failure, behind the last step that it took.
+    """Wrapper of a sink that reopens it after a failure, at the last step that was written.
 
-    A failure is told when it begins and when it ends, not at each step between.
+    Messages report the begin and the end of a failure, not each step in between.
 
     Args:
-        name: What messages call it.
-        open_after: Opens the sink, which forgets what it holds of later steps.
-        resume_step: Last step that stands.
+        name: Name of the sink in messages.
+        open_after: Opens the sink after a step; the sink drops its records of later steps.
+        resume_step: Last step whose record stays.
         clock: Seconds, monotonic.
     """
 
@@ -47,7 +47,7 @@ class RetryingSink:
         self._write()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Take one record, and write it now or later."""
+        """Add one record, and write it now or later."""
         if len(self._waiting) == KEPT:
             self._waiting.popleft()
             self._num_lost += 1
@@ -56,12 +56,12 @@ class RetryingSink:
             self._write()
 
     def close(self) -> None:
-        """Try once more to write what waits, and let go of the sink."""
+        """Try once more to write the waiting records, and close the sink."""
         if self._waiting:
             self._write()
         if missing := len(self._waiting) + self._num_lost:
-            _tell(f"warning: {missing} records are missing in {self.name}, which could not be written")
-        self._let_go()
+            _print_line(f"warning: {missing} records are missing in {self.name}, which could not be written")
+        self._close_sink()
 
     def _write(self) -> None:
         began_s = self._clock()
@@ -72,36 +72,36 @@ class RetryingSink:
                 self._sink.log(self._waiting[0])
                 self._last = int(self._waiting.popleft()["step"])
         except OSError as error:
-            self._let_go()
+            self._close_sink()
             now_s = self._clock()
             self._again_s = now_s + REST * (now_s - began_s)
             if not self._in_trouble:
                 why = error.strerror or str(error)
-                _tell(
+                _print_line(
                     f"warning: {self.name} cannot be written: {why}; training goes on, and its records wait in memory"
                 )
             self._in_trouble = True
         else:
             if self._in_trouble:
-                _tell(f"{self.name} is written again, up to step {self._last}")
+                _print_line(f"{self.name} is written again, up to step {self._last}")
             self._in_trouble = False
 
-    def _let_go(self) -> None:
+    def _close_sink(self) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
-            with suppress(OSError):  # what it still holds is written anew, or was told to be missing
+            with suppress(OSError):  # its buffered records are written again, or are reported as missing
                 sink.close()
 
 
 def refuse_deleted(descriptor: int, path: object) -> None:
-    """Refuse to write into a file that nobody can find any more.
+    """Refuse to write to a deleted file.
 
     Raises:
-        FileNotFoundError: Its last name is gone.
+        FileNotFoundError: The open file has no name any more.
     """
     if not os.fstat(descriptor).st_nlink:
         raise FileNotFoundError(f"{path} was deleted")
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     standard_error().print(line, markup=False)

@@ -1,7 +1,7 @@
-"""Where the record of a step goes: the metrics file, event files, the progress display.
+"""Sinks for the records of steps: the metrics file, event files, the progress display.
 
-A run that resumes at step k repeats the steps after k, so each sink first forgets what an earlier process wrote about
-them: whatever happened, a step stands in the record once.
+A run that resumes at step k repeats the steps after k. Each sink therefore first drops an earlier process's records of
+these steps, so that each step has one record.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ PROGRESS = "the progress display"
 
 
 class Sink(Protocol):
-    """A reader of step records."""
+    """Receiver of step records."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Take one record; `step` is among its keys, None means unknown; not all values need be numbers."""
+        """Write one record; `step` is among its keys, None means unknown, and values need not be numbers."""
         ...
 
     def close(self) -> None:
-        """Make everything durable and let go of files and screen."""
+        """Make all records durable, and release files and screen."""
         ...
 
 
 class JsonlSink:
-    """One JSON object a line, readable while the run goes on.
+    """Sink that writes one JSON object per line; the file is readable during the run.
 
     Args:
         path: File to append to; made if absent.
-        resume_step: Last step that stands; later lines and torn ones are taken out.
+        resume_step: Last step whose line stays; later and torn lines are removed.
 
     Raises:
-        OSError: It cannot be read or written.
+        OSError: The file cannot be read or written.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
@@ -60,7 +60,7 @@ class JsonlSink:
         """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null.
 
         Raises:
-            OSError: It cannot be written, or the file was deleted.
+            OSError: The file cannot be written, or was deleted.
         """
         refuse_deleted(self._file.fileno(), self._path)
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
@@ -75,21 +75,21 @@ class JsonlSink:
 def open_sinks(
     config: MetricsConfig, run_dir: Path, total_steps: int, resume_step: int, leader: bool
 ) -> list[RetryingSink]:
-    """Open what the configuration asks for; none of it ends a run that it cannot record.
+    """Open the configured sinks; a sink that cannot write does not end the run.
 
     Args:
         config: The `[metrics]` section.
-        run_dir: Folder of the run; it exists.
+        run_dir: Folder of the run; must exist.
         total_steps: Last step of the run.
         resume_step: Finished steps of the checkpoint that the run starts from; 0 from scratch.
-        leader: This rank speaks for the run; the others get no sinks.
+        leader: True if this rank reports for the run; other ranks get no sinks.
 
     Raises:
-        BackendError: TensorBoard is asked for, and is not installed.
+        BackendError: TensorBoard is configured, and is not installed.
     """
     if not leader:
         return []
-    event_sink = _event_sink() if config.tensorboard else None  # may be refused, before a file is open
+    event_sink = _event_sink() if config.tensorboard else None  # may raise, so before a file is open
     sinks = [RetryingSink(METRICS_FILE, partial(_jsonl, run_dir / METRICS_FILE), resume_step)]
     if event_sink is not None:
         sinks.append(
@@ -106,7 +106,7 @@ def _jsonl(path: Path, resume_step: int) -> Sink:
 
 def _event_sink() -> type[TensorBoardSink]:
     try:
-        from nxtrain.metrics.tensorboard import TensorBoardSink  # its imports take a while, and only leaders need them
+        from nxtrain.metrics.tensorboard import TensorBoardSink  # slow imports, which only the leader needs
     except ImportError as error:
         raise BackendError(
             f"tensorboard cannot be imported: {error}; pip install 'tensorboard>=2.18,<3', or metrics.tensorboard=false"
@@ -119,10 +119,10 @@ def _tensorboard(kind: type[TensorBoardSink], folder: Path, resume_step: int) ->
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Keep the whole lines up to `step`, each step once.
+    """Remove all but the whole lines up to `step`, each step once.
 
-    What is at the end is cut off in place, which needs no space; else the file is replaced in one move, so that a crash
-    here loses nothing.
+    Lines at the end are truncated in place, which needs no disk space. Otherwise the file is replaced atomically, so
+    that a crash loses no line.
     """
     whole, is_whole = 0, True
     with open(open_regular(path), "rb") as old:
@@ -143,7 +143,7 @@ def _forget_after(path: Path, step: int) -> None:
 
 
 def _standing(file: BinaryIO, step: int) -> Iterator[tuple[int, bytes]]:
-    """Each line that stands, and where it begins."""
+    """Each line that stays, with its offset in the file."""
     start, last = 0, -1
     for line in file:
         found = _step_of(line)
@@ -154,7 +154,7 @@ def _standing(file: BinaryIO, step: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _step_of(line: bytes) -> int:
-    """The step of a line; -1 if it is no record."""
+    """Step of a line; -1 if the line is no record."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -1,4 +1,4 @@
-"""Tells from the logged losses and gradient norms when a run leaves its course."""
+"""Detector of spikes and divergence in the logged losses and gradient norms."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from statistics import median
 from typing import Any, Literal
 
 SPIKE = 10.0
-"""A value so many times the median of those before it is a spike."""
+"""Factor of a spike: a value this many times the median of the values before it."""
 WINDOW = 64
-"""Records whose median counts."""
+"""Number of records in the median."""
 FEWEST = 8
-"""Records before which nothing is a spike."""
+"""Number of records before the first value that can be a spike."""
 
 GROWTH = 3.0
-"""A smoothed norm so many times its lowest is growth."""
+"""Factor of growth: a smoothed norm this many times its lowest value."""
 SMOOTHED = 9
-"""Records whose median is the smoothed norm: four spikes among them change nothing."""
+"""Number of records whose median is the smoothed norm: the median withstands four spikes."""
 SUSTAINED = 10
-"""Records in a row whose smoothed norm has grown, before that is an alarm."""
+"""Number of records in a row with a grown norm that raise an alarm."""
 
 
 class Stability:
-    """Looks at one record after the other; what it says depends on them alone.
+    """Detector that takes one record after the other; its alarms depend on the records only.
 
-    A value is a spike against the median of the `WINDOW` values before it; spikes are told and belong to training. A
-    run diverges when its gradient norm, smoothed, stays above `GROWTH` times the lowest that it ever had.
+    A spike is a value far above the median of the `WINDOW` values before it; spikes are reported, and normal in
+    training. A run diverges when its smoothed gradient norm stays above `GROWTH` times its lowest value.
 
     Source: Fan et al. 2024, HLAT (arXiv:2404.10630) watches the gradient norm; Takase et al. 2023 (arXiv:2312.16903) on
     spikes and norms; Megatron-LM's `rerun_state_machine.is_unexpectedly_large` has the factor of ten.
@@ -40,23 +40,23 @@ class Stability:
         self._grown = 0
 
     def see(self, loss: float, grad_norm: float) -> tuple[Literal["", "spike", "diverging"], str]:
-        """Take in a record: the kind of its alarm and what to tell of it; both empty if all is well.
+        """Add a record; returns the kind and the text of its alarm, both empty without an alarm.
 
-        Values that are not finite are left out, since such steps update nothing and are told elsewhere.
+        Values that are not finite are ignored: such steps update nothing, and are reported as skipped steps.
         """
-        told = [self._spike("loss", loss, self._losses), self._spike("grad_norm", grad_norm, self._norms)]
+        alarms = [self._spike("loss", loss, self._losses), self._spike("grad_norm", grad_norm, self._norms)]
         if math.isfinite(grad_norm) and (growth := self._growth()):
             return "diverging", growth
-        spikes = "; ".join(filter(None, told))
+        spikes = "; ".join(filter(None, alarms))
         return ("spike", spikes) if spikes else ("", "")
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON has it; floats survive exactly."""
+        """State for a checkpoint, as JSON values; floats survive exactly."""
         lowest = self._lowest if math.isfinite(self._lowest) else None
         return {"losses": [*self._losses], "norms": [*self._norms], "lowest": lowest, "grown": self._grown}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave; from nothing, begin anew."""
+        """Restore a result of `state`; an empty one starts from scratch."""
         self._losses = deque(state.get("losses", ()), maxlen=WINDOW)
         self._norms = deque(state.get("norms", ()), maxlen=WINDOW)
         lowest = state.get("lowest")
@@ -68,10 +68,10 @@ class Stability:
         if not math.isfinite(value):
             return ""
         usual = median(before) if len(before) >= FEWEST else math.inf
-        told = f"{name} {value:.4g} is {value / usual:.0f} times the median of {len(before)} records before it"
+        text = f"{name} {value:.4g} is {value / usual:.0f} times the median of {len(before)} records before it"
         is_spike = value > SPIKE * usual > 0
         before.append(value)
-        return told if is_spike else ""
+        return text if is_spike else ""
 
     def _growth(self) -> str:
         if len(self._norms) < SMOOTHED:

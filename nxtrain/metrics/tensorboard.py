@@ -1,7 +1,7 @@
-"""TensorBoard event files, written in TensorBoard's own format as the record comes.
+"""TensorBoard event files, written in TensorBoard's own format, one record at a time.
 
-Its own writer does so in a thread that dies of the first full disk; here an error reaches whoever logs. Nor is its
-framing of records imported, which brings boto3 and half a second with it.
+TensorBoard's own writer uses a thread that ends at the first full disk; here the caller of `log` gets the error. The
+framing of records is implemented here, because TensorBoard's imports boto3 and takes half a second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorBoardSink:
 
     Args:
         folder: Folder of the event files; made if absent.
-        resume_step: Last step that stands; TensorBoard drops what earlier files hold beyond it.
+        resume_step: Last step whose values stay; TensorBoard drops later values of earlier files.
 
     Raises:
         OSError: The folder cannot be written.
@@ -52,10 +52,10 @@ class TensorBoardSink:
         self._add(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write the record, so that a reader sees it now.
+        """Write the record, visible to readers at once.
 
         Raises:
-            OSError: It cannot be written, or the file was deleted.
+            OSError: The file cannot be written, or was deleted.
         """
         refuse_deleted(self._file.fileno(), self._path)
         numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
@@ -76,7 +76,7 @@ class TensorBoardSink:
 
 
 def _masked_crc32c(content: bytes) -> int:
-    """The checksum of TFRecord files.
+    """Masked checksum of TFRecord files.
 
     Source: "TFRecords format details" of https://www.tensorflow.org/tutorials/load_data/tfrecord.
     """
@@ -88,6 +88,6 @@ def _masked_crc32c(content: bytes) -> int:
 
 
 def _stamp(folder: Path) -> int:
-    """Seconds since the epoch, but behind those of every file here: TensorBoard reads files in order of their names."""
+    """Seconds since the epoch, or more to follow every file of the folder: TensorBoard reads files in name order."""
     stamps = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in folder.glob(f"{_PREFIX}*")]
     return max([int(time.time()), *(int(stamp) + 1 for stamp in stamps if stamp.isdigit())])
