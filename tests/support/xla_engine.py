@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nxtrain.backends.xla import XlaBackend
 
 from tests.support.patience import patient_s
-from tests.support.xla_processes import FAST, Ended, run
+from tests.support.xla_processes import FAST, Ended, start
 
 TIMEOUT_S = patient_s(200)
 
@@ -80,7 +80,7 @@ def start_devices(
         "XLA_THREAD_POOL_SIZE": pool,
         "NPROC": pool,
     }
-    return run(_main, job, _result(folder, world), env=env, log=folder / f"log-{world}.txt", within_s=TIMEOUT_S)
+    return start(_main, job, _result(folder, world), env=env, log=folder / f"log-{world}.txt").ended(TIMEOUT_S)
 
 
 def _result(folder: Path, world: int) -> Path:
