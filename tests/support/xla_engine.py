@@ -3,7 +3,7 @@
 XLA:CPU matches the participants of a collective by the compiled module, so those that meet must run the very same one:
 one thread at a time compiles, and who comes later with the same graph finds its module in the cache of the process. A
 rank that builds another graph never meets the others, and XLA ends the process after ten seconds: hence each run has a
-process of its own.
+process of its own, which is a fork (see `tests.support.xla_processes`).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import tests.support.xla_guard
 import tests.support.xla_link
 import tests.support.xla_pipelines
 import tests.support.xla_rank_bodies
+import tests.support.xla_resharding
 import tests.support.xla_stages  # noqa: F401
 
 gc.collect()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore
 
 from nxtrain.backends.c10d import Placement
@@ -72,6 +73,7 @@ def _play(job: Path) -> None:
     body, args = pickle.loads(job.read_bytes())
     place = Placement.read()
     pretend(place)
+    torch.set_num_threads(1)
     found = json.dumps(body(place, *args))
     (job.parent / f"result-{place.rank}.json").write_text(found, encoding="utf-8")
     sys.stdout.flush()
