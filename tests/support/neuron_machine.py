@@ -30,6 +30,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.support.xla_processes import FAST
+
 ROOT = Path(__file__).parents[2]
 FOLDER = "PRETENDED_MACHINE"
 """Variable: the folder of the machine."""
@@ -87,6 +89,7 @@ def install(folder: Path, instance: str = INSTANCE) -> dict[str, str]:
         "PATH": f"{program.parent}{os.pathsep}{shell['PATH']}",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         FOLDER: str(folder),
+        "XLA_FLAGS": FAST,
     }
 
 

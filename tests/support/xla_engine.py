@@ -3,14 +3,13 @@
 XLA:CPU matches the participants of a collective by the compiled module, so those that meet must run the very same one:
 one thread at a time compiles, and who comes later with the same graph finds its module in the cache of the process. A
 rank that builds another graph never meets the others, and XLA ends the process after ten seconds: hence each run has a
-process of its own.
+process of its own, which is a fork (see `tests.support.xla_processes`).
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import traceback
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from nxtrain.backends.xla.backend import XlaBackend
 
 from tests.support.patience import patient_s
+from tests.support.xla_processes import FAST, Ended, start
 
 TIMEOUT_S = patient_s(200)
 
@@ -33,6 +33,7 @@ def run_devices(
     body: Callable[..., Any],
     *args: Any,
     folder: Path,
+    flags: str = FAST,
     neuron: Mapping[str, str] | None = None,
     instance: str = INSTANCE,
 ) -> list[Any]:
@@ -43,11 +44,12 @@ def run_devices(
         body: Importable by name, like what it is given.
         args: Its arguments.
         folder: For the files that carry arguments and results.
+        flags: `XLA_FLAGS`.
         neuron: The backend is the one of Trainium, with these variables beside; None: that of PyTorch/XLA.
         instance: The machine that has it.
     """
-    done = start_devices(world, body, *args, folder=folder, neuron=neuron, instance=instance)
-    assert done.returncode == 0, done.stderr[-6000:]
+    done = start_devices(world, body, *args, folder=folder, flags=flags, neuron=neuron, instance=instance)
+    assert done.code == 0, done.printed[-6000:]
     return pickle.loads(_result(folder, world).read_bytes())  # type: ignore[no-any-return]
 
 
@@ -56,9 +58,10 @@ def start_devices(
     body: Callable[..., Any],
     *args: Any,
     folder: Path,
+    flags: str = FAST,
     neuron: Mapping[str, str] | None = None,
     instance: str = INSTANCE,
-) -> subprocess.CompletedProcess[str]:
+) -> Ended:
     """`run_devices` of a process that need not end well."""
     job = folder / f"job-{world}.pickle"
     machine = None
@@ -72,13 +75,12 @@ def start_devices(
         **(neuron or {}),
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(world),
+        "XLA_FLAGS": flags,
         "XLA_ENABLE_PARAM_ALIASING": "0",  # rank 0 would wait for donated buffers, which wait for the others
         "XLA_THREAD_POOL_SIZE": pool,
         "NPROC": pool,
     }
-    argv = [sys.executable, "-m", "tests.support.xla_engine", str(job), str(_result(folder, world))]
-    root = Path(__file__).parents[2]
-    return subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return start(_main, job, _result(folder, world), env=env, log=folder / f"log-{world}.txt").ended(TIMEOUT_S)
 
 
 def _result(folder: Path, world: int) -> Path:
@@ -154,14 +156,10 @@ class Devices:
         return NeuronBackend
 
 
-def main(job: Path, result: Path) -> None:
+def _main(job: Path, result: Path) -> None:
     """Run a job file."""
     body, args, machine = pickle.loads(job.read_bytes())
     devices = Devices(int(os.environ["CPU_NUM_DEVICES"]), machine)
     result.write_bytes(pickle.dumps(devices.run(body, args)))
     sys.stdout.flush()
     os._exit(0)  # the runtime's threads do not join
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

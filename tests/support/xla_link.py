@@ -13,14 +13,12 @@ Source: torch_xla 2.9, torch_xla/csrc/runtime/pjrt_registry.cpp, and the type na
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.c10d import Placement
-from tests.support import command_ranks
-
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-"""Compiles in a third of the time."""
+from tests.support.xla_processes import FAST, adopt
 
 NEVER = timedelta(days=1)
 REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"sum": lambda x: x.sum(dim=0), "max": lambda x: x.amax(dim=0)}
 Groups = list[list[int]]
-
-
-def context() -> ForkServerContext:
-    """Starts processes that have imported everything; a process that asks for it makes no other such."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([command_ranks.__name__, __name__, "torch_xla.distributed.xla_backend"])
-    return found
 
 
 def link(report: Path | None = None) -> None:
@@ -52,7 +40,7 @@ def link(report: Path | None = None) -> None:
     Args:
         report: File for the counters of rank 0, as of its last boundary.
     """
-    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": FAST}
+    adopt({**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": FAST})
     place = Placement.read()
     if report is not None and place.rank == 0:
         os.environ["XLA_METRICS_FILE"] = str(report)

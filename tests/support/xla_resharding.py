@@ -1,28 +1,30 @@
-"""A process with an XLA device that goes on from what other layouts saved on gloo.
-
-python -m tests.support.xla_resharding FOLDER
-"""
+"""Runs that gloo ranks save under several layouts, and that an XLA device goes on with."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from nxtrain.backends import open_backend
+from nxtrain.backends.c10d import Placement
 from nxtrain.train.run import train_on
-from tests.support.resharding import LAYOUTS, SAVED, continued
+from tests.support.resharding import LAYOUTS, SAVED, continued, plan
+from tests.support.runs import train_rank
 
 ALONE = {"tp": 1, "dp": 1}
+ROWS = "rows.npy"
 
 
-def main(folder: Path) -> None:
-    """Continue each run of a folder."""
-    backend = open_backend("xla")
-    for name in LAYOUTS:
-        checkpoint = folder / name / "checkpoints" / f"step-{SAVED:08d}"
-        train_on(backend, continued(folder / f"xla-{name}", ALONE, folder / "rows.npy", checkpoint), "this test")
+def save(place: Placement, folder: Path, name: str) -> None:
+    """Train one gloo rank of a layout."""
+    backend = open_backend("cpu")
+    train_rank(backend, plan(folder / name, LAYOUTS[name], folder / ROWS))
     backend.close()
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def go_on(folder: Path) -> None:
+    """Continue the run of each layout on one XLA device."""
+    backend = open_backend("xla")
+    for name in LAYOUTS:
+        checkpoint = folder / name / "checkpoints" / f"step-{SAVED:08d}"
+        train_on(backend, continued(folder / f"xla-{name}", ALONE, folder / ROWS, checkpoint), "this test")
+    backend.close()

@@ -9,40 +9,44 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from nxtrain.backends.xla.tracing import trace_environment
 from nxtrain.bench.train import OURS, PEER
-from nxtrain.bench.xla import TRACE, summarize
+from nxtrain.bench.xla import TRACE, LazyWorkload, summarize
+from tests.support.xla_processes import FAST, start
 
 MICRO_BATCHES = 2
-COUNTED = """
-import json, sys
-import torch_xla.debug.metrics as metrics
-from nxtrain.bench import lazy
-from nxtrain.bench.xla import LazyWorkload
-turn = getattr(lazy, sys.argv[1])(LazyWorkload(layers=2, micro_batches=int(sys.argv[2]), steps=1))
-for _ in range(3):
+
+
+def counted(side: str, file: Path) -> None:
+    """Write the counters of PyTorch/XLA over one step that is not the first."""
+    from torch_xla.debug import metrics
+
+    from nxtrain.bench import lazy
+
+    turn = getattr(lazy, side)(LazyWorkload(layers=2, micro_batches=MICRO_BATCHES, steps=1))
+    for _ in range(3):
+        turn()
+    metrics.clear_all()
     turn()
-metrics.clear_all()
-turn()
-print(json.dumps({name: metrics.counter_value(name) for name in metrics.counter_names()}))
-"""
+    found = {name: metrics.counter_value(name) for name in metrics.counter_names()}
+    file.write_text(json.dumps(found), encoding="utf-8")
 
 
-def counters(side: str) -> dict[str, int]:
-    """Counters of PyTorch/XLA over one step that is not the first."""
-    env = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-c", COUNTED, side, str(MICRO_BATCHES)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+def counters(side: str, folder: Path) -> dict[str, int]:
+    """Counters of a side in a process of its own."""
+    env = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
+    done = start(counted, side, folder / side, env=env, log=folder / f"{side}.txt").ended(250)
+    assert done.code == 0, done.printed
+    found: dict[str, int] = json.loads((folder / side).read_text(encoding="utf-8"))
     return found
 
 
-def test_a_step_asks_no_more_of_the_host_than_one_of_transformers() -> None:
-    ours, peer = counters("ours"), counters("peer")
+def test_a_step_asks_no_more_of_the_host_than_one_of_transformers(tmp_path: Path) -> None:
+    ours, peer = counters("ours", tmp_path), counters("peer", tmp_path)
     assert "UncachedCompile" not in ours
     assert [name for name in ours if name.startswith("aten::")] == [], "operations that leave the device, such as reads"
     assert ours["ExecuteComputation"] == MICRO_BATCHES + 1 <= peer["ExecuteComputation"]
@@ -52,7 +56,8 @@ def test_a_step_asks_no_more_of_the_host_than_one_of_transformers() -> None:
 
 
 def test_the_command_measures_every_side_in_every_round() -> None:
-    argv = [sys.executable, "-m", "nxtrain", "bench", "xla", "--layers", "2", "--rounds", "2", "--steps", "1", "--json"]
+    argv = [sys.executable, "-m", "nxtrain", "bench", "xla", "--layers", "1", "--rounds", "2", "--steps", "1"]
+    argv += ["--micro-batches", "1", "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

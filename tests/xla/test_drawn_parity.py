@@ -10,7 +10,6 @@ from tests.support.drawn import SEED, Drawn, covering_array, draw, is_for_xla
 from tests.support.drawn_runs import error_of, failures, first_weights, wanted
 from tests.support.xla_bodies import drawn_courses
 from tests.support.xla_engine import run_devices
-from tests.support.xla_link import FAST
 
 LAYOUTS = covering_array(SEED, 12, is_for_xla)
 GROUPS: dict[str, list[Drawn]] = {}
@@ -19,9 +18,8 @@ for _index, _degrees in enumerate(LAYOUTS):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_drawn_runs_on_devices_equal_transformers(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_runs_on_devices_equal_transformers(group: str, tmp_path: Path) -> None:
     """All runs of one number of devices share a process, which takes long to start."""
-    monkeypatch.setenv("XLA_FLAGS", FAST)
     runs = GROUPS[group]
     cases = [(run, first_weights(run)) for run in runs]
     by_rank = run_devices(runs[0].degrees.world, drawn_courses, cases, folder=tmp_path)

@@ -137,8 +137,8 @@ def test_copies_within_a_model_are_compared_by_graphs_that_are_known_after_the_f
 def test_a_rank_that_waits_for_another_on_the_device_is_ended_by_its_watchdog(tmp_path: Path) -> None:
     """Else XLA:CPU would end the process after ten seconds, and an accelerator never."""
     done = start_devices(2, hung, tmp_path / "logs", folder=tmp_path)
-    assert done.returncode == HangError.exit_code, done.stderr[-3000:]
-    assert "did not get on within recovery.hang_timeout_s=1.5 seconds: step 3 (training)" in done.stderr
+    assert done.code == HangError.exit_code, done.printed[-3000:]
+    assert "did not get on within recovery.hang_timeout_s=1.5 seconds: step 3 (training)" in done.printed
     stacks = (tmp_path / "logs/hang-rank-0.txt").read_text(encoding="utf-8")
     assert re.search(r"xla\.py\", line \d+ in fetch", stacks), stacks
 

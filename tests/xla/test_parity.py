@@ -12,10 +12,14 @@ from tests.support.models import weights_of
 from tests.support.parity import Course, check_course, layout, reference
 from tests.support.xla_bodies import courses, mutated_courses
 from tests.support.xla_engine import run_devices
+from tests.support.xla_processes import FAST, OPTIMIZED
 
 STEPS = 6
 
-LAYOUTS: dict[int, list[tuple[str, int, int, bool, int, str]]] = {  # shape, tp, dp, sequence parallel, micro batch, cut
+Case = tuple[str, int, int, bool, int, str]
+"""Shape, tp, dp, sequence parallel, micro batch, cut."""
+
+LAYOUTS: dict[int, list[Case]] = {
     2: [
         ("gqa2", 2, 1, False, 4, "none"),
         ("gqa2", 2, 1, True, 2, "none"),
@@ -33,6 +37,7 @@ LAYOUTS: dict[int, list[tuple[str, int, int, bool, int, str]]] = {  # shape, tp,
     ],
     8: [("gqa2", 4, 2, True, 2, "none"), ("gqa2", 2, 4, False, 1, "none")],
 }
+OPTIMIZED_LAYOUTS: list[Case] = [("gqa2", 2, 1, True, 2, "none"), ("odd", 1, 2, False, 1, "zero1")]
 MUTATED = layout("gqa2", tp=2, dp=2, sp=True, micro=2)
 
 
@@ -44,16 +49,26 @@ def expected(shape: str, steps: int = STEPS) -> Course:
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_steps_equal_transformers_and_are_the_same_graphs_on_all_devices(world: int, tmp_path: Path) -> None:
+    _hold(world, LAYOUTS[world], tmp_path, FAST)
+
+
+def _hold(world: int, layouts: list[Case], folder: Path, flags: str) -> None:
+    """Train each layout in one process of some devices, and hold each course against transformers'."""
     cases: list[Resolved] = [
-        layout(shape, tp=tp, dp=dp, sp=sp, micro=micro, shard=shard)
-        for shape, tp, dp, sp, micro, shard in LAYOUTS[world]
+        layout(shape, tp=tp, dp=dp, sp=sp, micro=micro, shard=shard) for shape, tp, dp, sp, micro, shard in layouts
     ]
-    by_rank = run_devices(world, courses, [(case, weights_of(case)) for case in cases], STEPS, folder=tmp_path)
-    for case, (shape, *_), found in zip(cases, LAYOUTS[world], zip(*by_rank, strict=True), strict=True):
+    jobs = [(case, weights_of(case)) for case in cases]
+    by_rank = run_devices(world, courses, jobs, STEPS, folder=folder, flags=flags)
+    for case, (shape, *_), found in zip(cases, layouts, zip(*by_rank, strict=True), strict=True):
         check_course([course for course, _ in found], expected(shape), case)
         run = case.config.train
         accumulates = run.global_batch > run.micro_batch * case.config.parallel.dp
         assert {graphs for _, graphs in found} == {2 if accumulates else 1}
+
+
+def test_optimized_steps_equal_transformers(tmp_path: Path) -> None:
+    """The code that XLA:CPU makes for a user; all other cases compile without LLVM's passes."""
+    _hold(2, OPTIMIZED_LAYOUTS, tmp_path, OPTIMIZED)
 
 
 @pytest.fixture(scope="module")

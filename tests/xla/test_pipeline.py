@@ -36,7 +36,7 @@ def play(shape: str, cases: list[tuple[Resolved, int]], folder: Path) -> list[li
 
 
 def test_all_graphs_are_there_after_two_steps_of_two_micro_batches(tmp_path: Path) -> None:
-    """And evaluation gives every rank the losses that one device finds. 20 to 50 s on two cores."""
+    """And evaluation gives every rank the losses that one device finds."""
     cases = [
         (layout("gqa2", tp=1, pp=2, batch=batch, micro=2, config=LAYERS), steps)
         for batch, steps in ((4, 2), (4, STEPS), (8, STEPS))
@@ -61,6 +61,5 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_equal_transformers(name: str, tmp_path: Path) -> None:
-    """20 to 45 s each on two cores."""
     shape, options = CASES[name]
     play(shape, [(layout(shape, pp=2, batch=8, micro=2, config=LAYERS, **options), STEPS)], tmp_path)

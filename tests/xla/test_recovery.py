@@ -20,7 +20,8 @@ from nxtrain.checkpoint import directory
 from nxtrain.errors import HangError, LostPeerError, RestartError, StoppedBySignal
 from tests.support.recovery import Golden, History, assert_recovered, configure, supervise, tensors
 from tests.support.runs import course
-from tests.support.xla_link import compiled, context, link
+from tests.support.xla_link import compiled, link
+from tests.support.xla_processes import context
 
 PATIENCE_S = 2.0
 

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import RankPool, ranks  # noqa: F401  # a fixture
-from tests.support.resharding import LAYOUTS, after, plan, world_of
-from tests.support.runs import token_file, train_rank
+from tests.support.resharding import LAYOUTS, after, world_of
+from tests.support.runs import token_file
+from tests.support.xla_processes import start
+from tests.support.xla_ranks import ONE_DEVICE, TIMEOUT_S, run_ranks
+from tests.support.xla_resharding import ROWS, go_on, save
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_the_next_losses_are_those_of_the_run_that_was_saved(
-    ranks: RankPool,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    rows = token_file(tmp_path / "rows.npy", num_rows=40)
+def test_the_next_losses_are_those_of_the_run_that_was_saved(tmp_path: Path) -> None:
+    token_file(tmp_path / ROWS, num_rows=40)
     for name, layout in LAYOUTS.items():
-        ranks.run(world_of(layout), train_rank, plan(tmp_path / name, layout, rows))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.xla_resharding", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PJRT_DEVICE": "CPU"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+        jobs = tmp_path / f"ranks-{name}"
+        jobs.mkdir()
+        run_ranks(world_of(layout), save, tmp_path, name, folder=jobs)
+    done = start(go_on, tmp_path, env={**os.environ, **ONE_DEVICE}, log=tmp_path / "log.txt").ended(TIMEOUT_S)
+    assert done.code == 0, done.printed
     for name in LAYOUTS:
         found, expected = after(tmp_path / f"xla-{name}"), after(tmp_path / name)
         assert len(found) == len(expected) == 5

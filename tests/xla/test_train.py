@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.xla_link import compiled
+from tests.support.xla_processes import FAST, nxtrain
 
 ROOT = Path(__file__).parents[2]
 COUNTED = "counted.txt"
@@ -23,7 +22,7 @@ def train(folder: Path, backend: str, *overrides: str) -> list[dict[str, float]]
         text.mkdir(parents=True)
         (text / "a.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(3000)))
     run = folder / backend
-    argv = [sys.executable, "-m", "nxtrain", "train", "configs/tiny_cpu.toml", f"backend.name={backend}"]
+    argv = ["train", ROOT / "configs/tiny_cpu.toml", f"backend.name={backend}"]
     argv += [f"run.dir={run}", "data.source=text", f"data.path={text}", "metrics.log_every=1", "train.seq_len=32"]
     argv += ["model.config.vocab_size=300", "train.global_batch=8", "train.micro_batch=4", "optim.warmup_steps=2"]
     argv += [
@@ -34,9 +33,9 @@ def train(folder: Path, backend: str, *overrides: str) -> list[dict[str, float]]
         "checkpoint.every=4",
         *overrides,
     ]
-    env = {**os.environ, "PJRT_DEVICE": "CPU", "XLA_METRICS_FILE": str(folder / COUNTED)}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": FAST, "XLA_METRICS_FILE": str(folder / COUNTED)}
+    done = nxtrain(*argv, env=env, log=folder / "log.txt").ended(200)
+    assert done.code == 0, done.printed
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
