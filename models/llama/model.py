@@ -59,7 +59,7 @@ class LlamaBody(nn.Module):
         init, _ = _inits(config, context)
         if any(part.first for part in parts):
             self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
-        # Blocks are named by their place in the whole model, whatever the parts.
+        # Blocks are named by their index in the whole model, for any parts.
         self.layers = nn.ModuleDict({str(i): LlamaBlock(config, context) for part in parts for i in part.blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)

@@ -47,7 +47,7 @@ class FirstFailure:
 
     def leave(self, text: str) -> str:
         """Publish a failure unless another rank did before; return the first one."""
-        first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", words).decode())
+        first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", text).decode())
         return first or text
 
     def first(self) -> str:

@@ -30,7 +30,7 @@ from nxtrain.io.regular import NotRegularError, open_regular
 
 
 class TransferCounter:
-    """Count of checkpoint bytes read, uploaded or downloaded, over all threads; it tells slow storage from a hang."""
+    """Count of bytes read, uploaded or downloaded by all threads; its growth distinguishes slow storage from a hang."""
 
     def __init__(self) -> None:
         self._lock = Lock()

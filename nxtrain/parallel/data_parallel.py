@@ -119,7 +119,7 @@ class Bucketed(DataParallel):
             if name in self.sums:
                 self.sums[name].add_(_take_grad(parameter))
             elif not self._is_last and parameter.dtype != self._precision.accumulate:
-                # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept beside it.
+                # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept in `sums`.
                 self.sums[name] = _take_grad(parameter).to(self._precision.accumulate)
             if self._is_last and self._dp.size > 1 and not self._comm.lazy:
                 bucket = self._bucket_of[name]

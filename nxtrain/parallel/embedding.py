@@ -27,7 +27,7 @@ class VocabEmbedding(nn.Module):
         self.weight = tp.empty(spec)
         self._tp = tp
         self._piece = spec.pieces(tp.axis)[0]
-        # A tensor, not a number: every rank must record the same graph, whatever its rows.
+        # A tensor, not a number: every rank must record the same graph, for any rows.
         self.first: Tensor
         self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
 

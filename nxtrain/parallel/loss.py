@@ -38,7 +38,7 @@ class VocabHead(nn.Module):
         self._piece = spec.pieces(tp.axis)[0]
         self._vocab_size = vocab_size
         self._chunk_rows = max(1, chunk_bytes // (4 * self._piece.local_length))
-        # Tensors, not numbers: every rank must record the same graph, whatever its rows.
+        # Tensors, not numbers: every rank must record the same graph, for any rows.
         self.first: Tensor
         self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
         self.padding: Tensor | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", None)  # Linux's; it goes on while a machine sleeps, and is alike in a process
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", None)  # of Linux; counts in sleep too, the same for all processes
 
 
 @dataclass(frozen=True)

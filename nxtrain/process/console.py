@@ -79,7 +79,7 @@ class PipeSafeStream:
             self._handle(error)
 
     def _refuse(self) -> None:
-        if self._failure is not None:  # libraries try a stream, and drop what it raises
+        if self._failure is not None:  # raised at each call, since libraries may ignore errors of a stream
             raise self._failure
 
     def _handle(self, error: OSError) -> None:
