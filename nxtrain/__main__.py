@@ -1,4 +1,4 @@
-"""`python -m nxtrain` is the command `nxtrain`, so that torchrun can start it by module name."""
+"""Entry point of `python -m nxtrain`, the command `nxtrain`, which torchrun can start by module name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxtrain.process.console import open_standard_streams
 
 
 def main() -> None:
-    """Run the command, which shows its stacks whenever it is asked to, from here on."""
+    """Run the command; from its start on, the `DUMP` signal prints the stacks of its threads."""
     open_standard_streams()
     stacks.answer_requests()
     try:

@@ -1,7 +1,7 @@
-"""Every failure that nxtrain reports to a person, each with the exit code that scripts and schedulers rely on.
+"""Errors that nxtrain reports to people, each with the exit code that scripts and schedulers rely on.
 
-A user's mistake ends in one readable message and its exit code, never in a traceback; anything outside this tree is a
-bug of ours and keeps its traceback.
+A user's mistake ends in one readable message and an exit code, never in a traceback. Any exception outside this tree
+is a bug of nxtrain and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OWN_PACKAGES = {"nxtrain", "nxtrain_models"}
 
 
 class NxtrainError(Exception):
-    """Base of all errors meant for people; the message says what, the values, the rule and the way out."""
+    """Base of all errors meant for people; the message names the problem, the values, the rule and the way out."""
 
     exit_code = 1
 
@@ -28,8 +28,8 @@ class Problem:
 
     Args:
         key: Dotted key, such as `parallel.tp`; empty when no single key is at fault.
-        reason: What is wrong, with the values and the rule.
-        origin: Where the value came from (file, override, default); empty if unknown.
+        reason: The problem, with the values and the rule.
+        origin: Origin of the value (file, override, default); empty if unknown.
         hint: The way out, such as the nearest known name; may be empty.
     """
 
@@ -45,7 +45,7 @@ class Problem:
 
 
 class ConfigError(NxtrainError):
-    """A configuration or an input that cannot run; carries every problem found, not only the first."""
+    """A configuration or an input that cannot run, with every problem found, not only the first."""
 
     exit_code = 2
 
@@ -67,12 +67,12 @@ class CheckpointError(NxtrainError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint that is not what was written.
+    """A file of a checkpoint whose content is not what was written.
 
     Args:
-        file: Which; a path, or an address.
-        reason: What is wrong with it.
-        unread: The storage does not give it, again and again; what it holds is unknown.
+        file: Path or address of the file.
+        reason: The damage.
+        unread: The storage failed at every try to read the file; its content is unknown.
     """
 
     def __init__(self, file: Path | str, reason: str, unread: bool = False) -> None:
@@ -80,12 +80,12 @@ class DamagedError(CheckpointError):
         super().__init__(f"{file} is damaged: {reason}")
 
     def __reduce__(self) -> tuple[type[DamagedError], tuple[Path | str, str, bool]]:
-        """How it travels to other ranks."""
+        """Pickled form, for sending the error to other ranks."""
         return DamagedError, (self.file, self.reason, self.unread)
 
 
 class StorageError(NxtrainError):
-    """Storage that does not answer as it should, and may do so at the next start."""
+    """Storage that fails, perhaps only for a while: the next start may succeed."""
 
     exit_code = 4
 
@@ -97,23 +97,25 @@ class BackendError(NxtrainError):
 
 
 class CrashLoopError(NxtrainError):
-    """A run that has failed at the same step again and again, so that another start would only cost."""
+    """A run that has failed at the same step again and again; another start would waste machine time."""
 
     exit_code = 5
 
 
 class DivergedError(NxtrainError):
-    """A loss or a gradient that is no longer finite, or a run that left its course."""
+    """A loss or a gradient that is not finite, or a run whose training diverged."""
 
     exit_code = 6
 
 
 class LostPeerError(NxtrainError):
-    """A rank that this one needs ended early, and so does this one; why is told there, and a new start may mend it.
+    """Early end of a rank that this one needs, so that this one ends too.
+
+    The lost rank reports the cause. A new start may succeed.
 
     Args:
-        message: What is told here.
-        peer: Who ended, if that is known.
+        message: Text of this error.
+        peer: The rank that ended, if known.
     """
 
     def __init__(self, message: str, peer: int | None = None) -> None:
@@ -125,8 +127,8 @@ class HangError(NxtrainError):
     """A rank that stopped making progress.
 
     Args:
-        message: What is told.
-        peer: The one that did not come, if that is known.
+        message: Text of this error.
+        peer: The rank that did not come, if known.
     """
 
     exit_code = 7
@@ -137,20 +139,20 @@ class HangError(NxtrainError):
 
 
 class RestartError(NxtrainError):
-    """A run whose state can no longer be trusted; a new start from its newest checkpoint mends it."""
+    """A run whose state in memory cannot be trusted; a new start from its newest checkpoint repairs it."""
 
 
 class StoppedBySignal(NxtrainError):
-    """A run that a signal ended after its state was saved; starting it again continues it."""
+    """A run that a signal ended after its state was saved; a new start resumes it."""
 
     exit_code = 75
 
 
 def explained(error: Exception) -> NxtrainError | None:
-    """Read an exception of the system or of another package as an error for people.
+    """Translate an exception of the system or of another package into an error for people.
 
     Returns:
-        The error, of the exit code that fits; None for a defect of nxtrain, which needs its traceback.
+        The error, with the exit code that fits; None for a defect of nxtrain, which needs its traceback.
     """
     if isinstance(error, NxtrainError):
         return error
@@ -162,7 +164,7 @@ def explained(error: Exception) -> NxtrainError | None:
 
 
 def _missing(error: ImportError) -> NxtrainError | None:
-    """A package that is absent, of another version, or broken."""
+    """Error for a package that is absent, of another version, or broken; None for a package of nxtrain itself."""
     name = (error.name or "").partition(".")[0]
     if name in _OWN_PACKAGES:
         return None
@@ -171,7 +173,7 @@ def _missing(error: ImportError) -> NxtrainError | None:
 
 
 def _requirement(name: str) -> str:
-    """The argument of pip that brings a package in a version that fits."""
+    """Argument of pip that installs a package in a version that fits."""
     import re
     from importlib.metadata import PackageNotFoundError, requires
 
@@ -187,7 +189,7 @@ def _requirement(name: str) -> str:
 
 
 def _refused(error: OSError) -> NxtrainError:
-    """Error of the system: names and rights fail at every start, while storage may be back at the next."""
+    """Error for a failed system call: wrong names and rights fail at every start, storage may be back at the next."""
     names = [f"{name}" for name in (error.filename, error.filename2) if name is not None]
     text = f"{' -> '.join(names) or 'the system'}: {error.strerror or error}"
     if error.errno in _ACCESS:

@@ -1,7 +1,7 @@
-"""The contract of a model family: what nxtrain asks of any architecture, and how it finds one.
+"""Contract of a model family: the interface of every architecture, and discovery of installed ones.
 
-A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports one. Everything here but
-`ModelFamily.build` works without torch, so a configuration can be checked on any machine.
+A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports one. Everything in this
+module but `ModelFamily.build` works without torch, so a configuration can be checked on any machine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 IGNORE_INDEX = -100
-"""Target that no loss counts; torch's own choice in `cross_entropy`."""
+"""Target that every loss ignores; torch's own choice in `cross_entropy`."""
 
 
 class ModelConfig(BaseModel):
-    """Shape of a decoder, under Hugging Face's names; families add what they need."""
+    """Shape of a decoder, under Hugging Face's names; families add keys of their own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -47,7 +47,7 @@ class ModelConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model shape and where it was published."""
+    """A published model shape and its publication."""
 
     config: ModelConfig
     source: str
@@ -55,17 +55,17 @@ class Preset:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What a model is built with; it never asks for a device or a rank itself.
+    """Everything that a model is built with; model code never asks for a device or a rank itself.
 
     Args:
-        layers: The layers that are cut over tp.
+        layers: Makers of the layers that are sharded over tp.
         kernels: Attention and normalization.
         dtype: Type of the parameters and activations.
         seq_len: Longest sequence.
         fused_qkv, fused_gate_up: One matrix for the projections that share an input.
         scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
         decay_norms: Weight decay applies to the norms too.
-        parts: Those of the model that are built, ascending; empty: all of it.
+        parts: Parts of the model that are built, ascending; empty: the whole model.
     """
 
     layers: LayerSet
@@ -80,18 +80,18 @@ class BuildContext:
 
 
 class CausalLM(Protocol):
-    """What training and generation ask of a built model, beside being a `torch.nn.Module`."""
+    """Interface of a built model for training and generation, in addition to that of `torch.nn.Module`."""
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """The submodules that repeat, in order of use: what is gathered as one when parameters are sharded."""
+        """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""
         ...
 
     def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute one of the parts that were built.
 
         Args:
-            part: Which.
+            part: The part.
             x: (B, S) tokens for the first part, (S/tp, B, D) for others.
             targets: (B, S) for the last part.
 
@@ -122,14 +122,14 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
-        """Make the module, a `CausalLM`, on the meta device; parameters but fused ones bear Hugging Face's names."""
+        """Make the module, a `CausalLM`, on the meta device; unfused parameters have Hugging Face's names."""
 
     @abstractmethod
     def from_hf(self, hf_config: Mapping[str, Any]) -> ModelConfig:
         """Read a Hugging Face `config.json`.
 
         Raises:
-            ConfigError: It describes something that this family does not compute.
+            ConfigError: The file describes something that this family does not compute.
         """
 
     @abstractmethod
@@ -145,7 +145,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
-        """What the forward pass of each layer costs per token; pipeline stages are balanced by it."""
+        """Cost of each layer's forward pass per token; pipeline stages are balanced by these costs."""
 
     @abstractmethod
     def num_params(self, config: ModelConfig) -> int:
@@ -173,7 +173,7 @@ def find_family(name: str) -> ModelFamily:
     """Load the family that is installed under this name.
 
     Raises:
-        ConfigError: No package installed offers it.
+        ConfigError: No installed package offers the family.
     """
     found = {entry.name: entry for entry in entry_points(group="nxtrain.models")}
     if name not in found:

@@ -1,8 +1,8 @@
-"""Which rank works with which: the parallel axes of a run as pure data.
+"""Parallel axes of a run, and the replica groups of ranks on each, as pure data.
 
-Nothing here touches a device or a process group, so one process can hold the mesh of rank 3001 of 4096. Ranks are laid
-out as [pp, dp, tp], tensor parallel fastest, so that the ranks that talk most are the nearest cores (the order of NxD
-and of Megatron-LM), unless a machine is wired otherwise and gives an order of its own.
+The module touches no device and no process group, so one process can hold the mesh of rank 3001 of 4096. Ranks are
+laid out as [pp, dp, tp], tensor parallel fastest, so that the ranks that communicate most are the nearest cores. NxD
+and Megatron-LM use the same order. A machine that is wired otherwise gives an order of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 from nxtrain.errors import ConfigError, Problem
 
 SHOWN_NUMBERS = 24
-"""Numbers that a message lists."""
+"""Most numbers that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Axis:
         return next(group for group in self.groups if rank in group)
 
     def pairs(self, peer: int) -> Axis:
-        """The axis of two on which this rank meets the neighbour at position `peer`.
+        """The axis of size two that joins this rank and the neighbour at position `peer`.
 
-        Positions form a ring of even size. Its edges fall into two sets that have each position once: those that begin
-        at even positions, and those that begin at odd ones, the one from the last back to the first among them. In a
-        pair the lower position comes first, so that all ranks of a position stand at the same place.
+        Positions form a ring of even size. The ring's edges form two perfect matchings. One has the edges that begin
+        at even positions; the other has those that begin at odd positions, with the edge from the last to the first.
+        In a pair the lower position comes first, so that all ranks of a position have the same rank in their pair.
         """
         size = self.size
         assert size % 2 == 0, f"{self.name} has {size} positions, and an odd ring has no perfect matching"
@@ -75,8 +75,8 @@ class Mesh:
         world: Number of ranks.
         rank: This rank, 0 <= rank < world.
         pp_size, dp_size, tp_size: Degrees; their product is `world`.
-        shard_size: Adjacent data parallel ranks that cut training state between them; divides `dp_size`.
-        order: Every rank once, in the places [pp, dp, tp] that they take; empty for ascending.
+        shard_size: Adjacent data parallel ranks that shard training state between them; divides `dp_size`.
+        order: Every rank once, in the order of the places [pp, dp, tp]; empty for ascending.
     """
 
     world: int
@@ -91,7 +91,7 @@ class Mesh:
     def build(
         world: int, rank: int, *, tp: int = 1, pp: int = 1, dp: int = 0, shard: int = 1, order: tuple[int, ...] = ()
     ) -> Mesh:
-        """Lay out a world; `dp=0` takes what tp and pp leave over, `shard=0` cuts state over all of dp.
+        """Lay out a world; `dp=0` derives dp from tp and pp, `shard=0` shards state over all of dp.
 
         Raises:
             ConfigError: The degrees do not multiply to the world size.
@@ -140,7 +140,7 @@ class Mesh:
 
     @cached_property
     def shard(self) -> Axis:
-        """The data parallel ranks that cut training state between them."""
+        """The data parallel ranks that shard training state between them."""
         return self.over("shard")
 
     @cached_property
@@ -179,24 +179,24 @@ class Mesh:
         return self.over("pp", "dp", "tp")
 
     def words(self, rank: int) -> str:
-        """A rank as messages name it, with its pipeline stage if there are several."""
+        """Name of a rank in messages, with its pipeline stage if there are several."""
         if self.pp_size == 1:
             return f"rank {rank}"
         return f"pipeline stage {self.pp.group_of(rank).index(rank)} of {self.pp_size} (rank {rank})"
 
     def stages_held(self, first: int, count: int) -> tuple[int, ...]:
-        """The pipeline stages of a machine that has the ranks from `first` on, ascending; empty if they are all."""
+        """Pipeline stages of a machine that has `count` ranks from `first` on, ascending; empty if all."""
         ranks = set(range(first, first + count))
         held = tuple(stage for stage, group in enumerate(self.stage.groups) if not ranks.isdisjoint(group))
         return held if len(held) < self.pp_size else ()
 
     @cached_property
     def _place(self) -> int:
-        """Where this rank stands in [pp, dp, tp]."""
+        """Index of this rank's place in [pp, dp, tp]."""
         return self.order.index(self.rank) if self.order else self.rank
 
     def over(self, *names: str) -> Axis:
-        """The axis that spans the named ones; `over("pp", "tp")` groups the ranks that differ only in those."""
+        """The axis that spans the named axes; `over("pp", "tp")` groups the ranks that differ only in pp and tp."""
         replicas = self.dp_size // self.shard_size
         sizes = {"pp": self.pp_size, "replica": replicas, "shard": self.shard_size, "tp": self.tp_size}
         parts = [part for name in names for part in (("replica", "shard") if name == "dp" else (name,))]
@@ -221,6 +221,6 @@ def divisors(n: int) -> list[int]:
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """Numbers as a message lists them, of many the least."""
+    """Text of numbers in a message: the first `SHOWN_NUMBERS`, and the count of the others."""
     more = f" and {len(numbers) - SHOWN_NUMBERS} more" if len(numbers) > SHOWN_NUMBERS else ""
     return ", ".join(map(str, numbers[:SHOWN_NUMBERS])) + more

@@ -1,4 +1,4 @@
-"""Which number type everything in a step has: the one place that derives it from `[precision]`."""
+"""Number types of all tensors in a step, derived from `[precision]` in this one place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Precision:
 
     @staticmethod
     def of(config: PrecisionConfig) -> Precision:
-        """Read a configuration that was checked."""
+        """Types of a checked configuration."""
         return Precision(
             params=DTYPES[config.params],
             accumulate=DTYPES[config.accumulate],
@@ -50,12 +50,12 @@ class Precision:
 
     @property
     def state_name(self) -> str:
-        """The same of the running means."""
+        """Torch's name of the running means' type."""
         return _name(self.state)
 
     @property
     def sharded_params(self) -> torch.dtype:
-        """How `fully_shard` stores parameters: it gives reduced gradients the type of the parameters that it stores."""
+        """Type in which `fully_shard` stores parameters, which it also gives to reduced gradients."""
         return self.reduce if self.params != torch.float32 else self.params
 
 

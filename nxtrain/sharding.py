@@ -1,8 +1,8 @@
-"""How each parameter is cut over the tensor parallel ranks: the single truth for everything that touches a weight.
+"""Sharding of each parameter over the tensor parallel ranks, for all code that touches a weight.
 
-Initialization, gradients, norms, checkpoints, conversion and planning all derive what they need from `ShardSpec`; no
-other module knows where a rank's rows begin. A fused matrix (q, k and v in one) is a stack of segments, each a tensor
-of its own under its own name in every checkpoint.
+Initialization, gradients, norms, checkpoints, conversion and planning all derive their shapes and offsets from
+`ShardSpec`; no other module computes the first row of a rank. A fused matrix (q, k and v in one) is a stack of
+segments. Each segment is a tensor of its own, under its own name, in every checkpoint.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts.
+    """Initial values of a parameter.
 
     Args:
-        kind: Drawn from N(0, std^2), or filled with a constant.
+        kind: `normal` draws from N(0, std^2); the others fill with a constant.
         std: Standard deviation of `normal`.
     """
 
@@ -35,8 +35,8 @@ class Segment:
     """One global tensor inside a parameter.
 
     Args:
-        name: Module name of the tensor when it stands alone, such as `q_proj`; empty if the parameter holds just this.
-        size: Entries along the cut dimension in the whole tensor.
+        name: Module name of the tensor when it stands alone, such as `q_proj`; empty if the parameter is unfused.
+        size: Entries along the sharded dimension in the whole tensor.
         replicas: Adjacent tensor parallel ranks that hold the same slice (K/V heads when tp exceeds them).
     """
 
@@ -47,16 +47,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class TpSlice:
-    """One run of a local shard: which entries of which global tensor a rank holds, and where.
+    """One contiguous range of a local shard, and the range of a global tensor that it holds.
 
     Args:
         segment: The global tensor.
-        start: First entry in the global tensor, along the cut dimension.
+        start: First entry in the global tensor, along the sharded dimension.
         length: Real entries; may be 0 on the last ranks of a padded tensor.
         local_start: First entry in the local shard.
-        local_length: Entries that the piece takes in the local shard; those past `length` are padding, always zero.
-        copy: Which of the equal copies this is, 0 <= copy < copies.
-        copies: Ranks of the axis that hold the same entries.
+        local_length: Entries that the slice takes in the local shard; entries past `length` are padding, always zero.
+        copy: Index of this replica, 0 <= copy < copies.
+        copies: Number of ranks of the axis that hold the same entries.
     """
 
     segment: Segment
@@ -70,14 +70,14 @@ class TpSlice:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of entries of one global tensor, and where a rank keeps it.
+    """A box of entries of one global tensor, and its offsets in a rank's local tensor.
 
     Args:
         segment: The global tensor.
         offsets, sizes: The box in the global tensor.
-        local_offsets: Where it begins in the local tensor.
-        copy: Which of the equal copies over the tensor parallel axis this is, 0 <= copy < copies.
-        copies: Tensor parallel ranks that hold the same entries.
+        local_offsets: First entries of the box in the local tensor.
+        copy: Index of this replica over the tensor parallel axis, 0 <= copy < copies.
+        copies: Number of tensor parallel ranks that hold the same entries.
     """
 
     segment: Segment
@@ -89,19 +89,19 @@ class ShardBox:
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> ShardBox:
-        """All of an unfused tensor."""
+        """The box of a whole unfused tensor."""
         origin = (0,) * len(shape)
         return ShardBox(Segment("", shape[0]), origin, shape, origin, copy=0, copies=1)
 
     def rows(self, start: int, number: int) -> ShardBox:
-        """Adjacent rows of the box, counted in dimension 0 from its first."""
+        """Adjacent rows of the box, counted in dimension 0 from its first row."""
         sizes = (number, *self.sizes[1:])
         first, local_first = self.offsets[0] + start, self.local_offsets[0] + start
         offsets, local_offsets = (first, *self.offsets[1:]), (local_first, *self.local_offsets[1:])
         return replace(self, offsets=offsets, sizes=sizes, local_offsets=local_offsets)
 
     def of(self, local: Tensor) -> Tensor:
-        """Its view into the local tensor."""
+        """View of the box in the local tensor."""
         for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
             if size != local.shape[dim]:
                 local = local.narrow(dim, start, size)
@@ -109,9 +109,9 @@ class ShardBox:
 
 
 def row_cut(num_rows: int, axis: Axis) -> tuple[int, int]:
-    """The rows of dimension 0 that a rank of an axis keeps, first and number: equally many, fewer on the last ranks.
+    """First row and number of rows of dimension 0 that a rank of an axis keeps: equally many, fewer on the last ranks.
 
-    Source: the cut of torch's `fully_shard`, which is that of `torch.chunk`.
+    Source: torch's `fully_shard`, which divides rows like `torch.chunk`.
     """
     width = -(-num_rows // axis.size)
     start = min(axis.rank * width, num_rows)
@@ -120,17 +120,17 @@ def row_cut(num_rows: int, axis: Axis) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How one parameter is cut over an axis.
+    """Sharding of one parameter over an axis.
 
     Args:
         shape: Shape of the whole parameter, segments stacked along `dim`, neither padded nor replicated.
-        dim: Dimension that is cut; None when every rank holds all of it.
+        dim: Dimension that is sharded; None when every rank holds the whole parameter.
         segments: The global tensors stacked along `dim`; one unnamed segment unless the matrix is fused.
-        sequence_parallel: Each rank's gradient is a partial sum, because it saw only its slice of the sequence.
-        tied_to: Name of the parameter on the first pipeline stage that this one, on the last, is a copy of.
-        has_copy: There is such a copy of this one; both get the sum of their gradients.
+        sequence_parallel: Each rank's gradient is a partial sum, because the rank saw only its slice of the sequence.
+        tied_to: Name of the parameter on the first pipeline stage of which this one, on the last stage, is a copy.
+        has_copy: The last pipeline stage has a copy of this parameter; both get the sum of their gradients.
         decay: Weight decay applies.
-        init: How the parameter starts.
+        init: Initial values.
     """
 
     shape: tuple[int, ...]
@@ -143,7 +143,7 @@ class ShardSpec:
     init: Init = field(default_factory=Init)
 
     def __post_init__(self) -> None:
-        """Give an unfused parameter its one segment, and hold fused ones to their sum."""
+        """Give an unfused parameter its one segment; check that the segments add up to the shape."""
         axis = 0 if self.dim is None else self.dim
         if not self.segments:
             object.__setattr__(self, "segments", (Segment("", self.shape[axis]),))
@@ -155,7 +155,7 @@ class ShardSpec:
         return self.has_copy or self.tied_to is not None
 
     def pieces(self, axis: Axis) -> tuple[TpSlice, ...]:
-        """What this rank of `axis` holds, in local order; a segment that does not divide is padded at its end."""
+        """Slices that this rank of `axis` holds, in local order; a segment that does not divide is padded."""
         pieces, local_start = [], 0
         for segment in self.segments:
             copies = axis.size if self.dim is None else segment.replicas
@@ -182,7 +182,7 @@ class ShardSpec:
         return global_name(self.tied_to or parameter, segment)
 
     def blocks(self, tp: Axis, shard: Axis) -> Iterator[ShardBox]:
-        """What this rank holds once its tensor parallel shard is cut by rows over `shard`; padding left out."""
+        """Boxes that this rank holds, its tensor parallel shard divided by rows over `shard`; padding left out."""
         dim = self.dim or 0
         first, num_rows = row_cut(self.local_shape(tp)[0], shard)
         for piece in self.pieces(tp):
@@ -195,12 +195,12 @@ class ShardSpec:
                 yield ShardBox(piece.segment, tuple(offsets), tuple(sizes), tuple(local), piece.copy, piece.copies)
 
     def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[TpSlice, Tensor]]:
-        """Each piece with its view into the local shard, padding left out."""
+        """Each slice with its view into the local shard, padding left out."""
         for piece in self.pieces(axis):
             yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
 
     def shard(self, tensors: Mapping[str, Tensor], axis: Axis) -> Tensor:
-        """Cut this rank's shard out of whole tensors, one per segment name; padding is zero."""
+        """Copy this rank's shard from whole tensors, one per segment name; padding is zero."""
         some = tensors[self.segments[0].name]
         local = some.new_zeros(self.local_shape(axis))
         for piece, view in self.views(local, axis):
@@ -236,11 +236,11 @@ class ParamTable(Mapping[str, ShardSpec]):
         return len(self._specs)
 
     def num_params(self) -> int:
-        """Parameters that the table has, each counted once whatever the layout, and none that are copies."""
+        """Number of parameter entries of the model's whole tensors; tied copies are not counted."""
         return sum(_numel(spec.shape) for spec in self.values() if spec.tied_to is None)
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the model as a checkpoint knows it: global name to whole shape."""
+        """Global name and whole shape of every tensor of the model, as in checkpoints."""
         return {
             spec.global_name(name, segment): spec.global_shape(segment)
             for name, spec in self.items()
@@ -249,13 +249,13 @@ class ParamTable(Mapping[str, ShardSpec]):
 
 
 class Layout(Mapping[str, tuple[ShardBox, ...]]):
-    """The blocks of every parameter whose training state a rank holds: by parameter name, in model order.
+    """Boxes of every parameter whose training state a rank holds, by parameter name, in model order.
 
-    Its local tensors are the rows of the tensor parallel shards that `row_cut` gives this rank of `mesh.shard`, and
-    perhaps rows of zeros after them.
+    The local tensors are rows of the tensor parallel shards: `row_cut` over `mesh.shard` selects them. Rows of zeros
+    may follow.
 
     Args:
-        table: How the parameters are cut over tp.
+        table: Sharding of the parameters over tp.
         mesh: The axes of this rank.
     """
 
@@ -273,7 +273,7 @@ class Layout(Mapping[str, tuple[ShardBox, ...]]):
         return len(self._blocks)
 
     def row_copies(self, name: str, num_rows: int) -> list[int]:
-        """How many tensor parallel ranks hold each of the first rows of this rank's tensor; 1 for padding."""
+        """Number of tensor parallel ranks that hold each of the first rows of this rank's tensor; 1 for padding."""
         copies = [1] * num_rows
         for block in self[name]:
             for row in range(block.local_offsets[0], block.local_offsets[0] + block.sizes[0]):
@@ -281,16 +281,16 @@ class Layout(Mapping[str, tuple[ShardBox, ...]]):
         return copies
 
     def is_shared(self, name: str) -> bool:
-        """True for a parameter of which several ranks of one model copy update the same entries, each for itself.
+        """True if several ranks of one model copy update the same entries of a parameter, each for itself.
 
-        Such entries are copies over tp (norm weights, replicated K/V heads) and tied copies over pp. Data parallel
-        replicas do not count. The answer is the same on all ranks of a stage.
+        Such entries are replicas over tp (norm weights, replicated K/V heads) and tied copies over pp. Data parallel
+        replicas do not count. The result is the same on all ranks of a stage.
         """
         spec = self.table[name]
         return spec.is_tied or any(piece.copies > 1 for piece in spec.pieces(self.mesh.tp))
 
     def mixes_copies(self, name: str) -> bool:
-        """Whether rows of a parameter differ in how many ranks hold them, on any rank."""
+        """True if, on any rank, rows of a parameter differ in the number of ranks that hold them."""
         return len({piece.copies for piece in self.table[name].pieces(self.mesh.tp)}) > 1
 
 

@@ -1,7 +1,7 @@
-"""Which layers of a model each pipeline stage computes: pure data, balanced by cost or cut as configured.
+"""Layers of each pipeline stage as pure data, balanced by cost or split as configured.
 
-A model with `pp` ranks per copy and `virtual_pp` chunks on each is cut into pp * virtual_pp parts, the virtual stages.
-Rank r of the pipeline has parts r, r + pp, r + 2 pp ...: what one chunk computes, the next rank's chunk continues.
+A model with `pp` ranks per copy and `virtual_pp` chunks on each is split into pp * virtual_pp parts, the virtual
+stages. Rank r of the pipeline has parts r, r + pp, r + 2 pp ...: the output of one part is the input of the next.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class StagePart:
     """A run of consecutive layers.
 
     Args:
-        blocks: Its transformer blocks, by their index in the whole model.
-        first: It begins with the embedding.
-        last: It ends with the output projection and the loss.
+        blocks: Indices in the whole model of the part's transformer blocks.
+        first: The part begins with the embedding.
+        last: The part ends with the output projection and the loss.
     """
 
     blocks: range
@@ -27,12 +27,12 @@ class StagePart:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What the layers of a model cost, in floating point operations per token of a forward pass.
+    """Costs of a model's layers, in floating point operations per token of a forward pass.
 
     Args:
-        embedding: Before the blocks.
-        block: Each block.
-        head: After the blocks.
+        embedding: Cost of the layers before the blocks.
+        block: Cost of each block.
+        head: Cost of the layers after the blocks.
     """
 
     embedding: int
@@ -41,9 +41,9 @@ class LayerCosts:
 
 
 def split_layers(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[StagePart, ...]:
-    """Cut a model into parts so that the dearest is as cheap as can be; each has a block.
+    """Split a model into parts that minimize the cost of the most expensive part; each part has at least one block.
 
-    Of equally good cuts, the one that gives blocks to later parts, which keep fewer micro-batches in flight.
+    Of equally good splits, take the one with more blocks in later parts, which keep fewer micro-batches in flight.
     """
     spent = [costs.block] * num_parts
     spent[0] += costs.embedding
@@ -57,7 +57,7 @@ def split_layers(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[St
 
 
 def split_layers_at(num_blocks: int, cuts: Sequence[int]) -> tuple[StagePart, ...]:
-    """Cut a model before given blocks, ascending."""
+    """Split a model before the given blocks, ascending."""
     bounds = [0, *cuts, num_blocks]
     last = len(cuts)
     return tuple(StagePart(range(bounds[i], bounds[i + 1]), first=i == 0, last=i == last) for i in range(last + 1))

@@ -1,4 +1,4 @@
-"""The Llama family: shapes, presets, Hugging Face form; the module itself is imported only to be built."""
+"""The Llama family: shapes, presets, Hugging Face form; model code is imported only when a model is built."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Llama(ModelFamily):
         return 6 * (llama.num_matmul_params + attention)
 
     def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
-        """What the forward pass of each layer costs per token; looking up an embedding multiplies nothing."""
+        """Cost of each layer's forward pass per token; an embedding lookup costs nothing."""
         llama = cast(LlamaConfig, config)
         attention = llama.num_attention_heads * llama.head_size * seq_len
         return LayerCosts(0, 2 * (llama.block_matmul_params + attention), 2 * llama.vocab_size * llama.hidden_size)

@@ -1,6 +1,6 @@
-"""The shape of a Llama under Hugging Face's names, what makes a shape valid, and the arithmetic that follows from it.
+"""Shape of a Llama under Hugging Face's names, the checks of a shape, and parameter counts.
 
-Works without torch, so that any machine can check and plan a run.
+The module works without torch, so that any machine can check and plan a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nxtrain.family import ModelConfig
 from nxtrain.mesh import divisors, listed
 
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
-Positive = Annotated[float, Field(gt=0, le=3.4e38)]  # they meet float32 numbers
+Positive = Annotated[float, Field(gt=0, le=3.4e38)]  # these values are combined with float32 numbers
 
 
 class RopeScaling(BaseModel):

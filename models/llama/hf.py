@@ -23,7 +23,7 @@ def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     """Read a Hugging Face `config.json`.
 
     Raises:
-        ConfigError: It describes something that this family does not compute; every such key is named.
+        ConfigError: The file describes something that this family does not compute; every such key is named.
     """
     problems = [
         Problem(key, f"{hf[key]!r} is not supported; only {only!r} is", origin=_ORIGIN)
@@ -55,8 +55,8 @@ def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _without_defaults(config: LlamaConfig) -> LlamaConfig:
-    # transformers writes out what follows from other sizes; left in, it would contradict overrides of those, and tell a
-    # shape apart from the equal preset.
+    # transformers writes out sizes that follow from other sizes. Kept, they would contradict overrides of the latter,
+    # and make a shape differ from the equal preset.
     changes: dict[str, None] = {}
     if config.num_key_value_heads == config.num_attention_heads:
         changes["num_key_value_heads"] = None

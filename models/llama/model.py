@@ -1,7 +1,7 @@
 """Llama, written once for every backend.
 
 Shapes: S sequence, B batch, D hidden, V vocabulary. Between the layers activations are (S, B, D), or (S / tp, B, D)
-under sequence parallelism: the dimension that is cut comes first, so that gathering it copies nothing twice.
+under sequence parallelism: the sharded dimension comes first, so that gathering it copies nothing twice.
 
 Source: Touvron et al. 2023 (arXiv:2302.13971, arXiv:2307.09288); Grattafiori et al. 2024 (arXiv:2407.21783).
 """
@@ -27,7 +27,7 @@ from nxtrain_models.llama.config import LlamaConfig
 
 
 class LlamaBlock(nn.Module):
-    """Attention and feed-forward, each after a norm and beside the residual stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class LlamaBody(nn.Module):
         init, _ = _inits(config, context)
         if any(part.first for part in parts):
             self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
-        # Blocks are named by their place in the whole model, whatever the parts.
+        # Blocks are named by their index in the whole model, for any parts.
         self.layers = nn.ModuleDict({str(i): LlamaBlock(config, context) for part in parts for i in part.blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)
@@ -75,7 +75,7 @@ class LlamaBody(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """Llama with its output projection and loss; parameters bear the names of transformers' class of this name."""
+    """Llama with its output projection and loss; parameter names are those of transformers' class of this name."""
 
     def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
@@ -94,9 +94,10 @@ class LlamaForCausalLM(nn.Module):
         return tuple(self.model.layers.values())
 
     def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Compute one of the parts that were built, as `CausalLM` says.
+        """Compute one of the parts that were built; see `CausalLM.run`.
 
-        Tokens (B, S) or hidden states (S/tp, B, D), and targets (B, S) for the last, to (S/tp, B, D) or a loss ().
+        Inputs: tokens (B, S) or hidden states (S/tp, B, D), and targets (B, S) for the last part. Output: hidden
+        states (S/tp, B, D) or a loss ().
         """
         hidden: Tensor = self.model(x.t() if part.first else x, part)
         return hidden if targets is None else self.lm_head.loss(hidden, targets.t())
@@ -110,7 +111,7 @@ class LlamaForCausalLM(nn.Module):
         return self.lm_head.logits(self.model(inputs.t(), self._whole)).transpose(0, 1)
 
     def _tie(self) -> None:
-        """Let the output projection be the embedding, or, on another pipeline stage, a copy that stays equal to it."""
+        """Tie the output projection to the embedding: one parameter, or on another pipeline stage a copy kept equal."""
         has_embedding, has_head = hasattr(self.model, "embed_tokens"), hasattr(self, "lm_head")
         if has_embedding and has_head:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
@@ -128,7 +129,9 @@ def build(config: LlamaConfig, context: BuildContext) -> LlamaForCausalLM:
 
 
 def _inits(config: LlamaConfig, context: BuildContext) -> tuple[Init, Init]:
-    """How projections start, and those into the residual stream: smaller, so that depth does not grow its variance.
+    """Initial values of projections, and smaller ones for those into the residual stream.
+
+    The smaller values keep the variance of the residual stream from growing with depth.
 
     Source: Radford et al. 2019 (GPT-2) section 2.3.
     """

@@ -1,4 +1,4 @@
-"""The published Llama shapes, each with the place where it was published."""
+"""Published Llama shapes, each with its publication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only rooms that know a vendor; `open_backend` is their door."""
+"""Backends of devices, the only packages that import a vendor's libraries; `open_backend` opens one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from nxtrain.backends.base import Backend, Support
     from nxtrain.backends.neuron.sdk import Package
 
-# An environment has torch-neuronx for PyTorch/XLA or that of TorchNeuron, never both: the first two exclude each other.
+# An environment has the torch-neuronx of PyTorch/XLA or the one of TorchNeuron, never both: the first two entries
+# exclude each other.
 _ORDER = ("neuron", "neuron-native", "cuda", "cpu")
 
 
 def choose(name: str) -> tuple[str, str]:
-    """Name the backend to open and say why; `auto` takes the first that can run here.
+    """Name of the backend to open, and the reason; `auto` takes the first that can run on this machine.
 
-    PyTorch/XLA is never chosen by `auto`: on a machine without an accelerator it is a tool for tests.
+    `auto` never chooses PyTorch/XLA, a tool for tests on machines without an accelerator.
     """
     if name != "auto":
         return name, f"backend.name={name}"
@@ -35,18 +36,18 @@ def choose(name: str) -> tuple[str, str]:
 def choose_layers(
     name: str, backend: str, *, allow_unverified: bool = False, assumed: Package | None = None
 ) -> tuple[str, str]:
-    """Name the parallel layers to take and say why; `auto` takes NeuronX Distributed's on Neuron devices.
+    """Name of the parallel layers, and the reason; `auto` takes NeuronX Distributed's on Neuron devices.
 
-    Elsewhere `auto` has nothing to choose from, and the reason is empty.
+    On other devices `auto` has no choice, and the reason is empty.
 
     Args:
         name: `auto`, `native` or `nxd`.
-        backend: Name of the backend that was chosen.
-        allow_unverified: Releases of NeuronX Distributed that nxtrain is not verified with can be used too.
-        assumed: The NeuronX Distributed of the machine that is asked about, where this machine has none.
+        backend: Name of the chosen backend.
+        allow_unverified: Allow releases of NeuronX Distributed that nxtrain is not verified with.
+        assumed: NeuronX Distributed of the target machine, used if this machine has none.
 
     Raises:
-        BackendError: `nxd` cannot run here; the message says why.
+        BackendError: `nxd` cannot run on this machine; the message gives the reason.
     """
     if name == "native":
         return name, "backend.layers=native"
@@ -64,14 +65,14 @@ def _distributed_support(backend: str, allow_unverified: bool, assumed: Package 
     from nxtrain.backends.base import Support
     from nxtrain.backends.neuron.sdk import distributed_support
 
-    # On a CPU by its own switch, for tests.
+    # For tests, NeuronX Distributed's own switch allows a CPU.
     if backend == "neuron" or (backend == "cpu" and os.environ.get("NXD_CPU_MODE", "0") == "1"):
         return distributed_support(allow_unverified=allow_unverified, assumed=assumed)
     return Support(False, f"NeuronX Distributed runs on backend.name=neuron, not on {backend}")
 
 
 def open_backend(name: str, hang_timeout_s: float = 1800.0, layers: str = "native") -> Backend:
-    """Claim this rank's device and join its process group.
+    """Claim this rank's device and join the process group.
 
     Args:
         name: `cpu`, `cuda`, `xla`, `neuron` or `neuron-native`.
@@ -79,7 +80,7 @@ def open_backend(name: str, hang_timeout_s: float = 1800.0, layers: str = "nativ
         layers: `native` or `nxd`.
 
     Raises:
-        BackendError: The backend or the layers cannot run here; the message says why.
+        BackendError: The backend or the layers cannot run on this machine; the message gives the reason.
     """
     backend = _load(name)(hang_timeout_s=hang_timeout_s)
     if extracting(os.environ) and not backend.extracts:

@@ -1,7 +1,7 @@
-"""What a backend must offer, and nothing about any one of them.
+"""Interface of a backend, independent of any device.
 
-The model, the optimizer and the checkpoint are written against these types; `backends/` is the only folder that knows a
-vendor.
+Models, optimizers and checkpoints use these types only; `backends/` is the only folder that imports a vendor's
+libraries.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Support:
-    """An answer to "can this run here", with its reason; the first line is enough where there is a choice."""
+    """Result of the check if a backend can run on this machine, with a reason, whose first line is a summary."""
 
     ok: bool
     reason: str
 
 
 class Head(Protocol):
-    """The output projection, with the loss that never builds its full output."""
+    """The output projection, with a loss that never computes all logits at once."""
 
     weight: nn.Parameter
     specs: dict[str, ShardSpec]
@@ -55,14 +55,14 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class AdamStep:
-    """What an AdamW update depends on, beside its tensors.
+    """Numbers of an AdamW update.
 
     Args:
         lr: () float32, on the device, so that a new value needs no new graph.
         step: () float32, on the device, updates done including this one.
         grad_scale: () float32, on the device, multiplies every gradient.
         betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
-        skip: () bool, on the device, leaves every tensor as it is, bit for bit; None: never.
+        skip: () bool, on the device, keeps every tensor unchanged, bit for bit; None: never.
     """
 
     lr: Tensor
@@ -76,12 +76,12 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a parameter.
+    """Adjacent rows of a parameter.
 
     Args:
         name: The parameter.
-        start, number: Indices of dimension 0.
-        whole: They are all that there are.
+        start, number: First row and number of rows.
+        whole: The rows are all rows of the parameter.
     """
 
     name: str
@@ -90,19 +90,19 @@ class Rows:
     whole: bool
 
     def of(self, x: Tensor) -> Tensor:
-        """Their view into a tensor of the parameter's shape."""
+        """View of the rows in a tensor of the parameter's shape."""
         return x if self.whole else x.narrow(0, self.start, self.number)
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one rank's attention computes, in each block.
+    """Shape of one rank's attention in each block.
 
     Args:
-        micro_batch: Sequences at a time.
-        seq_len: Tokens of each.
+        micro_batch: Sequences in a micro-batch.
+        seq_len: Tokens per sequence.
         num_heads: Query heads of this rank.
-        head_size: Width of one.
+        head_size: Width of a head.
         params: `fp32` or `bf16`, type of queries, keys and values.
     """
 
@@ -114,19 +114,19 @@ class AttentionShape:
 
     @staticmethod
     def of(config: RunConfig, family: ModelFamily, model: ModelConfig) -> AttentionShape:
-        """That of a run."""
+        """Attention shape of a run."""
         num_heads, head_size = family.heads(model)
         train, params = config.train, config.precision.params
         return AttentionShape(train.micro_batch, train.seq_len, num_heads // config.parallel.tp, head_size, params)
 
 
 class Kernels(ABC):
-    """The operations that are worth a different implementation on each kind of device.
+    """Operations with an implementation for each kind of device.
 
     Attributes:
-        host_may_look: Reading a number in the midst of an update costs nothing.
-        rounds: The device rounds every cast from float32 to bfloat16 at random, by a stream of its own. Ranks that
-            compute the same then find values that differ, wherever their streams differ.
+        host_may_look: The host can read a number in the middle of an update at no cost.
+        rounds: The device rounds every cast from float32 to bfloat16 at random, with a random stream of its own. Ranks
+            that compute the same values then get different results wherever their streams differ.
     """
 
     host_may_look: bool = False
@@ -150,15 +150,15 @@ class Kernels(ABC):
 
     @abstractmethod
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """`function(*inputs)`, of which only the inputs are kept for the backward pass, which calls it again.
+        """Return `function(*inputs)`, saving only the inputs; the backward pass calls the function again.
 
         Args:
-            function: Computes the same each time, and draws no random numbers.
-            inputs: The tensors among them receive gradients, like the parameters that it uses.
+            function: Deterministic function, without random numbers.
+            inputs: Arguments; tensors among them receive gradients, like the parameters that the function uses.
         """
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
-        """How to divide an update over calls of `adamw`: all at once, unless the device prefers otherwise."""
+        """Division of an update into calls of `adamw`: one call, unless the device prefers otherwise."""
         rows = [Rows(name, 0, shape[0], whole=True) for name, shape in shapes.items() if shape[0]]
         return [rows] if rows else []
 
@@ -171,43 +171,43 @@ class Kernels(ABC):
         exp_avg_sqs: Sequence[Tensor],
         how: AdamStep,
     ) -> None:
-        """One AdamW update in place of contiguous float32 tensors of equal shapes; may overwrite `grads`.
+        """Apply one AdamW update in place to contiguous float32 tensors of equal shapes; may overwrite `grads`.
 
-        What becomes of an entry does not depend on where in a tensor it lies.
+        The result of an entry does not depend on the entry's position in a tensor.
         """
 
     @abstractmethod
     def bits(self, x: Tensor) -> Tensor:
-        """The bits of float32 as int32 of the same shape."""
+        """Bits of float32 as int32 of the same shape."""
 
     @abstractmethod
     def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
-        """Give `x` new values, rounded to nearest, unless () bool `unless` is true."""
+        """Overwrite `x` with new values, rounded to nearest, unless the () bool `unless` is true."""
 
     @abstractmethod
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         """Round to one of the two nearest bfloat16 values, the nearer the likelier, so that the mean is `x`.
 
-        Values that bfloat16 has, infinities and NaN stay as they are; what rounds above the largest becomes infinite.
+        Values of bfloat16, infinities and NaN are unchanged; a value rounded above the largest number becomes infinite.
         The result depends on the arguments alone, and is the same on every device that rounds in software. A device
         may draw bits of its own instead, unless the key is shared.
 
         Args:
             x: float32; may be overwritten.
-            out: As `x`, bfloat16 or float32; may be `x`.
-            key: What the random bits depend on; a row of the key is an index of dimension 0.
+            out: Result of the shape of `x`, bfloat16 or float32; may be `x`.
+            key: Key of the random bits; a row of the key is an index of dimension 0.
             step: () int32, `step_hash` of the number of updates.
         """
 
 
 class LayerSet(ABC):
-    """The layers that are cut over tp, ready for one rank: one set on plain collectives, others on a vendor's layers.
+    """Maker of the layers that are sharded over tp, for one rank; on plain collectives or on a vendor's layers.
 
     All sets give their parameters the same names, shapes and `ShardSpec`s.
 
     Attributes:
         tp: Tensor parallel axis.
-        sequence_parallel: Between these layers, activations are cut along the sequence, (S / tp, B, D).
+        sequence_parallel: Between these layers, activations are sharded along the sequence, (S / tp, B, D).
     """
 
     tp: Axis
@@ -215,32 +215,32 @@ class LayerSet(ABC):
 
     @abstractmethod
     def column(self, in_features: int, segments: tuple[Segment, ...], init: Init) -> nn.Module:
-        """(S/tp, B, in) to (S, B, out/tp), the segments one after the other."""
+        """Column layer: (S/tp, B, in) to (S, B, out/tp), the segments one after the other."""
 
     @abstractmethod
     def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
-        """(S, B, in/tp) to (S/tp, B, out)."""
+        """Row layer: (S, B, in/tp) to (S/tp, B, out)."""
 
     @abstractmethod
     def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:
-        """(S, B) tokens to (S/tp, B, D)."""
+        """Vocabulary embedding: (S, B) tokens to (S/tp, B, D)."""
 
     @abstractmethod
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> Head:
-        """Scores over the vocabulary and the loss on them."""
+        """Output projection and loss."""
 
 
 class Binding:
-    """What a vendor's library does in place of our own code for one rank; this one, which has no library, nothing.
+    """Work that a vendor's library does for one rank; this base class uses nxtrain's own code only.
 
     Attributes:
-        name: Of the layers, as in `backend.layers`.
+        name: Name of the layers, as in `backend.layers`.
     """
 
     name = "native"
 
     def rank_order(self, *, tp: int, pp: int) -> tuple[int, ...]:
-        """Every rank once, in the places [pp, dp, tp] that suit the wiring of the machine; empty for ascending.
+        """Every rank once, in an order of places [pp, dp, tp] that suits the machine's wiring; empty for ascending.
 
         Raises:
             BackendError: The library cannot lay out these degrees.
@@ -248,10 +248,10 @@ class Binding:
         return ()
 
     def layers(self, native: LayerSet, mesh: Mesh, dtype: torch.dtype) -> LayerSet:
-        """The layers to build a model of.
+        """Layers for building a model.
 
         Args:
-            native: Our own, for what the library lacks or has wrong.
+            native: nxtrain's own layers, for those that the library lacks or computes wrong.
             mesh: The axes of this rank.
             dtype: Type of the weights.
 
@@ -261,12 +261,12 @@ class Binding:
         return native
 
     def mark(self, model: nn.Module, tp: Axis) -> None:
-        """Tell the library how the parameters are cut; called when they have their storage and are not replaced."""
+        """Pass the sharding of the parameters to the library; called after parameters have their final storage."""
 
     def start_average(
         self, grads: Sequence[Tensor], dp: Axis, dtype: torch.dtype, comm: Collectives
     ) -> Pending[list[Tensor]]:
-        """Average gradients over all data parallel ranks in a type.
+        """Start to average gradients over all data parallel ranks, in the given type.
 
         The gradients keep their values, and may be freed at once.
         """
@@ -277,25 +277,25 @@ class Binding:
         return ()
 
     def close(self) -> None:
-        """Forget the ranks."""
+        """Drop the library's process groups."""
 
 
 class Backend(ABC):
-    """One kind of device: where tensors live, how ranks talk, and when work is handed over.
+    """One kind of device: storage of tensors, communication between ranks, and boundaries of graphs.
 
     Attributes:
         name: `cpu`, `cuda`, `xla` ...
-        compiler: `torch.compile`'s backend for this device; None: a compiler of its own gets whole steps anyway.
-        device: Where this rank's tensors live.
-        world, rank: Number of processes, and this one among them.
-        local_world, local_rank: The same among those of its node.
-        collectives: How this rank talks to others.
-        kernels: What it computes differently from others.
-        host_kernels: The same for what is kept in host memory.
-        extracts: It computes nothing, since graphs are being collected to be compiled; what is fetched has no meaning.
-        host_group: Group of all ranks that carries host objects; None: torch's default group does.
-        binding: What a vendor's library does in place of our own code.
-        allow_unverified: Releases of a vendor's library that nxtrain is not verified with can be used too.
+        compiler: `torch.compile`'s backend for this device; None: the device's own compiler gets whole steps.
+        device: Device of this rank's tensors.
+        world, rank: Number of processes, and the rank of this one.
+        local_world, local_rank: The same numbers among the processes of this node.
+        collectives: Communication with other ranks.
+        kernels: Kernels of the device.
+        host_kernels: Kernels for tensors in host memory.
+        extracts: Graphs are collected for compilation and not run; fetched values are meaningless.
+        host_group: Group of all ranks that carries host objects; None: torch's default group.
+        binding: Binding to a vendor's library.
+        allow_unverified: Allow releases of a vendor's library that nxtrain is not verified with.
     """
 
     name: str
@@ -315,12 +315,12 @@ class Backend(ABC):
 
     @abstractmethod
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
-        """Claim this rank's device and join its process group, whose collectives fail after so long without a peer."""
+        """Claim this rank's device and join the process group, whose collectives have this time limit."""
 
     @staticmethod
     @abstractmethod
     def support() -> Support:
-        """Whether this backend can run here, and why or why not; claims no device."""
+        """Check if this backend can run on this machine, with the reason; claims no device."""
 
     @abstractmethod
     def put(self, x: Tensor) -> Tensor:
@@ -332,17 +332,17 @@ class Backend(ABC):
 
     @abstractmethod
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
-        """Upload numbers that change from step to step, as () float32 tensors that never become constants."""
+        """Upload numbers that change from step to step, as () float32 tensors that no compiler folds into constants."""
 
     def lay_out(self, mesh: Mesh) -> None:
-        """Learn which ranks work together; all ranks call it once, before they talk.
+        """Set the mesh of the run; all ranks call this once, before any communication.
 
-        Ranks of several pipeline stages use their axes in different orders, and must not meet for the first time when
-        they do.
+        Ranks of different pipeline stages use their axes in different orders, so their groups must be made here, not
+        at the first use.
         """
 
     def device_mesh(self, mesh: Mesh) -> DeviceMesh:
-        """The data parallel ranks as torch's own sharding takes them: (shard,) or (replica, shard).
+        """Device mesh of the data parallel ranks for torch's own sharding: (shard,) or (replica, shard).
 
         Raises:
             BackendError: The device has no process groups.
@@ -353,23 +353,23 @@ class Backend(ABC):
         )
 
     def step_boundary(self) -> None:
-        """Hand what was recorded of a step to the device; eager devices have nothing to do."""
+        """Run the recorded graph on the device; does nothing on eager devices."""
 
     def num_compiled(self) -> int:
-        """Graphs that this process has compiled so far; 0 where nothing is compiled. Costs nothing to ask."""
+        """Number of graphs that this process has compiled so far; 0 on eager devices. The call costs nothing."""
         return 0
 
     def compare_graphs(self, work: str) -> None:
-        """Let ranks of a stage compare the graphs that follow before they run them; each takes tens of milliseconds.
+        """Compare later graphs between the ranks of a stage before each runs; a comparison takes tens of milliseconds.
 
-        Where each operation is its own, as on eager devices, there is nothing to compare.
+        Eager devices have no graphs to compare.
 
         Args:
-            work: What the graphs are for, in words; the same on all ranks. Empty: no more comparisons.
+            work: Name of the work that the graphs do; the same on all ranks. Empty: end the comparisons.
         """
 
     def background_group(self, hang_timeout_s: float) -> ProcessGroup | None:
-        """A new group of all ranks that carries host objects while training talks; None: there are no others."""
+        """Make a group of all ranks for host objects, usable beside training's collectives; None with one rank."""
         import torch.distributed as dist
 
         if self.world == 1 or not dist.is_initialized():
@@ -379,49 +379,50 @@ class Backend(ABC):
         return group
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
-        """Settle how attention is computed; called once, before a model is built.
+        """Choose the implementation of attention; called once, before a model is built.
 
         Args:
             wanted: `auto`, `plain` or `flash`.
-            shape: What is to be computed.
+            shape: Shape of the attention.
 
         Raises:
-            ConfigError: It cannot be computed as wanted.
+            ConfigError: The wanted implementation cannot run.
         """
         if wanted == "flash":
             reason = f"flash is NKI's kernel for backend.name=neuron; {self.name} has torch's attention only"
             raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
 
     def notes(self) -> tuple[str, ...]:
-        """What this backend has settled for the run, each with its reason, in words."""
+        """Lines for people about this backend's choices for the run, each with its reason."""
         return ()
 
     def peak_flops(self) -> float | None:
-        """Dense bfloat16 operations per second that the maker states for one device; None if unknown."""
+        """Dense bfloat16 operations per second of one device, by its maker's figures; None if unknown."""
         return None
 
     def peak_memory_bytes(self) -> int:
-        """Most device memory that this rank has held at once; 0 if the device does not tell."""
+        """Peak device memory of this rank in bytes; 0 if unknown."""
         return 0
 
     def board(self) -> HeartbeatStore | None:
-        """Where ranks tell each other what they do, apart from any collective; None if they have no such place."""
+        """Heartbeat store of the ranks, independent of collectives; None if the run has none."""
         return None
 
     def waited_s(self) -> float:
-        """Seconds that this rank's host has waited for other ranks so far; 0 where it does not know."""
+        """Seconds that this rank's host has waited for other ranks so far; 0 if unknown."""
         return 0.0
 
     def failed(self, error: Exception) -> Exception:
-        """Let the other ranks know why this one ends early, or learn from them if it only lost one of them.
+        """Publish why this rank fails; if it only lost a peer, return the peer's own failure.
 
-        Takes a few seconds at most. From now on `close` waits for nobody, and the process must end.
+        The call takes a few seconds at most. Afterwards `close` does not wait for other ranks, and the process must
+        end.
 
         Args:
-            error: What ended the run here.
+            error: Exception that ended the run on this rank.
 
         Returns:
-            What to tell: the error, or what a rank that failed before says of itself.
+            The error to report: `error`, or the first failure of another rank.
         """
         return error
 

@@ -1,4 +1,4 @@
-"""What backends on `torch.distributed` share: gloo on CPU, NCCL on CUDA, TorchNeuron's own on Trainium."""
+"""Base of the backends on `torch.distributed`: gloo on CPU, NCCL on CUDA, TorchNeuron's own on Trainium."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nxtrain.process.greetings import without_greetings
 
 @dataclass(frozen=True)
 class Placement:
-    """What torchrun told this process about its place; a process started alone is rank 0 of 1."""
+    """Place of this process among the ranks, set by torchrun; a process started alone is rank 0 of 1."""
 
     rank: int
     world: int
@@ -46,7 +46,7 @@ class C10dBackend(Backend):
     """A backend whose ranks are processes of `torch.distributed`."""
 
     collectives: C10dCollectives
-    _parting: FailureReporter | None = None
+    _failures: FailureReporter | None = None
     _store: dist.Store | None = None
     _ends_early = False
 
@@ -59,9 +59,9 @@ class C10dBackend(Backend):
     def _join(self, process_group: str, hang_timeout_s: float, device_id: torch.device | None = None) -> None:
         if self.world > 1:
             timeout = timedelta(seconds=hang_timeout_s)
-            # As without a store, but that this one can be talked to.
+            # An explicit store, since heartbeats and failures use the store too.
             self._store = store = meet(self.rank, self.world, timeout)
-            self._parting = FailureReporter(store, self.rank, hang_timeout_s, self.collectives.words)
+            self._failures = FailureReporter(store, self.rank, hang_timeout_s, self.collectives.words)
             with without_greetings():
                 dist.init_process_group(
                     process_group,
@@ -86,21 +86,21 @@ class C10dBackend(Backend):
         return WAIT_CLOCK.total_s
 
     def failed(self, error: Exception) -> Exception:
-        if self._parting is None:
+        if self._failures is None:
             return error
         self._ends_early = True
-        return self._parting.failed(error)
+        return self._failures.failed(error)
 
     def close(self) -> None:
         super().close()
-        # Not after a failure: it waits, with Python's lock, for collectives whose other ranks wait for this one to end.
+        # Not after a failure: it would wait, holding Python's lock, for ranks that wait for this one's end.
         if self.world > 1 and not self._ends_early:
             self.collectives.forget()
             dist.destroy_process_group()
 
 
 class AcceleratorBackend(C10dBackend):
-    """One with memory of its own, which computes while the host goes on."""
+    """A backend whose device has its own memory and computes asynchronously to the host."""
 
     def put(self, x: Tensor) -> Tensor:
         return x.to(self.device)

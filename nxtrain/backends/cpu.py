@@ -1,4 +1,4 @@
-"""CPU backend: gloo between processes, torch's fused kernels, an allocator that keeps its pages."""
+"""CPU backend: gloo between processes, torch's fused kernels, an allocator that keeps freed pages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from nxtrain.backends.kernels import FusedKernels, row_tiles
 from nxtrain.backends.rounding import RoundingKey, round_by_pairs_on_host
 
 TILE_ENTRIES = 1 << 19
-"""Few enough that what one operation of an update writes is in the cache for the next, and many enough for its call."""
+"""Entries of a tile: few enough to stay in the cache between operations, and enough to amortize a call."""
 
 
 VECTOR_ENTRIES = 16
-"""Entries of a cache line, which torch's fused update takes at a time; a multiple of every vector's length."""
+"""Entries of a cache line, a multiple of every vector length of torch's fused update."""
 
 
 class CpuKernels(FusedKernels):
-    """torch's fused kernels, but for attention over short sequences; updates tile by tile."""
+    """torch's fused kernels, with blocked attention for short sequences and updates tile by tile."""
 
     host_may_look = True
 
@@ -51,7 +51,7 @@ class CpuKernels(FusedKernels):
             param, grad, exp_avg, exp_avg_sq = entry
             super().adamw([param], [grad], [exp_avg], [exp_avg_sq], how)
             return
-        # What its vector instructions leave over torch's kernel rounds differently, so those entries are filled up.
+        # torch's kernel rounds entries after the last full vector differently, so these entries are padded to a vector.
         flat = [x.view(-1) for x in entry]
         filled = [F.pad(x[-left_over:], (0, VECTOR_ENTRIES - left_over)) for x in flat]
         self._update(filled, how)
@@ -61,7 +61,7 @@ class CpuKernels(FusedKernels):
             self._update([x[:-left_over] for x in flat], how)
 
     def _divisor(self, grad_scale: Tensor) -> Tensor | None:
-        # The kernel writes gradients back that it scales, which it can be spared here, where the host may look.
+        # The kernel writes scaled gradients back. The host can read the scale at no cost, and skip this for 1.
         return None if grad_scale.item() == 1 else super()._divisor(grad_scale)
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
@@ -106,8 +106,8 @@ class CpuBackend(C10dBackend):
 def keep_heap() -> None:
     """Make glibc keep freed blocks instead of returning them to the kernel.
 
-    A training step frees and allocates the same large activations again and again; by default each becomes a fresh
-    mapping whose pages the kernel must clear. Elsewhere than on glibc this does nothing.
+    A training step frees and allocates the same large activations again and again. By default each becomes a fresh
+    mapping, whose pages the kernel must clear. Without glibc this function does nothing.
     """
     mmap_max, trim_threshold = -4, -1  # M_MMAP_MAX, M_TRIM_THRESHOLD in malloc.h
     try:

@@ -1,7 +1,7 @@
 """Causal attention for CPUs at short sequences: blocks of queries against the keys before them, by matrix products.
 
-torch's flash kernel reaches a tenth of a CPU's matrix speed, least of all backward (torch 2.9). Here the probabilities
-of a forward pass are kept, which pays while they are small: S^2 / 2 entries per head.
+torch's flash kernel reaches a tenth of a CPU's matrix speed, and less in backward (torch 2.9). This implementation
+saves the probabilities of the forward pass, S^2 / 2 entries per head, which is faster while they are few.
 
 Shapes: S sequence, B batch, N query heads, K key/value heads, R = N / K, H head dimension, G = B * K groups.
 """
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Queries that are computed together; half a block per row is computed in vain."""
+"""Queries that are computed together; half a block per row is computed and masked."""
 
 KEPT_BYTES = 16 << 20
-"""Most bytes of probabilities that one call keeps for its backward pass."""
+"""Most bytes of probabilities that one call saves for its backward pass."""
 
 
 def is_short(q: Tensor) -> bool:
-    """Whether the probabilities of these queries, (S, B, N, H), are few enough to be kept."""
+    """True if the probabilities of these queries, (S, B, N, H), are few enough to be saved."""
     length, batch, heads, _ = q.shape
     return batch * heads * length * (length + BLOCK) // 2 * q.element_size() <= KEPT_BYTES
 
@@ -92,7 +92,7 @@ def _unflat(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _blocks(queries: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Each block as (G, R * rows, H), with its first position and the one after its last."""
+    """Iterate over blocks as (G, R * rows, H), with the first position and the one after the last."""
     length = queries.shape[2]
     for start in range(0, length, BLOCK):
         end = min(start + BLOCK, length)
@@ -100,6 +100,6 @@ def _blocks(queries: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _block(x: Tensor, num_kv_heads: int, start: int, end: int) -> Tensor:
-    """The part of (S, B, N, H) that belongs to a block, as a view (B, K, R, rows, H)."""
+    """View (B, K, R, rows, H) of a block's rows in (S, B, N, H)."""
     heads: Tensor = x[start:end].unflatten(2, (num_kv_heads, -1))
     return heads.permute(1, 2, 3, 0, 4)

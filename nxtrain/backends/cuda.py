@@ -20,11 +20,11 @@ PEAK_FLOPS = {
     "H100": 989e12,  # SXM, as above
     "H200": 989e12,  # nvidia.com/en-us/data-center/h200
 }
-"""By a part of the device's name; the first that fits counts."""
+"""Operations per second by a part of the device's name; the first match counts."""
 
 
 TILE_ENTRIES = 1 << 26
-"""Entries updated by one call: enough for a GPU, and float32 copies of no more than these exist at once."""
+"""Entries updated by one call: enough for a GPU, and a bound on float32 copies in memory."""
 
 
 class CudaKernels(FusedKernels):

@@ -1,4 +1,4 @@
-"""Kernels from torch itself: fused ones where torch has them, plain ones that any device can lower."""
+"""Kernels from torch's operations: fused ones for CPU and CUDA, plain ones that any device can lower."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FusedKernels(Kernels):
         round_by_pairs(x, out, key, step)
 
     def _divisor(self, grad_scale: Tensor) -> Tensor | None:
-        """What torch's kernel divides gradients by."""
+        """Divisor of gradients for torch's kernel; None: 1."""
         return grad_scale.reciprocal()
 
 
@@ -110,9 +110,9 @@ class PlainKernels(Kernels):
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:
-    """Share that a running mean of decay `beta` has seen of its weights after some updates: 1 - beta^step.
+    """Sum of the weights of a running mean of decay `beta` after some updates: 1 - beta^step.
 
-    By expm1, since float32 has few digits left of 1 - 0.999: the first updates would be off by 3e-5 of their size.
+    Computed by expm1, since 1 - 0.999 has few digits in float32: the first updates would have errors of 3e-5.
 
     Args:
         beta: Decay.
@@ -122,7 +122,7 @@ def bias_correction(beta: float, step: Tensor) -> Tensor:
 
 
 def row_tiles(shapes: Mapping[str, Sequence[int]], limit: int) -> Iterator[Rows]:
-    """Cut parameters by rows into tiles of no more than so many entries, or of one row; empty ones give none."""
+    """Divide parameters by rows into tiles of at most `limit` entries, or of one row; empty parameters give none."""
     for name, (num_rows, *rest) in shapes.items():
         width = max(1, limit // max(1, math.prod(rest)))
         for start in range(0, num_rows, width):
@@ -130,7 +130,7 @@ def row_tiles(shapes: Mapping[str, Sequence[int]], limit: int) -> Iterator[Rows]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:
-    """`scaled_dot_product_attention` on (S, B, N, H); `grouped` leaves the repetition of K/V heads to it."""
+    """`scaled_dot_product_attention` on (S, B, N, H); `grouped` lets torch repeat the K/V heads."""
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if repeats > 1 and not grouped:
@@ -140,12 +140,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:
 
 
 def repeat_heads(x: Tensor, repeats: int) -> Tensor:
-    """(B, K, S, H) to (B, K * repeats, S, H), each head beside its copies; the last two may be any."""
+    """(B, K, S, H) to (B, K * repeats, S, H), copies of a head adjacent; the last two dimensions may be any."""
     return x.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps only its input and one number per row."""
+    """RMS norm that saves only its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -172,5 +172,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """`Kernels.recompute` by torch, which stops the second call at the last value that the backward pass needs."""
+    """`Kernels.recompute` by torch, which stops the second call after the last value that backward needs."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""Random bits from counters, and stochastic rounding with them, in integer operations that every device has.
+"""Counter-based random bits, and stochastic rounding with them, in integer operations that every device has.
 
-The 16 bits that round an entry depend on the seed, the step, the global name of its tensor and its place in that, and
-on nothing else: not on the layout, the device or what was drawn before. The hash of a row and a step, with the hash of
-a pair of columns, gives 32 bits: the low half for the even column, the high half for the odd one.
+The 16 bits that round an entry depend only on the seed, the step, the global name of the entry's tensor and the entry's
+position in the tensor. They do not depend on the layout, the device or earlier draws. The hash of a row and a step,
+with the hash of a pair of columns, gives 32 bits: the low half for the even column, the high half for the odd one.
 
-Shapes: R rows, C columns: a tensor is seen as its first dimension by the rest. P pairs cover the columns.
+Shapes: R rows, the first dimension; C columns, all other dimensions flattened. P pairs cover the columns.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# A number in its place would make torch-xla compare in float64, which Trainium does not have.
+# A Python number would make torch-xla compare in float64, which Trainium does not have.
 _LARGEST = torch.tensor(torch.finfo(torch.float32).max)
 
 
 def _int32(number: int) -> Tensor:
-    # A number in its place would cost a conversion in every call, and torch-xla 2.9 makes a division of a shift by one,
-    # which rounds negative numbers the other way.
+    # A Python number would cost a conversion in every call, and torch-xla 2.9 turns a shift by a number into a
+    # division, which rounds negative numbers the other way.
     return torch.tensor(number, dtype=torch.int32)
 
 
@@ -32,16 +32,16 @@ _FACTORS = _int32(0x7FEB352D), _int32(0x846CA68B - (1 << 32))
 
 @dataclass(frozen=True)
 class RoundingKey:
-    """What the random bits of a tensor depend on, beside the step; see `nxtrain.optim.rounding` for where it is from.
+    """Key of a tensor's random bits, apart from the step; made by `nxtrain.optim.rounding`.
 
     Args:
         rows: (R,) int32, hash of seed, name and global row, odd.
         pairs: (P,) int32, hash of the number of each pair of columns.
-        columns: (C,) int32, that of each column's pair.
+        columns: (C,) int32, hash of the number of each column's pair.
         odd: (C,) bool, the column takes the high half.
         begins_odd: The first column is the second of its pair.
-        shared: Other ranks round the same entries with bits of the same key, and the results must be equal. Hardware
-            that draws bits of its own does not serve here.
+        shared: Other ranks round the same entries with the same key, and the results must be equal. Hardware that
+            draws bits of its own cannot be used.
     """
 
     rows: Tensor
@@ -52,12 +52,12 @@ class RoundingKey:
     shared: bool
 
     def narrow(self, start: int, num_rows: int) -> RoundingKey:
-        """The key of some rows."""
+        """Key of adjacent rows."""
         return replace(self, rows=self.rows.narrow(0, start, num_rows))
 
 
 def step_hash(step: Tensor) -> Tensor:
-    """What a step contributes: () float32 to () int32, odd."""
+    """Hash of a step: () float32 to () int32, odd."""
     return mix_(step.to(torch.int32, copy=True)) | 1
 
 
@@ -71,7 +71,7 @@ def mix_(x: Tensor) -> Tensor:
 
 
 def _mix_hashes_(x: Tensor) -> Tensor:
-    """The middle of `mix_`: enough for a combination of hashes, of which the high bits of each half count most."""
+    """Middle step of `mix_`, enough for a combination of hashes, since the high bits of each half count most."""
     x *= _FACTORS[0]
     x ^= torch.bitwise_right_shift(x, _FIFTEEN) & _17_BITS
     x *= _FACTORS[1]
@@ -79,7 +79,7 @@ def _mix_hashes_(x: Tensor) -> Tensor:
 
 
 def folded(x: Tensor) -> Tensor:
-    """int32 whose high bits count in its low half too, one to one."""
+    """int32 with its high half mixed into its low half, one to one."""
     return x ^ (torch.bitwise_right_shift(x, _SIXTEEN) & _16_BITS)
 
 
@@ -88,18 +88,18 @@ def _fold_(x: Tensor) -> Tensor:
     return x
 
 
-def _words(rows: Tensor, columns: Tensor, step: Tensor) -> Tensor:
+def _random_bits(rows: Tensor, columns: Tensor, step: Tensor) -> Tensor:
     """32 bits for each row and column: (R,), (C,), () to (R, C) int32."""
     return _mix_hashes_((rows * step).unsqueeze(1) ^ columns)
 
 
 def _round_by_pairs_(x: Tensor, key: RoundingKey, step: Tensor) -> Tensor:
-    """Round finite float32 `x` in place to values that bfloat16 has; the result for others is undefined.
+    """Round finite float32 `x` in place to values of bfloat16; the result for values that are not finite is undefined.
 
     One hash serves two entries, so the device must be little endian.
     """
     rows = x.view(len(key.rows), -1)
-    words = _words(key.rows, key.pairs, step)
+    words = _random_bits(key.rows, key.pairs, step)
     bits = rows.view(torch.int32)
     bits += words.view(torch.uint16).narrow(1, int(key.begins_odd), rows.shape[1]).to(torch.int32)
     bits &= _HIGH_HALF
@@ -107,13 +107,13 @@ def _round_by_pairs_(x: Tensor, key: RoundingKey, step: Tensor) -> Tensor:
 
 
 def round_by_pairs(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-    """`Kernels.stochastic_round` where the host must not wait for the device."""
+    """`Kernels.stochastic_round` for devices on which the host must not wait."""
     rounded = _round_by_pairs_(x.clone(), key, step)
     out.copy_(torch.where(x.abs() <= _LARGEST, rounded, x))
 
 
 def round_by_pairs_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-    """`Kernels.stochastic_round` where the host may look: entries are finite if their sum is, and hardly ever not."""
+    """`Kernels.stochastic_round` on the host: a finite sum proves finite entries, which nearly all tensors have."""
     if math.isfinite(x.sum().item()):
         out.copy_(_round_by_pairs_(x, key, step))
     else:
@@ -123,9 +123,9 @@ def round_by_pairs_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tenso
 def round_one_by_one(
     x: Tensor, out: Tensor, key: RoundingKey, step: Tensor, bitcast: Callable[[Tensor, torch.dtype], Tensor]
 ) -> None:
-    """`Kernels.stochastic_round` with a hash for each entry, and no view of another type."""
+    """`Kernels.stochastic_round` with a hash for each entry, and `bitcast` in place of views of another type."""
     rows = x.reshape(len(key.rows), -1)
-    words = _words(key.rows, key.columns, step)
+    words = _random_bits(key.rows, key.columns, step)
     noise = torch.where(key.odd, torch.bitwise_right_shift(words, _SIXTEEN), words) & _16_BITS
     bits = (bitcast(rows, torch.int32) + noise) & _HIGH_HALF
     rounded = torch.where(rows.abs() <= _LARGEST, bitcast(bits, torch.float32), rows)

@@ -1,4 +1,4 @@
-"""What ranks do together on a shared folder: one acts for all, or all act, and each learns of any failure."""
+"""Joint actions of ranks on a shared folder: rank 0 or every rank acts, and any failure is raised on all."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from nxtrain.mesh import Mesh
 T = TypeVar("T")
 
 Group = dist.ProcessGroup | None
-"""All ranks, able to carry host objects; None: the default group."""
+"""Process group of all ranks that carries host objects; None: the default group."""
 
 
 def is_distributed(mesh: Mesh) -> bool:
-    """Whether other processes take part."""
+    """True if the run has other processes."""
     return mesh.world > 1 and dist.is_initialized()
 
 
 def by_leader(action: Callable[[], T], mesh: Mesh, group: Group, failure: str) -> T:
-    """Let rank 0 act while the others wait, and give its result to all.
+    """Run an action on rank 0 while the others wait, and broadcast its result.
 
     Raises:
-        CheckpointError: It failed; on every rank. Another error for people is raised as it is.
+        CheckpointError: The action failed; raised on every rank. An `NxtrainError` is raised unchanged.
     """
-    told: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if mesh.rank == 0 or not is_distributed(mesh):
         try:
-            told[0] = action()
+            outcome[0] = action()
         except NxtrainError as error:
-            told[1] = error
-        except Exception as error:  # whatever it is, the others wait
-            told[1] = CheckpointError(f"{failure}: {error if isinstance(error, OSError) else repr(error)}")
-            told[1].__cause__ = error
+            outcome[1] = error
+        except Exception as error:  # of any kind, since the other ranks wait for the outcome
+            outcome[1] = CheckpointError(f"{failure}: {error if isinstance(error, OSError) else repr(error)}")
+            outcome[1].__cause__ = error
     if is_distributed(mesh):
-        dist.broadcast_object_list(told, src=0, group=group)
-    result, failed = told
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    result, failed = outcome
     if failed is not None:
         raise failed
     return result  # type: ignore[no-any-return]
 
 
 def together(action: Callable[[], None], mesh: Mesh, group: Group, failure: str) -> None:
-    """Let every rank act, and wait for all of them.
+    """Run an action on every rank, and wait for all ranks.
 
     Raises:
-        CheckpointError: Any failed; on every rank, the same. Another error for people is raised as it is.
+        CheckpointError: Any rank failed; every rank raises the same error. An `NxtrainError` is raised unchanged.
     """
     mine: NxtrainError | None = None
     try:
         action()
     except NxtrainError as error:
         mine = error
-    except Exception as error:  # whatever it is, the others wait
+    except Exception as error:  # of any kind, since the other ranks wait for the outcome
         mine = CheckpointError(f"{failure}: rank {mesh.rank}: {error if isinstance(error, OSError) else repr(error)}")
         mine.__cause__ = error
     for failed in gather(mine, mesh, group):
@@ -68,31 +68,31 @@ def together(action: Callable[[], None], mesh: Mesh, group: Group, failure: str)
 
 
 def gather(mine: T, mesh: Mesh, group: Group) -> list[T]:
-    """What every rank has, by rank."""
-    told = [mine]
+    """Values of all ranks, by rank."""
+    values = [mine]
     if is_distributed(mesh):
-        told *= mesh.world
-        dist.all_gather_object(told, mine, group=group)
-    return told
+        values *= mesh.world
+        dist.all_gather_object(values, mine, group=group)
+    return values
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What a rank does for a folder of which nodes may have one each, under one path.
+    """The folder under one path, which all nodes share or each node has for itself.
 
     Args:
-        leads: It acts there, for all ranks that see the same folder; one of them does.
-        number: So many different folders there are.
+        leads: This rank acts for all ranks that see the same folder; one rank per folder does.
+        number: Number of different folders.
     """
 
     leads: bool
     number: int
 
     def on_each(self, action: Callable[[], object], mesh: Mesh, group: Group, failure: str) -> None:
-        """Let the leader of each folder act while the others wait.
+        """Run an action on the leader of each folder while the others wait.
 
         Raises:
-            CheckpointError: It failed somewhere; on every rank.
+            CheckpointError: The action failed on some leader; raised on every rank.
         """
 
         def act() -> None:
@@ -106,13 +106,13 @@ class Disk:
 
 
 def shared_disk(mesh: Mesh) -> Disk:
-    """A folder that all ranks see."""
+    """`Disk` of a folder that all ranks see, led by rank 0."""
     return Disk(mesh.rank == 0, 1)
 
 
 @contextmanager
 def collective(action: str) -> Iterator[None]:
-    """Run `torch.distributed.checkpoint` quietly; the failure of any rank becomes one readable error on all."""
+    """Silence warnings of `torch.distributed.checkpoint`; the failure of any rank becomes one readable error on all."""
     try:
         with warnings.catch_warnings():
             # A single process is no mistake, and the deprecated call is torch's own.

@@ -20,7 +20,7 @@ from nxtrain.process.greetings import without_greetings
 
 
 class WaitClock:
-    """A clock that runs within its context.
+    """Clock of the time spent within its context.
 
     Attributes:
         total_s: Seconds so far.
@@ -38,15 +38,17 @@ class WaitClock:
 
 
 WAIT_CLOCK = WaitClock()
-"""Of the collectives on `torch.distributed`. On devices with streams waiting is left to these, and takes the host no
-time."""
+"""Time that the host waits in collectives of `torch.distributed`.
+
+On devices with streams, the streams wait, and the host spends no time.
+"""
 
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _FUNCTIONAL: Any = torch.ops._c10d_functional
 
 SHOWN_RANKS = 8
-"""Of those that may have been lost, as many as a message names."""
+"""Most ranks that a message names as possibly lost."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class _Async:
 
 
 def _others(axis: Axis) -> Peers:
-    """The other ranks of an axis, of which gloo does not tell who was lost."""
+    """The other ranks of an axis; gloo does not report which of them was lost."""
     me = dist.get_rank()
     others = [rank for rank in axis.group_of(me) if rank != me]
     if len(others) == 1:
@@ -80,7 +82,7 @@ def _others(axis: Axis) -> Peers:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A collective in a graph of `torch.compile`, in the form that its compilers know."""
+    """A functional collective in a graph of `torch.compile`, the form that its compilers support."""
 
     out: Tensor
     into: Tensor | None = None
@@ -105,13 +107,13 @@ class _AsyncBucket:
 
 @dataclass(frozen=True)
 class _Transfer(Generic[Result_co]):
-    """What goes between two ranks; keeps its tensors alive.
+    """A transfer between two ranks, which keeps its tensors alive.
 
     Args:
-        works: Under way.
-        result: Of waiting.
-        held: Is being sent.
-        peer: The other.
+        works: Works of torch, under way.
+        result: Result of `wait`.
+        held: Tensor that is sent.
+        peer: The other rank.
     """
 
     works: Sequence[dist.Work]
@@ -129,12 +131,12 @@ class _Transfer(Generic[Result_co]):
 class C10dCollectives(Collectives):
     """Collectives of one rank of the default process group.
 
-    A subgroup is made the first time an axis is used. All ranks reach that point in the same order, as they do every
-    collective; where they do not, since pipeline stages differ, `lay_out` makes all of them before.
+    A subgroup is made at the first use of an axis. All ranks reach this point in the same order, as they reach every
+    collective. Pipeline stages may differ in this order, so `lay_out` makes the subgroups of a pipeline beforehand.
 
-    Transfers between neighbours of the pipeline have a group for each pair. In the axis's group, NCCL would do all of a
-    rank's transfers one after the other on one stream, so that a receive that was started early would block a send to
-    another rank, and by that perhaps itself.
+    Transfers between neighbours of the pipeline have a group for each pair. In the axis's group, NCCL would run all of
+    a rank's transfers in sequence on one stream. A receive that was started early would block a send to another rank,
+    and could deadlock.
 
     Args:
         world: Number of ranks.
@@ -154,12 +156,12 @@ class C10dCollectives(Collectives):
         self._mesh: Mesh | None = None
 
     def words(self, rank: int) -> str:
-        """A rank as messages name it."""
+        """Name of a rank in messages."""
         return self._mesh.words(rank) if self._mesh else f"rank {rank}"
 
     @property
     def _timeout(self) -> timedelta:
-        # A group made later has torch's own limit unless it is told, not that of the first.
+        # A later group would get torch's default limit, not the limit of the first group.
         return timedelta(seconds=self.hang_timeout_s)
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
@@ -178,7 +180,7 @@ class C10dCollectives(Collectives):
         return self._groups[axis.groups]
 
     def _ordered(self, axis: Axis) -> dist.ProcessGroup:
-        """The group of an axis, which must count its ranks like the axis: it does so ascending, however it was made."""
+        """The group of an axis whose ranks must be ascending, since torch numbers the ranks of any group ascending."""
         group = self.group(axis)
         assert axis.groups not in self._disordered, axis
         return group
@@ -221,7 +223,7 @@ class C10dCollectives(Collectives):
         return _AsyncBucket(_Async(work, flat, axis, scale), [tensor.shape for tensor in tensors])
 
     def lay_out(self, mesh: Mesh) -> None:
-        """Make all groups that ranks of several stages would otherwise make in different orders."""
+        """Make all groups that ranks of different pipeline stages would otherwise make in different orders."""
         self._mesh = mesh
         if mesh.pp_size == 1:
             return
@@ -251,14 +253,14 @@ class C10dCollectives(Collectives):
     def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
         rank, other, group = self._reach(axis, peer)
         out = torch.empty_like(x)
-        # Together: on NCCL both ends would else wait to send before either receives.
+        # One batch: on NCCL both ends would otherwise wait to send before either receives.
         both = [dist.P2POp(dist.isend, x, rank, group), dist.P2POp(dist.irecv, out, rank, group)]
         with blaming(other):
             works = dist.batch_isend_irecv(both)
         return _Transfer(works, out, x, other).wait()
 
     def _reach(self, axis: Axis, position: int) -> tuple[int, Peers, dist.ProcessGroup]:
-        """A rank by its position, as messages name it, and the group to reach it in."""
+        """Global rank at a position of the axis, the peer for messages, and the group for transfers with it."""
         me = dist.get_rank()
         peer = axis.group_of(me)[position]
         assert peer != me, (axis, position)
@@ -266,7 +268,7 @@ class C10dCollectives(Collectives):
         return peer, Peers(self.words(peer), peer, self.hang_timeout_s), group
 
     def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
-        """The data parallel ranks as torch's own sharding takes them: (shard,) or (replica, shard)."""
+        """Device mesh of the data parallel ranks for torch's own sharding: (shard,) or (replica, shard)."""
         if mesh.replica.size == 1:
             return DeviceMesh.from_group(self.group(mesh.shard), device, mesh_dim_names=("shard",))
         return DeviceMesh.from_group(
@@ -282,7 +284,7 @@ class C10dCollectives(Collectives):
                 dist.barrier()
 
     def forget(self) -> None:
-        """Let go of all groups, so that they end with the process group, and their threads before the interpreter."""
+        """Drop all groups, so that they end with the process group, and their threads before the interpreter."""
         self._links.clear()
         self._groups.clear()
 

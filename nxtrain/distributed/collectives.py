@@ -1,4 +1,4 @@
-"""How ranks talk to each other, whatever carries it."""
+"""Interface of collectives and transfers between ranks, for any transport."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pending(Protocol[Result_co]):
     """A collective under way."""
 
     def wait(self) -> Result_co:
-        """Block until the result may be used, and return it; called once."""
+        """Block until the result may be used, and return the result; called once."""
         ...
 
 
@@ -41,18 +41,18 @@ Op = Literal["sum", "max"]
 class Collectives(ABC):
     """Communication between the ranks of an axis. An axis of size 1 is the identity and costs nothing.
 
-    Inputs are contiguous, and equal in shape and type on all ranks of a group. That of `all_reduce` belongs to the
-    collective, which may work in place: its values are undefined afterwards. All others keep their values. On an axis
-    of size 1 a result may be the input itself. Every rank calls the same collectives in the same order.
+    Inputs are contiguous, and equal in shape and type on all ranks of a group. `all_reduce` may work in place: the
+    values of its input are undefined afterwards. All other inputs keep their values. On an axis of size 1 a result may
+    be the input itself. Every rank calls the same collectives in the same order.
 
     Attributes:
-        lazy: What is started is recorded, and runs at the next step boundary.
+        lazy: Collectives are recorded when they are started, and run at the next step boundary.
     """
 
     lazy: bool = False
 
     def part(self) -> None:
-        """Let nothing of the values of earlier collectives reach later ones, but by what these are given."""
+        """Break any hidden dependency between collectives, so that a NaN in one result cannot spread to later ones."""
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Tensor:
         """Reduce over the axis; may overwrite `x`."""
@@ -89,33 +89,33 @@ class Collectives(ABC):
 
     @abstractmethod
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
-        """Give `x` to a neighbour on the axis, who starts to receive it; `x` stays as it is until waited for.
+        """Send `x` to a neighbour on the axis, which starts to receive; the caller keeps `x` unchanged until `wait`.
 
-        Two ranks meet in each transfer: they start those between them in the same order.
+        Both ranks start the transfers between them in the same order.
 
         Args:
-            x: At least one dimension.
-            axis: Not of size 1.
-            to: Position of the other on this rank's group of the axis.
+            x: Tensor of at least one dimension.
+            axis: Axis of size 2 or more.
+            to: Position of the other rank in this rank's group of the axis.
 
         Raises:
-            LostPeerError: The other died; here, or when waited for.
-            HangError: It did not come in time; likewise.
+            LostPeerError: The other rank died; raised at once or by `wait`.
+            HangError: The other rank did not come in time; raised at once or by `wait`.
         """
 
     @abstractmethod
     def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
-        """Take what the neighbour at position `source` sends; see `start_send`.
+        """Receive a tensor from the neighbour at position `source`; see `start_send`.
 
         Args:
-            like: Of the shape and type of what comes. May take part in the transfer, and keeps its values.
-            axis, source: Where from.
+            like: Tensor of the shape and type that is sent. It may take part in the transfer, and keeps its values.
+            axis, source: Axis and position of the sender.
         """
 
     @abstractmethod
     def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
-        """Swap tensors of one shape and type with a neighbour on the axis, which calls this too; see `start_send`."""
+        """Swap tensors of equal shape and type with a neighbour, which calls `exchange` too; see `start_send`."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank of the world is here."""
+        """Wait until every rank of the world has called `barrier`."""

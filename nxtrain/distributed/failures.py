@@ -1,9 +1,9 @@
 """Failures of a run: the first one, the loss of a peer, and the error that each rank reports.
 
 The first failure is kept in the store of the rendezvous. torchrun's agent holds that store, so that it outlives the
-ranks. A store that rank 0 holds ends with rank 0; the other ranks then know only the peer that they lost themselves.
+ranks. A store that rank 0 holds ends with rank 0; each other rank then knows only the peer that it lost itself.
 
-Every call is short: a rank that asks has lost a peer, and other ranks wait for it to end.
+Every call is short: the calling rank has lost a peer, and other ranks wait for the caller to end.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from nxtrain.errors import HangError, LostPeerError
 Result = TypeVar("Result")
 
 ANSWER_S = 3.0
-"""A store that is there answers within milliseconds."""
+"""Seconds to wait for the store; a reachable store answers within milliseconds."""
 
 GRACE_S = 2.0
-"""How much later than another a rank may find that its own peer does not come: more than an action takes."""
+"""Most seconds between the timeouts of two ranks for their own peers: longer than one pipeline action."""
 
 SOON_S = 0.3
-"""How much later than others the neighbours of a rank that died may find it; those that wait for this one wait on."""
+"""Most seconds between the detections of a dead rank by its neighbours, while other ranks wait for this one."""
 
 LOOK_S = 0.02
-"""Between looks for what others left."""
+"""Seconds between reads of the store for the failure of another rank."""
 
 
 class FirstFailure:
-    """The first failure of a run, and who waits for whom when ranks hang.
+    """The first failure of a run, and the graph of waits between ranks when some hang.
 
     Args:
-        store: Where the ranks of this start of the run met.
+        store: Store of the rendezvous of this start.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("nxtrain/last_words", store)
 
-    def leave(self, words: str) -> str:
-        """Leave words unless another rank did before; those that count."""
-        first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", words).decode())
-        return first or words
+    def leave(self, text: str) -> str:
+        """Publish a failure unless another rank did before; return the first one."""
+        first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", text).decode())
+        return first or text
 
     def first(self) -> str:
-        """What a rank has left; empty if none has."""
+        """The first published failure; empty if there is none."""
         return self._store.get("first").decode() if self._store.check(["first"]) else ""
 
     def await_first(self, seconds: float) -> str:
-        """What another rank leaves now or within some time; empty if none does."""
+        """Wait some seconds for the first published failure; empty if there is none."""
         limit = time.monotonic() + seconds
 
         def look() -> str:
-            # A look at a time: a store takes nothing else from this process while it waits for a key.
+            # Polling: while a store waits for a key, it serves no other request of this process.
             while not (first := self.first()) and time.monotonic() < limit:
                 time.sleep(LOOK_S)
             return first
@@ -67,11 +67,11 @@ class FirstFailure:
         return call_with_timeout(seconds, look) or ""
 
     def who_hangs(self, rank: int, peer: int | None) -> int | None:
-        """The rank that others wait for, and that waits for nobody; None if nobody can tell.
+        """The rank at the end of the chain of waits, which waits for no other; None if unknown.
 
         Args:
-            rank: This one, which has waited for another as long as it may.
-            peer: That one. It may have waited itself, and then says so soon. None: any of several.
+            rank: This rank, which has waited for `peer` up to the time limit.
+            peer: The awaited rank. If it waited itself, it publishes this soon. None: any of several ranks.
         """
 
         def follow() -> int | None:
@@ -82,21 +82,21 @@ class FirstFailure:
                 if at in seen:
                     return None
                 seen.add(at)
-                words = self._store.get(f"waits/{at}").decode()
-                at = int(words) if words else None
+                awaited = self._store.get(f"waits/{at}").decode()
+                at = int(awaited) if awaited else None
             return at
 
         return call_with_timeout(GRACE_S + ANSWER_S, follow)
 
 
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
-    """What work returns; None if it fails, or takes longer and is left behind."""
+    """Result of work in a thread; None if the work fails, or exceeds the time limit and is abandoned."""
     done: list[Result] = []
 
     def run() -> None:
         try:
             done.append(work())
-        except RuntimeError:  # the store went with its rank
+        except RuntimeError:  # the store ended with its rank
             return
 
     thread = Thread(target=run, daemon=True)
@@ -108,20 +108,20 @@ def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | No
 _GONE = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket closed|recv, got 0 bytes|ncclRemoteError", re.IGNORECASE
 )
-"""What gloo, torch's store and NCCL say of a connection whose other end is gone."""
+"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone."""
 
 _LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
-"""What gloo and torch's store say when the other end does not come."""
+"""Messages of gloo and torch's store for a timeout."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Those that a rank waits for.
+    """The ranks that a rank waits for.
 
     Args:
-        words: How messages name them.
-        rank: Its number if it is one; None: any of several.
-        hang_timeout_s: Seconds that the group waits for them; 0: unknown.
+        words: Name of these ranks in messages.
+        rank: The awaited rank; None: any of several.
+        hang_timeout_s: Time limit of the group in seconds; 0: unknown.
     """
 
     words: str
@@ -134,9 +134,9 @@ ANY = Peers("a rank that this one works with")
 
 @contextmanager
 def blaming(peers: Peers) -> Iterator[None]:
-    """Turn what gloo says of a connection into what became of its other end; other failures stay what they are.
+    """Translate gloo's errors of a connection into the loss or hang of its other end; other errors are unchanged.
 
-    NCCL says nothing here, since waiting is left to the stream: torch's watchdog ends the process after the same time.
+    NCCL raises no error here, since the stream waits: torch's watchdog ends the process after the same time limit.
 
     Source: torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; gloo/transport/tcp in
     https://github.com/pytorch/gloo.
@@ -151,7 +151,7 @@ def blaming(peers: Peers) -> Iterator[None]:
 
 
 def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError | None:
-    """The loss of a peer, if that is what a failure comes from."""
+    """The loss or hang of a peer among the causes of an error; None if there is none."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, LostPeerError | HangError):
@@ -180,65 +180,65 @@ def _late(error: RuntimeError, peers: Peers) -> HangError:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, or what it is if it says nothing."""
+    """First line of an error's message, or its type's name if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 class FailureReporter:
-    """The end of one rank.
+    """Reporter of the failure of one rank.
 
     Args:
-        store: Where the ranks of this start of the run met.
-        rank: This one.
+        store: Store of the rendezvous of this start.
+        rank: This rank.
         hang_timeout_s: Seconds that ranks wait for each other.
-        words: Names a rank.
+        words: Function from a rank to its name in messages.
     """
 
     def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
-        self._last_words = FirstFailure(store)
+        self._first_failure = FirstFailure(store)
         self._rank, self._hang_timeout_s, self._words = rank, hang_timeout_s, words
         self._answer: tuple[Exception, Exception] | None = None
 
     def failed(self, error: Exception) -> Exception:
-        """Let the others know why this rank ends, or learn from them if it only lost one of them; takes a few seconds.
+        """Publish why this rank fails; if it only lost a peer, return the peer's own failure. Takes a few seconds.
 
         Args:
-            error: What ended it.
+            error: Exception that ended this rank.
 
         Returns:
-            What to tell: the error, or what a rank that failed before says of itself; the same for the same error.
+            The error to report: `error`, or the first failure of another rank. Repeated calls return the same one.
         """
         if self._answer is None or self._answer[0] is not error:
             self._answer = error, self._explain(error)
         return self._answer[1]
 
     def _explain(self, error: Exception) -> Exception:
-        words, me = self._last_words, self._words(self._rank)
+        failure, me = self._first_failure, self._words(self._rank)
         lost = loss(error)
         if lost is None:
             text = first_line(error)
-            words.leave(text if text.startswith(me) else f"{me} failed: {type(error).__name__}: {text}")
+            failure.leave(text if text.startswith(me) else f"{me} failed: {type(error).__name__}: {text}")
             return error
         if isinstance(lost, HangError):
             return self._hung(lost)
         if lost.peer is None:
-            first = words.await_first(SOON_S) or words.leave(first_line(lost))
+            first = failure.await_first(SOON_S) or failure.leave(first_line(lost))
         else:
-            first = words.leave(f"{self._words(lost.peer)} is gone")
+            first = failure.leave(f"{self._words(lost.peer)} is gone")
         if first in str(lost):
             return lost
         return LostPeerError(f"{first}\n{me} needs it, and ends too", lost.peer)
 
     def _hung(self, error: HangError) -> Exception:
-        """Name the rank that hangs, where this one waited for another that waits for it in turn."""
-        words = self._last_words
-        hangs = words.who_hangs(self._rank, error.peer)
+        """Error that names the rank that hangs; `error` itself if this rank's peer hangs or nothing else is known."""
+        failure = self._first_failure
+        hangs = failure.who_hangs(self._rank, error.peer)
         if hangs is not None:
             limit = f"recovery.hang_timeout_s={self._hang_timeout_s:g}"
-            words.leave(f"{self._words(hangs)} did not come within {limit} seconds")
+            failure.leave(f"{self._words(hangs)} did not come within {limit} seconds")
         if hangs is not None and hangs == error.peer:
             return error
-        # Others may find it a little later, or wait for it themselves.
-        first = words.await_first(2 * GRACE_S)
+        # Other ranks may detect the hang a little later, or wait for the hanging rank themselves.
+        first = failure.await_first(2 * GRACE_S)
         return HangError(f"{first}\n{self._words(self._rank)} waited too: {error}") if first else error

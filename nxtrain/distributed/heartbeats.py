@@ -1,7 +1,7 @@
-"""Heartbeats of all ranks, in the store of the rendezvous and apart from any collective.
+"""Heartbeats of all ranks, in the store of the rendezvous and independent of collectives.
 
-The watchdog of each rank reads and writes them in a thread of its own, while the main thread may hang. The link to the
-store may be lost and found again.
+The watchdog of each rank reads and writes heartbeats in a thread of its own, while the main thread may hang. A lost
+connection to the store is opened again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 PATIENCE_S = 10.0
-"""For a store that does not answer; one that is there does within milliseconds."""
+"""Seconds to wait for the store; a reachable store answers within milliseconds."""
 
 ANSWER_S = 1.0
-"""What ranks have to answer once one says that the run hangs; their watchdogs look twice within it."""
+"""Seconds for ranks to answer after one declares a hang; each watchdog reads the store twice within them."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank does.
+    """Heartbeat of a rank: the work that it does.
 
     Args:
-        step: In which it is.
-        section: Which part of it.
-        age_s: Seconds that it has been there.
-        waits: It waits for other ranks, as far as its stack tells.
-        point: Innermost place of its main thread.
-        spent: Seconds that its host has spent in each section of steps so far, apart from waiting for others.
+        step: Present step.
+        section: Section of the step.
+        age_s: Seconds since the rank entered the section.
+        waits: The rank waits for other ranks, as far as its stack shows.
+        point: Innermost frame of its main thread.
+        spent: Seconds that the host has spent so far in each section of steps, without waits for other ranks.
     """
 
     step: int
@@ -48,16 +48,16 @@ class Beat:
     spent: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """In words."""
+        """Text of the heartbeat in messages."""
         return f"step {self.step} ({self.section}) for {self.age_s:.1f} s" + (f", {self.point}" if self.point else "")
 
 
 class HeartbeatStore:
-    """What the ranks of one start of a run know of each other.
+    """Heartbeats, stop requests and hang reports of the ranks of one start, kept in the store of the rendezvous.
 
     Args:
-        store: Where they met; it is talked to over a connection of its own, since one that waits blocks all others.
-        rank, world: This rank, and how many there are.
+        store: Store of the rendezvous; it is cloned, since a waiting request blocks all others of a connection.
+        rank, world: This rank, and the number of ranks.
 
     Raises:
         RuntimeError: From every method, when the store is gone.
@@ -70,31 +70,31 @@ class HeartbeatStore:
         own = own.clone()
         own.set_timeout(timedelta(seconds=PATIENCE_S))
         self._own = own
-        self._store: Any = PrefixStore("nxtrain/board", own)  # torch's stubs lack a part of a store
-        self._words = FirstFailure(own)
+        self._store: Any = PrefixStore("nxtrain/board", own)  # torch's stubs lack some methods of a store
+        self._first_failure = FirstFailure(own)
         self._rank, self._world = rank, world
 
     def again(self) -> HeartbeatStore:
-        """The same over a new connection; one that was too slow once may be out of step with its answers."""
+        """The same store over a new connection; after a timeout, the old one may pair requests with wrong answers."""
         return HeartbeatStore(self._own, self._rank, self._world)
 
     def beat(self, beat: Beat) -> None:
-        """Say what this rank does."""
+        """Publish this rank's heartbeat."""
         self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
 
     def beats(self) -> dict[int, Beat]:
-        """What each rank said last, once all have said something."""
+        """Last heartbeat of each rank; empty until all ranks have published one."""
         if not self._store.check([f"beat/{rank}" for rank in range(self._world)]):
             return {}
         texts = self._store.multi_get([f"beat/{rank}" for rank in range(self._world)])
         return {rank: Beat(**json.loads(text)) for rank, text in enumerate(texts)}
 
     def advance(self, amount: int) -> int:
-        """Add to what all ranks have received of a checkpoint, and tell the sum."""
+        """Add to the checkpoint bytes that all ranks have transferred, and return the sum."""
         return int(self._store.add("received", amount))
 
     def calls(self) -> bool:
-        """Whether some rank has asked for a stop, or says that the run hangs."""
+        """True if some rank has asked for a stop or declared a hang."""
         return bool(self._store.check(["call"]))
 
     def ask_stop(self, why: str) -> None:
@@ -103,42 +103,45 @@ class HeartbeatStore:
         self._store.set("call", "")
 
     def stop_asked(self) -> str:
-        """Why the ranks are to stop; empty: they are not."""
+        """Reason of the requested stop; empty: none is requested."""
         return self._text("stop/why")
 
     def say_begun(self, step: int) -> None:
-        """Say which step this rank has begun last; who is the last to say so decides for all. May be said again."""
+        """Publish the last step that this rank has begun; may be repeated.
+
+        The last rank to publish sets the step after which all ranks stop.
+        """
         self._store.set(f"stop/begun/{self._rank}", str(step))
-        # Who says it twice counts twice, so that the number tells only when it is time to look.
+        # A rank that publishes twice counts twice, so that the count only shows when to read the keys.
         keys = [f"stop/begun/{rank}" for rank in range(self._world)]
         if self._store.add("stop/number", 1) >= self._world and self._store.check(keys):
             self._store.set("stop/step", str(max(map(int, self._store.multi_get(keys)))))
 
     def stop_step(self) -> int | None:
-        """The step after which all stop, once that is decided."""
+        """The step after which all ranks stop; None until it is decided."""
         text = self._text("stop/step")
         return int(text) if text else None
 
     def failure(self) -> str:
-        """What a rank that failed has left for the others."""
-        return self._words.first()
+        """The first published failure; empty if there is none."""
+        return self._first_failure.first()
 
     def declare_hang(self) -> bool:
-        """Say that the run hangs; whether this rank is the first to."""
+        """Declare a hang; True if this rank is the first to do so."""
         first: str = self._store.compare_set("hang/by", "", str(self._rank)).decode()
         self._store.set("call", "")
         return first == str(self._rank)
 
     def hang_declared(self) -> bool:
-        """Whether some rank says that the run hangs."""
+        """True if some rank has declared a hang."""
         return bool(self._store.check(["hang/by"]))
 
     def answer(self, beat: Beat) -> None:
-        """Give a sign of life."""
+        """Publish this rank's answer to a declared hang."""
         self._store.set(f"hang/{self._rank}", json.dumps(asdict(beat)))
 
     def answers(self) -> dict[int, Beat]:
-        """The signs of life of all ranks that give one in time."""
+        """Answers to a declared hang from all ranks that give one in time."""
         missing, found = set(range(self._world)), dict[int, Beat]()
         limit = time.monotonic() + ANSWER_S
         while missing and time.monotonic() < limit:
@@ -150,23 +153,23 @@ class HeartbeatStore:
         return found
 
     def last_beats(self, ranks: set[int]) -> dict[int, Beat]:
-        """What some ranks said last, of those that ever said something."""
+        """Last heartbeats of some ranks; ranks that never published one are left out."""
         texts = {rank: self._text(f"beat/{rank}") for rank in ranks}
         return {rank: Beat(**json.loads(text)) for rank, text in texts.items() if text}
 
     def judge(self, verdict: str) -> None:
-        """Say for all ranks who hangs."""
+        """Publish the verdict: the ranks that hang."""
         self._store.set("hang/verdict", verdict)
 
     def verdict(self) -> str:
-        """Who hangs, as the first to declare it finds; empty if that takes too long."""
-        return _soon(lambda: self._text("hang/verdict"), 3 * ANSWER_S)
+        """Wait for the verdict of the rank that declared the hang first; empty after a time limit."""
+        return _poll(lambda: self._text("hang/verdict"), 3 * ANSWER_S)
 
     def _text(self, key: str) -> str:
         return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
 
-def _soon(work: Callable[[], str], seconds: float) -> str:
+def _poll(work: Callable[[], str], seconds: float) -> str:
     limit = time.monotonic() + seconds
     while not (text := work()) and time.monotonic() < limit:
         time.sleep(0.02)
@@ -174,14 +177,14 @@ def _soon(work: Callable[[], str], seconds: float) -> str:
 
 
 class HeartbeatLink:
-    """A board, as long as its store answers.
+    """A heartbeat store, as long as it answers.
 
     Args:
-        board: Where the ranks meet; None: there is one rank, or they have no such place.
+        board: The heartbeat store; None: the run has one rank, or no store.
 
     Attributes:
-        board: The same; None while it is lost.
-        is_alone: There never was one.
+        board: The heartbeat store; None while its connection is lost.
+        is_alone: The run has no heartbeat store.
     """
 
     def __init__(self, board: HeartbeatStore | None) -> None:
@@ -193,17 +196,17 @@ class HeartbeatLink:
 
     @property
     def lost_s(self) -> float:
-        """Seconds for which it is lost."""
+        """Seconds since the connection was lost; 0 while it works."""
         return time.monotonic() - self._lost_at if self._lost is not None and self.board is None else 0.0
 
     def lose(self) -> None:
-        """Do without the store, and look for it again: it may have been slow for once."""
+        """Give up the connection to the store, and open a new one: the store may have been slow only once."""
         if self.board is not None:
             self._lost, self.board, self._lost_at = self.board, None, time.monotonic()
         self.reach()
 
     def reach(self) -> None:
-        """Look for a store that is lost, in a thread that nobody waits for."""
+        """Open a new connection to a lost store, in a background thread."""
 
         def connect() -> None:
             with suppress(RuntimeError):  # tried again at the next beat

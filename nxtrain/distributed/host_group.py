@@ -1,4 +1,4 @@
-"""What ranks tell each other on their hosts, beside a process group that carries device tensors only."""
+"""Communication between the hosts of ranks, for runs whose own process group carries device tensors only."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from nxtrain.mesh import Axis
 from nxtrain.process.greetings import without_greetings
 
 SHOWN_DIGITS = 12
-"""Of a graph's hash, as `nxtrain graphs` shows them."""
+"""Digits of a graph's hash in messages, as many as `nxtrain graphs` shows."""
 
 SHOWN_GRAPHS = 4
-"""Graphs of a disagreement that its message lists."""
+"""Most graphs that the message of a disagreement lists."""
 
 SOONER = 0.9
-"""Share of the limit within which nobody can be late yet, so that who is missing is gone."""
+"""Share of the time limit within which no rank can be late yet: a rank missing so early is gone."""
 
 _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 
 
 class HostGroup:
-    """All ranks of a run, talking over gloo. Every rank makes one, and calls its methods in the same order.
+    """A gloo process group of all ranks. Every rank makes one, and calls its methods in the same order.
 
     Args:
         hang_timeout_s: Seconds that a rank waits for the others.
 
     Attributes:
-        group: Carries host tensors and objects.
+        group: The process group, which carries host tensors and objects.
     """
 
     def __init__(self, hang_timeout_s: float) -> None:
@@ -45,13 +45,13 @@ class HostGroup:
         self._alike: dist.ProcessGroup = group
 
     def compare_among(self, axis: Axis) -> None:
-        """Compare graphs from now on among the ranks of a group of an axis, since others run different ones."""
+        """Limit later comparisons of graphs to the ranks of this rank's group of an axis, which run the same graphs."""
         ranks = [list(group) for group in axis.groups]
         with without_greetings():
             self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
 
     def barrier(self, work: str = "a barrier") -> None:
-        """Wait until every rank is here.
+        """Wait until every rank has called `barrier`.
 
         Raises:
             HangError: Some rank did not come in time.
@@ -65,7 +65,7 @@ class HostGroup:
             dist.monitored_barrier(group, self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             reason = in_world(str(error).strip().splitlines()[0].rstrip("."), dist.get_process_group_ranks(group))
-            if time.monotonic() - began < SOONER * limit_s:  # gloo says the same of a rank that is gone
+            if time.monotonic() - began < SOONER * limit_s:  # gloo's error is the same for a rank that is gone
                 raise _gone(reason, work) from error
             raise HangError(
                 f"some ranks are missing at {work}, where the others wait for "
@@ -74,14 +74,14 @@ class HostGroup:
             ) from error
 
     def compare(self, work: str, graph: str) -> None:
-        """Make sure that all ranks that run the same programs are about to run the same graph.
+        """Check that all ranks with the same program are about to run the same graph.
 
         Args:
-            work: What this rank is doing, in words.
-            graph: Its hash.
+            work: Name of the work that this rank does.
+            graph: Hash of the graph.
 
         Raises:
-            BackendError: They are not; the first of them says how they differ.
+            BackendError: The graphs differ; the first rank reports the differences.
             HangError: Some rank did not come in time.
             LostPeerError: Some rank has ended.
         """
@@ -96,7 +96,7 @@ class HostGroup:
 
 
 def _gone(reason: str, work: str) -> LostPeerError:
-    """Who has ended, as far as the first rank of a group knows; the others only lose that one then."""
+    """Error that names the ranks that ended. Only the first rank of a group knows them; the others lose that rank."""
     found = _MISSING.search(reason)
     ranks = [int(rank) for rank in found[1].split(", ")] if found else []
     names = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}" if ranks else "a rank that this one works with"
@@ -105,10 +105,10 @@ def _gone(reason: str, work: str) -> LostPeerError:
 
 
 def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
-    """Say how ranks differ; empty if they agree.
+    """Message about differences between ranks; empty if they agree.
 
     Args:
-        found: Work and hash of each rank that should run the same, ascending.
+        found: Work and graph hash of each rank that should run the same graph, ascending.
         world: Number of all ranks.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
@@ -139,11 +139,11 @@ def disagreement(found: Mapping[int, tuple[str, str]], world: int) -> str:
 
 
 def in_world(text: str, members: Sequence[int]) -> str:
-    """What torch says of a group's ranks, in their numbers in the world.
+    """Message of torch with a group's ranks replaced by global ranks.
 
     Args:
-        text: With ranks as `rank 1` or `Ranks 1, 2`.
-        members: The number in the world of each rank of the group.
+        text: Message with ranks as `rank 1` or `Ranks 1, 2`.
+        members: Global rank of each rank of the group.
     """
 
     def renumber(found: re.Match[str]) -> str:
@@ -153,6 +153,6 @@ def in_world(text: str, members: Sequence[int]) -> str:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Ascending numbers as people write them: 0-2, 5."""
+    """Text of ascending numbers, runs as ranges: 0-2, 5."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda at: at[1] - at[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

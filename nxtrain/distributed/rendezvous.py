@@ -1,4 +1,4 @@
-"""How the ranks of `torch.distributed` find each other, and what people are told when they do not."""
+"""Rendezvous of the ranks through the store of `torch.distributed`, with errors for people when it fails."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from nxtrain.errors import BackendError
 
 LATE_S = 1.0
-"""How much longer than the limit an attempt to reach the store may take; torch's own has no end if nobody answers."""
+"""Seconds beyond the limit for an attempt to reach the store; torch's own attempt may never end."""
 
 SHOWN_RANKS = 8
 
 
 def meet(rank: int, world: int, timeout: timedelta) -> Store:
-    """The store in which the ranks of this start meet, as torchrun's variables name it, once all have come.
+    """Wait for all ranks, and return the store of this start at the address in torchrun's variables.
 
-    An agent of torch keeps one store for all starts, with what earlier ones left in it: addresses of ranks that are
-    gone, and words to those. On one machine its count of restarts tells them apart; on several it may differ between
-    machines, and there `nxtrain.launch.torchrun` makes a store for each start.
+    An agent of torch keeps one store for all starts, with entries of earlier ones, such as addresses of ranks that are
+    gone. On one machine, the agent's count of restarts separates the starts. On several machines the counts may differ,
+    and `nxtrain.launch.torchrun` makes a store for each start.
 
     Args:
-        rank, world: This rank, and how many there are.
+        rank, world: This rank, and the number of ranks.
         timeout: Time that a rank waits for the others.
 
     Raises:
-        BackendError: The store cannot be reached, a rank does not come, or ranks differ in how many they are.
+        BackendError: The store cannot be reached, a rank does not come, or ranks differ in the number of ranks.
 
     Source: torch 2.9, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     """
@@ -51,15 +51,15 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
 
 
 def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
-    """A client of the store at an address; where no agent of torch has one there, rank 0 makes it."""
+    """Connect to the store at an address; without an agent of torch, rank 0 makes the store."""
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     makes = rank == 0 and not is_agents
-    # Without a count of those to wait for: who else is there is told, and not only that somebody is missing.
+    # No count of ranks to wait for: `_refusal` waits instead, and names the missing ranks.
     return TCPStore(host, port, is_master=makes, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents)
 
 
 def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
-    """Connect in a thread, which is left behind when the time is over."""
+    """Connect in a thread, which is abandoned at the time limit."""
     found: list[Store] = []
     failed: list[Exception] = []
 
@@ -77,11 +77,11 @@ def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
     why = _first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
     if "EADDRINUSE" in why:
         raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run that still ends")
-    raise _no_way(f"{_look(host, port)} ({why})") from (failed[0] if failed else None)
+    raise _no_way(f"{_probe(host, port)} ({why})") from (failed[0] if failed else None)
 
 
-def _look(host: str, port: int) -> str:
-    """What is at an address where no store was found."""
+def _probe(host: str, port: int) -> str:
+    """Text about an address without a store: another program, no listener, or an unknown name."""
     try:
         with socket.create_connection((host, port), timeout=LATE_S):
             return "something listens there that is no store of torch, so that another program has the port"
@@ -92,20 +92,20 @@ def _look(host: str, port: int) -> str:
 
 
 def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """Wait for all ranks; why they cannot go on together, empty if they can."""
+    """Wait for all ranks; return the reason why the rendezvous fails, empty if it succeeds."""
     there, _, other = store.compare_set("nxtrain/world", "", f"{world} rank {rank}").decode().partition(" ")
     if int(there) != world:
-        words = (
+        text = (
             f"rank {rank} was started with WORLD_SIZE={world}, and {other} with {there}; all ranks need the same. "
             "Give every torchrun the same --nnodes and --nproc-per-node, or start all of them with nxtrain launch"
         )
-        store.set("nxtrain/refusal", words)
-        return words
+        store.set("nxtrain/refusal", text)
+        return text
     store.set(f"nxtrain/here/{rank}", "yes")
     if store.add("nxtrain/met", 1) == world:
         store.compare_set("nxtrain/refusal", "", "none")
     try:
-        words = store.get("nxtrain/refusal").decode()
+        text = store.get("nxtrain/refusal").decode()
     except DistError:
         missing = [other for other in range(world) if not store.check([f"nxtrain/here/{other}"])]
         if not missing:
@@ -116,7 +116,7 @@ def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
             f"{timeout.total_seconds():g} seconds: {shown}. See what these say themselves, and that every "
             "machine of the run was started"
         )
-    return "" if words == "none" else words
+    return "" if text == "none" else text
 
 
 def _no_way(why: str) -> BackendError:

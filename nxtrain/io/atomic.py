@@ -1,4 +1,4 @@
-"""Files that the disk holds, and names that appear in one step."""
+"""Durable writes: files and folder entries synced to the disk."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file and wait until the disk holds it."""
+    """Write a file and sync its content to the disk."""
     write(path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the disk holds the names in a folder."""
+    """Sync the entries of a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

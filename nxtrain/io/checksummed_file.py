@@ -1,7 +1,7 @@
-"""Files that know when they are damaged: written and read in blocks, each with its checksum, past the page cache.
+"""Files whose damage is detected: written and read in blocks, each with its checksum, past the page cache.
 
-A block is transferred by one thread while another checks the next, so that the disk never waits. Where a file system
-has no direct access, such as tmpfs, the same happens through the page cache.
+One thread transfers a block while another computes the checksum of the next, so that the disk never waits. On a file
+system without direct access, such as tmpfs, blocks go through the page cache.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from nxtrain.io.regular import NotRegularError, open_regular
 
 
 class TransferCounter:
-    """Bytes that files and stores have given or taken, of all threads: where one is slow, a sign that it lives."""
+    """Count of bytes read, uploaded or downloaded by all threads; its growth distinguishes slow storage from a hang."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._num_bytes = 0
 
     def note(self, num_bytes: int) -> None:
-        """Count bytes."""
+        """Add transferred bytes."""
         with self._lock:
             self._num_bytes += num_bytes
 
     def __call__(self) -> int:
-        """How many came."""
+        """Return the number of bytes so far."""
         return self._num_bytes
 
 
 transferred = TransferCounter()
-"""Those of this process."""
+"""Bytes transferred by this process."""
 
 
 BLOCK_BYTES = 1 << 24
-"""Enough for a disk's or a network's full speed, and little beside a model."""
+"""Bytes of a block: enough for a disk's or a network's full speed, and little compared with a model."""
 
 _SECTOR_BYTES = 4096
 _DEPTH = 4
-"""Blocks underway: one is filled or used, the others are transferred and checked."""
+"""Blocks in memory: one is filled or used, the others are transferred and checked."""
 _READERS = 2
-"""Threads: one computes a checksum while the other has the disk."""
+"""Reader threads: one computes a checksum while the other reads from the disk."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file is when it is whole.
+    """Length and checksums of an undamaged file.
 
     Args:
-        num_bytes: Its length.
+        num_bytes: Length of the file.
         block_bytes: Length of each block but the last.
-        checksums: XXH3 of each block, 64 bits in hexadecimal; it is as fast as memory, so that it costs no bandwidth.
+        checksums: XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth.
     """
 
     num_bytes: int
@@ -77,21 +77,21 @@ class FileDigest:
     checksums: tuple[str, ...]
 
     def block(self, index: int) -> tuple[int, int]:
-        """First byte of a block, and the one after its last."""
+        """Offset of a block's first byte, and the offset after its last."""
         start = index * self.block_bytes
         return start, min(start + self.block_bytes, self.num_bytes)
 
 
 class ChecksummedWriter:
-    """Writes a new file from its first byte to its last; what `close` returns is on the disk.
+    """Sequential writer of a new file, synced to the disk by `close`.
 
     Args:
-        path: The file; one that is there already is replaced.
+        path: The file; an existing file is replaced.
     """
 
     def __init__(self, path: Path) -> None:
         self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        # One thread, so that the disk sees one block after the other, as it likes best.
+        # One thread, so that the disk gets blocks in sequence, which is fastest.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-write")
         self._underway: deque[tuple[Future[None], mmap.mmap | None]] = deque()
         self._free: deque[mmap.mmap] = deque()
@@ -104,7 +104,7 @@ class ChecksummedWriter:
 
         Args:
             data: The bytes.
-            stays: They stay as they are until `close`, so that whole blocks can be written from where they lie.
+            stays: The caller keeps `data` unchanged until `close`, so that whole blocks are written without a copy.
         """
         rest = np.frombuffer(data, np.uint8)
         while len(rest):
@@ -115,7 +115,7 @@ class ChecksummedWriter:
             if self._block is None:
                 self._block = self._free.popleft() if self._free else aligned_memory(BLOCK_BYTES)
             part = rest[: BLOCK_BYTES - self._filled]
-            # numpy copies without Python's lock, for which the other thread would wait between its calls.
+            # numpy copies without holding Python's lock, which the other thread needs between its calls.
             np.frombuffer(self._block, np.uint8)[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
             rest = rest[len(part) :]
@@ -123,7 +123,7 @@ class ChecksummedWriter:
                 self._flush()
 
     def close(self) -> FileDigest:
-        """Wait until the disk holds the file, and tell what it is."""
+        """Sync the file to the disk, and return its digest."""
         self._flush()
         while self._underway:
             self._await()
@@ -146,7 +146,7 @@ class ChecksummedWriter:
             self._block, self._filled = None, 0
 
     def _send(self, block: memoryview, length: int, own: mmap.mmap | None = None) -> None:
-        """Let the disk have what fills a block so far; if it is a block of our own, it is free again afterwards."""
+        """Write `length` bytes of a block in the background; a buffer of this writer (`own`) is reused afterwards."""
         self._underway.append((self._disk.submit(self._transfer, block, self._num_bytes, length), own))
         self._checksums.append(xxh3_64_hexdigest(block[:length]))
         self._num_bytes += length
@@ -161,7 +161,7 @@ class ChecksummedWriter:
 
     def _transfer(self, block: memoryview, where: int, length: int) -> None:
         direct, sent = self._direct, 0
-        # Direct access knows whole sectors only; what is too much is cut off in the end.
+        # Direct access writes whole sectors only; `close` truncates the excess.
         whole = -(-length // _SECTOR_BYTES) * _SECTOR_BYTES if direct else length
         while sent < whole:
             try:
@@ -169,37 +169,37 @@ class ChecksummedWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                _go_by_the_cache(self._file)
+                _disable_direct_access(self._file)
                 self._direct = direct = False
                 whole = length
 
 
 class ByteSource(Protocol):
-    """The bytes of a file, wherever they lie."""
+    """Bytes of a file on any storage."""
 
     @property
     def name(self) -> Path | str:
-        """Where they lie."""
+        """Path or address of the file."""
 
     @property
     def num_bytes(self) -> int:
-        """How many there are."""
+        """Length of the file."""
 
     def read(self, view: memoryview, start: int) -> int:
-        """Bring bytes from `start` on, as many as are there and fit, and tell how many; 0 at the end."""
+        """Read bytes from `start` on into `view`, perhaps fewer than fit; return their number, 0 at the end."""
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the file."""
 
 
 class FileSource:
-    """A file of a disk.
+    """A file on a disk.
 
     Args:
         path: The file.
 
     Raises:
-        DamagedError: It is absent.
+        DamagedError: The file is absent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -225,7 +225,7 @@ class FileSource:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
-        _go_by_the_cache(self._file)  # by each thread that comes here, which changes nothing
+        _disable_direct_access(self._file)  # several threads may do so: the call is idempotent
         return os.preadv(self._file, [view], start)
 
     def close(self) -> None:
@@ -234,14 +234,15 @@ class FileSource:
 
 
 class ChecksummedReader:
-    """Reads blocks of a file, each of them verified, and from another copy where one has it wrong.
+    """Reader of a file's blocks, each verified, with other copies of the file as fallbacks.
 
     Args:
-        copies: The file; or what opens its copies, the nearest first, each when those before do not suffice.
-        stored: What it was when it was written.
+        copies: The file; or functions that open its copies, the nearest first. A copy is opened only when all before
+            it are damaged.
+        stored: Digest of the file at its writing.
 
     Attributes:
-        damage: What was wrong with copies although others had it right.
+        damage: Damage found in copies, each time replaced by content of a later copy.
 
     Raises:
         DamagedError: All copies are absent, or of another length.
@@ -257,12 +258,12 @@ class ChecksummedReader:
             raise self.damage[-1]
 
     def blocks(self, wanted: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
-        """Each of these blocks, ascending, as its first byte's place in the file and its content.
+        """Iterate over these blocks, in the order given, as pairs of offset in the file and content.
 
-        The content is valid until the next is asked for.
+        A content is valid until the next iteration.
 
         Raises:
-            DamagedError: A block is not what was written.
+            DamagedError: A block is damaged in all copies.
         """
         pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nxtrain-read")
         free = deque(aligned_memory(self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
@@ -290,7 +291,7 @@ class ChecksummedReader:
             source.close()
 
     def _has(self, number: int) -> bool:
-        """Whether there are more copies of the right length than this; they are opened."""
+        """True if there are more than `number` copies of the right length; copies are opened until there are."""
         with self._opening:
             while len(self._sources) <= number and self._unopened:
                 with suppress(DamagedError):
@@ -337,10 +338,10 @@ class ChecksummedReader:
 
 
 def verify(path: Path, stored: FileDigest) -> None:
-    """Read a file from the disk and make sure that it is whole.
+    """Read a file from the disk and check it against its digest.
 
     Raises:
-        DamagedError: It is not.
+        DamagedError: The file is damaged.
     """
     with ChecksummedReader(path, stored) as reader:
         for _ in reader.blocks(range(len(stored.checksums))):
@@ -348,9 +349,9 @@ def verify(path: Path, stored: FileDigest) -> None:
 
 
 def aligned_memory(num_bytes: int) -> mmap.mmap:
-    """Memory as direct access wants it."""
+    """Page-aligned memory, which direct access requires."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # of systems that have no such pages
+    with suppress(AttributeError, OSError):  # on systems without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # mapped and pinned in a few steps, not in thousands
     return memory
 
@@ -359,13 +360,13 @@ def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _go_by_the_cache(file: int) -> None:
-    """Leave direct access, where a file system takes it when a file is opened and refuses it later."""
+def _disable_direct_access(file: int) -> None:
+    """Clear O_DIRECT: some file systems accept the flag when a file is opened and refuse direct access later."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
 
 
 def _open_to_read(path: Path) -> tuple[int, bool]:
-    """A descriptor of a regular file, and whether it goes past the page cache."""
+    """Descriptor of a regular file, and True if access bypasses the page cache."""
     try:
         return open_regular(path, _DIRECT), bool(_DIRECT)
     except OSError as error:
@@ -375,7 +376,7 @@ def _open_to_read(path: Path) -> tuple[int, bool]:
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """A descriptor, and whether it goes past the page cache."""
+    """Descriptor, and True if access bypasses the page cache."""
     try:
         return os.open(path, flags | _DIRECT, 0o644), bool(_DIRECT)
     except OSError as error:

@@ -13,17 +13,17 @@ from nxtrain.io.regular import read_text
 
 
 def append(file: Path, line: str) -> None:
-    """Add a line for good; one that was left torn before it ends where it was torn.
+    """Append a line and sync it to the disk; a torn last line of the file is ended first.
 
     Args:
-        file: Where; its folder is made.
+        file: The file; its folder is made.
         line: JSON.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The line cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+b", buffering=0) as out:  # what fails in a buffer would be tried again when it is closed
+    with file.open("a+b", buffering=0) as out:  # a failed write in a buffer would be tried again at close
         is_new = out.seek(0, os.SEEK_END) == 0
         if not is_new:
             out.seek(-1, os.SEEK_END)
@@ -35,10 +35,10 @@ def append(file: Path, line: str) -> None:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file, one in each line; a line that is none, since it is torn or spoilt, is left out.
+    """Objects of a file, one per line; torn or damaged lines are left out.
 
     Raises:
-        OSError: It is there and cannot be read.
+        OSError: The file exists and cannot be read.
     """
     if not file.exists():
         return []
@@ -54,10 +54,10 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 class JsonlLog:
-    """A file of JSON lines; what it cannot take now waits in memory, and is written before anything else.
+    """A file of JSON lines; lines that cannot be written wait in memory, and are written before any later line.
 
     Args:
-        file: Where; its folder is made.
+        file: The file; its folder is made.
     """
 
     def __init__(self, file: Path) -> None:
@@ -65,16 +65,16 @@ class JsonlLog:
         self._waiting: deque[str] = deque()
 
     def __len__(self) -> int:
-        """How many lines wait."""
+        """Number of waiting lines."""
         return len(self._waiting)
 
     def add(self, line: Mapping[str, Any]) -> str:
-        """Add a line, and tell why it waits; empty: it is on the disk, with all before it."""
+        """Add a line and write all waiting lines; return the error that keeps lines waiting, or an empty string."""
         self._waiting.append(json.dumps(line, allow_nan=False))
         return self.write()
 
     def write(self) -> str:
-        """Write what waits, and tell why something still does."""
+        """Write all waiting lines; return the error that keeps lines waiting, or an empty string."""
         try:
             while self._waiting:
                 append(self.file, self._waiting[0])
@@ -84,5 +84,5 @@ class JsonlLog:
         return ""
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines of the file but those that are torn or spoilt."""
+        """Objects of the file; torn or damaged lines are left out."""
         return read(self.file)

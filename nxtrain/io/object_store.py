@@ -1,6 +1,7 @@
-"""Where checkpoints lie beside this node's disk: addresses in S3 that are read like paths, and what fills a mirror.
+"""Storage of checkpoints other than this node's disk: S3 addresses that are read like paths, and stores for mirrors.
 
-A file is in a mirror whole or not at all: S3 shows no other, and in a folder it gets its name when it was read back.
+A mirror holds a file completely or not at all. S3 shows complete objects only; in a folder, a file gets its name after
+it was read back and verified.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from nxtrain.io.regular import read_bytes
 from nxtrain.io.s3 import SCHEME, explained, is_missing, open_client, split
 
 _CHECKSUM = {"ChecksumAlgorithm": "CRC32"}
-"""S3 computes it of what arrives, and refuses what is something else."""
+"""Checksum of uploads: S3 recomputes it from the received bytes, and refuses a mismatch."""
 _MAX_PARTS = 10_000
-"""Of one upload, by S3's rules."""
+"""Most parts of one upload, by S3's rules."""
 _DELETE = 1000
-"""Names of one request, by S3's rules."""
+"""Most names of one delete request, by S3's rules."""
 _PIECE_BYTES = 1 << 16
-"""Of an answer, received at once."""
+"""Bytes of a response that are received at once."""
 _ATTEMPTS = 3
-"""To read a range, since an answer that breaks off is not asked for again by boto3."""
+"""Tries to read a range, since boto3 does not retry a response that breaks off."""
 
 
 class S3Path(str):
-    """An address in S3, with what is needed of a path; `s3://bucket/prefix/name`."""
+    """An address in S3, `s3://bucket/prefix/name`, with the methods of `Path` that are needed."""
 
     _client: Any = None
 
@@ -49,28 +50,28 @@ class S3Path(str):
         return inner
 
     def __reduce__(self) -> tuple[type[S3Path], tuple[str]]:
-        """How it travels to other ranks, each of which opens a client of its own."""
+        """Pickled form, without the client: each rank opens its own."""
         return S3Path, (str(self),)
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Last component of the address."""
         return self.rstrip("/").rpartition("/")[2]
 
     @property
     def client(self) -> Any:
-        """Opened when it is first asked for."""
+        """Client of boto3, opened at the first use."""
         if self._client is None:
             self._client = open_client(self)
         return self._client
 
     @property
     def object(self) -> dict[str, str]:
-        """What requests call it."""
+        """Bucket and key, as arguments of requests."""
         return dict(zip(("Bucket", "Key"), split(self), strict=True))
 
     def read_bytes(self) -> bytes:
-        """All of it."""
+        """Whole content."""
         with explained(self):
             try:
                 return bytes(self.client.get_object(**self.object)["Body"].read())
@@ -80,7 +81,7 @@ class S3Path(str):
                 raise
 
     def is_file(self) -> bool:
-        """Whether there is such an object."""
+        """True if the object exists."""
         try:
             return S3Source(self).num_bytes >= 0
         except DamagedError:
@@ -88,40 +89,40 @@ class S3Path(str):
 
 
 Location = Path | S3Path
-"""Where a file or a folder lies."""
+"""Path or S3 address of a file or a folder."""
 
 
 def place_of(text: str) -> Location:
-    """The place that an address or a path means."""
+    """Location of an address or a path."""
     return S3Path(text.rstrip("/")) if text.startswith(SCHEME) else local_path(text)
 
 
 def content_of(place: Location) -> bytes:
-    """All bytes of a small file.
+    """Whole content of a small file.
 
     Raises:
-        OSError: It is absent, no regular file, or cannot be read.
+        OSError: The file is absent, not a regular file, or cannot be read.
     """
     return read_bytes(place) if isinstance(place, Path) else place.read_bytes()
 
 
 def open_source(place: Location) -> ByteSource:
-    """The bytes of a file.
+    """Open a file for reading.
 
     Raises:
-        DamagedError: It is absent.
+        DamagedError: The file is absent.
     """
     return FileSource(place) if isinstance(place, Path) else S3Source(place)
 
 
 class S3Source:
-    """An object, read by ranges.
+    """An object of S3, read by ranges.
 
     Args:
-        address: Of the object.
+        address: Address of the object.
 
     Raises:
-        DamagedError: It is absent.
+        DamagedError: The object is absent.
     """
 
     def __init__(self, address: S3Path) -> None:
@@ -154,27 +155,27 @@ class S3Source:
 
 
 class ObjectStore(Protocol):
-    """A folder or a prefix that is filled; names are relative, such as `step-00000100/meta.json`."""
+    """A writable folder or S3 prefix; file names are relative, such as `step-00000100/meta.json`."""
 
     @property
     def root(self) -> Location:
-        """Where it is."""
+        """The folder or prefix."""
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file, by name."""
+        """Length of every file, by name."""
 
     def put(self, name: str, content: bytes) -> None:
-        """Add a small file, or replace it."""
+        """Write a small file, or replace it."""
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """Add a file of this node's disk, every block of which is verified as it is read; or replace it.
+        """Upload a file of this node's disk, or replace it; every block is verified as it is read.
 
         Raises:
-            DamagedError: It is no longer what was written, or what arrived is something else.
+            DamagedError: The file, or the uploaded copy, differs from the digest.
         """
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove files."""
+        """Delete files."""
 
 
 def open_store(address: str) -> ObjectStore:
@@ -182,7 +183,7 @@ def open_store(address: str) -> ObjectStore:
 
     Raises:
         ConfigError: The address names no bucket.
-        BackendError: boto3 is not installed, or finds no region, endpoint or profile to work with.
+        BackendError: boto3 is not installed, or finds no usable region, endpoint or profile.
     """
     place = place_of(address)
     return FolderStore(place) if isinstance(place, Path) else S3Store(place)
@@ -192,23 +193,23 @@ class FolderStore:
     """A folder that nodes share.
 
     Args:
-        root: The folder; made when something is put there.
+        root: The folder; made at the first write.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def sizes(self) -> dict[str, int]:
-        """See `ParamStorage`."""
+        """See `ObjectStore`."""
         files = [path for path in self.root.glob("*/*") if path.is_file()]
         return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
 
     def put(self, name: str, content: bytes) -> None:
-        """See `ParamStorage`."""
+        """See `ObjectStore`."""
         self._add(name, lambda draft: _write(draft, content))
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """See `ParamStorage`."""
+        """See `ObjectStore`."""
 
         def copy(draft: Path) -> None:
             with ChecksummedReader(file, stored) as reader, ChecksummedWriter(draft) as writer:
@@ -220,7 +221,7 @@ class FolderStore:
         self._add(name, copy)
 
     def delete(self, names: Iterable[str]) -> None:
-        """See `ParamStorage`."""
+        """See `ObjectStore`."""
         for path in [self.root / name for name in names]:
             path.unlink(missing_ok=True)
             if path.parent.is_dir() and not any(path.parent.iterdir()):
@@ -239,10 +240,10 @@ class FolderStore:
 
 
 class S3Store:
-    """A prefix of a bucket.
+    """A prefix of an S3 bucket.
 
     Args:
-        root: Its address.
+        root: Address of the prefix.
     """
 
     def __init__(self, root: S3Path) -> None:
@@ -252,22 +253,22 @@ class S3Store:
         self._prefix = f"{prefix}/" if prefix else ""
 
     def sizes(self) -> dict[str, int]:
-        """See `ParamStorage`."""
+        """See `ObjectStore`."""
         with explained(self.root):
             pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
             found = [item for page in pages for item in page.get("Contents", ())]
         return {item["Key"].removeprefix(self._prefix): item["Size"] for item in found}
 
     def put(self, name: str, content: bytes) -> None:
-        """See `ParamStorage`."""
+        """See `ObjectStore`."""
         with explained(self.root):
             self._client.put_object(**(self.root / name).object, Body=content, **_CHECKSUM)
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """See `ParamStorage`."""
+        """See `ObjectStore`."""
         from boto3.s3.transfer import TransferConfig
 
-        # Each part is a block or more, so that only what is underway is in memory.
+        # Each part is one or more blocks, so that only the parts in transfer are in memory.
         part = stored.block_bytes * max(1, -(-len(stored.checksums) // _MAX_PARTS))
         settings = TransferConfig(multipart_threshold=part, multipart_chunksize=part, max_concurrency=2)
         target = self.root / name
@@ -281,7 +282,7 @@ class S3Store:
             raise DamagedError(target, f"it has {found:,} bytes instead of {stored.num_bytes:,}")
 
     def delete(self, names: Iterable[str]) -> None:
-        """See `ParamStorage`."""
+        """See `ObjectStore`."""
         keys = [{"Key": self._prefix + name} for name in names]
         with explained(self.root):
             for first in range(0, len(keys), _DELETE):
@@ -292,7 +293,7 @@ class S3Store:
 
 
 class _Stream(io.RawIOBase):
-    """The verified blocks of a file, one after the other, as boto3 wants them."""
+    """Readable stream of a file's verified blocks, for boto3."""
 
     def __init__(self, blocks: Iterator[tuple[int, memoryview]]) -> None:
         self._blocks, self._rest = blocks, memoryview(b"")
@@ -301,7 +302,7 @@ class _Stream(io.RawIOBase):
         return True
 
     def read(self, size: int | None = -1) -> bytes:
-        """Exactly so many bytes, but for the last."""
+        """Read exactly `size` bytes, fewer only at the end."""
         wanted, found = size if size is not None and size >= 0 else 1 << 62, bytearray()
         while len(found) < wanted:
             if not self._rest:
@@ -315,7 +316,7 @@ class _Stream(io.RawIOBase):
 
 
 def _receive(body: Any, view: memoryview) -> int:
-    """Fill memory from an answer, in pieces so small that a slow one is seen to come; it raises if it breaks off."""
+    """Fill `view` from a response, in small pieces, so that progress of a slow transfer is counted."""
     received = 0
     while piece := body.read(min(_PIECE_BYTES, len(view) - received)):
         view[received : received + len(piece)] = piece

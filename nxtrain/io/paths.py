@@ -10,7 +10,7 @@ from nxtrain.errors import ConfigError
 
 
 def at_home(path: str) -> str:
-    """Replace a leading `~` or `~user` by the home folder; addresses such as `s3://bucket` stay.
+    """Replace a leading `~` or `~user` by the home folder; addresses such as `s3://bucket` are not changed.
 
     Raises:
         ValueError: There is no such user.
@@ -23,7 +23,7 @@ def at_home(path: str) -> str:
 
 
 def local(path: str) -> str:
-    """Expand the home folder in a path that must be of this machine.
+    """Expand the home folder in a path; refuse addresses of other machines.
 
     Raises:
         ValueError: There is no such user, or the path is an address.
@@ -35,10 +35,10 @@ def local(path: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """A path of a command.
+    """Path given to a command, with the home folder expanded.
 
     Raises:
-        ConfigError: It begins with the home folder of nobody.
+        ConfigError: The path begins with `~user` for a user that does not exist.
     """
     try:
         return Path(at_home(text))

@@ -1,4 +1,4 @@
-"""Storage that fails for a while: reads are tried again, and what cannot be read is not taken for damaged in rows."""
+"""Storage that fails for a while: reads are retried, and unreadable files are not all taken for damaged ones."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from nxtrain.io.regular import NotRegularError
 T = TypeVar("T")
 
 ROTTEN = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
-"""What disks and file systems with checksums say of bytes that they have lost, and networks of what is away."""
+"""Errors of disks and checksumming file systems for lost bytes, and of network file systems for lost connections."""
 
 PAUSES_S = (0.1, 0.4, 1.0, 2.0)
-"""Before each further try of a read."""
+"""Seconds of pause before each retry of a read."""
 
 MOST_S = 12.0
-"""For all pauses of a start: many bad sectors are no reason to wait for each."""
+"""Total seconds of pauses in one start, so that many bad sectors do not each cost a wait."""
 
 
 class RetryBudget:
-    """What a process has met of it since its start."""
+    """Pauses left to retries of reads, and number of unreadable files, since the start of a process."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self.begin()
 
     def begin(self) -> None:
-        """Count from here."""
+        """Reset all counts."""
         self._left_s = MOST_S
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._unread = 0
 
     def read(self, read: Callable[[], T], name: Path | str) -> T:
-        """Read, and try again where the storage fails.
+        """Call a read function, and retry errors of the storage.
 
         Raises:
-            OSError: It fails all the same.
+            OSError: The last try failed, or the error is not one of the storage.
         """
         for pause_s in PAUSES_S:
             try:
@@ -54,10 +54,10 @@ class RetryBudget:
         return read()
 
     def hold(self, damaged: DamagedError) -> None:
-        """Hold damage for which a checkpoint is about to be put aside to what was met before.
+        """Refuse to quarantine a second unreadable checkpoint: two in one start mean that the storage fails.
 
         Raises:
-            CheckpointError: It is the second that cannot be read, which is the storage.
+            CheckpointError: The file is unreadable, and so was one of another checkpoint before.
         """
         self._unread += damaged.unread
         if damaged.unread and self._unread > 1:
@@ -71,18 +71,18 @@ class RetryBudget:
             if self._left_s < pause_s:
                 return False
             self._left_s -= pause_s
-            if str(name) not in self._told:
-                self._told.add(str(name))
+            if str(name) not in self._warned:
+                self._warned.add(str(name))
                 print(f"WARNING: {name}: {error.strerror}; it is read again", file=sys.stderr)
             return True
 
 
 unsteady = RetryBudget()
-"""That of this process."""
+"""Retry budget of this process."""
 
 
 def damage(path: Path | str, error: OSError) -> OSError | DamagedError:
-    """What an error of reading is: damage, where the disk has lost what it held; else an error of the storage."""
+    """Translate an error of reading into damage if the file is absent, irregular or lost; else return it."""
     if isinstance(error, FileNotFoundError):
         return DamagedError(path, "it is absent")
     if isinstance(error, NotRegularError):

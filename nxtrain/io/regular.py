@@ -1,4 +1,4 @@
-"""Regular files: reading that a FIFO, a socket or a device in the place of a file ends with an error.
+"""Reading of regular files only; a FIFO, a socket or a device under the name is an error.
 
 A plain open of a FIFO waits for a writer, and a device may have no end.
 """
@@ -37,7 +37,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
     Args:
         path: The file; a symbolic link is followed.
-        flags: Of `os.open`, beside read-only.
+        flags: Flags of `os.open`, in addition to read-only.
 
     Returns:
         A descriptor.
@@ -47,7 +47,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
         OSError: The file cannot be opened.
     """
     require_regular(path)
-    # Whatever takes the name from here on, O_NONBLOCK keeps the open from waiting; regular files ignore that flag.
+    # Another file may take the name before the open: O_NONBLOCK keeps it from waiting; regular files ignore the flag.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
     try:
         _require(path, os.fstat(descriptor).st_mode)
@@ -69,7 +69,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Text of a regular file in UTF-8, with line ends as Python has them.
+    """Text of a regular file in UTF-8, with universal newlines.
 
     Raises:
         NotRegularError: The path names a FIFO, a socket or a device.

@@ -1,4 +1,4 @@
-"""What S3 needs wherever it is used: an address, a client, and what it answers told in words."""
+"""Access to S3: addresses, a client, and translation of errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nxtrain.errors import BackendError, ConfigError, StorageError
 SCHEME = "s3://"
 
 _PASSING = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestThrottled"}
-"""Codes of answers below 500 that say that S3 is busy.
+"""Codes of responses below status 500 that mean that S3 is busy.
 
 Source: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 """
 _FAILURE = 500
-"""From this status of HTTP on it is the server."""
+"""Lowest HTTP status of server errors."""
 
 
 def split(url: str) -> tuple[str, str]:
-    """The bucket of `s3://bucket/prefix`, and the prefix; empty if there is none.
+    """Split `s3://bucket/prefix` into the bucket and the prefix, which may be empty.
 
     Raises:
         ConfigError: The address names no bucket.
@@ -32,10 +32,10 @@ def split(url: str) -> tuple[str, str]:
 
 
 def open_client(url: str) -> Any:
-    """A client; access and endpoint come from where AWS's tools look, such as AWS_PROFILE and AWS_ENDPOINT_URL.
+    """Open a client with the settings of AWS's own tools, such as AWS_PROFILE and AWS_ENDPOINT_URL.
 
     Raises:
-        BackendError: boto3 is not installed, or finds no region, endpoint or profile to work with.
+        BackendError: boto3 is not installed, or finds no usable region, endpoint or profile.
     """
     with explained(url):
         import boto3
@@ -45,11 +45,11 @@ def open_client(url: str) -> Any:
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Give what S3 answers to people.
+    """Translate errors of boto3 within this context into errors for people.
 
     Raises:
-        StorageError: It fails, or cannot be reached; boto3 has tried it more than once.
-        BackendError: It refuses, or boto3 is not installed.
+        StorageError: S3 fails, or cannot be reached; boto3 has retried.
+        BackendError: S3 refuses the request, or boto3 is not installed.
     """
     try:
         from boto3.exceptions import Boto3Error
@@ -66,12 +66,12 @@ def explained(url: str) -> Iterator[None]:
 
 
 def is_missing(error: Any) -> bool:
-    """Whether a ClientError says that there is no such object."""
+    """True if a ClientError means that the object does not exist."""
     return error.response["Error"]["Code"] in {"404", "NoSuchKey", "NotFound"}
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the same request may be answered later: the server or the way to it failed, and not who asks."""
+    """True if the same request may succeed later: the server or the network failed, not the request."""
     from boto3.exceptions import RetriesExceededError
     from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as NoConnectionError
@@ -81,6 +81,6 @@ def _may_pass(error: BaseException) -> bool:
         return status >= _FAILURE or error.response.get("Error", {}).get("Code") in _PASSING
     if isinstance(error, HTTPClientError | NoConnectionError | IncompleteReadError | RetriesExceededError):
         return True
-    # boto3's own errors tell what they met in words, and have it as their cause.
+    # boto3's own errors describe the original error in text, and have it as their cause.
     cause = error.__cause__ or error.__context__
     return cause is not None and _may_pass(cause)

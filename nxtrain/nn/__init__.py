@@ -1,1 +1,1 @@
-"""Blocks of a decoder that know no device and no rank."""
+"""Modules of a decoder, independent of devices and ranks."""

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class CausalAttention(nn.Module):
-    """Queries, keys and values to what each head reads; it has no parameters, and recomputation takes hold of it.
+    """Causal attention core without parameters, a module of its own so that recomputation can wrap it.
 
     Args:
-        kernels: Where it is computed.
+        kernels: Kernels of the device.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -36,14 +36,14 @@ class CausalAttention(nn.Module):
 class Attention(nn.Module):
     """Projections, rotation, causal attention and the projection back.
 
-    K/V heads are cut over tp like query heads; when tp exceeds them, adjacent ranks hold the same head.
+    K/V heads are sharded over tp like query heads; when tp exceeds their number, adjacent ranks hold the same head.
 
     Args:
         hidden_size: D.
-        num_heads, num_kv_heads: Over all ranks.
+        num_heads, num_kv_heads: Numbers of heads over all ranks.
         head_dim: H.
-        init, init_out: How the projections in and out start.
-        context: Where it runs.
+        init, init_out: Initial values of the input and output projections.
+        context: Layers and kernels of the model.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         heads = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
         if self._fused:
             qkv = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
-            # Queries and keys turn together, in one pass.
+            # Queries and keys are rotated together, in one pass.
             qk, v = qkv.split((heads[0] + heads[1], heads[2]), dim=2)
             q, k = rope(qk).split(heads[:2], dim=2)
         else:

@@ -1,7 +1,7 @@
-"""Incremental decoding: keys and values of earlier tokens are kept, so that a further token costs one token's work.
+"""Incremental decoding with a cache of keys and values, so that a further token costs one token's work.
 
-Models and blocks know nothing of it. It takes hold of modules that are there anyway: the attention cores, which get the
-keys and values of all earlier tokens, and the rotary tables, which turn by absolute positions.
+Model code is unchanged. The decoder replaces the forward of existing modules: attention cores get the keys and values
+of all earlier tokens, and rotary embeddings get absolute positions.
 
 Shapes: S new tokens, T capacity of the cache, B batch, N query heads, K key/value heads, R = N / K, H head dimension.
 """
@@ -22,17 +22,17 @@ from nxtrain.nn.attention import CausalAttention
 from nxtrain.nn.rope import Rope
 
 CHUNK = 256
-"""Tokens of a prompt that are computed at once; bounds the scores in memory, of attention and of the vocabulary."""
+"""Tokens of a prompt that are computed at once; bounds the memory of attention scores and logits."""
 
 _FIRST_CAPACITY = 256
-"""Tokens that a cache holds at first; each growth doubles it, so that compiled graphs are few."""
+"""Initial capacity of a cache in tokens; each growth doubles the capacity, so that compiled graphs are few."""
 
 
 class Decoder:
-    """A model that reads a text once, token after token.
+    """A model that reads one text incrementally.
 
     Args:
-        model: A `CausalLM` built whole on one rank; changed in place, and of no use for training afterwards.
+        model: A `CausalLM` built whole on one rank; changed in place, and not usable for training afterwards.
         put: Moves a host tensor to the device of the model.
 
     Raises:
@@ -55,14 +55,14 @@ class Decoder:
 
     @torch.no_grad()
     def scores(self, tokens: Sequence[int]) -> Tensor:
-        """Read further tokens; scores of the one after them, (V,) float32 on the host."""
+        """Read further tokens; return the logits of the next token, (V,) float32 on the host."""
         found = torch.empty(0)
         for start in range(0, len(tokens), CHUNK):
             piece = torch.tensor([list(tokens[start : start + CHUNK])])
             end = self._length + piece.shape[1]
             while self._capacity < end:
                 self._capacity *= 2
-            # On the device as numbers, not as shapes: a compiler gets one graph for all positions.
+            # Positions are values on the device, not shapes: a compiler gets one graph for all positions.
             self._positions = self._put(torch.arange(self._length, end))
             self._visible = self._put(torch.arange(self._capacity)) <= self._positions[:, None]
             found = self._model.logits(self._put(piece))[0, -1].float().cpu()
@@ -80,7 +80,7 @@ class Decoder:
         """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H)."""
         keys, values = cache.add(k, v, self._positions, self._capacity)
         repeats = q.shape[2] // k.shape[2]
-        # The query heads of a key/value head as further queries, so that nothing is copied for them.
+        # The query heads of a key/value head become further queries, so that keys and values are not copied.
         queries = q.unflatten(2, (-1, repeats)).permute(1, 2, 3, 0, 4).flatten(2, 3)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._visible.repeat(repeats, 1))
         heads: Tensor = out.unflatten(2, (repeats, -1))
@@ -88,13 +88,13 @@ class Decoder:
 
 
 class _Cache:
-    """Keys and values of one block, (B, K, T, H); rows of tokens to come are zeros."""
+    """Keys and values of one block, (B, K, T, H); rows of later tokens are zeros."""
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, ...] = ()
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor, capacity: int) -> tuple[Tensor, ...]:
-        """Write (S, B, K, H) at their positions, and return what is kept."""
+        """Write keys and values (S, B, K, H) at their positions, and return the cached ones."""
         new = [x.permute(1, 2, 0, 3) for x in (k, v)]
         if not self._kept:
             self._kept = tuple(x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in new)

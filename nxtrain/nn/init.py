@@ -1,8 +1,8 @@
-"""Fill a model with its first weights, the same bits whatever the layout.
+"""Initial weights of a model, bit for bit the same for every layout.
 
 A tensor is drawn in tiles, each from a counter-based generator keyed by the seed, the tensor's global name and the
-tile's place. A rank draws the tiles that its shard touches and no others, so no process ever holds a whole model, and a
-weight does not depend on tp, pp, dp, on fusing, on the device or on what else is in the model.
+tile's position. A rank draws only the tiles that overlap its shard, so no process ever holds a whole model. A weight
+does not depend on tp, pp, dp, on fusing, on the device or on the other weights of the model.
 
 Source: Salmon et al. 2011 (Philox, doi:10.1145/2063384.2063405).
 """
@@ -21,23 +21,23 @@ from nxtrain.mesh import Axis
 from nxtrain.sharding import Init, ParamTable, ShardSpec
 
 TILE = 256
-"""Edge of a tile in entries; part of what defines the weights of a seed."""
+"""Edge of a tile in entries; another value would change the weights of every seed."""
 
 
 Fill = Callable[[str, Tensor], None]
-"""Writes a parameter, given its name and an empty host tensor of this rank's shard."""
+"""Function that writes a parameter, given its name and a host tensor of zeros for this rank's shard."""
 
 
 def materialize(
     model: nn.Module, put: Callable[[Tensor], Tensor], fill: Fill | None, within: nn.Module | None = None
 ) -> None:
-    """Give a model on the meta device its storage; what has storage already is left alone.
+    """Allocate the parameters and buffers of a model on the meta device; parameters with storage are skipped.
 
     Args:
         model: Built on the meta device; shared parameters stay shared.
         put: Copies a host tensor to the device.
-        fill: Writes each parameter; None leaves zeros, for a load that follows.
-        within: Only this submodule; None: all.
+        fill: Writes each parameter; None keeps zeros, for a later load of a checkpoint.
+        within: Submodule to allocate; None: the whole model.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
@@ -57,7 +57,7 @@ def materialize(
 
 
 def draw(table: ParamTable, axis: Axis, seed: int) -> Fill:
-    """A `fill` for `materialize` that draws each parameter as its `ShardSpec` says."""
+    """A `fill` for `materialize` that draws each parameter by its `ShardSpec`."""
 
     def fill(name: str, local: Tensor) -> None:
         draw_shard(local, name, table[name], axis, seed)
@@ -66,7 +66,7 @@ def draw(table: ParamTable, axis: Axis, seed: int) -> Fill:
 
 
 def draw_shard(local: Tensor, name: str, spec: ShardSpec, axis: Axis, seed: int) -> None:
-    """Fill this rank's shard of one parameter, in place; padding is left as it is."""
+    """Fill this rank's shard of one parameter, in place; padding is not changed."""
     for piece, view in spec.views(local, axis):
         if spec.init.kind != "normal":
             view.fill_(1.0 if spec.init.kind == "ones" else 0.0)
@@ -79,7 +79,7 @@ def draw_shard(local: Tensor, name: str, spec: ShardSpec, axis: Axis, seed: int)
 
 
 def _draw_normal(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[int], init: Init, seed: int) -> None:
-    """Fill a view with its part of the tensor `name`: entries [offsets, offsets + view.shape) of `shape`."""
+    """Fill a view with entries [offsets, offsets + view.shape) of the tensor `name` of shape `shape`."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     key = np.frombuffer(digest, dtype=np.uint64)
     spans = [range(start // TILE, -(-(start + size) // TILE)) for start, size in zip(offsets, view.shape, strict=True)]

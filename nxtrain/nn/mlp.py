@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)).
 
-    A tp that does not divide the intermediate size pads it: padded columns are zero on both sides of the product, stay
-    zero and contribute nothing.
+    If tp does not divide the intermediate size, the size is padded. Padded columns are zero on both sides of the
+    product, stay zero and contribute nothing.
 
     Args:
         hidden_size: D.
-        intermediate_size: Over all ranks.
-        init, init_out: How the projections in and out start.
-        context: Where it runs.
+        intermediate_size: Intermediate size over all ranks.
+        init, init_out: Initial values of the input and output projections.
+        context: Layers and kernels of the model.
 
     Source: Shazeer 2020 (arXiv:2002.05202).
     """
@@ -55,7 +55,7 @@ class GatedMLP(nn.Module):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up from both side by side; keeps only its input and computes the unit again in backward."""
+    """silu(gate) * up of a concatenated input; saves only the input and computes the unit again in backward."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ class RMSNorm(nn.Module):
     Args:
         size: Width of the last dimension.
         eps: Added to the mean square.
-        kernels: Where it is computed.
+        kernels: Kernels of the device.
         sequence_parallel: Each rank sees its slice of the sequence, so the weight's gradient is a partial sum.
         dtype: Type of the weight.
 

@@ -1,8 +1,7 @@
-"""Recomputation: what the backward pass computes again instead of keeping it from the forward pass.
+"""Activation recomputation in the backward pass, by blocks or by their attention cores and feed-forwards.
 
-Models and blocks know nothing of it. It takes hold of modules that are there anyway: the blocks that a model names, and
-the attention cores and feed-forwards inside them. Only what enters such a module is kept; the module runs again, with
-its collectives, when its backward pass begins.
+Model code is unchanged: the forward of existing modules is replaced. Only the inputs of such a module are saved; the
+module runs again, with its collectives, when its backward pass begins.
 
 Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205.05198) section 5.
 """
@@ -31,22 +30,22 @@ Source: the Llama recipes of NeuronX Distributed, which recompute CoreAttention,
 
 
 def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, kernels: Kernels) -> None:
-    """Let the backward pass of a model compute parts of it again.
+    """Make the backward pass of a model recompute parts of the forward pass.
 
     Args:
         model: A `CausalLM`, changed in place; its parameters keep their names.
-        remat: Which parts: none, attention cores (and feed-forwards of long sequences), or whole blocks.
+        remat: Recomputed parts: none, attention cores (and feed-forwards of long sequences), or whole blocks.
         seq_len: Tokens per sequence.
-        kernels: Of the device.
+        kernels: Kernels of the device.
     """
 
     def recomputed(part: nn.Module, *inputs: Any) -> Tensor:
         return kernels.recompute(partial(type(part).forward, part), *inputs)
 
     for part in _parts(model, remat, seq_len):
-        # Not a wrapper around the module, which would rename its parameters and stand between it and its hooks: what
-        # shards a block over ranks gathers it before its backward pass, so that the block finds itself whole. One
-        # function for all parts: a compiler sees that the blocks are alike, and compiles one.
+        # A wrapper module would rename the parameters and hide the module from its hooks: sharding gathers a block
+        # before its backward pass, so that the recomputation finds the whole block. One function serves all parts, so
+        # that a compiler sees equal blocks, and compiles one.
         part.forward = MethodType(recomputed, part)
 
 

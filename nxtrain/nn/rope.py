@@ -21,7 +21,7 @@ class RopeScaling:
     """Llama 3.1's frequency scaling.
 
     Args:
-        factor: Long wavelengths are stretched by this much.
+        factor: Factor by which long wavelengths are stretched.
         low_freq_factor, high_freq_factor: The band of `original_length / wavelength` over which stretching fades out.
         original_length: Positions of the unstretched training.
     """
@@ -45,13 +45,13 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Ten
 
 
 class Rope(nn.Module):
-    """Tables of one model, shared by its layers; float32 whatever the model's type.
+    """Rotary tables of a model, shared by its layers; float32 for every type of the model.
 
     Args:
         seq_len: S, the longest sequence.
         head_dim: H.
         theta: Base of the wavelengths.
-        scaling: Llama 3's, or None.
+        scaling: Llama 3's frequency scaling, or None.
     """
 
     def __init__(self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
@@ -69,24 +69,24 @@ class Rope(nn.Module):
         return {"cos": angles.cos()[:, None, None], "sin": angles.sin()[:, None, None]}
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turn each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same.
+        """Rotate each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same shape.
 
         Args:
-            x: What is turned.
-            positions: (S,) of its rows; None: from 0 on.
+            x: Queries or keys.
+            positions: (S,), positions of the rows; None: from 0 on.
         """
         length = x.shape[0]
         if positions is not None:
             tables = (self.cos.index_select(0, positions), self.sin.index_select(0, positions))
         else:
-            # Whole, they are no views: where graphs end between forward and backward, those would be copied.
+            # Whole tables are no views: a graph that ends between forward and backward would copy views.
             tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
         rotated: Tensor = _Rotate.apply(x, *tables)
         return rotated
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back, so nothing but the tables is kept."""
+    """Rotation whose backward is the inverse rotation, so that only the tables are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""The update: AdamW and its learning rate."""
+"""Optimizer: AdamW, its update rules and its learning rate."""

@@ -1,4 +1,4 @@
-"""AdamW over this rank's shards, with float32 arithmetic whatever the parameters' type."""
+"""AdamW over this rank's shards, with float32 arithmetic for every type of the parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEANS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some rows of a parameter, and of its running means."""
+    """Rows of a parameter, and the same rows of its running means."""
 
     rows: Rows
     param: ParamStorage
@@ -30,21 +30,21 @@ class _Tile:
 
 
 class AdamW:
-    """Decoupled weight decay Adam.
+    """Adam with decoupled weight decay.
 
     Attributes:
-        state: What a checkpoint keeps beside the parameters, by kind and parameter name: `exp_avg` and `exp_avg_sq`;
-            `master`, the float32 copies of `fp32_master`; `compensation`, what `bf16_kahan` has not yet added.
-        num_updates: (2,) float32, the number of steps done, twice: a longer vector never becomes a constant of a
-            graph.
+        state: Optimizer state in checkpoints, by kind and parameter name: `exp_avg` and `exp_avg_sq`; `master`, the
+            float32 copies of `fp32_master`; `compensation`, the rounding errors that `bf16_kahan` carries over.
+        num_updates: (2,) float32, the number of steps done, twice, since torch-xla may fold a single number into a
+            constant of a graph.
 
     Args:
-        shards: What this rank updates, by parameter name.
-        layout: Where those entries lie in the model, and which decay.
-        kernels: Where the arithmetic runs.
+        shards: Tensors that this rank updates, by parameter name.
+        layout: Position of these entries in the model, and weight decay of each parameter.
+        kernels: Kernels of the device.
         put: Copies a host tensor to the device.
         precision: The update rule and the types of the state.
-        seed: Of the run; starts what stochastic rounding draws.
+        seed: Seed of the run, for stochastic rounding.
         betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
 
@@ -64,7 +64,8 @@ class AdamW:
     ) -> None:
         self._shards, self._layout, self._kernels, self._precision = shards, layout, kernels, precision
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
-        # Made on the host: on a lazy device each then has a buffer of its own, and the first step is like the rest.
+        # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
+        # that of all steps.
         self.num_updates = put(torch.zeros(2))
         self.state = {kind: self._zeros(precision.state, put) for kind in _MEANS}
         if precision.update == "fp32_master":
@@ -85,7 +86,7 @@ class AdamW:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Begin anew from the parameters, after those were given new values."""
+        """Reset master copies and compensation to new values of the parameters."""
         for name, master in self.state.get("master", {}).items():
             if master is not self._shards[name]:
                 master.copy_(self._shards[name])
@@ -97,10 +98,10 @@ class AdamW:
         """Update every parameter.
 
         Args:
-            grads: Of the whole batch, by parameter name; may be overwritten.
+            grads: Gradients of the whole batch, by parameter name; may be overwritten.
             lr: () float32 on the device.
             grad_scale: () float32, multiplies the gradients.
-            skip: () bool, count the step and leave parameters and state as they are, bit for bit; None: never.
+            skip: () bool, count the step and change neither parameters nor state, not by a bit; None: never.
         """
         # The state may be kept in host memory.
         lr, grad_scale = lr.to(self.num_updates.device), grad_scale.to(self.num_updates.device)
@@ -127,7 +128,7 @@ class AdamW:
 
     @torch.no_grad()
     def lost_updates(self, lr: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Which entries the last update would not have changed, had it been rounded to nearest.
+        """Marks of the entries that the last update would not have changed under rounding to nearest.
 
         Args:
             lr: () float32 on the device, of the last update.

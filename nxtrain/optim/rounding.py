@@ -1,4 +1,4 @@
-"""Where the random bits of stochastic rounding come from: the seed, and where an entry lies in the whole model."""
+"""Keys of stochastic rounding: random bits that depend on the seed and on an entry's place in the whole model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nxtrain.sharding import Layout
 def rounding_keys(
     layout: Layout, shards: Mapping[str, Tensor], kind: str, seed: int, put: Callable[[Tensor], Tensor]
 ) -> dict[str, RoundingKey]:
-    """The key of every parameter whose state a rank holds, equal wherever the same entries are held.
+    """Rounding key of every parameter whose state a rank holds, equal on all ranks that hold the same entries.
 
     Args:
         layout: The entries that this rank holds.
-        shards: Tensors of their local shapes.
-        kind: What is rounded; other kinds get independent bits.
-        seed: Of the run.
+        shards: Tensors of the local shapes.
+        kind: Kind of rounded state, such as `param`; each kind gets independent bits.
+        seed: Seed of the run.
         put: Copies a host tensor to the device.
     """
     return {name: _key(layout, name, shards[name].shape, f"{seed}/{kind}", put) for name in layout}

@@ -31,7 +31,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: RunConfig) -> Schedule:
-        """The schedule that a run is configured with."""
+        """Schedule of a run's configuration."""
         optim = config.optim
         return cls(optim.lr, optim.min_lr, optim.warmup_steps, optim.decay_steps or config.train.steps, optim.schedule)
 

@@ -1,7 +1,7 @@
-"""How a float32 number lives between two updates: as it is, rounded, or rounded with the rest kept beside it.
+"""Storage of float32 numbers between two updates: exact, rounded, or rounded with the rounding error kept.
 
-An update opens its parameter and its running means, changes them in float32, and closes them. Which stores a rule of
-`precision.update` uses is `nxtrain.optim.adamw`'s choice.
+An update opens its parameter and its running means, changes them in float32, and closes them. `nxtrain.optim.adamw`
+chooses the storage for each rule of `precision.update`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ class ParamStorage(Protocol):
     """A tensor between updates."""
 
     def open(self) -> Tensor:
-        """Its value in float32, which the caller changes and gives back."""
+        """Value in float32, which the caller changes and passes to `close`."""
         ...
 
     def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
-        """Keep a new value.
+        """Store a new value.
 
         Args:
-            wide: What `open` gave, changed; may be overwritten.
+            wide: Result of `open`, changed by the update; may be overwritten.
             step: () int32, hash of the step.
-            skip: () bool, it was not changed, and what is kept must not be either; None: it was.
+            skip: () bool, `wide` is unchanged, and the stored value must not change either; None: never.
         """
         ...
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """Kept as float32, exactly."""
+    """Storage as float32, exact."""
 
     value: Tensor
 
@@ -44,12 +44,12 @@ class InPlace:
         return self.value
 
     def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
-        """Nothing: it was changed where it is."""
+        """Do nothing: `wide` is the stored tensor itself."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Kept as float32 beside the narrow tensor that the model computes with."""
+    """Storage as a float32 master copy, in addition to the narrow tensor that the model computes with."""
 
     value: Tensor
     master: Tensor
@@ -63,7 +63,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Nearest:
-    """Rounded to the nearest number; changes of less than half the distance to the next one are lost."""
+    """Storage rounded to nearest; a change of less than half the distance to the next number is lost."""
 
     value: Tensor
 
@@ -76,13 +76,13 @@ class Nearest:
 
 @dataclass(frozen=True)
 class Stochastic:
-    """Rounded up or down at random, right on average.
+    """Storage rounded up or down at random, with the exact value as the mean.
 
     Source: Zamirai et al. 2020 (arXiv:2010.06192); Ozkara et al. 2025 (arXiv:2502.20566).
 
     Args:
         value: bfloat16, or float32 that holds values of bfloat16.
-        key: What the random bits depend on.
+        key: Key of the random bits.
         round_: `Kernels.stochastic_round`.
     """
 
@@ -99,13 +99,13 @@ class Stochastic:
 
 @dataclass(frozen=True)
 class Compensated:
-    """Rounded to nearest, with what that lost kept in a second bfloat16: together 16 significant bits.
+    """Storage rounded to nearest, with the rounding error in a second bfloat16: together 16 significant bits.
 
     Source: Zamirai et al. 2020 (arXiv:2010.06192), Kahan summation.
 
     Args:
         value: bfloat16, or float32 that holds values of bfloat16.
-        lost: bfloat16.
+        lost: bfloat16, the rounding error.
         replace: `Kernels.replace`.
     """
 
@@ -121,7 +121,7 @@ class Compensated:
             self.value.copy_(wide.to(torch.bfloat16))
             self.lost.copy_(wide.sub_(self.value))
             return
-        # The sum does not tell how it was divided, and has lost what is far below the last bit of the value.
+        # After a skip, `wide` cannot restore the two stored numbers: their sum has lost bits far below its last one.
         narrow = wide.to(torch.bfloat16)
         self.replace(self.value, narrow, skip)
         self.replace(self.lost, torch.sub(wide, self.value, out=narrow), skip)

@@ -1,1 +1,1 @@
-"""Layers and losses that are cut over ranks, written on `Collectives` alone."""
+"""Layers and losses sharded over ranks, on the interface `Collectives` alone."""

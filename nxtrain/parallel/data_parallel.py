@@ -1,7 +1,8 @@
-"""How data parallel ranks share gradients, and who updates what.
+"""Data parallelism: averages of gradients, and the division of the update between ranks.
 
-Every rank computes gradients of its own sequences. Replicated: all average them and update all. ZeRO-1: each averages
-and updates some rows of every parameter, and gives the result to the others. `fully_sharded` adds torch's own sharding.
+Every rank computes gradients of its own sequences. Replicated: every rank averages and updates all parameters. ZeRO-1:
+each rank averages and updates some rows of every parameter, and all ranks gather the results. The module
+`fully_sharded` adds torch's own sharding.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from nxtrain.sharding import Layout
 
 
 class DataParallel(ABC):
-    """What the data parallel ranks do between forward passes.
+    """Work of the data parallel ranks between forward passes.
 
     Attributes:
         layout: The entries of the model that this rank updates.
-        shards: Its tensors of them, by parameter name.
+        shards: This rank's tensors of these entries, by parameter name.
     """
 
     layout: Layout
@@ -34,7 +35,7 @@ class DataParallel(ABC):
 
     @abstractmethod
     def begin(self, *, last: bool) -> None:
-        """Prepare for a backward pass, which is or is not the last one of its step through the parameters it meets."""
+        """Prepare for a backward pass; `last`: the step's last pass through the same parameters."""
 
     @abstractmethod
     def reduce(self) -> dict[str, Tensor]:
@@ -42,12 +43,12 @@ class DataParallel(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Bring new values of `shards` to where the next forward pass reads them."""
+        """Make the new values of `shards` visible to the next forward pass."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are summed.
+    """Settings of the reduction of gradients.
 
     Args:
         precision: Types of the sums.
@@ -61,13 +62,13 @@ class Reduction:
 
 
 class Bucketed(DataParallel):
-    """Averages gradients bucket by bucket, each as soon as the last backward pass has finished it.
+    """Average of gradients bucket by bucket, each as soon as the last backward pass has finished it.
 
-    Where work is recorded and run later, starting early gains nothing, and all micro-batches should record the same:
-    there they add to sums that always exist, and everything else follows the last of them.
+    On a lazy device, an early start gains nothing, and all micro-batches should record the same graph. There every
+    micro-batch adds to sums that always exist, and the reduction follows the last micro-batch.
 
     Args:
-        parameters: By name, as in the model.
+        parameters: Parameters of the model by name.
         layout: The entries that this rank updates.
         comm: Collectives.
         how: Types and sizes of the sums.
@@ -118,7 +119,7 @@ class Bucketed(DataParallel):
             if name in self.sums:
                 self.sums[name].add_(_take_grad(parameter))
             elif not self._is_last and parameter.dtype != self._precision.accumulate:
-                # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept beside it.
+                # Autograd adds into `.grad` in the type of the parameter; a wider sum is kept in `sums`.
                 self.sums[name] = _take_grad(parameter).to(self._precision.accumulate)
             if self._is_last and self._dp.size > 1 and not self._comm.lazy:
                 bucket = self._bucket_of[name]
@@ -146,11 +147,11 @@ class Bucketed(DataParallel):
 
 
 class Replicated(Bucketed):
-    """Every rank updates everything, from gradients that all have.
+    """Data parallelism in which every rank has all averaged gradients and updates all parameters.
 
     Args:
-        parameters, layout, comm, how, put: As `Bucketed` has them.
-        binding: Averages; None: as our own code does.
+        parameters, layout, comm, how, put: As in `Bucketed`.
+        binding: Library that averages gradients; None: nxtrain's own code.
     """
 
     def __init__(
@@ -166,14 +167,14 @@ class Replicated(Bucketed):
         self._binding = binding or Binding()
 
     def publish(self) -> None:
-        """Nothing: the parameters themselves were updated."""
+        """Do nothing: the parameters themselves were updated."""
 
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
         return self._binding.start_average(grads, self._dp, self._precision.reduce, self._comm)
 
 
 class Zero1(Bucketed):
-    """Each rank updates its rows of every parameter, then all gather the rows of all.
+    """ZeRO-1: each rank updates its rows of every parameter, then an all-gather collects the rows.
 
     Source: Rajbhandari et al. 2020 (arXiv:1910.02054) section 5.1.
     """
@@ -192,7 +193,8 @@ class Zero1(Bucketed):
 
     @torch.no_grad()
     def publish(self) -> None:
-        self._comm.part()  # gradients that are not finite update nothing, and must not reach parameters on another way
+        # Gradients that are not finite skip the update, and must not reach parameters through hidden dependencies.
+        self._comm.part()
         gathering = []
         for names in self.buckets:
             packed = torch.cat([self.shards[name].reshape(1, -1) for name in names], dim=1)
@@ -210,13 +212,13 @@ class Zero1(Bucketed):
         return _Unpack(scattering, [self.shards[name].shape for name in names])
 
     def _own_rows(self, name: str, host: Tensor) -> Tensor:
-        """This rank's rows of a parameter; those past its end are zeros, so that all ranks have equally many."""
+        """This rank's rows of a parameter, padded with rows of zeros, so that all ranks have equally many."""
         padded = _pad_rows(host, self._shard.size)
         return padded.chunk(self._shard.size)[self._shard.rank].clone()
 
 
 class _Unpack:
-    """Tensors that a reduce-scatter carries side by side."""
+    """Tensors packed side by side into one reduce-scatter."""
 
     def __init__(self, packed: Pending[Tensor], shapes: Sequence[torch.Size]) -> None:
         self._packed, self._shapes = packed, shapes
@@ -227,7 +229,7 @@ class _Unpack:
 
 
 def fill_buckets(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Group neighbours up to a size; what is larger than that is alone."""
+    """Group adjacent names up to a size; a larger tensor has a bucket of its own."""
     buckets: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Vocabulary embedding, its rows cut over the tensor parallel ranks."""
+"""Vocabulary embedding, its rows sharded over the tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nxtrain.sharding import Init, ShardSpec
 
 
 class VocabEmbedding(nn.Module):
-    """Each rank looks up the tokens of its own vocabulary rows; the sum over ranks is the whole lookup.
+    """Embedding in which each rank looks up its own vocabulary rows; the sum over ranks is the whole lookup.
 
     Args:
-        vocab_size: V, unpadded; a tp that does not divide it pads the last rank's rows with zeros.
+        vocab_size: V, unpadded; if tp does not divide V, the last rank's rows are padded with zeros.
         hidden_size: D.
-        init: How the weight starts.
-        tp: The ranks that share it.
+        init: Initial values of the weight.
+        tp: Tensor parallel context of the layer.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, init: Init, tp: TensorParallel) -> None:
@@ -27,7 +27,7 @@ class VocabEmbedding(nn.Module):
         self.weight = tp.empty(spec)
         self._tp = tp
         self._piece = spec.pieces(tp.axis)[0]
-        # A tensor, not a number: every rank must record the same graph, whatever its rows.
+        # A tensor, not a number: every rank must record the same graph, for any rows.
         self.first: Tensor
         self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
 

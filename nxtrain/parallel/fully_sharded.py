@@ -1,7 +1,7 @@
-"""Parameters, gradients and optimizer state cut over the data parallel ranks, by torch's `fully_shard`.
+"""Parameters, gradients and optimizer state sharded over the data parallel ranks, by torch's `fully_shard`.
 
-Each block's parameters are gathered before it runs and dropped after it; its gradients are reduced and scattered as
-soon as its backward pass is done, in every micro-batch.
+Each block's parameters are gathered before the block runs and freed after it. The block's gradients are reduced and
+scattered as soon as its backward pass is done, in every micro-batch.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); torch.distributed.fsdp.fully_shard.
 """
@@ -33,13 +33,13 @@ from nxtrain.sharding import Layout
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded.
+    """Settings of the sharding of a model.
 
     Args:
         mesh: The ranks, (shard,) or (replica, shard).
         keep_gathered: Blocks stay whole from the forward pass to their backward pass.
-        prefetch: Blocks that are gathered ahead of their use; 0: torch's own choice.
-        offload: Shards live in host memory, and are updated there.
+        prefetch: Number of blocks that are gathered ahead of their use; 0: torch's own choice.
+        offload: Shards are kept and updated in host memory.
         precision: Types of storage, computation and reduction.
     """
 
@@ -50,16 +50,16 @@ class Sharding:
     precision: Precision
 
     def apply(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
-        """Give a model on the meta device its storage and shard it, so that never more than a block is whole.
+        """Allocate, fill and shard a model on the meta device, block by block, so that at most one block is unsharded.
 
         Args:
-            model: A `CausalLM` of a tensor parallel rank; what is outside its blocks is sharded together.
-            fill: Gives the parameters of a module that are still on the meta device their storage and values.
+            model: A `CausalLM` of a tensor parallel rank; parameters outside its blocks form one unit.
+            fill: Gives storage and values to the parameters of a module that are still on the meta device.
         """
         blocks = cast(CausalLM, model).blocks
         for block in blocks:
             self._shard(block, fill, self.keep_gathered)
-        self._shard(model, fill, keep_gathered=True)  # the backward pass begins with what the forward pass ended with
+        self._shard(model, fill, keep_gathered=True)  # the backward pass begins with the last layers of the forward
         for method in ("run", "loss", "logits"):
             register_fsdp_forward_method(model, method)
         units = [cast(FSDPModule, block) for block in blocks]
@@ -82,11 +82,11 @@ class Sharding:
 
 
 class FullySharded(DataParallel):
-    """Every rank updates the shards that `fully_shard` left it.
+    """Data parallelism in which every rank updates its shards of `fully_shard`.
 
     Args:
         model: A sharded model.
-        layout: The entries that this rank has.
+        layout: The entries that this rank holds.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
@@ -100,7 +100,7 @@ class FullySharded(DataParallel):
         self.shards = {name: parameter.to_local().detach() for name, parameter in self._parameters.items()}
 
     def begin(self, *, last: bool) -> None:
-        # Inside a node every micro-batch is reduced, to keep gradients sharded; across nodes only their sum.
+        # The shard axis reduces every micro-batch, to keep gradients sharded; the replica axis reduces only their sum.
         self._model.set_requires_all_reduce(last)
 
     def reduce(self) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ class FullySharded(DataParallel):
         return grads
 
     def publish(self) -> None:
-        """Nothing: the next forward pass gathers the shards."""
+        """Do nothing: the next forward pass gathers the shards."""
 
 
 def _local_grad(parameter: DTensor) -> Tensor:

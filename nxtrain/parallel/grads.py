@@ -1,4 +1,4 @@
-"""The gradient of the whole batch, from what each rank computed alone, and its norm."""
+"""Gradient of the whole batch, reduced from the gradients of all ranks, and its norm."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Gradients:
     """The gradients of the entries that a rank updates.
 
     Args:
-        data_parallel: How they are averaged over the data parallel ranks.
+        data_parallel: Averages gradients over the data parallel ranks.
         comm: Collectives.
         put: Copies a host tensor to the device.
-        rounds: As `Kernels.rounds`: tensor parallel ranks compute different gradients of what all of them hold.
+        rounds: As `Kernels.rounds`: tensor parallel ranks compute different gradients of replicated parameters.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self) -> dict[str, Tensor]:
-        """Average over the data parallel ranks; sum what is partial on tensor parallel ones, and over tied copies."""
+        """Average over data parallel ranks; sum partial gradients of tensor parallel ranks, and of tied copies."""
         grads = self._data_parallel.reduce()
         self._tp_sums(grads)
         if self._tp_means is not None:
@@ -51,19 +51,19 @@ class Gradients:
         return self._comm.all_reduce(self.square_sum(tensors.items()), self._layout.mesh.state).sqrt()
 
     def count(self, marks: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Ones over the whole model in tensors of 0 and 1 shaped like the shards: () float32, equal on all ranks."""
+        """Number of ones over the whole model in 0/1 tensors shaped like the shards: () float32, equal on all ranks."""
         return self._comm.all_reduce(self.square_sum(marks), self._layout.mesh.state)
 
 
 class SquareSum:
     """Sum of squares over this rank's shards, weighted so that all ranks together count each entry of the model once.
 
-    Each row is summed by itself, and then the rows. On CPUs torch's norm of a whole matrix adds millions of small
-    squares to one large float32 sum, which loses 0.2% of a gradient of 32000 x 1024 (torch 2.9).
+    Each row is summed first, then the rows' sums. On CPUs torch's norm of a whole matrix adds millions of small
+    squares to one large float32 sum, and loses 0.2% of a gradient of 32000 x 1024 (torch 2.9).
 
     Args:
-        layout: The entries that this rank has.
-        shards: Tensors of the shapes to come.
+        layout: The entries that this rank holds.
+        shards: Tensors of the same shapes as the later arguments.
         put: Copies a host tensor to the device.
     """
 
@@ -82,7 +82,7 @@ class SquareSum:
 
     @torch.no_grad()
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """() float32 from the names and tensors of all of this rank's shards, in the layout's order."""
+        """Weighted sum of squares, () float32, of all of this rank's shards, given in the layout's order."""
         sums = []
         for name, tensor in tensors:
             squares = torch.linalg.vector_norm(_rows(tensor), dim=1, dtype=torch.float32).square()
@@ -100,7 +100,7 @@ def _weight(spec: ShardSpec, copies: int) -> float:
 
 
 class _TiedSums:
-    """Sums the gradients of an embedding and of its copy on the last pipeline stage, so that both stay equal."""
+    """Sum of the gradients of an embedding and of its copy on the last pipeline stage, so that both stay equal."""
 
     def __init__(self, layout: Layout, comm: Collectives) -> None:
         self._pp, self._comm = layout.mesh.pp, comm
@@ -115,10 +115,11 @@ class _TiedSums:
 
 
 class _TensorParallelSums:
-    """Sums in float32 what saw a slice of the sequence, and the copies of K/V heads that served other queries.
+    """Sum in float32 of the tensor parallel ranks' partial gradients.
 
-    A fused matrix is summed as a whole, its other rows in vain. What differs between ranks is data on the device, so
-    that the graph is the same on all of them.
+    Gradients are partial for parameters under sequence parallelism, and for replicated K/V heads, each of which serves
+    other queries. A fused matrix is summed as a whole, and the sums of its other rows are dropped. Differences between
+    ranks are data on the device, so that all ranks run the same graph.
     """
 
     def __init__(
@@ -153,9 +154,9 @@ class _TensorParallelSums:
 
 
 class _TensorParallelMeans:
-    """Averages in float32 what all tensor parallel ranks compute alike, but for how their hardware rounds at random.
+    """Average in float32 of replicated gradients that differ only by the hardware's random rounding.
 
-    These are the norm weights of a run without sequence parallelism. Elsewhere a sum makes their gradients equal.
+    These are the gradients of norm weights without sequence parallelism. With it, a sum makes them equal.
     """
 
     def __init__(self, layout: Layout, comm: Collectives) -> None:
@@ -173,7 +174,7 @@ class _TensorParallelMeans:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What to multiply gradients with so that their norm stays below `limit`: () float32; 0 for no limit.
+    """Factor that scales gradients to a norm of at most `limit`: () float32; a limit of 0 means none.
 
     Source: torch.nn.utils.clip_grad_norm_.
     """

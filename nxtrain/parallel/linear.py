@@ -1,7 +1,7 @@
-"""Matrix products cut over the tensor parallel ranks.
+"""Linear layers sharded over the tensor parallel ranks.
 
-A column layer holds rows of its weight (outputs), a row layer holds columns (inputs); one after the other needs one
-communication on the way in and one on the way out.
+A column layer holds rows of its weight (outputs), a row layer holds columns (inputs). A column layer followed by a row
+layer needs one communication before and one after.
 
 Shapes: S sequence, B batch, I inputs, O outputs; S/tp under sequence parallelism, else S.
 """
@@ -20,17 +20,17 @@ from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import Init, Segment, ShardSpec
 
 Product: TypeAlias = Callable[[], Tensor]
-"""Computes the gradient of a weight."""
+"""Function that computes the gradient of a weight."""
 
 Postpone: TypeAlias = Callable[[Product], None]
-"""Takes the product that a backward pass leaves out."""
+"""Function that stores a product postponed by a backward pass."""
 
 
 class _ColumnProduct(torch.autograd.Function):
     """x @ weight.T from an input that every rank needs whole.
 
-    Only this rank's slice of the input is kept: backward gathers it again, while it computes the input's gradient, and
-    sums that gradient over the ranks while it computes the weight's.
+    Only this rank's slice of the input is saved. Backward gathers the input again while it computes the input's
+    gradient, and sums that gradient over the ranks while it computes the weight's.
     """
 
     @staticmethod
@@ -56,9 +56,10 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T that keeps the weight as it is: the linear layer of torch keeps it transposed.
+    """x @ weight.T that saves the weight untransposed, where torch's linear function saves the transposed weight.
 
-    That is a view on eager devices, but where a graph ends between forward and backward a copy for each micro-batch.
+    On eager devices the transposed weight is a view. On a lazy device whose graph ends between forward and backward, it
+    would be a copy for each micro-batch.
     """
 
     @staticmethod
@@ -73,10 +74,11 @@ class _Product(torch.autograd.Function):
 
 
 class _SplitProduct(torch.autograd.Function):
-    """x @ weight.T whose backward computes the gradient of the input, and postpones that of the weight.
+    """x @ weight.T whose backward computes the gradient of the input, and postpones the gradient of the weight.
 
-    Given to it is the weight without its parameter, which autograd would take for done when this returns. Of an input
-    that every rank needs whole only this rank's slice is kept, until the weight has its gradient.
+    The argument `weight` is detached from its parameter, whose gradient autograd would else take for complete when
+    backward returns. Of an input that every rank needs whole, only this rank's slice is saved, until the weight has its
+    gradient.
     """
 
     @staticmethod
@@ -102,7 +104,7 @@ def _weight_grad(grad: Tensor, x: Tensor, tp: TensorParallel | None) -> Tensor:
 
 
 def _whole(x: Tensor, tp: TensorParallel | None) -> Tensor:
-    """What all of these ranks need; None: each needs what it has."""
+    """Input gathered over the sequence under sequence parallelism; else the input itself."""
     return tp.comm.all_gather(x.contiguous(), tp.axis) if tp is not None and tp.sequence_parallel else x
 
 
@@ -112,11 +114,11 @@ def _product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
 
 
 class SplitBackward(nn.Module):
-    """A layer with a weight whose gradient may be computed later than that of its input.
+    """A layer whose weight gradient may be computed later than the gradient of its input.
 
     Attributes:
-        weight: Its parameter.
-        postpone: Where the product that makes the gradient goes; None: it is computed in the backward pass.
+        weight: Parameter of the layer.
+        postpone: Stores the product that computes the gradient; None: the backward pass computes it.
     """
 
     weight: nn.Parameter
@@ -124,13 +126,13 @@ class SplitBackward(nn.Module):
 
 
 class ColumnLinear(SplitBackward):
-    """Linear layer whose outputs are cut over tp; fused when it has several segments.
+    """Linear layer whose outputs are sharded over tp; fused when it has several segments.
 
     Args:
         in_features: I.
-        segments: Output matrices stacked in one; each is cut on its own, so that a rank holds its part of every one.
-        init: How the weight starts.
-        tp: The ranks that share it.
+        segments: Stacked output matrices; each is sharded on its own, so that a rank holds a slice of every one.
+        init: Initial values of the weight.
+        tp: Tensor parallel context of the layer.
     """
 
     def __init__(self, in_features: int, segments: tuple[Segment, ...], init: Init, tp: TensorParallel) -> None:
@@ -152,13 +154,13 @@ class ColumnLinear(SplitBackward):
 
 
 class RowLinear(SplitBackward):
-    """Linear layer whose inputs are cut over tp.
+    """Linear layer whose inputs are sharded over tp.
 
     Args:
         in_features: I.
         out_features: O.
-        init: How the weight starts.
-        tp: The ranks that share it.
+        init: Initial values of the weight.
+        tp: Tensor parallel context of the layer.
     """
 
     def __init__(self, in_features: int, out_features: int, init: Init, tp: TensorParallel) -> None:

@@ -1,4 +1,4 @@
-"""Output projection and cross entropy in one, over a vocabulary that is cut over the tensor parallel ranks.
+"""Fused output projection and cross entropy, over a vocabulary sharded over the tensor parallel ranks.
 
 Shapes: T tokens (sequence x batch, flattened), D hidden, V vocabulary rows of this rank.
 """
@@ -19,13 +19,13 @@ from nxtrain.sharding import Init, ShardSpec
 
 
 class VocabHead(nn.Module):
-    """Scores of the next token: `logits` for reading them, `loss` for training on them.
+    """Output projection: `logits` for generation, `loss` for training.
 
     Args:
-        vocab_size: The true vocabulary; padded rows of the last rank get probability zero.
+        vocab_size: Unpadded vocabulary; padded rows of the last rank get probability zero.
         hidden_size: D.
-        init: How the weight starts.
-        tp: The ranks that share it.
+        init: Initial values of the weight.
+        tp: Tensor parallel context of the layer.
         chunk_bytes: Most bytes of float32 logits that exist at once.
     """
 
@@ -38,7 +38,7 @@ class VocabHead(nn.Module):
         self._piece = spec.pieces(tp.axis)[0]
         self._vocab_size = vocab_size
         self._chunk_rows = max(1, chunk_bytes // (4 * self._piece.local_length))
-        # Tensors, not numbers: every rank must record the same graph, whatever its rows.
+        # Tensors, not numbers: every rank must record the same graph, for any rows.
         self.first: Tensor
         self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
         self.padding: Tensor | None
@@ -89,8 +89,8 @@ class VocabHead(nn.Module):
 class _VocabCrossEntropy(torch.autograd.Function):
     """Cross entropy from hidden states, chunk by chunk, so that the full logits never exist.
 
-    The gradients of a sum are known up to one factor as soon as the logits are, so forward computes them while a
-    chunk's logits are at hand and backward only scales them. The arithmetic on logits is float32.
+    The gradients of a sum follow from the logits up to one factor. So forward computes them chunk by chunk, and
+    backward only scales them. The arithmetic on logits is float32.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053) section 3 for the parallel form; Hsu et al. 2024 (arXiv:2410.10989)
     for gradients in the forward pass.
@@ -119,7 +119,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
             if logits_grad is not None:
                 hidden_grads.append(logits_grad @ weight)
                 part = logits_grad.t() @ h
-                # Several chunks are summed in float32, so that their number does not show in the result's rounding.
+                # Several chunks are summed in float32, so that their number hardly changes the result's rounding.
                 weight_grad = part if weight_grad is None else weight_grad.float().add_(part)
         if weight_grad is not None:
             hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
@@ -144,16 +144,16 @@ def _chunk(
     """Loss of a chunk and the gradient of its logits.
 
     Args:
-        logits: (T, V) this rank's columns; overwritten.
+        logits: (T, V), this rank's columns; overwritten.
         targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
-        first: First vocabulary row of this rank, and how many rows it has.
+        first: First vocabulary row of this rank, and its number of rows.
         padding: (V,) 0 for a true row, -inf for a padded one; None without padding.
         comm: Collectives.
         axis: Tensor parallel axis.
         needs_grad: Compute the gradient.
 
     Returns:
-        () the sum of the losses, and (T, V) in the type of `logits`, or None.
+        Sum of the losses, (), and the gradient, (T, V) in the type of `logits`, or None.
     """
     dtype = logits.dtype
     scores = logits.float() if padding is None else logits.float() + padding

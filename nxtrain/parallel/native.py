@@ -1,4 +1,4 @@
-"""The layer set on plain collectives: the one for CPU, CUDA and PyTorch/XLA."""
+"""Layer set on plain collectives, for CPU, CUDA and PyTorch/XLA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NativeLayers(LayerSet):
     """Megatron-style layers.
 
     Args:
-        parallel: The ranks that share them.
+        parallel: Tensor parallel context of the layers.
         loss_chunk_bytes: Most bytes of float32 logits that exist at once.
     """
 

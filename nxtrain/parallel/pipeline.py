@@ -1,15 +1,17 @@
-"""One rank's share of a pipeline: carries out a schedule, forward and backward, between its neighbours.
+"""Pipeline stage of one rank: runs a schedule of forwards, backwards and transfers between its neighbours.
 
-Autograd knows nothing of other stages. What a part receives is a leaf, whose gradient is sent back; what it sends ends
-its graph, which begins backward with the gradient that comes back.
+The autograd graph of a part ends at the part's borders. A received tensor is a leaf, whose gradient is sent back. A
+sent tensor ends the graph, whose backward pass begins with the gradient that is received for it.
 
-Why not `torch.distributed.pipelining`: its stages talk through process groups, which PyTorch/XLA has none of, and order
-their transfers for buffered sends, which an all-gather between two ranks is not; its interleaved schedule asks for
-micro-batches that divide into rounds; it scales gradients by the number of micro-batches, where ours are sums over
-tokens; a tied embedding is left to its caller. Why not `NxDPPModel`, whose manual partition traces nothing either: it
-has no virtual stages, renames parameters, counts a tied matrix once per stage in the gradient norm, and weighs each
-micro-batch alike, however few of its tokens count. Of NeuronX Distributed we take the layers, the transfer over pairs
-of ranks, and the order of computation.
+Reasons against `torch.distributed.pipelining`: its stages use process groups, which PyTorch/XLA lacks. It orders
+transfers for buffered sends, but on XLA a transfer is a collective of two ranks. Its interleaved schedule needs
+micro-batches that divide into rounds. It scales gradients by the number of micro-batches, where ours are sums over
+tokens. It leaves tied embeddings to its caller.
+
+Reasons against `NxDPPModel`, even with its manual partition, which needs no tracing: it has no virtual stages, and it
+renames parameters. It counts a tied matrix once per stage in the gradient norm. It weighs all micro-batches alike,
+however few of their tokens count. From NeuronX Distributed come the layers, the transfer over pairs of ranks, and the
+order of computation.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473); src/neuronx_distributed/pipeline/{model,manual_pipe_stage,comm}.py in
 https://github.com/aws-neuron/neuronx-distributed at v0.18.
@@ -37,25 +39,25 @@ from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
 from nxtrain.stages import StagePart
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
-"""Tokens and targets, (B, S) each; only a pipeline's first stage reads the ones, and its last the others."""
+"""Tokens and targets, (B, S) each; only the first stage reads tokens, and only the last reads targets."""
 
 Found = Callable[[Tensor, Tensor], None]
-"""Takes the loss and the targets of a micro-batch, in order, on the last stage."""
+"""Function called with the loss and the targets of each micro-batch, in order, on the last stage."""
 
 
 class StageError(RuntimeError):
-    """A pipeline stage failed; the cause is the error itself."""
+    """Failure of a pipeline stage; `__cause__` is the original error."""
 
 
 @dataclass
 class _Exit:
-    """Where a part's graph ends: holds the gradient that came back for what was sent."""
+    """End of a part's graph, with the gradient received for the sent tensor."""
 
     grad: Tensor | None = None
 
 
 class _Leave(torch.autograd.Function):
-    """A number in place of a hidden state, so that the graph does not keep what was sent."""
+    """A scalar in place of a sent hidden state, so that the graph does not keep the hidden state alive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exit_: _Exit) -> Tensor:
@@ -69,12 +71,12 @@ class _Leave(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Passage:
-    """A micro-batch in a part, from its forward pass to its backward pass.
+    """State of a micro-batch in a part, from its forward pass to its backward pass.
 
     Args:
-        entered: The leaf that was received; None in the first part.
-        end: What backward begins with.
-        exit_: Where the gradient of what was sent goes.
+        entered: The received leaf; None in the first part.
+        end: Tensor with which backward begins.
+        exit_: Holder of the gradient of the sent tensor.
     """
 
     entered: Tensor | None
@@ -83,19 +85,19 @@ class _Passage:
 
 
 Item = tuple[str, int, int]
-"""A hidden state, or the gradient of one: `forward` or `backward`, chunk and micro-batch of the part at this end."""
+"""Key of a hidden state (`forward`) or a gradient (`backward`), with chunk and micro-batch of this rank's part."""
 
 
 @dataclass(frozen=True)
 class _Underway:
-    """What a pass over a batch has in hand.
+    """Open state of a pass over a batch.
 
     Attributes:
-        received: What was asked for and is not yet used.
-        passages: Parts whose backward pass is to come, by chunk and micro-batch.
-        postponed: Weights that still lack the gradients of a backward pass, by chunk and micro-batch.
-        to_send: What was computed and is not yet on its way.
-        sent: The last of each direction, kept until it has arrived.
+        received: Receives that were started and not yet used.
+        passages: Forward passes without their backward pass, by chunk and micro-batch.
+        postponed: Weight gradients not yet computed, by chunk and micro-batch.
+        to_send: Computed tensors whose send is not yet started.
+        sent: Last send of each direction, kept until it is complete.
     """
 
     received: dict[Item, Pending[Tensor]] = field(default_factory=dict)
@@ -106,20 +108,20 @@ class _Underway:
 
 
 class Pipeline:
-    """Runs micro-batches through the parts of one rank.
+    """Pipeline stage that runs micro-batches through the parts of one rank.
 
     Args:
-        model: Built of this rank's parts.
-        parts: Those, by chunk.
+        model: Model built of this rank's parts.
+        parts: The parts, by chunk.
         pp: Pipeline axis.
         comm: Collectives.
-        boundary: Hands what was recorded to the device.
-        blank: A tensor of the shape and type of what stages send, (S/tp, B, D); its values mean nothing.
-        place: This rank in words.
-        weight_grads: What the model's layers postpone, which makes the schedule that of ZB-H1; None: 1F1B.
+        boundary: Step boundary of the device: runs the recorded graph.
+        blank: Tensor of the shape and type of transfers, (S/tp, B, D); its values are not used.
+        place: Name of this rank in messages.
+        weight_grads: Postponed weight gradients of the layers, for the ZB-H1 schedule; None: 1F1B.
 
     Attributes:
-        watch: Entered for each action, when what it waited for is there; for those who measure or trace.
+        watch: Context entered for each action, after its wait; for measurements and tracing.
     """
 
     def __init__(
@@ -138,12 +140,12 @@ class Pipeline:
         self.watch: Callable[[Action], AbstractContextManager[object]] = nullcontext
 
     def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found) -> None:
-        """Forward and backward of this rank's part of a global batch.
+        """Run forward and backward of this rank's share of a global batch.
 
         Args:
-            batch: Its micro-batches.
-            begin_backward: Called before each backward pass, or part of one; told whether it is its chunk's last.
-            found: Is given the losses.
+            batch: The micro-batches.
+            begin_backward: Called before each backward action; its argument is True for the last micro-batch.
+            found: Called with the losses.
         """
         order: Order = "zero_bubble" if self._weight_grads else "1f1b"
         actions = schedule(self._pp.size, len(self._parts), len(batch), order)
@@ -151,7 +153,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatches, found: Found) -> None:
-        """Forward of this rank's part of a global batch; arguments as in `train`."""
+        """Run forward of this rank's share of a global batch; arguments as in `train`."""
         actions = evaluation_schedule(self._pp.size, len(self._parts), len(batch))
         self._carry_out(actions, batch, lambda last: None, found)
 
@@ -160,17 +162,17 @@ class Pipeline:
     ) -> None:
         underway = _Underway()
         rank = self._pp.rank
-        # Where transfers are recorded they follow each other; elsewhere those both ways are under way at once anyhow.
+        # Recorded transfers run in sequence, so a send and a receive are joined; eager ones overlap anyway.
         steps = with_exchanges(actions)[rank] if self._comm.lazy else ((action,) for action in actions[rank])
         for action, *more in steps:
-            with self._told(action):
-                came = self._await(action, underway)
+            with self._naming_stage(action):
+                received = self._await(action, underway)
                 with self.watch(action):
                     if action.kind == "forward":
-                        self._forward(action, came, underway, batch, found)
+                        self._forward(action, received, underway, batch, found)
                     elif action.kind == "backward":
                         begin_backward(action.micro == len(batch) - 1)
-                        self._backward(action, came, underway)
+                        self._backward(action, received, underway)
                     elif action.kind == "weight":
                         begin_backward(action.micro == len(batch) - 1)
                         compute(underway.postponed.pop((action.chunk, action.micro)))
@@ -182,9 +184,9 @@ class Pipeline:
             pending.wait()
 
     def _await(self, action: Action, underway: _Underway) -> Tensor | None:
-        """What another stage made for a computation; None if it needs nothing."""
+        """Input of a computation from another stage; None if the computation needs none."""
         part = self._parts[action.chunk]
-        starts = {"forward": part.first, "backward": part.last}  # from nothing that another stage has
+        starts = {"forward": part.first, "backward": part.last}  # without input from another stage
         if starts.get(action.kind, True):
             return None
         return underway.received.pop((action.kind, action.chunk, action.micro)).wait()
@@ -207,19 +209,19 @@ class Pipeline:
         else:
             underway.to_send["forward", chunk, micro] = out.data
             end = _Leave.apply(out, exit_)
-        del out  # of a part that is not the last, only its graph stays
+        del out  # keeps only the graph of a part that is not the last
         if torch.is_grad_enabled():
             underway.passages[chunk, micro] = _Passage(entered, end, exit_)
         self._boundary()
 
     def _keeping(self) -> AbstractContextManager[None]:
-        """How autograd keeps what backward needs: eager devices give views no memory of their own."""
+        """Context for tensors saved by autograd: copies of views on lazy devices; eager views need no memory."""
         return save_copies_of_views() if self._comm.lazy else nullcontext()
 
-    def _backward(self, action: Action, came: Tensor | None, underway: _Underway) -> None:
+    def _backward(self, action: Action, received: Tensor | None, underway: _Underway) -> None:
         chunk, micro = action.chunk, action.micro
         passage = underway.passages.pop((chunk, micro))
-        passage.exit_.grad = came
+        passage.exit_.grad = received
         passage.end.backward()
         if self._weight_grads:
             underway.postponed[chunk, micro] = self._weight_grads.take()
@@ -234,7 +236,7 @@ class Pipeline:
             underway.received[item] = self._comm.start_receive(self._blank, self._pp, peer)
             return
         direction = item[0]
-        if direction in underway.sent:  # no more than one of each direction is kept for a slow receiver
+        if direction in underway.sent:  # at most one send of each direction waits for a slow receiver
             underway.sent.pop(direction).wait()
         underway.sent[direction] = self._comm.start_send(underway.to_send.pop(item).contiguous(), self._pp, peer)
 
@@ -248,8 +250,8 @@ class Pipeline:
         return action.other_end(self._pp.rank, self._pp.size)[0]
 
     @contextmanager
-    def _told(self, action: Action) -> Iterator[None]:
-        """Say which stage failed, and at what."""
+    def _naming_stage(self, action: Action) -> Iterator[None]:
+        """Turn an exception into a `StageError` that names the stage and the action."""
         try:
             yield
         except NxtrainError:

@@ -1,7 +1,7 @@
-"""Differentiable collectives: each forward communication paired with the one that its gradient needs.
+"""Differentiable collectives: each forward communication is paired with that of its gradient.
 
-Under tensor parallelism an activation is either whole on every rank, or, with sequence parallelism, cut along dimension
-0 (the sequence). These functions move between the two.
+Under tensor parallelism an activation is either whole on every rank, or, with sequence parallelism, sharded along
+dimension 0 (the sequence). These functions convert between the two forms.
 
 Source: Shoeybi et al. 2019 (arXiv:1909.08053) section 3; Korthikanti et al. 2022 (arXiv:2205.05198) section 4.2.
 """
@@ -67,13 +67,13 @@ class _ReduceSum(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the layers of one rank share work; what every such layer is built with.
+    """Tensor parallel context with which every sharded layer is built.
 
     Args:
         axis: Tensor parallel axis.
         comm: Collectives.
         dtype: Type of the weights.
-        sequence_parallel: Between the layers, activations are cut along the sequence.
+        sequence_parallel: Between the layers, activations are sharded along the sequence.
     """
 
     axis: Axis
@@ -82,7 +82,7 @@ class TensorParallel:
     sequence_parallel: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
-        """Bring an activation to where each rank computes its own share from all of it.
+        """Gather an activation for a layer in which each rank computes its own share from the whole activation.
 
         Args:
             x: (S / tp, B, D) under sequence parallelism, else (S, B, D), equal on all ranks.
@@ -96,7 +96,7 @@ class TensorParallel:
         return function.apply(x, self.comm, self.axis)  # type: ignore[no-any-return]
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the shares of all ranks.
+        """Sum the partial results of all ranks.
 
         Args:
             x: (S, B, D), a partial sum; overwritten.
@@ -110,5 +110,5 @@ class TensorParallel:
         return function.apply(x, self.comm, self.axis)  # type: ignore[no-any-return]
 
     def empty(self, spec: ShardSpec) -> nn.Parameter:
-        """This rank's shard of a weight, not yet filled."""
+        """Uninitialized parameter for this rank's shard of a weight."""
         return nn.Parameter(torch.empty(spec.local_shape(self.axis), dtype=self.dtype))

@@ -1,8 +1,8 @@
-"""What autograd keeps from a forward pass whose graph ends before its backward pass begins.
+"""Tensors that autograd saves from a forward pass whose graph ends before its backward pass begins.
 
-On a device that records, what is kept at the end of a graph is a result of it, and so takes memory as it stands: a view
-and what it was cut from are two tensors, and a matrix that is kept transposed is copied. So what is kept here are the
-tensors themselves and copies of views, which outlive what they were cut from.
+On a lazy device, tensors saved at the end of a graph are results of the graph, each with memory of its own. A view and
+its base are two tensors, and a transposed matrix is a copy. So this module saves parameters and inputs themselves, and
+copies of computed tensors and views, which do not keep their bases alive.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor
 
 @contextmanager
 def save_copies_of_views() -> Iterator[None]:
-    """Let what is saved for backward in this context be no view of anything."""
-    kept: dict[int, tuple[Tensor, Tensor]] = {}  # what was saved, which keeps its number meanwhile, and in what form
+    """Save no views for backward in this context: copies of computed tensors and views, other tensors themselves."""
+    # By id: the saved tensor, kept alive so that its id stays unique, and the form in which it is saved.
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def pack(x: Tensor) -> Tensor:
         if id(x) not in kept:
-            # Of what was computed nobody can say whether it is a view: for torch-xla every matrix product of more than
-            # two dimensions ends in one. A copy costs nothing, since the original is gone when the graph ends. Nor is
-            # it detached, which would make it a view again.
+            # A computed tensor may be a view unnoticed: for torch-xla every matrix product of more than two dimensions
+            # ends in one. A copy costs nothing, since the original is freed when the graph ends. `detach` instead of
+            # `data` would make a view again.
             given = x.is_leaf and not x._is_view()
             kept[id(x)] = x, (x if given else x.clone()).data
         return kept[id(x)][1]

@@ -1,19 +1,20 @@
-"""Who computes and sends what, and when, in pipeline parallelism: pure functions, to be printed, played and drawn.
+"""Schedules of pipeline parallelism, with computations and transfers, as pure functions.
 
-A model is cut into `pp_size * virtual_pp` virtual stages. Rank r holds `virtual_pp` chunks of it; its chunk c is
-virtual stage `c * pp_size + r`, whose output goes to the next stage on the next rank, and from the last rank back to
-the first.
+A model is split into `pp_size * virtual_pp` virtual stages. Rank r holds `virtual_pp` chunks; chunk c of rank r is
+virtual stage `c * pp_size + r`. Its output goes to the next stage on the next rank, and from the last rank back to the
+first.
 
-Ranks compute in the order of 1F1B, or with several chunks of interleaved 1F1B. Where transfers stand between the
-computations decides whether the ranks can hang: on XLA a transfer is a collective of two ranks, on NCCL a kernel in the
-order of a stream, so it may block both ends. These ranks cannot hang, by construction: one simulation of them all gives
-one order of all events, in which a transfer is a single event after its producer and before its consumer, and each rank
-does its part of that order. At any time the earliest event that has not happened is the next one of every rank that
-takes part in it, so it can happen. For the same reason both ends of a pair see their transfers, of activations and of
-gradients, in the same order.
+Ranks compute in the order of 1F1B, or with several chunks of interleaved 1F1B. A transfer may block both ends: on XLA
+it is a collective of two ranks, on NCCL a kernel in the order of a stream. So the places of transfers between the
+computations decide whether the ranks can deadlock.
 
-With one chunk each, they may also compute in the order of ZB-H1, which splits a backward: the gradients of a stage's
-input go out first, those of its weights are computed when nobody waits for the rank.
+These schedules cannot deadlock, by construction. One simulation of all ranks gives one order of all events, in which a
+transfer is a single event after its producer and before its consumer. Each rank runs its own events in that order. At
+any time the earliest event that has not happened is the next one of every rank that takes part in it, so it can happen.
+For the same reason both ends of a pair have their transfers, of activations and of gradients, in the same order.
+
+With one chunk each, ranks may also compute in the order of ZB-H1, which splits a backward: the gradients of a stage's
+input are computed and sent first, and the weight gradients are computed when no other rank waits.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2; Qi et al. 2024 (arXiv:2401.10241) section 2.
 """
@@ -30,7 +31,7 @@ Kind: TypeAlias = Literal[
 ]
 
 Order: TypeAlias = Literal["1f1b", "zero_bubble"]
-"""Of the computations of a step, as in `parallel.schedule`."""
+"""Order of the computations of a step, as in `parallel.schedule`."""
 
 _OTHER_END: dict[Kind, Kind] = {
     "send_forward": "receive_forward",
@@ -51,16 +52,17 @@ _SHORT: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does, written `F3`: the forward of micro-batch 3, or `F3.1` if it is that of chunk 1.
+    """One action of a rank, written `F3` for the forward of micro-batch 3, or `F3.1` for the same of chunk 1.
 
-    `B3` is its backward; where that is split, `B3` is the part that another rank waits for, and `W3` the other.
+    `B3` is the backward of micro-batch 3. In a split backward, `B3` computes the gradients of the input, for which
+    another rank waits, and `W3` those of the weights.
 
-    `>F3` receives the input of `F3`, `F3>` sends its output; `>B3` receives the gradients of that output, and `B3>`
-    sends those of the input.
+    `>F3` receives the input of `F3`, and `F3>` sends its output. `>B3` receives the gradients of that output, and `B3>`
+    sends the gradients of the input.
 
     Args:
-        kind: What.
-        chunk: Which of the acting rank's chunks, from 0.
+        kind: Kind of action.
+        chunk: Index of the acting rank's chunk, from 0.
         micro: Micro-batch, from 0.
     """
 
@@ -73,34 +75,34 @@ class Action:
 
     @property
     def is_transfer(self) -> bool:
-        """Whether another rank takes part."""
+        """True for a send or a receive."""
         return self.kind in _OTHER_END
 
     @property
     def is_send(self) -> bool:
-        """Whether the other rank receives."""
+        """True for a send."""
         return self.kind in ("send_forward", "send_backward")
 
     def other_end(self, rank: int, pp_size: int) -> tuple[int, Action]:
-        """The other rank of a transfer that `rank` takes part in, and what that does."""
+        """The other rank of a transfer of `rank`, and that rank's action."""
         step = 1 if self.kind in ("send_forward", "receive_backward") else -1
         chunk, other = divmod(self.chunk * pp_size + rank + step, pp_size)
         return other, Action(_OTHER_END[self.kind], chunk, self.micro)
 
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
-"""What each rank does, in order."""
+"""Actions of each rank, in order."""
 
 
 @lru_cache(maxsize=64)
 def schedule(pp_size: int, virtual_pp: int, num_micro: int, order: Order = "1f1b") -> Schedule:
-    """What the ranks of a pipeline do in a training step: 1F1B, interleaved if they have several chunks, or ZB-H1.
+    """Schedule of a training step: 1F1B, interleaved if ranks have several chunks, or ZB-H1.
 
     Args:
-        pp_size: Ranks.
-        virtual_pp: Model chunks of each rank; 1 if there is one rank, where chunks could only follow each other.
+        pp_size: Number of ranks.
+        virtual_pp: Model chunks of each rank; must be 1 for a single rank, which has nothing to interleave.
         num_micro: Micro-batches of the step; any number.
-        order: `zero_bubble` only with one chunk.
+        order: Order of computations; `zero_bubble` needs `virtual_pp=1`.
     """
     orders = [_compute_order(pp_size, virtual_pp, num_micro, rank) for rank in range(pp_size)]
     if order == "1f1b":
@@ -111,19 +113,19 @@ def schedule(pp_size: int, virtual_pp: int, num_micro: int, order: Order = "1f1b
 
 @lru_cache(maxsize=64)
 def evaluation_schedule(pp_size: int, virtual_pp: int, num_micro: int) -> Schedule:
-    """What they do to evaluate: forwards only; arguments as those of `schedule`."""
+    """Schedule of an evaluation: forwards only; arguments as in `schedule`."""
     return _with_transfers([_in_groups("forward", pp_size, virtual_pp, num_micro)] * pp_size)
 
 
 @lru_cache(maxsize=64)
 def with_exchanges(actions: Schedule) -> tuple[tuple[tuple[Action, ...], ...], ...]:
-    """Join a send and a receive of two ranks that both do one right after the other: one collective carries both ways.
+    """Join adjacent sends and receives between the same two ranks: one collective carries both directions.
 
     Args:
-        actions: What each rank does, in order.
+        actions: Actions of each rank, in order.
 
     Returns:
-        The same, each action alone or together with the next; joined at one end is joined at the other.
+        The same actions, each alone or joined with the next; both ends of a pair join the same transfers.
     """
     places = [{action: place for place, action in enumerate(of_rank)} for of_rank in actions]
 
@@ -147,7 +149,7 @@ def with_exchanges(actions: Schedule) -> tuple[tuple[tuple[Action, ...], ...], .
 
 
 def num_warmup(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> int:
-    """Forwards of a rank before it begins to alternate; one more are the most that it has in flight."""
+    """Number of forwards of a rank before it alternates with backwards; the most in flight is one more."""
     distance = pp_size - 1 - rank  # from the last rank, whose backwards are the first
     if virtual_pp == 1:
         return min(distance, num_micro)
@@ -155,11 +157,12 @@ def num_warmup(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> int:
 
 
 def group_sizes(pp_size: int, num_micro: int) -> list[int]:
-    """Micro-batches that pass one chunk after another: as few as keep all ranks busy, or all that there are.
+    """Sizes of the groups of micro-batches that a rank runs through one chunk before the next chunk.
 
-    The first of `pp_size` comes back to the first rank when that has finished the last; of fewer, it would come late.
-    So what is left over makes some groups larger, not one small. Groups are those of `torch.distributed.pipelining`
-    where that accepts `num_micro`, and of Megatron-LM, which wants a multiple of `pp_size`.
+    A group is as small as keeps all ranks busy. In a group of `pp_size`, the first micro-batch comes back to the first
+    rank when that rank has finished the last one; in a smaller group, it would come late. So a remainder makes some
+    groups larger, and no group smaller. The groups equal those of `torch.distributed.pipelining` where it accepts
+    `num_micro`, and those of Megatron-LM, which requires a multiple of `pp_size`.
     """
     num_groups = max(1, num_micro // pp_size)
     size, rest = divmod(num_micro, num_groups)
@@ -167,7 +170,7 @@ def group_sizes(pp_size: int, num_micro: int) -> list[int]:
 
 
 def _in_groups(kind: Kind, pp_size: int, virtual_pp: int, num_micro: int) -> list[Action]:
-    """The forwards or backwards of any rank, in order."""
+    """Forwards or backwards of a rank, in order, the same for every rank."""
     assert pp_size > 0 and virtual_pp > 0 and num_micro > 0, (pp_size, virtual_pp, num_micro)
     assert pp_size > 1 or virtual_pp == 1, f"{virtual_pp} chunks of one rank: there is nothing to interleave"
     chunks = range(virtual_pp) if kind == "forward" else range(virtual_pp - 1, -1, -1)
@@ -187,7 +190,7 @@ def _compute_order(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> 
 
 
 def _split(actions: Sequence[Action], rank: int) -> list[Action]:
-    """Split the backwards of 1F1B: rank r keeps r weight parts back, for the time when it would wait at the end.
+    """Split the backwards of 1F1B: rank r delays r weight gradients, to fill its waits at the end of the step.
 
     Source: Qi et al. 2024 (arXiv:2401.10241) section 2.1, as `torch.distributed.pipelining` counts them.
     """
@@ -201,12 +204,12 @@ def _split(actions: Sequence[Action], rank: int) -> list[Action]:
 
 
 def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Put transfers between computations so that ranks lose least if each transfer blocks both ends.
+    """Place transfers between computations so that ranks lose least if each transfer blocks both ends.
 
-    All ranks are simulated, a forward taking 1 and a backward 2, or 1 for each of its parts. What is ready to be sent
-    is transferred as soon as both ranks are between computations; nobody waits for that who could compute. It makes a
-    difference: were outputs sent as soon as they are there, the ranks of an interleaved schedule would wait for each
-    other all the time.
+    All ranks are simulated: a forward takes 1, a backward 2, or 1 for each half of a split backward. A ready output is
+    transferred as soon as both ranks are between computations; no rank that can compute waits for a transfer. If
+    outputs were sent as soon as they are ready, the ranks of an interleaved schedule would wait for each other all the
+    time.
     """
     splits = any(action.kind == "weight" for action in orders[0])
     takes = {"forward": 1, "backward": 1 if splits else 2, "weight": 1}
@@ -214,8 +217,8 @@ def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
     lists: list[list[Action]] = [[] for _ in orders]
     todo = [list(reversed(order)) for order in orders]
     ready = {(0, action) for action in orders[0] if action.kind == "forward" and action.chunk == 0}
-    outputs: list[tuple[int, Action]] = []  # sends that have not happened, and who is to do them
-    busy: dict[int, tuple[int, Action]] = {}  # the ranks that compute: until when, and what
+    outputs: list[tuple[int, Action]] = []  # sends that have not happened, with the sending rank
+    busy: dict[int, tuple[int, Action]] = {}  # the ranks that compute: end of the action, and the action
     now = 0
 
     def turn(output: tuple[int, Action]) -> tuple[bool, int]:

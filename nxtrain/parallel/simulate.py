@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline do what their schedule says, given what everything takes: simulated, not measured."""
+"""Simulated times of a pipeline schedule, from given durations of computations and transfers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxtrain.parallel.schedule import Action, Kind
 
 
 class Span(NamedTuple):
-    """When a rank does something. A transfer begins when its ends are ready, so that waiting is what lies between."""
+    """Time span of an action. A transfer begins when its ends are ready, so gaps between spans are waits."""
 
     rank: int
     action: Action
@@ -27,25 +27,25 @@ def simulate(
     weight_s: Sequence[float] = (),
     blocking: bool = True,
 ) -> tuple[Span, ...]:
-    """Time a schedule, each rank doing its actions in order.
+    """Simulate a schedule in which each rank runs its actions in order.
 
     Args:
-        actions: What each rank does, in order.
-        forward_s, backward_s: What each virtual stage takes.
-        transfer_s: What a transfer takes.
-        weight_s: What the weight part of each virtual stage's backward takes, where a schedule splits backwards.
-        blocking: Whether transfers begin when both ends come to them and keep both busy, as collectives of two ranks
-            do. Else both go on at once, and what is received is there `transfer_s` after it was sent: what is computed
-            from it waits until then.
+        actions: Actions of each rank, in order.
+        forward_s, backward_s: Seconds of the forward and the backward of each virtual stage.
+        transfer_s: Seconds of a transfer.
+        weight_s: Seconds of each virtual stage's weight gradients, for schedules that split backwards.
+        blocking: True: a transfer begins when both ends reach it and keeps both busy, like a collective of two ranks.
+            False: both ends continue at once; a computation from a received tensor starts `transfer_s` or more after
+            the send.
 
     Raises:
-        AssertionError: The ranks wait for each other; it says which for what.
+        AssertionError: The ranks deadlock; the message names each rank and its action.
     """
     pp_size = len(actions)
     costs_s = {"forward": forward_s, "backward": backward_s, "weight": weight_s}
     position, free_s = [0] * pp_size, [0.0] * pp_size
-    arrival_s: dict[tuple[int, Action], float] = {}  # of what was sent, by the receiver
-    asked: set[tuple[int, Action]] = set()  # receives that nothing was computed from yet
+    arrival_s: dict[tuple[int, Action], float] = {}  # arrival of each sent tensor, by receiving rank and receive
+    asked: set[tuple[int, Action]] = set()  # receives that were started
     spans = []
 
     def head(rank: int) -> Action | None:
@@ -95,6 +95,6 @@ def simulate(
 
 
 def _input(action: Action) -> Action:
-    """What brings the input of a computation, if that comes from another stage; a transfer itself."""
+    """Receive of a computation's input; a transfer is returned unchanged."""
     kinds: dict[Kind, Kind] = {"forward": "receive_forward", "backward": "receive_backward"}
     return replace(action, kind=kinds.get(action.kind, action.kind))

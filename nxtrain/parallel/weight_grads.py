@@ -1,7 +1,7 @@
-"""Gradients of weights that are computed later than those of what entered the layer.
+"""Weight gradients, computed later than the gradients of the layers' inputs.
 
-Only the latter are what other pipeline stages wait for. So linear layers hand in how their weights' gradients are
-computed, and the pipeline says when.
+Other pipeline stages wait only for the gradients of inputs. So linear layers register functions that compute their
+weight gradients, and the pipeline's schedule sets the time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from nxtrain.parallel.linear import Product, SplitBackward
 
 Postponed: TypeAlias = deque[tuple[nn.Parameter, Product]]
-"""Weights and what computes their gradients, in the order in which backward came by."""
+"""Weights and functions that compute their gradients, in the order of the backward pass."""
 
 
 class WeightGradients:
-    """What the layers of a model postpone.
+    """Postponed weight gradients of a model's layers.
 
     Args:
-        model: Filled. Its linear layers postpone from now on, but for the output projection, whose loss has its
-            gradients from the forward pass; embedding and norms have little to postpone.
+        model: A filled model, whose linear layers postpone their weight gradients from now on. The output projection
+            does not, since its loss computes gradients in the forward pass. Embedding and norms have little to
+            postpone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,7 +35,7 @@ class WeightGradients:
                 layer.postpone = partial(self._add, layer.weight)
 
     def take(self) -> Postponed:
-        """What was postponed since this was called last."""
+        """Return the products postponed since the last call."""
         taken, self._postponed = self._postponed, deque()
         return taken
 
@@ -43,16 +44,16 @@ class WeightGradients:
 
 
 def compute(postponed: Postponed) -> None:
-    """Compute gradients, and let go of what each was computed from before the next.
+    """Compute gradients one by one, freeing the inputs of each before the next.
 
-    Autograd adds them to the parameters and calls the hooks of these, as at the end of any backward pass.
+    Autograd adds the gradients to the parameters and calls the parameters' hooks, as in any backward pass.
     """
     while postponed:
         _Gradient.apply(*postponed.popleft()).backward()
 
 
 class _Gradient(torch.autograd.Function):
-    """A number whose gradient is a given product."""
+    """A scalar whose gradient with respect to the weight is a given product."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, product: Product) -> Tensor:

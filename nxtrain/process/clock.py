@@ -1,4 +1,4 @@
-"""Time that no clock of the wall moves: how long a machine is up, told apart by its boots."""
+"""Moments that changes of the wall clock do not move: uptime of a machine, with the identity of its boot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", None)  # Linux's; it goes on while a machine sleeps, and is alike in a process
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", None)  # of Linux; counts in sleep too, the same for all processes
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Instant:
     wall: float
 
     def since(self, earlier: Instant) -> float:
-        """Seconds from another moment, perhaps of another process or machine; 0 if that appears to be later."""
+        """Seconds since an earlier moment, perhaps of another process or machine; never below 0."""
         if self.boot and self.boot == earlier.boot:
             return max(0.0, self.up - earlier.up)
         return max(0.0, self.wall - earlier.wall)
 
 
 def now() -> Instant:
-    """This moment."""
+    """Return the present moment."""
     return Instant(_boot(), time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK), time.time())
 
 
 def process_began() -> Instant:
-    """When this process was started, before it imported anything; now, where the system does not tell.
+    """Return the moment at which this process was started, before any import; now, if the system has no record.
 
     Source: proc(5), field 22 of /proc/PID/stat: clock ticks since the boot.
     """

@@ -1,4 +1,4 @@
-"""Standard streams and console of a run, which go on when their readers close them."""
+"""Standard streams and console of a run that survive a closed pipe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nxtrain.errors import BackendError
 
 
 class PipeSafeConsole(Console):
-    """A console whose reader may go: what cannot be shown is dropped, where rich would end the process."""
+    """A rich console that drops its output when its pipe is closed, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Leave it to the writer, which drops what it was to show."""
+        """Raise BrokenPipeError, which `_check_buffer` turns into dropped output."""
         raise BrokenPipeError
 
     def _check_buffer(self) -> None:
-        # All that rich shows passes here, the frames of a live bar too.
+        # All output of rich passes here, frames of a live bar too.
         try:
             super()._check_buffer()
         except OSError:
@@ -32,7 +32,7 @@ class PipeSafeConsole(Console):
 
 
 def standard_error(*, quiet: bool = False) -> PipeSafeConsole:
-    """Where lines for people go, each as it is.
+    """Console on standard error for messages to people, without wrapping or highlighting.
 
     Args:
         quiet: Show nothing.
@@ -41,15 +41,16 @@ def standard_error(*, quiet: bool = False) -> PipeSafeConsole:
 
 
 class OutputError(BackendError, OSError):
-    """Standard output or standard error that takes nothing more, as a file on a full disk."""
+    """Standard output or standard error that cannot be written, such as a file on a full disk."""
 
 
 class PipeSafeStream:
-    """A stream that shows nothing more once nobody reads it; other trouble ends the command.
+    """A stream that drops its output once its pipe or terminal is closed; other errors end the command.
 
     Args:
-        stream: Has a descriptor of the system.
-        carries_results: A full disk ends the command; otherwise each line that fails is an OSError of its own.
+        stream: A stream with a file descriptor.
+        carries_results: An error such as a full disk ends the command with `OutputError`. Otherwise each failed
+            write raises its own OSError.
     """
 
     def __init__(self, stream: TextIO, *, carries_results: bool = False) -> None:
@@ -57,36 +58,36 @@ class PipeSafeStream:
         self._failure: OutputError | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """As the stream has it."""
+        """Attribute of the wrapped stream."""
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Show a text, if anybody reads."""
+        """Write a text; drop it if the reader is gone."""
         self._refuse()
         try:
             return self._stream.write(text)
         except OSError as error:
-            self._part(error)
+            self._handle(error)
             return len(text)
 
     def flush(self) -> None:
-        """Show what waits, if anybody reads."""
+        """Flush the buffer; drop it if the reader is gone."""
         self._refuse()
         try:
             self._stream.flush()
         except OSError as error:
-            self._part(error)
+            self._handle(error)
 
     def _refuse(self) -> None:
-        if self._failure is not None:  # libraries try a stream, and drop what it raises
+        if self._failure is not None:  # raised at each call, since libraries may ignore errors of a stream
             raise self._failure
 
-    def _part(self, error: OSError) -> None:
-        """Discard the rest where nobody reads it.
+    def _handle(self, error: OSError) -> None:
+        """Discard all further output if the reader is gone; raise any other error.
 
         Raises:
-            OutputError: Results meet another trouble, as a full disk under a file.
-            OSError: The same of other lines.
+            OutputError: Another error, such as a full disk, on a stream that carries results.
+            OSError: Another error on any other stream.
         """
         descriptor = self._stream.fileno()
         is_gone = error.errno == errno.EPIPE or (
@@ -102,21 +103,21 @@ class PipeSafeStream:
 
 @contextmanager
 def pipe_safe_streams() -> Iterator[None]:
-    """Let standard output and standard error outlive who reads them, where they are streams of the system."""
+    """Wrap standard output and standard error, if they have descriptors, so that they outlive their readers."""
     before = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, _outliving(sys.stdout, carries_results=True))
-    sys.stderr = cast(TextIO, _outliving(sys.stderr))
+    sys.stdout = cast(TextIO, _pipe_safe(sys.stdout, carries_results=True))
+    sys.stderr = cast(TextIO, _pipe_safe(sys.stderr))
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError):
-                _end(stream)
+                _flush_or_discard(stream)
         sys.stdout, sys.stderr = before
 
 
-def _end(stream: TextIO) -> None:
-    """Show what waits; what cannot be shown is dropped, or the interpreter would end with a code of its own."""
+def _flush_or_discard(stream: TextIO) -> None:
+    """Flush a stream, dropping its buffer on an error: otherwise the interpreter would exit with code 120."""
     try:
         stream.flush()
     except OSError:
@@ -124,7 +125,7 @@ def _end(stream: TextIO) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Show what waits, and all that comes, to nobody, and let processes that are started from here do the same."""
+    """Redirect the stream's descriptor to the null device, also for child processes, and flush the buffer there."""
     nobody = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nobody, stream.fileno())
     os.close(nobody)
@@ -132,7 +133,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def open_standard_streams() -> None:
-    """Connect standard streams that are closed to the null device, or the next file would take their descriptors."""
+    """Connect closed standard streams to the null device: the next file opened would else get their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -143,10 +144,10 @@ def open_standard_streams() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
-def _outliving(stream: TextIO, *, carries_results: bool = False) -> TextIO | PipeSafeStream:
+def _pipe_safe(stream: TextIO, *, carries_results: bool = False) -> TextIO | PipeSafeStream:
     try:
         stream.fileno()
-    except (AttributeError, OSError, ValueError):  # there is none, or it is a test's
+    except (AttributeError, OSError, ValueError):  # the stream is absent, or one of a test
         return stream
     if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")  # a terminal may show fewer characters than a text has

@@ -16,63 +16,68 @@ from nxtrain.process.stacks import HardExitTimer, say
 Opened = TypeVar("Opened")
 
 LAST_S = 1.0
-"""What the words take at most, which need Python's lock."""
+"""Seconds for printing the message, which needs Python's lock, before the hard exit."""
 
 OPENING_S, MEETINGS = 60.0, 3
-"""To claim the devices, and how often ranks wait for each other meanwhile, which ends by itself and tells more."""
+"""Seconds to claim the devices, and number of waits for other ranks meanwhile.
+
+Each of these waits has its own time limit and a more precise message.
+"""
 
 CLOSING_S = 60.0
-"""To leave the others and to free the devices, when all is saved."""
+"""Seconds to leave the process groups and to free the devices, when all is saved."""
 
 
 def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
-    """Open devices; if that takes too long, the process ends as one that hangs.
+    """Open devices; if opening takes too long, the process ends with the exit code of a hang.
 
     Args:
-        work: Opens them.
+        work: Opens the devices.
         hang_timeout_s: Seconds that ranks wait for each other.
     """
     seconds = OPENING_S + MEETINGS * hang_timeout_s
-    told = f"error: {_me()}: its devices were not open, and the others not met, within {seconds:g} seconds"
-    with bounded(seconds, told, HangError.exit_code):
+    message = f"error: {_me()}: its devices were not open, and the others not met, within {seconds:g} seconds"
+    with bounded(seconds, message, HangError.exit_code):
         return work()
 
 
 def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseException | None) -> None:
-    """Close devices; if that takes too long, the process ends with the code of the run's own end.
+    """Close devices; if closing takes too long, the process ends with the exit code of the run.
 
     Args:
-        work: Closes them.
-        seconds: That it may take.
-        ended: What ended the run; None: it has ended well.
+        work: Closes the devices.
+        seconds: Time limit.
+        ended: Exception that ended the run; None: the run succeeded.
     """
-    how = "the run has ended well" if ended is None else str(ended) or type(ended).__name__
-    told = f"warning: {_me()}: its devices were not closed within {seconds:g} seconds, and it ends without that; {how}"
-    with bounded(seconds, told, 0 if ended is None else getattr(ended, "exit_code", 1)):
+    outcome = "the run has ended well" if ended is None else str(ended) or type(ended).__name__
+    message = (
+        f"warning: {_me()}: its devices were not closed within {seconds:g} seconds, and it ends without that; {outcome}"
+    )
+    with bounded(seconds, message, 0 if ended is None else getattr(ended, "exit_code", 1)):
         work()
 
 
 @contextmanager
-def bounded(seconds: float, words: str, code: int) -> Iterator[None]:
-    """End the process, with the stacks of its threads, if what is done in this context takes longer.
+def bounded(seconds: float, message: str, code: int) -> Iterator[None]:
+    """End the process, after printing the stacks of its threads, if the body of this context exceeds a time limit.
 
     Args:
-        seconds: That it may take.
-        words: What is told then.
-        code: With which the process ends then.
+        seconds: Time limit.
+        message: Printed at the limit.
+        code: Exit code of the process at the limit.
     """
     done, alarm = threading.Event(), HardExitTimer(code)
 
     def watch() -> None:
         if not done.wait(seconds):
-            say(words)
+            say(message)
             stacks.show()
-            with suppress(OSError, ValueError):  # whoever read it may be gone
+            with suppress(OSError, ValueError):  # the reader may be gone
                 sys.stdout.flush()
             os._exit(code)
 
     alarm.set(seconds + LAST_S)
-    with suppress(RuntimeError):  # no thread can be started, and the alarm must do
+    with suppress(RuntimeError):  # no thread can be started, and the timer alone must do
         threading.Thread(target=watch, name="nxtrain-bounded", daemon=True).start()
     try:
         yield
@@ -86,10 +91,10 @@ def _me() -> str:
 
 
 class SingleTask:
-    """One call at a time, each in a thread that nobody waits for.
+    """Runner of one background call at a time, each in a daemon thread that is never joined.
 
     Args:
-        name: Of the threads.
+        name: Name of the threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -97,10 +102,10 @@ class SingleTask:
         self._thread: threading.Thread | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Do some work, unless what was begun before is still under way.
+        """Start a call, unless the previous one still runs.
 
         Raises:
-            RuntimeError: The system has no thread to give.
+            RuntimeError: The system cannot start a thread.
         """
         if self._thread is None or not self._thread.is_alive():
             thread = threading.Thread(target=work, name=self._name, daemon=True)

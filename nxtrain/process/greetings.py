@@ -1,6 +1,6 @@
-"""Process groups without gloo's greetings: each prints a line per rank to standard output, which no setting stops.
+"""Process groups without gloo's greetings: gloo prints one line per rank, and no setting stops it.
 
-Source: `Context::connectFullMesh` in gloo/rendezvous/context.cc, which writes to `std::cout` (torch 2.9).
+Source: `Context::connectFullMesh` in gloo/rendezvous/context.cc, writing to `std::cout` (torch 2.9).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GREETING = b"[Gloo] Rank "
 
 
 class _Held:
-    """Standard output of the process while groups are made, in however many threads."""
+    """Buffer for the process's standard output while any thread makes groups."""
 
     def __init__(self) -> None:
         self._lock, self._users = Lock(), 0
@@ -25,7 +25,7 @@ class _Held:
         self._file: BinaryIO | None = None
 
     def begin(self) -> None:
-        """Hold it back from here on; a stream that is closed stays closed."""
+        """Redirect standard output to a temporary file; a closed stream stays closed."""
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -35,11 +35,11 @@ class _Held:
                     os.dup2(self._file.fileno(), _STDOUT)
 
     def end(self) -> None:
-        """Write what was held back, but for the greetings."""
+        """Restore standard output at the last user's end, and write the buffered lines but the greetings."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._before is not None:
-                with suppress(OSError):  # nobody reads it any more
+                with suppress(OSError):  # the reader is gone
                     os.dup2(self._before, _STDOUT)
                     self._show()
                 os.close(self._before)
@@ -61,7 +61,7 @@ _HELD = _Held()
 
 @contextmanager
 def without_greetings() -> Iterator[None]:
-    """Hold back what the process writes to standard output, and write all of it but the greetings at the end."""
+    """Buffer the process's standard output within this context; at its end write all lines but the greetings."""
     _HELD.begin()
     try:
         yield

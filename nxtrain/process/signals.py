@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop: the first is noted, the second ends the process at once.
+"""Signals that ask a run to stop: the first is recorded, the second ends the process at once.
 
-Python runs a handler in the main thread, between two of its instructions, and the main thread may wait for other ranks
-for a long time. So the system writes each signal to a pipe at once, and a thread reads it there.
+Python runs a handler in the main thread, between two of its instructions. The main thread may wait for other ranks for
+a long time. So the system writes each signal's number to a pipe at once, and a thread reads the pipe.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""The last breath of a cluster, Slurm's warning before it, a keyboard, and a terminal that is closed."""
+"""Preemption by a cluster, Slurm's warning before it, an interrupt from the keyboard, a closed terminal."""
 
 REPEAT_S = 1.0
-"""What comes so soon after the first is the same request on another way, as from a cluster and from the agent."""
+"""Seconds after the first signal in which another is the same request by another way, such as through the agent."""
 
 
 class Signals:
-    """What this process was asked for.
+    """Stop requests that this process has received.
 
     Attributes:
-        asked: Name of the first signal; empty: none came.
-        news: Set as soon as one came, for a thread to wait for.
+        asked: Name of the first signal; empty: none.
+        news: Set at the first signal; threads can wait for it.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Signals:
         self._asked_at = 0.0
 
     def note(self, number: int) -> None:
-        """Take a signal; the second one does not return."""
+        """Record a signal; the second request ends the process."""
         now = time.monotonic()
         if not self.asked:
             self._asked_at = now
@@ -48,7 +48,7 @@ class Signals:
             os._exit(128 + number)
 
     def follow(self, pipe: int) -> None:
-        """Take what the system writes to a pipe, until its other end is closed."""
+        """Record the signal numbers read from a pipe, until its other end is closed."""
         while numbers := os.read(pipe, 64):
             for number in numbers:
                 if number in STOPPING:
@@ -57,11 +57,11 @@ class Signals:
 
 @contextmanager
 def noted() -> Iterator[Signals]:
-    """Note the signals that ask for a stop, within this context, instead of dying of them.
+    """Record the signals that ask for a stop, within this context, instead of ending the process.
 
-    One that whoever started the process had it ignore, as `nohup` does, stays ignored.
+    A signal that the parent process set to be ignored, as `nohup` does, stays ignored.
 
-    Only a main thread can; in another the context notes nothing.
+    Only the main thread can install handlers; in another thread the context records nothing.
     """
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
@@ -71,8 +71,8 @@ def noted() -> Iterator[Signals]:
     os.set_blocking(writer, False)
     thread = threading.Thread(target=signals.follow, args=(reader,), name="nxtrain-signals", daemon=True)
     thread.start()
-    heeded = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, _noted) for number in heeded}
+    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, _noted) for number in handled}
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield signals
@@ -86,4 +86,4 @@ def noted() -> Iterator[Signals]:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Leave it to the thread: a signal without a handler would end the process."""
+    """Do nothing, since the thread records the signal; without a handler the signal would end the process."""

@@ -1,4 +1,4 @@
-"""Last resorts of a process that hangs: stacks of its threads, lines without locks, and a timer that ends it."""
+"""Last resorts of a process that hangs: stacks of its threads, lock-free output, and a timer that ends the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_A_THREAD = 2
 
 
 class _Event(ctypes.Structure):
-    """`struct sigevent`: what happens when the time has come."""
+    """`struct sigevent`: the action when a timer expires."""
 
     _fields_ = (
         ("value", ctypes.c_void_p),
@@ -44,12 +44,12 @@ class _Times(ctypes.Structure):
 
 
 class HardExitTimer:
-    """Ends the process once it is not put off in time; where the system has no such timer, it does nothing.
+    """Timer that ends the process unless it is set again in time; no-op on systems without POSIX timers.
 
-    The system's own thread calls `_exit`, so that neither Python nor any of its locks has a part in it.
+    A thread of the system's library calls `_exit`; Python and its locks are not involved.
 
     Args:
-        code: With which the process ends.
+        code: Exit code of the process.
 
     Source: timer_create(2) and sigevent(7) of https://man7.org/linux/man-pages.
     """
@@ -57,18 +57,18 @@ class HardExitTimer:
     def __init__(self, code: int) -> None:
         self._library, self._timer = _library(), ctypes.c_void_p()
         if self._library is not None:
-            leave = ctypes.cast(self._library._exit, ctypes.c_void_p).value
-            event = _Event(value=code, notify=_IN_A_THREAD, function=leave)
+            exit_process = ctypes.cast(self._library._exit, ctypes.c_void_p).value
+            event = _Event(value=code, notify=_IN_A_THREAD, function=exit_process)
             if self._library.timer_create(_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
                 self._library = None
 
     @property
     def works(self) -> bool:
-        """Whether the system has such a timer."""
+        """True if the system has such a timer."""
         return self._library is not None
 
     def set(self, seconds: float) -> None:
-        """Let it come so many seconds from now, and not before; 0: not at all."""
+        """Set the timer to expire after so many seconds, replacing any earlier setting; 0 disarms it."""
         if self._library is not None:
             whole, rest = divmod(seconds, 1.0)
             times = _Times(0, 0, int(whole), int(1e9 * rest))
@@ -85,23 +85,23 @@ def _library() -> ctypes.CDLL | None:
 
 
 DUMP = getattr(signal, "SIGUSR2", None)
-"""Asks a process for the stacks of its threads."""
+"""Signal that asks a process to print the stacks of its threads."""
 
 PRINT_S = 0.5
-"""For the stacks, before the end."""
+"""Seconds for printing the stacks before the process ends."""
 
 
 def answer_requests() -> None:
-    """Print the stacks whenever `DUMP` comes, as long as the process lives; what comes at its very end is ignored."""
+    """Print the stacks at every `DUMP` signal; those that arrive while the interpreter shuts down are ignored."""
     if DUMP is not None and _has_descriptor():
         faulthandler.unregister(DUMP)
-        with suppress(ValueError):  # only a main thread can
+        with suppress(ValueError):  # only the main thread can
             signal.signal(DUMP, signal.SIG_IGN)
         faulthandler.register(DUMP, file=sys.__stderr__ or 2, all_threads=True)
 
 
 def end_in(seconds: float) -> None:
-    """Print the stacks and end the process as one that hangs then, if this is not called again: without any lock."""
+    """Schedule, without any lock, the stacks and the exit code of a hang after some seconds; a new call postpones."""
     alarm = _alarm()
     alarm.set(seconds + PRINT_S)
     if _has_descriptor():
@@ -109,26 +109,26 @@ def end_in(seconds: float) -> None:
 
 
 def dismiss() -> None:
-    """End nothing; requests are answered as long as the process lives."""
+    """Cancel the scheduled end; `DUMP` signals are still answered."""
     faulthandler.cancel_dump_traceback_later()
     _alarm().set(0)
 
 
 def show() -> None:
-    """Print the stacks."""
+    """Print the stacks of all threads."""
     if _has_descriptor():
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
 
 
 def write(path: Path) -> None:
-    """Write the stacks to a file, whose folder is made."""
+    """Write the stacks to a file, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
 def say(line: str) -> None:
-    """Print without the lock of Python's stream, which another thread may hold for ever; a screen may be gone."""
+    """Print a line without the lock of Python's stream, which another thread may hold for ever; errors are ignored."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 

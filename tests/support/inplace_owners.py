@@ -60,7 +60,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "NeuronKernels.stochastic_round: out.copy_": "given: `Kernels.stochastic_round` writes it",
     },
     "nxtrain/backends/neuron/nxd/pretended.py": {
-        "_put_in: names['get_platform_target'] =": "host: names of NxD's module",
+        "_pretend_platform: names['get_platform_target'] =": "host: names of NxD's module",
     },
     "nxtrain/backends/neuron/nxd/binding.py": {
         "NxdBinding.start_average: bucket_allreduce_gradients(fresh)": "fresh: copies of this function (`copy=True`)",

@@ -1,1 +1,1 @@
-"""AWS Trainium: what is installed, what the machines have, and the ways to train on them."""
+"""AWS Trainium: installed packages, instances, and the backends that train on them."""

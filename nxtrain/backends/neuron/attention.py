@@ -1,9 +1,9 @@
-"""Which attention a run on PyTorch/XLA has: NKI's flash kernel, or elementary operations. Readable without torch.
+"""Choice of attention on PyTorch/XLA: NKI's flash kernel or elementary operations. Importable without torch.
 
-The kernel is that of NeuronX Distributed's `nki_flash_attn_func`. Its conditions are what this function and the kernels
-behind it assert: src/neuronx_distributed/kernels/flash_attn.py in https://github.com/aws-neuron/neuronx-distributed at
-fbac349 (v0.18); `flash_fwd` and `flash_attn_bwd`, src/nki_samples/reference/attention.py in
-https://github.com/aws-neuron/nki-samples at 0898a77.
+The kernel is that of NeuronX Distributed's `nki_flash_attn_func`. The conditions are the assertions of this function
+and of the kernels that it calls: src/neuronx_distributed/kernels/flash_attn.py in
+https://github.com/aws-neuron/neuronx-distributed at fbac349 (v0.18); `flash_fwd` and `flash_attn_bwd`,
+src/nki_samples/reference/attention.py in https://github.com/aws-neuron/nki-samples at 0898a77.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverifie
 from nxtrain.errors import ConfigError, Problem
 
 SEQUENCE_TILE = 2048
-"""Tokens that the kernel takes at a time."""
+"""Tokens of a tile of the kernel; sequences are multiples of it."""
 
 MAX_HEAD_SIZE = 128
-"""Rows of the matrix that it multiplies with."""
+"""Rows of the kernel's matrix multiplication."""
 
 LAST_SDK = SdkVersion(2, 29)
-"""Later compilers refuse kernels written in `neuronxcc.nki`, as this one is.
+"""Last release of the SDK whose compiler accepts this kernel, since it is written in `neuronxcc.nki`.
 
 Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://github.com/aws-neuron/aws-neuron-sdk.
 """
@@ -31,11 +31,11 @@ Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://gith
 
 @dataclass(frozen=True)
 class Attention:
-    """How attention is computed.
+    """Implementation of attention.
 
     Args:
-        flash: By the kernel.
-        reason: Why, in words.
+        flash: The flash kernel is used.
+        reason: Reason of the choice.
         lnc: Physical cores that share the kernel's work.
     """
 
@@ -44,7 +44,7 @@ class Attention:
     lnc: int = 1
 
     def __str__(self) -> str:
-        """As people are told."""
+        """Line for people."""
         return f"{'flash' if self.flash else 'plain'} attention: {self.reason}"
 
 
@@ -57,18 +57,18 @@ def choose(
     *,
     allow_unverified: bool = False,
 ) -> Attention:
-    """Choose the kernel where it can be had, unless something else is wanted.
+    """Choose the flash kernel if it can run, unless plain attention is wanted.
 
     Args:
         wanted: `auto`, `plain` or `flash`.
-        shape: What is to be computed.
-        instance: The machine.
+        shape: Shape of the attention.
+        instance: Kind of this machine; None if unknown.
         sdk: Release of the Neuron SDK.
-        distributed: What is installed as neuronx-distributed.
-        allow_unverified: A release that nxtrain is not verified with can be used too.
+        distributed: Installed package neuronx-distributed.
+        allow_unverified: Allow a release that nxtrain is not verified with.
 
     Raises:
-        ConfigError: The kernel is wanted and cannot be had.
+        ConfigError: The flash kernel is wanted and cannot run.
     """
     if wanted == "plain":
         return Attention(False, f"as backend.attention=plain asks; {_cost(shape)}")

@@ -1,4 +1,4 @@
-"""Neuron backend: PyTorch/XLA on AWS's Trainium, whose hardware can round at random."""
+"""Neuron backend: PyTorch/XLA on AWS's Trainium, with the hardware's stochastic rounding."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from nxtrain.backends.xla.environment import extracting, refuse_dead_variables
 class NeuronKernels(XlaKernels):
     """Kernels of Trainium.
 
-    The hardware's generator is a stream per core. No page of AWS's gives two cores equal bits, and two programs draw
-    different numbers of them. So hardware rounds only what no rank of the same model copy rounds too:
+    The hardware's generator has a stream per core. AWS's documentation does not promise equal bits on two cores, and
+    two programs draw different numbers of bits. So hardware rounds only entries that no other rank of the same model
+    copy rounds too:
 
-    - Copies over tp and over pp (`Layout.is_shared`) are rounded in software, equal by their key. Their gradients are
+    - Replicas over tp and over pp (`Layout.is_shared`) are rounded in software, with equal keys. Their gradients are
       one float32 sum. Software rounding of these few tensors takes no memory, no collective and no further graph.
-      One owner that sends its result would take a collective of a whole embedding per step.
+      The alternative, one owner that sends its result, would take a collective of a whole embedding per step.
     - With `parallel.shard=zero1` one rank rounds each entry and the data parallel ranks gather the result.
-    - With `parallel.shard=none` data parallel replicas rely on equal streams: every rank of a stage starts with one
-      seed (`NEURON_RT_STOCHASTIC_ROUNDING_SEED`), runs the same graphs in the same order, and draws as many bits
-      whatever the data. The vote of replicas (`recovery.vote_every`) holds them to that.
+    - With `parallel.shard=none` data parallel replicas rely on equal streams. Every rank of a stage starts with one
+      seed (`NEURON_RT_STOCHASTIC_ROUNDING_SEED`), runs the same graphs in the same order, and draws equally many bits
+      for any data. The replica check (`recovery.vote_every`) verifies this.
 
     Args:
-        rounds: The device rounds every cast from float32 at random (`NEURON_RT_STOCHASTIC_ROUNDING_EN=1`), with bits
-            from the hardware's generator instead of the key: others than on other backends, and not those of the step
-            after a resume.
-        flash: NKI's attention; None: elementary operations.
-        lnc: Physical cores that share its work.
+        rounds: The device rounds every cast from float32 at random (`NEURON_RT_STOCHASTIC_ROUNDING_EN=1`). Its bits
+            come from the hardware's generator, not from the key: they differ from other backends, and a resumed run
+            draws other bits than an uninterrupted one.
+        flash: NKI's attention function; None: elementary operations.
+        lnc: Physical cores that share the kernel's work.
 
     Source: about-neuron/arch/neuron-features/rounding-modes.rst in https://github.com/aws-neuron/aws-neuron-sdk.
     """
@@ -58,16 +59,16 @@ class NeuronKernels(XlaKernels):
 
 
 class NeuronBackend(XlaBackend):
-    """One logical NeuronCore per rank; several ranks are started by torchrun and form one world as `XlaBackend` says.
+    """One logical NeuronCore per rank; torchrun starts several ranks, which form one world as in `XlaBackend`.
 
-    Importing torch-xla on such a machine turns torchrun's variables into those of the Neuron plugin, one core and one
-    process per rank, so the import must not come before they are there. NeuronX Distributed makes its groups from
-    torch's default group, which must be of the backend `xla`, as it is where there are several ranks.
+    The import of torch-xla on such a machine translates torchrun's variables into those of the Neuron plugin, one core
+    and one process per rank. So the import must come after the variables are set. NeuronX Distributed makes its groups
+    from torch's default group, which must be of the backend `xla`, as it is with several ranks.
 
     Args:
         sync, meet: As in `XlaBackend`, for tests with several devices in one process.
-        hang_timeout_s: Seconds that hosts wait for each other. A collective on the device has a limit of the runtime's
-            own, which `nxtrain launch` sets from the same key.
+        hang_timeout_s: Seconds that hosts wait for each other. Collectives on the device have a time limit of the
+            runtime, which `nxtrain launch` sets from the same key.
 
     Source: torch_xla 2.9, torch_xla/__init__.py and torch_xla/_internal/neuron.py; src/neuronx_distributed/
     parallel_layers/parallel_state.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.

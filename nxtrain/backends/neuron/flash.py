@@ -1,4 +1,4 @@
-"""Attention by NKI's flash kernel, through the function that NeuronX Distributed has for it.
+"""Attention by NKI's flash kernel, through NeuronX Distributed's function.
 
 Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension.
 """
@@ -16,7 +16,7 @@ from nxtrain.errors import BackendError
 
 
 class FlashFunction(Protocol):
-    """`nki_flash_attn_func` of NxD 0.16 to 0.18, as it is called here."""
+    """`nki_flash_attn_func` of NxD 0.16 to 0.18, with the arguments that nxtrain passes."""
 
     def __call__(
         self,
@@ -30,15 +30,15 @@ class FlashFunction(Protocol):
         mixed_precision: bool,
         transpose_nki_inputs: bool,
     ) -> Tensor:
-        """Three of (B, N, H, S) to (B, N, S, H), and not to what its docstring says."""
+        """Three tensors (B, N, H, S) to (B, N, S, H), unlike the shape in the function's docstring."""
         ...
 
 
 def load() -> FlashFunction:
-    """NxD's function.
+    """Import NxD's function.
 
     Raises:
-        BackendError: It cannot be imported, or a variable of the shell spoils it.
+        BackendError: The function cannot be imported, or an environment variable would make it inexact.
     """
     try:
         from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
@@ -48,7 +48,7 @@ def load() -> FlashFunction:
             "backend.attention=plain, or install packages of one release of the Neuron SDK"
         ) from error
     if "XLA_DOWNCAST_BF16" in os.environ:
-        # Other values are refused before. `0` is off to torch-xla, as if it were not set, but not to NxD.
+        # Other values are refused before. For torch-xla, `0` means off, like an unset variable, but not for NxD.
         raise BackendError(
             "XLA_DOWNCAST_BF16=0 makes NeuronX Distributed's flash attention keep the logarithms of the softmax's "
             "sums, from which its backward pass starts, in bfloat16; unset it, or use backend.attention=plain"
@@ -57,11 +57,11 @@ def load() -> FlashFunction:
 
 
 def flash_attention(function: FlashFunction, lnc: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`Kernels.attention` by a function that takes as many key/value heads as query heads.
+    """`Kernels.attention` by a function that needs as many key/value heads as query heads.
 
     Args:
-        function: NxD's.
-        lnc: Physical cores that share its work.
+        function: NxD's function.
+        lnc: Physical cores that share the kernel's work.
         q: (S, B, N, H).
         k, v: (S, B, K, H).
     """

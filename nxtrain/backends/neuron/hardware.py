@@ -1,4 +1,4 @@
-"""What AWS's Trainium instances have. Data only, readable without torch.
+"""Hardware of AWS's Trainium instances, as data; importable without torch.
 
 Source: pages of https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a. Chips, memory and operations per second:
 about-neuron/arch/neuron-hardware/trn1-arch.rst, trn2-arch.rst, trainium2.rst. Logical cores:
@@ -14,7 +14,7 @@ from pathlib import Path
 GIB = 1 << 30
 
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
-"""Where a virtual machine of EC2 tells its instance type (https://github.com/aws/aws-ofi-nccl reads it so)."""
+"""File with the instance type of a virtual machine of EC2 (https://github.com/aws/aws-ofi-nccl reads it so)."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Instance:
     """One kind of machine.
 
     Args:
-        name: As EC2 calls it.
-        target: As the compiler calls it.
-        num_cores: Cores that ranks see, one each.
-        physical_cores: Physical cores in each of those.
-        core_bytes: Device memory per core that ranks see.
-        core_flops: Dense bfloat16 operations per second of one.
-        host_threads: Threads that the host's processors run at once.
+        name: EC2's name of the instance type.
+        target: The compiler's name of the chip.
+        num_cores: Logical cores, one for each rank.
+        physical_cores: Physical cores in each logical core.
+        core_bytes: Device memory per logical core.
+        core_flops: Dense bfloat16 operations per second of a logical core.
+        host_threads: Hardware threads of the host's processors.
         efa_devices: Network devices for collectives between machines; 0: machines cannot train together.
     """
 
@@ -62,15 +62,15 @@ INSTANCES = {
         _trn2("trn2u.48xlarge"),
     )
 }
-"""By name."""
+"""Instances by name."""
 
 
 FIRST_GENERATION = ("trn1", "trn1n")
-"""Targets without a future outside PyTorch/XLA."""
+"""Targets supported through PyTorch/XLA only."""
 
 
 def this_machine(product_name: Path = PRODUCT_NAME) -> Instance | None:
-    """The instance that this process runs on; None if it is none of those."""
+    """Instance of this machine; None if it is not in `INSTANCES`."""
     try:
         name = product_name.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -1,6 +1,6 @@
 """TorchNeuron backend: Trainium as PyTorch's device "neuron", over `torch.distributed`; no NxD, and no PyTorch/XLA.
 
-It has not run on hardware yet. It relies on what AWS documents under torch/ of
+This backend has not run on hardware yet. It relies on AWS's documentation under torch/ of
 https://awsdocs-neuron.readthedocs-hosted.com/en/latest: about-pytorch-neuron, guides/torch-distributed,
 compile/reference-torch-compile and guides/memory-profiling-guide, of Neuron SDK 2.33.
 """
@@ -22,16 +22,16 @@ from nxtrain.errors import BackendError
 from nxtrain.process.greetings import without_greetings
 
 DEVICE = "neuron"
-"""Without an index, as AWS's guide has it: a process owns one logical core, which it is given by its local rank."""
+"""Device without an index, as in AWS's guide: a process owns one logical core, chosen by its local rank."""
 
 PROCESS_GROUP = "neuron"
-"""For tensors of the device, by AWS's guide; checkpoint plans, which are host objects, have a group of their own."""
+"""Process group for tensors of the device, by AWS's guide; host objects such as checkpoint plans use another."""
 
 
 class NeuronNativeBackend(AcceleratorBackend):
     """One logical NeuronCore per rank.
 
-    Random rounding is done in software, by the key, as on CPU and CUDA; `nxtrain launch` turns the hardware's off.
+    Stochastic rounding is done in software, by the key, as on CPU and CUDA; `nxtrain launch` disables the hardware's.
     """
 
     name = "neuron-native"
@@ -42,7 +42,7 @@ class NeuronNativeBackend(AcceleratorBackend):
         if not support.ok:
             raise BackendError(f"backend.name={self.name} cannot run here: {support.reason}")
         self._take_place()
-        # Before anything is on the device: joining is what gives this process its core.
+        # Before any tensor is on the device: joining assigns a core to this process.
         self._join(PROCESS_GROUP, hang_timeout_s)
         if self.world > 1:
             with without_greetings():
@@ -66,6 +66,6 @@ class NeuronNativeBackend(AcceleratorBackend):
         return instance.core_flops if instance else None
 
     def peak_memory_bytes(self) -> int:
-        # The allocator counts what the device has done, so what was asked of it has to be done first.
+        # The allocator counts finished work only, so the device must finish its queue first.
         torch.accelerator.synchronize()
         return int(torch.accelerator.max_memory_allocated())

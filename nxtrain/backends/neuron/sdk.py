@@ -1,7 +1,7 @@
-"""Which release of the AWS Neuron SDK is installed, and what is missing if none is. Readable without torch.
+"""Installed release of the AWS Neuron SDK, or the missing packages; importable without torch.
 
-PyPI has placeholders under the names of AWS's packages. They install without complaint and fail when they are imported;
-their description says so, and that is how they are told.
+PyPI has placeholders under the names of AWS's packages. They install without complaint and fail at import. Their
+description identifies them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from nxtrain.backends.base import Support
 
 PACKAGE_INDEX = "https://pip.repos.neuron.amazonaws.com"
-"""Where AWS publishes the packages (setup/pytorch/manual.rst in https://github.com/aws-neuron/aws-neuron-sdk)."""
+"""Package index of AWS (setup/pytorch/manual.rst in https://github.com/aws-neuron/aws-neuron-sdk)."""
 
 DEVICES = Path("/dev")
-"""Where the Neuron driver shows one file `neuron<n>` per chip."""
+"""Folder in which the Neuron driver makes one file `neuron<n>` per chip."""
 
 _PLACEHOLDER = "WRONG PACKAGE"  # description of torch-neuronx 1.0 and the like, https://pypi.org/project/torch-neuronx
 
@@ -35,12 +35,12 @@ class SdkVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class Release:
-    """Beginnings of the versions that one release of the SDK has.
+    """Prefixes of package versions in one release of the SDK.
 
     Args:
-        torch_neuronx: What follows the version of torch in that of torch-neuronx.
-        neuronx_cc: The compiler's.
-        neuronx_distributed: NeuronX Distributed's.
+        torch_neuronx: Version of torch-neuronx, after the version of torch.
+        neuronx_cc: Version of the compiler.
+        neuronx_distributed: Version of NeuronX Distributed.
     """
 
     torch_neuronx: str
@@ -55,7 +55,7 @@ RELEASES = {
     SdkVersion(2, 30): Release("2.14", "2.25", "0.19"),
     SdkVersion(2, 31): Release("2.15", "2.26", "0.19"),
 }
-"""Those with a torch-neuronx for torch 2.9; 2.32 has none.
+"""Releases with a torch-neuronx for torch 2.9; 2.32 has none.
 
 Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 """
@@ -64,7 +64,7 @@ DISTRIBUTED = ((0, 15), (0, 18))
 """First and last releases of NeuronX Distributed that nxtrain is verified with; later ones have no public source."""
 
 RECOMMENDED = SdkVersion(2, 28)
-"""Release on which AWS advises to stay.
+"""Release that AWS recommends to keep.
 
 Source: about-neuron/announcements/neuron2.x/announce-eos-nxdt-nxd-core-training.rst in the same repository.
 """
@@ -75,9 +75,9 @@ class Package:
     """An installed package.
 
     Args:
-        name: As pip calls it.
-        version: Its version.
-        placeholder: It is PyPI's, not AWS's.
+        name: Name for pip.
+        version: Installed version.
+        placeholder: The package is PyPI's placeholder, not AWS's package.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Package:
 
 
 def installed(name: str) -> Package | None:
-    """What is installed under a name."""
+    """Installed package of a name; None if there is none."""
     try:
         found = distribution(name)
     except PackageNotFoundError:
@@ -95,7 +95,7 @@ def installed(name: str) -> Package | None:
 
 
 def detect() -> SdkVersion | None:
-    """The release that torch-neuronx belongs to; None if there is none, or one that nxtrain does not know."""
+    """Release of the SDK of the installed torch-neuronx; None if torch-neuronx is absent or unknown."""
     package = installed("torch-neuronx")
     if package is None or package.placeholder:
         return None
@@ -104,7 +104,7 @@ def detect() -> SdkVersion | None:
 
 
 def support() -> Support:
-    """Whether this machine can train on Neuron devices; if not, one line for each thing that it lacks."""
+    """Check if this machine can train on Neuron devices; if not, one line for each missing part."""
     missing = list(missing_devices())
     packages = list(_wrong_packages())
     missing += [*packages, install_command()] if packages else []
@@ -114,22 +114,22 @@ def support() -> Support:
 
 
 def num_devices() -> int:
-    """Chips that the driver shows."""
+    """Number of chips that the driver shows."""
     return len(list(DEVICES.glob("neuron[0-9]*")))
 
 
 def missing_devices() -> Iterator[str]:
-    """That there is no chip, if so."""
+    """Message that there is no chip, if so."""
     if not num_devices():
         yield f"no Neuron device in {DEVICES}, as the driver of a Trainium instance makes them"
 
 
 def distributed_support(*, allow_unverified: bool = False, assumed: Package | None = None) -> Support:
-    """Support by an installed NeuronX Distributed; if there is none, the packages to install. Imports nothing.
+    """Support by the installed NeuronX Distributed; if it is absent, the packages to install. Imports no package.
 
     Args:
-        allow_unverified: A release outside `DISTRIBUTED` can be used too.
-        assumed: What the machine of a run has, where this machine has none.
+        allow_unverified: Allow a release outside `DISTRIBUTED`.
+        assumed: Package of the run's machine, used if this machine has none.
     """
     way_out = _install_distributed()
     package = installed("neuronx-distributed")
@@ -149,14 +149,14 @@ def distributed_support(*, allow_unverified: bool = False, assumed: Package | No
 
 
 def unverified(package: Package) -> str:
-    """Why nothing is known of an installed NeuronX Distributed, in words; empty for a release of `DISTRIBUTED`."""
+    """Message that an installed NeuronX Distributed is unverified; empty for a release of `DISTRIBUTED`."""
     if _is_verified(package.version):
         return ""
     return f"{package.name} {package.version} is not of {_verified()}, whose source nxtrain is verified with"
 
 
 def unverified_notes() -> tuple[str, ...]:
-    """The warning that a run prints when it uses the installed NeuronX Distributed; none for a verified release."""
+    """Warning of a run that uses an unverified NeuronX Distributed; empty for a verified release."""
     package = installed("neuronx-distributed")
     why = unverified(package) if package else ""
     return (f"warning: {why}; it is used all the same, as backend.allow_unverified=true asks",) if why else ()
@@ -172,7 +172,7 @@ def _verified() -> str:
 
 
 def _install_distributed() -> str:
-    """The command that installs a verified NeuronX Distributed: that of this SDK, or else with an SDK that has one."""
+    """Command that installs a verified NeuronX Distributed, of this SDK or with an SDK that has one."""
     sdk = detect() or RECOMMENDED
     release = RELEASES[sdk].neuronx_distributed
     if _is_verified(release):
@@ -182,7 +182,7 @@ def _install_distributed() -> str:
 
 
 def install_command(sdk: SdkVersion = RECOMMENDED) -> str:
-    """The command that installs a release, in words for people."""
+    """Text with the command that installs a release."""
     release = RELEASES[sdk]
     pins = f"'torch-neuronx==2.9.0.{release.torch_neuronx}.*' 'neuronx-cc=={release.neuronx_cc}.*'"
     return (
@@ -207,12 +207,12 @@ def _wrong_packages() -> Iterator[str]:
 
 
 def is_torchneuron(version: str) -> bool:
-    """Whether a version of torch-neuronx is that of TorchNeuron, such as 2.14.3.0.1, not one for PyTorch/XLA."""
+    """True if a version of torch-neuronx is TorchNeuron's, such as 2.14.3.0.1, not one for PyTorch/XLA."""
     return version.split(".")[2:4] == ["3", "0"]
 
 
 def placeholder(package: Package) -> str:
-    """What is wrong with a package that is PyPI's."""
+    """Message that a package is PyPI's placeholder."""
     return f"{package.name} {package.version} is PyPI's empty placeholder, not AWS's package"
 
 
@@ -228,7 +228,7 @@ def _misfits(torch_neuronx: Package) -> Iterator[str]:
 
 
 def misfits_of_torch(torch_neuronx: str) -> Iterator[str]:
-    """What is wrong with the installed torch, in the eyes of a version of torch-neuronx."""
+    """Message that the installed torch does not fit a version of torch-neuronx, if so."""
     torch = installed("torch")
     wanted = ".".join(torch_neuronx.split(".")[:2])
     if torch is None or not torch.version.startswith(f"{wanted}."):

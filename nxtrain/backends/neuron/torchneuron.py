@@ -1,6 +1,6 @@
-"""Whether TorchNeuron is here: Trainium2 and 3 as PyTorch's device "neuron". Readable without torch.
+"""Check for TorchNeuron: Trainium2 and 3 as PyTorch's device "neuron". Importable without torch.
 
-Its package has the name of the one for PyTorch/XLA, torch-neuronx, so that an environment has either of the two.
+TorchNeuron's package has the same name as the one for PyTorch/XLA, torch-neuronx: an environment has at most one.
 
 Source: release-notes/components/torchneuron.html, setup/pytorch/update-manual.html and torch/about-pytorch-neuron.html
 in https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron SDK 2.33 (2026-10-19).
@@ -25,20 +25,20 @@ from nxtrain.backends.neuron.sdk import (
 )
 
 SDK = SdkVersion(2, 33)
-"""The first release of the Neuron SDK that has it for all, as a public beta."""
+"""First release of the Neuron SDK with TorchNeuron as a public beta."""
 
 TORCH = ("2.13", "2.14")
-"""Releases of torch that it is made for."""
+"""Releases of torch that TorchNeuron supports."""
 
 PYTHON = (3, 12)
-"""The oldest Python that it has packages for."""
+"""Oldest Python with packages of TorchNeuron."""
 
 ELSEWHERE = "use backend.name=neuron, which runs on Trn1 and Trn2 through PyTorch/XLA"
-"""The way out for all who cannot have it."""
+"""Advice for machines without TorchNeuron."""
 
 
 def support() -> Support:
-    """Whether this machine can train through TorchNeuron; if not, one line for each thing that it lacks."""
+    """Check if this machine can train through TorchNeuron; if not, one line for each missing part."""
     instance = this_machine()
     if instance is not None and instance.target in FIRST_GENERATION:
         reason = f"{instance.name} has chips of the first generation: TorchNeuron is for Trn2 and Trn3 only"
@@ -52,13 +52,13 @@ def support() -> Support:
 
 
 def detect() -> SdkVersion | None:
-    """The release of the SDK that is installed with it; None if it is not installed."""
+    """Release of the SDK of an installed TorchNeuron; None if TorchNeuron is not installed."""
     package = installed("torch-neuronx")
     return SDK if package and not package.placeholder and is_torchneuron(package.version) else None
 
 
 def install_command() -> str:
-    """The command that installs it, in words for people."""
+    """Text with the command that installs TorchNeuron."""
     indices = f"--extra-index-url {PACKAGE_INDEX} --extra-index-url https://download.pytorch.org/whl/cpu"
     where = f"on a Trn2 or Trn3 instance with Python {PYTHON[0]}.{PYTHON[1]}"
     pins = f"'torch=={TORCH[-1]}.*' 'torch-neuronx=={TORCH[-1]}.3.0.*' 'neuronx-cc==2.*' nki"

@@ -30,17 +30,18 @@ from nxtrain.mesh import Axis, Mesh
 class XlaCollectives(Collectives):
     """Collectives as graph operations with explicit replica groups.
 
-    Every call names its groups, since an empty list means the whole world, and never pins layouts, since a pinned
+    Every call names its groups, since an empty list means the whole world. Layouts are never pinned, since a pinned
     all-gather lowers to a padded all-reduce.
 
-    A collective joins ranks that run the same program, and pipeline stages run different ones. What goes over an axis
-    that spans stages is therefore a graph of its own, which is the same on all ranks: on Neuron all of a replica group
-    must load the program of a collective, and who has loaded it already would else wait for one who still runs another.
-    There is no sending either; both ends of a transfer gather what both bring, and one of them needs it.
+    A collective needs the same program on all its ranks, and pipeline stages run different programs. So a collective
+    over an axis that spans stages is a graph of its own, the same on all ranks. On Neuron all ranks of a replica group
+    must load the program of a collective; otherwise a rank that has loaded it would wait for a rank that still runs
+    another program. XLA has no send either: both ends of a transfer all-gather their tensors, and the receiver takes
+    the other end's.
 
     Args:
-        boundary: Of the backend: hands over what was recorded.
-        meet: Waits for all ranks on the host; None: a collective of torch-xla's own does.
+        boundary: Step boundary of the backend, which runs the recorded graph.
+        meet: Waits for all ranks on the host; None: torch-xla's own rendezvous.
 
     Source: src/neuronx_distributed/pipeline/comm.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.
     """
@@ -57,8 +58,8 @@ class XlaCollectives(Collectives):
         self._is_first: dict[int, Tensor] = {}  # by position in a pair
 
     def part(self) -> None:
-        # torch-xla keeps collectives in order by adding to each one's input the first number of the last one's result,
-        # times 0: NaN and infinity there make all of the next NaN. What the data orders needs no such number.
+        # torch-xla orders collectives by a token: it adds the first number of the last result, times 0, to the next
+        # input. NaN or infinity there makes the whole next result NaN. Data dependencies need no token.
         import torch_xla
 
         torch_xla._XLAC._set_all_reduce_token(torch_xla._XLAC._xla_get_default_device(), None)
@@ -102,16 +103,16 @@ class XlaCollectives(Collectives):
         is_first = self._is_first[pair.rank]
         with self._apart(pair):
             both = self._xm.all_gather(x, dim=0, groups=_groups(pair), pin_layout=False)
-            # Chosen within the graph, by a value on the device, since the graph is the same at both ends. Outside it
-            # the choice would go with whatever comes next, and that would be another graph than without it.
+            # Chosen within the graph, by a value on the device, since the graph is the same at both ends. Outside, the
+            # choice would become part of the next graph, and change it.
             of_first, of_second = both.chunk(2)
             out = torch.where(is_first, of_second, of_first)
-            del both, of_first, of_second  # else they would be results too
+            del both, of_first, of_second  # else they would be results of the graph too
         return out
 
     @contextmanager
     def _apart(self, axis: Axis) -> Iterator[None]:
-        """Give what is recorded in this context a graph of its own, if ranks of several stages take part."""
+        """Record the operations of this context as a graph of their own, if the axis spans several stages."""
         if axis.spans_stages:
             self._boundary()
         yield
@@ -121,7 +122,7 @@ class XlaCollectives(Collectives):
     def _reduced(self, op: Op, tensors: Sequence[Tensor], axis: Axis, scale: float) -> list[Tensor]:
         # torch-xla's in-place form gives one collective for all, but loses the result of a tensor that is a view or was
         # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
-        # Those for a graph of its own are made before it, since what a view was cut from is no part of it.
+        # Copies are made before the graph of a collective of its own, so that bases of views are no part of it.
         fresh = [tensor.clone() for tensor in tensors]
         with self._apart(axis):
             self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)
@@ -135,13 +136,13 @@ class XlaCollectives(Collectives):
 
 
 class XlaKernels(PlainKernels):
-    """Elementary operations; bits and barriers by XLA's own."""
+    """Elementary operations, with XLA's bitcasts and optimization barriers."""
 
     def __init__(self) -> None:
         import torch_xla.core.xla_builder as xb
         import torch_xla.core.xla_op_registry as registry
 
-        # A view of another type is not lowered: it would leave the graph and come back.
+        # torch-xla does not lower a view of another type: the tensor would go through the host.
         types = {torch.int32: xb.Type.S32, torch.float32: xb.Type.F32}
         self._bitcasts = {
             dtype: registry.register(f"nxtrain_bitcast_{of}", lambda x, of=of: x.bitcast(of))
@@ -156,9 +157,9 @@ class XlaKernels(PlainKernels):
         round_one_by_one(x, out, key, step, bitcast=lambda value, dtype: self._bitcasts[dtype](value))
 
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        # torch-xla puts a barrier before the second call. Without it a compiler finds both calls equal, merges them and
-        # keeps everything; XLA's own for CPUs drops barriers halfway and may do so even then. torch's recomputation has
-        # no barrier, and fails on XLA tensors (torch 2.9).
+        # torch-xla puts a barrier before the second call. Without a barrier, a compiler finds both calls equal, merges
+        # them and keeps all activations. XLA's compiler for CPUs drops barriers halfway and may do so even with one.
+        # torch's recomputation has no barrier, and fails on XLA tensors (torch 2.9).
         from torch_xla.utils.checkpoint import checkpoint
 
         if not torch.is_grad_enabled():
@@ -169,13 +170,14 @@ class XlaKernels(PlainKernels):
 
 
 class XlaBackend(Backend):
-    """The XLA device of this rank, whatever plugin PJRT found.
+    """The XLA device of this rank, on any plugin of PJRT.
 
     Args:
-        sync: Cuts and runs the graph at a step boundary; tests with several devices in one process pass their own.
-        meet: Waits for all ranks on the host; such tests pass their own, where each process is a rank the hosts do.
-        hang_timeout_s: Seconds that the hosts wait for each other; the runtime's own limit holds for collectives inside
-            a graph.
+        sync: Ends and runs the graph at a step boundary; tests with several devices in one process pass their own.
+        meet: Waits for all ranks on the host; the same tests pass their own. With one process per rank, the hosts'
+            barrier replaces it.
+        hang_timeout_s: Seconds that the hosts wait for each other; collectives inside a graph have the runtime's own
+            limit.
     """
 
     name = "xla"
@@ -201,7 +203,7 @@ class XlaBackend(Backend):
         self._hosts = join(place, hang_timeout_s) if place.world > 1 else None
         self._compared, self._num_compared = "", 0
         self._mesh: Mesh | None = None
-        self._parting: FailureReporter | None = None
+        self._failures: FailureReporter | None = None
         self._ends_early = False
         self.device = torch_xla.device()
         self.rank, self.world = xr.global_ordinal(), xr.world_size()
@@ -212,7 +214,7 @@ class XlaBackend(Backend):
             freeze_older_objects()
             meet = self._hosts.barrier
             store = dist.distributed_c10d._get_default_store()
-            self._parting = FailureReporter(store, place.rank, hang_timeout_s, self._words_of)
+            self._failures = FailureReporter(store, place.rank, hang_timeout_s, self._name_of)
         self.collectives = XlaCollectives(self.step_boundary, meet)
         self.kernels, self.host_kernels = XlaKernels(), PlainKernels()
 
@@ -246,15 +248,15 @@ class XlaBackend(Backend):
         self._sync()
 
     def num_compiled(self) -> int:
-        # Counted while a boundary compiles, in the thread that asked for it. The number of graphs in the cache is not
-        # what is wanted: it falls when old ones make room.
+        # The counter grows while a boundary compiles, in the calling thread. The number of cached graphs would not do:
+        # it falls when old graphs are evicted.
         return int(self._metrics.counter_value("UncachedCompile") or 0)
 
     def compare_graphs(self, work: str) -> None:
         self._compared, self._num_compared = work, 0
 
     def _compare(self) -> None:
-        """Ask the other ranks whether they are about to run the same, where that was asked for."""
+        """Compare the graph that is about to run with the other ranks', if comparisons are on."""
         if self._compared and self._hosts is not None:
             self._num_compared += 1
             computed = pending(self.device)
@@ -267,12 +269,12 @@ class XlaBackend(Backend):
         return HeartbeatStore(dist.distributed_c10d._get_default_store(), self.rank, self.world)
 
     def failed(self, error: Exception) -> Exception:
-        if self._parting is None:
+        if self._failures is None:
             return error
         self._ends_early = True
-        return self._parting.failed(error)
+        return self._failures.failed(error)
 
-    def _words_of(self, rank: int) -> str:
+    def _name_of(self, rank: int) -> str:
         return self._mesh.words(rank) if self._mesh is not None else f"rank {rank}"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Variables that people still export for PyTorch/XLA and that do harm or nothing: found, with what to use instead."""
+"""Checks of environment variables for PyTorch/XLA that are obsolete or harmful, with replacements."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.errors import ConfigError, Problem
 
 EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
-"""What `neuron_parallel_compile` sets to 1: Neuron's plugin collects graphs and computes nothing."""
+"""Variable that `neuron_parallel_compile` sets to 1: Neuron's plugin collects graphs and computes nothing."""
 
 EXTRACTING = "extracting:"
-"""How a line begins in which rank 0 names the work whose graphs follow."""
+"""Prefix of rank 0's line with the name of the work whose graphs follow."""
 
 HOLDING = "pipeline stages of this machine:"
-"""How a line begins in which a machine that holds some stages only names them, before any work."""
+"""Prefix of the line with the pipeline stages of a machine that does not hold all stages, before any work."""
 
 ORIGIN = "environment"
-"""Where these problems come from, as messages say it."""
+"""Origin of these problems in messages."""
 
 # Pages of https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 _ENVVARS = "archive/nxd-training/torch-neuron-envvars.rst"
@@ -27,14 +27,14 @@ _EOS = "about-neuron/announcements/neuron2.x"
 
 @dataclass(frozen=True)
 class Dead:
-    """A variable that no run may have.
+    """A variable that must not be set for a run.
 
     Args:
         name: Variable.
-        reason: What it does, or no longer does.
+        reason: Effect of the variable, or its lack of any.
         instead: The way out.
         source: Page of the Neuron SDK's documentation.
-        since: First release of the Neuron SDK in which it is dead; None: on every XLA device.
+        since: First release of the Neuron SDK in which the variable is refused; None: on every XLA device.
     """
 
     name: str
@@ -75,10 +75,10 @@ DEAD = (
 
 
 def dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> list[Problem]:
-    """Every dead variable that is set; `0` and the empty text count as not set.
+    """Problems of all dead variables that are set; `0` and the empty text count as not set.
 
     Args:
-        environ: The variables.
+        environ: Environment variables.
         sdk: Release of the Neuron SDK; None: not a Neuron device.
     """
     return [
@@ -90,15 +90,15 @@ def dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) ->
 
 
 def extracting(environ: Mapping[str, str]) -> bool:
-    """Whether graphs are to be collected for compilation, instead of a run."""
+    """True if graphs are to be collected for compilation, instead of a run."""
     return environ.get(EXTRACTION) == "1"
 
 
 def refuse_dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> None:
-    """End a run that dead variables would spoil.
+    """Refuse a run with dead variables.
 
     Raises:
-        ConfigError: Every one of them.
+        ConfigError: Some are set; the error has a problem for each.
     """
     if problems := dead_variables(environ, sdk):
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""The graph that the next step boundary would run, found before it runs."""
+"""Graph of the next step boundary, found before it runs."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 
 
 def freeze_older_objects() -> None:
-    """Spare `pending` the objects that are there already: imports make some 450,000, a third of a second per call.
+    """Exclude existing objects from the search of `pending`.
 
-    Called before the first tensor on the device.
+    Imports make some 450,000 objects, a third of a second per call. Called before the first tensor on the device.
     """
     gc.collect()
     gc.freeze()
 
 
 def pending(device: torch.device) -> list[Tensor]:
-    """The tensors that a step boundary computes: all that live and are not there yet, in the order of their birth.
+    """Tensors that a step boundary computes: all live tensors without a value, in the order of creation.
 
-    torch-xla knows them, but gives only the StableHLO of their graph; for a hash or HLO it asks for the tensors.
+    torch-xla has its own list, but returns only the StableHLO of its graph; a hash or HLO needs the tensors.
     """
     import torch_xla
 
     xla = torch_xla._XLAC
-    gc.collect()  # what a cycle still holds would be computed too
+    gc.collect()  # tensors in reference cycles would be computed too
     seen: list[Tensor] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some modules warn when they are asked for their type
+        warnings.simplefilter("ignore")  # some modules warn when their type is read
         for found in gc.get_objects():
             if issubclass(type(found), Tensor) and found.device == device:
                 seen.append(found)
@@ -47,7 +47,7 @@ def pending(device: torch.device) -> list[Tensor]:
 
 
 def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """What a backward pass that is still to come has kept, some of it out of sight of Python."""
+    """Tensors saved for later backward passes, some of which no Python object holds."""
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     met = set(nodes)
     while nodes:
@@ -66,7 +66,7 @@ def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 def hash_of(tensors: list[Tensor]) -> str:
-    """Hash of the graph that computes some tensors; on all ranks that recorded the same it is the same."""
+    """Hash of the graph that computes some tensors, equal on all ranks that recorded the same operations."""
     import torch_xla
 
     found: str = torch_xla._XLAC._get_graph_hash(tensors).hex()

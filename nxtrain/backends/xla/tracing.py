@@ -1,7 +1,7 @@
-"""The XLA device of a rank that is not there: its graphs are recorded as a compiler would get them, and never run.
+"""Tracing of a pretended rank: its graphs are recorded in the form that a compiler would get, and never run.
 
-torch-xla believes in any world and rank that it is told. What would be executed is dropped after it was recorded, so
-that every result becomes the opaque input of the next graph, as it is after an execution.
+torch-xla accepts any world and rank. Each graph is dropped after it was recorded, so that every result becomes an
+opaque input of the next graph, as after an execution.
 """
 
 from __future__ import annotations
@@ -24,43 +24,45 @@ from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 
 UPLOADED_ENTRIES = 4096
-"""Up to this size a tensor is uploaded as in a run, where torch-xla folds single numbers by their value."""
+"""Most entries of a tensor that is uploaded as in a run, since torch-xla folds single numbers by their value."""
 
 
-TOLD_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Variables that tell a process its place among others."""
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables with the place of a process among the ranks."""
 
 
 class Tape(Protocol):
-    """Who is told what a rank does."""
+    """Recorder of a rank's graphs and reads."""
 
     def graph(self, hash_: str, text: Callable[[], str]) -> None:
-        """A graph was handed over; `text` gives its HLO while this is called."""
+        """Record a graph that would run; `text` returns its HLO during this call only."""
         ...
 
     def host_read(self, file: str, line: int, function: str) -> None:
-        """The host asked for a value of the device."""
+        """Record that the host read a value of the device."""
         ...
 
 
 def trace_environment(environ: Mapping[str, str], local_world: int = 1) -> dict[str, str]:
-    """The environment of a process that traces: one CPU device, no other ranks, and nothing that changes graphs.
+    """Environment of a tracing process: one CPU device, no other ranks, and no variables that change graphs.
 
     Args:
         environ: Variables of this process.
-        local_world: Ranks of each pretended machine, which NeuronX Distributed reads there.
+        local_world: Ranks of each pretended machine, which NeuronX Distributed reads from the environment.
     """
     prefixes = ("NEURON", "NXD_", "PJRT_", "PT_XLA_", "XLA_", "TORCHELASTIC_")
-    kept = {name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in TOLD_RANKS}
-    told = {"LOCAL_WORLD_SIZE": str(local_world), "NXD_LOG_LEVEL": "warning"}
-    return {**kept, **told, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
+    kept = {
+        name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in RANK_VARIABLES
+    }
+    added = {"LOCAL_WORLD_SIZE": str(local_world), "NXD_LOG_LEVEL": "warning"}
+    return {**kept, **added, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
 
 
 def pretended_nxd(instance: Instance) -> Callable[[Backend], Binding]:
-    """Binding of NeuronX Distributed to the rank of a backend, as it is bound on an instance.
+    """Function from a backend to its binding of NeuronX Distributed, the same binding as on an instance.
 
     Raises:
-        BackendError: It does not import here.
+        BackendError: NeuronX Distributed cannot be imported.
     """
     from nxtrain.backends.neuron.nxd.pretended import PretendedNxd, load
 
@@ -69,11 +71,11 @@ def pretended_nxd(instance: Instance) -> Callable[[Backend], Binding]:
 
 
 class TracingBackend(XlaBackend):
-    """Records what one rank of a pretended world would run; ranks are played one after the other.
+    """Backend that records the graphs of one rank of a pretended world; a process traces ranks in sequence.
 
     Args:
-        world, rank: Pretended, 0 <= rank < world.
-        tape: Is told of every graph and of every read.
+        world, rank: Pretended world and rank, 0 <= rank < world.
+        tape: Recorder of every graph and every read.
     """
 
     def __init__(self, world: int, rank: int, tape: Tape) -> None:
@@ -89,7 +91,7 @@ class TracingBackend(XlaBackend):
     def put(self, x: Tensor) -> Tensor:
         if self._recording or x.numel() <= UPLOADED_ENTRIES:
             return super().put(x)
-        # Values never reach a graph, so what is built needs no storage: zeros that are dropped before they are made.
+        # Values never reach a graph, so built tensors need no storage: zeros that are dropped before they are computed.
         return torch.zeros(x.shape, dtype=x.dtype, device=self.device)
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
@@ -99,7 +101,7 @@ class TracingBackend(XlaBackend):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what follows, and forbid to run any of it; what was built before is taken as there."""
+        """Record the graphs of this context, and forbid execution; tensors built before count as computed."""
         self._drop()
         self._recording = True
         self._xla._set_allow_execution(False)
@@ -130,10 +132,10 @@ class TracingBackend(XlaBackend):
 
 @contextmanager
 def _told_reads(tape: Tape) -> Iterator[None]:
-    """Tell of every value that the host asks for, and give it ones instead.
+    """Record every read of a device value by the host, and return ones instead of the value.
 
-    The operations that bring values to the host are replaced in torch's dispatcher. A dispatch mode would see them as
-    well, but under a mode torch makes other operations of some views, and the graphs would not be those of a run.
+    The operations that copy values to the host are replaced in torch's dispatcher. A dispatch mode would see them too,
+    but under a mode torch turns some views into other operations, and the graphs would differ from those of a run.
     """
 
     def read_scalar(x: Tensor) -> Any:
@@ -171,7 +173,7 @@ def _replace(library: Any, name: str, read: Callable[..., Any], is_read: Callabl
         return read(*args, **options) if is_read(*args, **options) else kernel.call_boxed(keys, *args, **options)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced
+        warnings.simplefilter("ignore")  # about the replaced kernel
         library.impl(name, dispatch, "XLA", with_keyset=True, allow_override=True)
 
 
@@ -184,7 +186,7 @@ def _is_host(device: Any) -> bool:
 
 
 def _blame(trace: TracebackType | None) -> tuple[str, int, str]:
-    """File, line and function of the innermost call outside torch and torch-xla; None: of the calls under way."""
+    """File, line and function of the innermost call outside torch and torch-xla; None: of the present stack."""
     stack = traceback.extract_stack() if trace is None else traceback.extract_tb(trace)
     vendors = (__file__, *(str(Path(str(sys.modules[name].__file__)).parent) for name in ("torch", "torch_xla")))
     at = next((call for call in reversed(stack) if not call.filename.startswith(vendors)), stack[-1])

@@ -1,4 +1,4 @@
-"""One world of PyTorch/XLA out of the processes that torchrun started."""
+"""World of PyTorch/XLA formed by the processes that torchrun started."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from nxtrain.errors import BackendError, HangError
 
 _PLACE, _NAME = "nxtrain/store", "nxtrain/name"
 _ANSWER = timedelta(seconds=5)
-"""For a store on this network to answer; a process that is gone refuses at once."""
+"""Time limit for a store on this network; connections to a process that is gone are refused at once."""
 
 
 def join(place: Placement, hang_timeout_s: float) -> HostGroup:
-    """Join the other ranks, on the devices and on the hosts; torch's default group is of the backend `xla` afterwards.
+    """Join the other ranks, on the devices and on the hosts; torch's default group then has the backend `xla`.
 
-    torchrun alone does not make a world: until the devices are told to replicate, `world_size()` is 1 and every
-    collective is skipped in silence. The method `xla://` tells them, and must do so before anything asks for the size,
-    which is kept from the first answer on; with `env://` that is left to the caller. Host objects cannot be gathered
-    over `xla`, so the hosts get a group of their own, which carries the plans of checkpoints and makes barriers that
-    need no graph.
+    torchrun alone does not make a world: until the devices replicate, `world_size()` is 1 and torch-xla silently skips
+    every collective. The init method `xla://` turns replication on. It must run before the first read of the world
+    size, which torch-xla caches; with `env://` the caller would have to do this. Host objects cannot be gathered over
+    `xla`, so the hosts get a group of their own, for the plans of checkpoints and for barriers without a graph.
 
     Args:
-        place: What torchrun said.
+        place: Place of this process, set by torchrun.
         hang_timeout_s: Seconds that a rank waits for the others on the host. Collectives inside a graph have the
             runtime's own limit.
 
@@ -57,16 +56,17 @@ def join(place: Placement, hang_timeout_s: float) -> HostGroup:
 
 
 def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
-    """A store in which the ranks of this start find each other, on any number of machines.
+    """Store for the rendezvous of this start's ranks, on any number of machines.
 
-    torch-xla keeps apart the starts of a run, which share the agents' store, by the number of restarts. But an agent
-    counts only those that its own ranks caused, so that after the first failure the machines would wait for each other
-    in different places. Here rank 0 opens a store of this start's own and says where in the agents' store. What an
-    earlier start said there is told by nobody answering: an agent ends its ranks before it joins the next start.
+    The starts of a run share the agents' store, and torch-xla separates them by the number of restarts. But an agent
+    counts only the restarts that its own ranks caused. After the first failure, the machines would wait for each other
+    under different keys. So rank 0 opens a store for this start, and publishes its address in the agents' store. The
+    address of an earlier start is recognized because its store does not answer: an agent ends its ranks before it
+    joins the next start.
 
     Args:
-        environ: Variables of this rank, which name the agents' store.
-        rank: Of this process.
+        environ: Variables of this rank, with the address of the agents' store.
+        rank: Rank of this process.
         timeout_s: Seconds that a rank waits for rank 0.
 
     Raises:
@@ -84,7 +84,7 @@ def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
         agents.set(_PLACE, f"{store.port} {name}")
         return store
     while time.monotonic() < end_s:
-        with suppress(dist.DistError):  # whoever said so is gone, or has not yet said anything
+        with suppress(dist.DistError):  # the store of an earlier start is gone, or rank 0 has not published yet
             port, name = agents.get(_PLACE).decode().split()
             store = dist.TCPStore(host, int(port), is_master=False, timeout=_ANSWER)
             if store.get(_NAME).decode() == name:
@@ -95,12 +95,12 @@ def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
 
 
 def misfit(place: Placement, rank: int, world: int, device: str) -> str:
-    """Say why devices and processes are not one world, and the way out.
+    """Message about devices and processes that do not form one world, with the way out.
 
     Args:
-        place: What torchrun said.
-        rank, world: What the devices say.
-        device: Their kind, as PJRT calls it.
+        place: Place of this process, set by torchrun.
+        rank, world: Rank and world of the devices.
+        device: PJRT's name of the kind of device.
     """
     found = (
         f"torchrun started rank {place.rank} of {place.world}, but PyTorch/XLA on {device} is rank {rank} of {world}"

@@ -1,4 +1,4 @@
-"""What a run that chose NeuronX Distributed lets it do."""
+"""Binding of one rank to NeuronX Distributed: layers, order of ranks and average of gradients."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class NxdBinding(Binding):
     """NxD for one rank.
 
     Args:
-        device: Where this rank's tensors live.
+        device: Device of this rank's tensors.
 
     Raises:
-        BackendError: The package does not import.
+        BackendError: The package cannot be imported.
     """
 
     name = "nxd"
-    _meets = True  # the other ranks are there
+    _meets = True  # the other ranks exist
 
     def __init__(self, device: torch.device) -> None:
         # Each layer calls a deprecated torch.cuda.amp.
         warnings.filterwarnings("ignore", r"`torch\.cuda\.amp", FutureWarning, r"neuronx_distributed\.")
         try:
-            _free_layouts()
+            _unpin_layouts()
         except ImportError as error:
             raise BackendError(_import_failure(error)) from error
         self._is_cpu = device.type == "cpu"
@@ -51,7 +51,7 @@ class NxdBinding(Binding):
 
         self._join()
         if dist.get_world_size() % (tp * pp):
-            return ()  # the mesh says better what is wrong
+            return ()  # the mesh raises the better error
         return rank_order(tp=tp, pp=pp, lnc=self._lnc)
 
     def layers(self, native: LayerSet, mesh: Mesh, dtype: torch.dtype) -> LayerSet:
@@ -87,7 +87,7 @@ class NxdBinding(Binding):
 
         if dp.size == 1 or not self._sums_over_dp:
             return super().start_average(grads, dp, dtype, comm)
-        # It works in place, which torch-xla does right only on tensors that nothing else has touched.
+        # NxD reduces in place, which torch-xla does correctly only on tensors that no other operation has changed.
         fresh = [grad.to(dtype, copy=True, memory_format=torch.contiguous_format) for grad in grads]
         bucket_allreduce_gradients(grads_list=fresh)
         return Done(fresh)
@@ -103,7 +103,7 @@ class NxdBinding(Binding):
             dist.destroy_process_group()
 
     def _join(self) -> None:
-        """NxD needs a default process group even of one rank."""
+        """Make a default process group, which NxD needs even with one rank."""
         if dist.is_initialized():
             return
         if self._is_cpu:
@@ -117,18 +117,18 @@ class NxdBinding(Binding):
 
 
 def _refuse_descending(mesh: Mesh) -> None:
-    """On gloo, whose groups count their ranks ascending, gathered parts would change places."""
+    """Refuse groups that are not ascending: gloo numbers ranks ascending, so gathered shards would be permuted."""
     for axis in (mesh.tp, mesh.shard):
         for group in axis.groups:
             if list(group) != sorted(group):
                 raise BackendError(f"gloo counts ranks ascending, and {axis.name} goes over {group}; use another tp")
 
 
-def _free_layouts() -> None:
-    """Leave the layout of every sum of NxD's to the compiler.
+def _unpin_layouts() -> None:
+    """Replace NxD's all-reduces by ones that do not pin tensor layouts.
 
-    It pins those of its layers and of `bucket_allreduce_gradients`, but none that go through torch.distributed, and
-    XLA's verifier refuses a graph of both kinds.
+    NxD pins the layouts of all-reduces in its layers and in `bucket_allreduce_gradients`, but not of those through
+    torch.distributed, and XLA's verifier refuses a graph of both kinds.
     """
     from neuronx_distributed.parallel_layers import comm, grads, mappings
 
@@ -137,7 +137,7 @@ def _free_layouts() -> None:
 
 
 def _stride(spec: ShardSpec) -> int:
-    """Segments that NxD knows how to take apart: equally long, each cut over all ranks."""
+    """NxD's stride: the number of segments if they are equally long and each is sharded over all ranks, else 1."""
     equal = len({(segment.size, segment.replicas) for segment in spec.segments}) == 1
     return len(spec.segments) if equal and spec.segments[0].replicas == 1 else 1
 

@@ -1,7 +1,7 @@
-"""NeuronX Distributed's process groups: who asks it for its order of ranks, and holds its groups to a mesh.
+"""NeuronX Distributed's process groups: its order of ranks, and the check of its groups against a mesh.
 
-It knows how the chips of an instance are wired, and groups ranks by that: strided within a node of trn1 at tp 4,
-opposite rows together on trn2 where tp takes half of the node.
+NxD groups ranks by the wiring of an instance's chips: strided within a node of trn1 at tp 4, opposite rows together on
+trn2 if tp takes half of the node.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Groups = list[list[int]]
 
 
 def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
-    """Every rank once, in the places [pp, dp, tp] that NxD gives them; needs the default process group.
+    """Every rank once, in NxD's order of places [pp, dp, tp]; needs the default process group.
 
     Args:
         tp, pp: Degrees; their product divides the world.
-        lnc: Physical cores per core that ranks see.
+        lnc: Physical cores per logical core.
 
     Raises:
-        BackendError: It has no layout for these degrees, or one that is no grid.
+        BackendError: NxD has no layout for these degrees, or one that is no grid.
     """
     try:
         found = initialize_model_parallel(
@@ -42,7 +42,7 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
         AssertionError,
         RuntimeError,
         ValueError,
-    ) as error:  # its divisions and shapes are unchecked
+    ) as error:  # NxD does not check its divisions and shapes
         raise BackendError(
             f"NeuronX Distributed cannot lay out tp={tp}, pp={pp} over {dist.get_world_size()} ranks on this instance: "
             f"{error}; use another parallel.tp, or backend.layers=native"
@@ -57,15 +57,15 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
 
 
 def initialize(mesh: Mesh, *, lnc: int, meets: bool = True) -> None:
-    """Make NxD's process groups, once, and hold them to a mesh.
+    """Make NxD's process groups, once, and check them against a mesh.
 
     Args:
         mesh: The axes of this rank.
-        lnc: Physical cores per core that ranks see.
-        meets: All ranks join in a first sum, as NxD has it.
+        lnc: Physical cores per logical core.
+        meets: All ranks exist, and run NxD's initial all-reduce.
 
     Raises:
-        BackendError: They differ from those of the mesh.
+        BackendError: The groups differ from those of the mesh.
     """
     if not model_parallel_is_initialized():
         initialize_model_parallel(
@@ -83,10 +83,10 @@ def initialize(mesh: Mesh, *, lnc: int, meets: bool = True) -> None:
 
 
 def sums_over_dp(mesh: Mesh) -> bool:
-    """Whether NxD sums gradients over the data parallel ranks; its groups must have been made.
+    """True if NxD sums gradients over the data parallel ranks; NxD's groups must have been made.
 
-    It goes over those of expert parallelism, which without experts are the same, but not on a trn2 whose order of ranks
-    is that of rows of chips: there they are ascending, and join ranks that hold different shards.
+    NxD sums over the groups of expert parallelism. Without experts they equal the data parallel groups, except on a
+    trn2 with an order by rows of chips: there they are ascending, and join ranks that hold different shards.
     """
     return _agree(mesh.dp, get_expert_data_parallel_replica_groups())
 
@@ -107,7 +107,7 @@ def _compare(mesh: Mesh, found: dict[str, Groups]) -> None:
 
 
 def _agree(axis: Axis, theirs: Groups) -> bool:
-    # In which order the groups are listed is free, but not in which order a group lists its ranks.
+    # The order of the groups does not matter, but the order of ranks in a group does.
     return {tuple(group) for group in theirs} == set(axis.groups)
 
 

@@ -1,9 +1,9 @@
 """NeuronX Distributed's parallel layers under the conventions of the native ones.
 
-Names, local shapes and `ShardSpec`s are those of the native layers, so that either set reads the other's weights; what
-is computed with them is NxD's own code. What it has wrong is kept away from: the sum of a column layer's input gradient
-is lost where `reduce_dtype` is not the type of the activations, and the embedding knows float32 and bfloat16 only, and
-leaves any sequence dimension but 0 unreduced.
+Names, local shapes and `ShardSpec`s are those of the native layers, so that either set reads the other's weights. The
+computation is NxD's own code. Settings that NxD computes wrong are not used. NxD loses the sum of a column layer's
+input gradient if `reduce_dtype` is not the type of the activations. Its embedding supports float32 and bfloat16 only,
+and does not reduce any sequence dimension but 0.
 
 Shapes: S sequence, B batch, I inputs, O outputs; S/tp under sequence parallelism, else S.
 """
@@ -20,18 +20,19 @@ from nxtrain.mesh import Axis
 from nxtrain.sharding import Init, Segment, ShardSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Types that its embedding keeps."""
+"""Types that NxD's embedding keeps."""
 
 
 class NxdLayers(LayerSet):
-    """Column, row and embedding of NxD; its groups must have been made.
+    """Column, row and embedding layers of NxD; NxD's groups must have been made.
 
     Args:
-        native: Our own set, which makes the head: NxD's cross entropy counts ignored targets and overwrites the logits.
+        native: nxtrain's own layers, which make the head: NxD's cross entropy counts ignored targets and overwrites
+            the logits.
         dtype: Type of the weights.
 
     Raises:
-        BackendError: Its embedding does not keep that type.
+        BackendError: NxD's embedding does not keep the type.
     """
 
     def __init__(self, native: LayerSet, dtype: torch.dtype) -> None:
@@ -57,13 +58,13 @@ class NxdLayers(LayerSet):
 
 
 class NxdColumn(ColumnParallelLinear):  # type: ignore[misc]
-    """Linear layer whose outputs are cut over tp; fused when it has several segments.
+    """Linear layer whose outputs are sharded over tp; fused when it has several segments.
 
     Args:
-        spec: How the weight is cut.
-        tp: The ranks that share it.
-        dtype: Its type, and that of every sum over ranks.
-        sequence_parallel: The input is cut along the sequence.
+        spec: Sharding of the weight.
+        tp: Tensor parallel axis.
+        dtype: Type of the weight and of every sum over ranks.
+        sequence_parallel: The input is sharded along the sequence.
     """
 
     def __init__(self, spec: ShardSpec, tp: Axis, dtype: torch.dtype, sequence_parallel: bool) -> None:
@@ -87,13 +88,13 @@ class NxdColumn(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class NxdRow(RowParallelLinear):  # type: ignore[misc]
-    """Linear layer whose inputs are cut over tp.
+    """Linear layer whose inputs are sharded over tp.
 
     Args:
-        spec: How the weight is cut.
-        tp: The ranks that share it.
-        dtype: Its type, and that of every sum over ranks.
-        sequence_parallel: The output is cut along the sequence.
+        spec: Sharding of the weight.
+        tp: Tensor parallel axis.
+        dtype: Type of the weight and of every sum over ranks.
+        sequence_parallel: The output is sharded along the sequence.
     """
 
     def __init__(self, spec: ShardSpec, tp: Axis, dtype: torch.dtype, sequence_parallel: bool) -> None:
@@ -116,13 +117,13 @@ class NxdRow(RowParallelLinear):  # type: ignore[misc]
 
 
 class NxdEmbedding(ParallelEmbedding):  # type: ignore[misc]
-    """Vocabulary embedding, its rows cut over tp, those past the vocabulary zero.
+    """Vocabulary embedding, its rows sharded over tp; rows past the vocabulary are zero.
 
     Args:
-        spec: How the weight is cut.
-        tp: The ranks that share it.
-        dtype: Its type, and that of the sum over ranks.
-        sequence_parallel: The output is cut along the sequence.
+        spec: Sharding of the weight.
+        tp: Tensor parallel axis.
+        dtype: Type of the weight and of the sum over ranks.
+        sequence_parallel: The output is sharded along the sequence.
     """
 
     def __init__(self, spec: ShardSpec, tp: Axis, dtype: torch.dtype, sequence_parallel: bool) -> None:
@@ -138,12 +139,12 @@ class NxdEmbedding(ParallelEmbedding):  # type: ignore[misc]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(S, B) integers to (S/tp, B, D)."""
-        # Where it cuts the sequence, NxD expects the batch first, and puts it second.
+        # Under sequence parallelism, NxD's embedding takes the batch first, and returns it second.
         return _contiguous_gradient(super().forward(tokens.t() if self.sequence_parallel_enabled else tokens))
 
 
 class _RankOnDevice(nn.Module):
-    """What an embedding asks for its rank: a tensor, not a number, so that all ranks record the same graph.
+    """Rank of an embedding as a tensor, not a number, so that all ranks record the same graph.
 
     Args:
         rank: Position among the tensor parallel ranks.
@@ -157,7 +158,7 @@ class _RankOnDevice(nn.Module):
 
     def host_buffers(self) -> dict[str, Tensor]:
         """Values of the buffers, computed on the host."""
-        return {"rank": torch.tensor([self._rank, -1])}  # torch-xla folds a number that stands alone
+        return {"rank": torch.tensor([self._rank, -1])}  # torch-xla folds a tensor of a single number into a constant
 
     def get_rank(self) -> Tensor:
         """() integer."""
@@ -165,7 +166,7 @@ class _RankOnDevice(nn.Module):
 
 
 def _contiguous_gradient(x: Tensor) -> Tensor:
-    """The same, but for its gradient, which NxD views in another shape and sends as it is."""
+    """Return `x`, with its gradient made contiguous, since NxD views the gradient in another shape and sends it."""
     if x.requires_grad:
         x.register_hook(Tensor.contiguous)
     return x

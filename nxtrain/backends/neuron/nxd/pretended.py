@@ -1,4 +1,4 @@
-"""NeuronX Distributed for a rank that is not there, so that its graphs can be traced on any machine that imports it."""
+"""NeuronX Distributed for a pretended rank, whose graphs can be traced on any machine with the package."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from nxtrain.errors import BackendError
 
 
 def load(instance: Instance) -> None:
-    """Import what a run on an instance imports of NxD.
+    """Import the modules of NxD that a run imports, and pretend a kind of instance.
 
     Raises:
-        BackendError: It does not import, or cannot be put in an instance. Without their device AWS's packages may fail
-            in any way.
+        BackendError: NxD cannot be imported, or its platform cannot be replaced. Without their device AWS's packages
+            may fail in any way.
     """
     try:
         import nxtrain.backends.neuron.nxd.groups
         import nxtrain.backends.neuron.nxd.layers  # noqa: F401
     except Exception as error:
         raise BackendError(f"neuronx-distributed does not import here: {type(error).__name__}: {error}") from error
-    _put_in(instance)
+    _pretend_platform(instance)
 
 
 class PretendedNxd(NxdBinding):
-    """NxD for one rank of a pretended world; all but the other ranks and the kind of machine is that of a run.
+    """NxD for one rank of a pretended world; only the other ranks and the kind of machine differ from a run.
 
-    NxD reads the ranks of each machine in `LOCAL_WORLD_SIZE`, which the process must have from its start.
+    NxD reads the number of ranks per machine from `LOCAL_WORLD_SIZE`, which must be set before the process starts.
 
     Args:
-        device: Where this rank's tensors live.
-        world, rank: Pretended, 0 <= rank < world.
+        device: Device of this rank's tensors.
+        world, rank: Pretended world and rank, 0 <= rank < world.
         instance: Pretended machine, whose wiring decides NxD's order of ranks.
 
     Raises:
-        BackendError: The package does not import, or asks for its platform in another way than 0.15 to 0.18.
+        BackendError: The package cannot be imported, or detects its platform in another way than 0.15 to 0.18.
     """
 
     _meets = False
@@ -45,7 +45,7 @@ class PretendedNxd(NxdBinding):
         super().__init__(device)
         self._world, self._rank = world, rank
         self._lnc = instance.physical_cores
-        _put_in(instance)
+        _pretend_platform(instance)
 
     def _join(self) -> None:
         if dist.is_initialized():
@@ -56,8 +56,8 @@ class PretendedNxd(NxdBinding):
         self._owns_process_group = True
 
 
-def _put_in(instance: Instance) -> None:
-    """Have NxD lay out ranks as on an instance, whatever machine this is: it asks a function of torch-neuronx."""
+def _pretend_platform(instance: Instance) -> None:
+    """Make NxD lay out ranks as on an instance, by replacing the function of torch-neuronx that names the platform."""
     from neuronx_distributed.parallel_layers import parallel_state
 
     names = vars(parallel_state)
