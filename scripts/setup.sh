@@ -56,9 +56,10 @@ make_venv() {
 install_packages() {
     local requirements
     read -ra requirements <<<"$packages"
+    # Compiled at once: where PYTHONDONTWRITEBYTECODE is set, each process would compile torch anew, for seconds.
     if "$venv/bin/python" -m pip install --quiet uv; then
         (pass_pip_settings_to_uv
-         "$venv/bin/uv" pip install --python "$venv/bin/python" -e "${requirements[@]}") && return
+         "$venv/bin/uv" pip install --compile-bytecode --python "$venv/bin/python" -e "${requirements[@]}") && return
         say "uv could not install the packages; trying pip"
     fi
     "$venv/bin/python" -m pip install -e "${requirements[@]}"

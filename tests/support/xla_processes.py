@@ -113,7 +113,7 @@ def _begin(log: Path, env: Mapping[str, str], target: Callable[..., object], arg
 
 
 def _command(*argv: str) -> None:
-    from nxtrain import cli
+    from nxtrain.cli.main import main
 
     sys.argv = ["nxtrain", *argv]
-    cli.main()
+    main()
