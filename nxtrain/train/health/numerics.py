@@ -161,8 +161,8 @@ class NumericsGuard:
         backend.collectives.barrier()  # the findings are on disk before the first rank exits
         raise RestartError(
             f"step {step}: the replicas of the model are no longer equal: {findings}. A run whose ranks are started "
-            "again (recovery.max_restarts) goes on from its newest checkpoint, before which they were; a rank that is named "
-            f"again and again has a bad device{self._about_streams()}"
+            "again (recovery.max_restarts) goes on from its newest checkpoint, before which they were; a rank that is "
+            f"named again and again has a bad device{self._about_streams()}"
         )
 
     def _about_streams(self) -> str:
