@@ -23,11 +23,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Content:
-    """What a file must hold.
+    """Expected content of a file.
 
     Args:
-        size_bytes: Its length.
-        sha256: Its hash, hexadecimal.
+        size_bytes: Length of the file.
+        sha256: SHA-256 of the file, hexadecimal.
     """
 
     size_bytes: int
@@ -89,7 +89,7 @@ def read_seal(folder: Path) -> Seal | None:
 
 
 def damage(seal: Seal, found: Seal) -> str:
-    """What of an entry is not as its seal says, in words; empty if all is."""
+    """Differences of an entry from its seal as text; empty if there are none."""
     return "; ".join(_differences(seal, found))
 
 
@@ -119,7 +119,7 @@ def from_json(files: Any) -> Seal:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """Read a file, and leave the time of its last use alone where the system allows that."""
+    """Read a file without changing its access time, where the system allows that."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
     except PermissionError:  # only its owner may read a file unseen

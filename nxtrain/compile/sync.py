@@ -22,7 +22,7 @@ CacheLocation = Cache | Bucket
 
 @dataclass
 class Report:
-    """What a sync did.
+    """Result of a sync.
 
     Args:
         copied: Entries that are new at the destination.
@@ -41,7 +41,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Step:
-    """How far a sync is.
+    """Progress of a sync.
 
     Args:
         key: The entry that was looked after last.

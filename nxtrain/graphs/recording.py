@@ -1,4 +1,4 @@
-"""What was recorded on some ranks, and what each graph is for."""
+"""Recording of the graphs of some ranks, and the purpose of each graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxtrain.graphs.hlo import Graph, Groups
 from nxtrain.mesh import Axis
 
 TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
-"""What a graph belongs to."""
+"""Kinds of work that a graph belongs to."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Recording:
     stages: Mapping[int, int] = field(default_factory=dict)
 
     def parts(self) -> list[tuple[Cut, str]]:
-        """What each cut does.
+        """Cuts with the name of the part of the step that each computes.
 
-        A step is one graph, or micro-batches and then an update; or the actions of a pipeline, what ranks of all stages
-        do together, and what each stage does in between.
+        A step is one graph, or micro-batches followed by an update. With a pipeline it consists of the actions, the
+        work that all stages share, and each stage's own work in between.
         """
         per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == TRAINING)
         seen: Counter[tuple[int, int]] = Counter()
