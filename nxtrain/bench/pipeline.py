@@ -66,7 +66,7 @@ class StageWork:
 
     @property
     def boundary_bytes(self) -> int:
-        """Of the float32 hidden states that one stage sends to the next."""
+        """Size of the float32 hidden states that one stage sends to the next."""
         return 4 * self.seq_len * int(SHAPE["hidden_size"])
 
     def expected(self, forward_s: float = 0.0, backward_s: float = 0.0, weight_s: float = 0.0) -> PipelineCosts:
@@ -147,7 +147,7 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
     """Run the steps of several pipelines in turn, each rank in a process of its own.
 
     Raises:
-        BackendError: A process ended; what it printed says why.
+        BackendError: A process ended; its output contains the reason.
     """
     turns: list[list[Turn]] = [[] for _ in works]
     with ExitStack() as stack, Console(stderr=True).status("starting") as status:

@@ -123,12 +123,12 @@ def summarize(measured: Mapping[str, Sequence[float]], *, tokens: int, flops_per
 
 
 class Worker:
-    """A process that runs one implementation for one turn whenever it is told to.
+    """Process that runs one implementation for one turn on each request.
 
     Args:
-        module: What it runs, with two arguments.
+        module: Module that the process runs, with two arguments.
         name: Which implementation.
-        work: What it computes, as JSON.
+        work: Workload as JSON.
         env: Its environment.
     """
 

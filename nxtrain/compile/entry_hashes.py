@@ -1,7 +1,7 @@
-"""The seal of an entry: the hashes of its files, taken when it was whole, in a file beside them.
+"""Seal of an entry: the hashes of its complete files, in a file beside them.
 
-A seal belongs to one completion of the entry, told by the time of `model.done`, which the compiler writes last: an
-entry compiled anew has no seal until it is sealed again, while one that rotted or was torn does not match its own.
+A seal belongs to one compilation of the entry, identified by the time of `model.done`, which the compiler writes last.
+An entry compiled again has no seal until it is sealed again. A damaged entry does not match its seal.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def hash_folder(folder: Path) -> Seal:
 
 
 def write_seal(folder: Path, seal: Seal) -> None:
-    """Put the seal of a whole entry beside its files, in one step; the entry does not count as used thereby."""
+    """Write the seal of a complete entry beside its files atomically, without marking the entry as used."""
     used = folder.stat()
     draft = folder / f".{SEAL}.{os.getpid()}"
     record = {"done_ns": _done_ns(folder), "files": to_json(seal)}

@@ -1,7 +1,7 @@
-"""Compiled graphs on their way: from a node to a shared folder or a bucket, and from there to other nodes.
+"""Sync of compiled graphs: from a node to a shared folder or a bucket, and from there to other nodes.
 
-What is done at the source and not there yet is copied, whole and checked, or not at all; nothing is deleted or
-overwritten. Any number of nodes may do so at once.
+Done entries that the target lacks are copied, complete and verified, or not at all. Nothing is deleted or overwritten.
+Any number of nodes may sync at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Report:
         copied: Entries that are new at the destination.
         size_bytes: Their bytes.
         present: Entries that were there already.
-        busy: Entries that somebody else was adding.
-        unusable: Entries that could not be taken, and why.
+        busy: Entries that another process was adding.
+        unusable: Entries that could not be copied, with the reason.
     """
 
     copied: list[Key] = field(default_factory=list)

@@ -29,7 +29,7 @@ class Collective:
     Args:
         op: One of `OPS`.
         groups: Of a collective-permute, its pairs of source and target.
-        num_bytes: Of the whole tensors, so the larger of what a rank puts in and what it gets.
+        num_bytes: Size of the whole tensors: the larger of a rank's input and output.
         scales: Constants that its results are multiplied by.
     """
 

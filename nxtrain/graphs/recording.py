@@ -15,14 +15,14 @@ TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
 
 @dataclass(frozen=True)
 class Cut:
-    """A graph that a rank handed over.
+    """Graph that a rank submitted to the device.
 
     Args:
-        rank: Who.
-        step: When, from 1.
-        phase: What the loop was at, `TRAINING` and so on.
-        hash: torch-xla's, which decides whether it is compiled again.
-        action: What the rank's pipeline was at, such as `forward chunk 1` or `transfer`; empty outside of it.
+        rank: Rank that recorded the graph.
+        step: Step of the graph, from 1.
+        phase: Work of the loop, such as `TRAINING`.
+        hash: torch-xla's hash, which decides whether the graph is compiled again.
+        action: Action of the rank's pipeline, such as `forward chunk 1` or `transfer`; empty outside the pipeline.
     """
 
     rank: int
@@ -34,11 +34,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Read:
-    """A value of the device that the host asked for inside a step.
+    """Device value that the host read inside a step.
 
     Args:
-        rank, step: Who and when.
-        file, line, function: The innermost line outside torch and torch-xla.
+        rank, step: Rank and step of the read.
+        file, line, function: Innermost line outside torch and torch-xla.
     """
 
     rank: int
@@ -50,18 +50,18 @@ class Read:
 
 @dataclass(frozen=True)
 class Recording:
-    """All that was recorded.
+    """Recording of all traced ranks.
 
     Args:
-        world: Ranks of the world.
-        ranks: Those that were traced, in order.
-        steps: Steps of each.
-        dp_size: Data parallel ranks.
-        axes: Axes whose ranks may communicate; of two with equal groups the first gives its name.
-        cuts: In the order of recording.
-        graphs: What is in them, by hash.
-        reads: In the order of recording.
-        stages: Pipeline stage of each rank that was traced; empty: there is one, which is the whole model.
+        world: Number of ranks of the world.
+        ranks: Traced ranks, in order.
+        steps: Number of steps of each rank.
+        dp_size: Number of data parallel ranks.
+        axes: Axes whose ranks may communicate; of two axes with equal groups the first gives its name.
+        cuts: Submitted graphs in the order of recording.
+        graphs: Contents of the graphs by hash.
+        reads: Host reads in the order of recording.
+        stages: Pipeline stage of each traced rank; empty: one stage holds the whole model.
     """
 
     world: int

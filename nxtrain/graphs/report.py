@@ -31,7 +31,7 @@ def report(recording: Recording) -> dict[str, Any]:
 
 
 def _names(recording: Recording) -> dict[str, str]:
-    """By hash, in order of first use; what a part needs at last has its plain name."""
+    """Names of the graphs by hash, in order of first use; the last graph of a part has the part's plain name."""
     parts = recording.parts()
     last = {(cut.rank, part): cut.hash for cut, part in parts}
     names: dict[str, str] = {}
