@@ -46,7 +46,7 @@ def blank(shards: Shards) -> Shards:
 
 
 def same(a: Shards, b: Shards) -> bool:
-    """Whether two sets of shards are equal bit for bit."""
+    """True if two sets of shards are equal bit for bit."""
     return {(k, n) for k in a for n in a[k]} == {(k, n) for k in b for n in b[k]} and all(
         torch.equal(a[kind][name], b[kind][name]) for kind in a for name in a[kind]
     )

@@ -213,7 +213,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two courses are from each other, relative to the second.
+    """Distance of two courses, relative to the second.
 
     Args:
         loss, norm: Largest of all steps.
@@ -228,7 +228,7 @@ class Distance:
         return Distance(_distance(a.losses, b.losses), _distance(a.grad_norms, b.grad_norms))
 
     def within(self, bound: Distance) -> bool:
-        """Whether neither exceeds a bound."""
+        """True if neither exceeds a bound."""
         return self.loss <= bound.loss and self.norm <= bound.norm
 
 

@@ -126,7 +126,7 @@ class _Scope:
         self._imported: dict[str, str] = {}
 
     def entries(self, body: Sequence[ast.stmt]) -> Iterator[tuple[str, Entry]]:
-        """What the statements define, also under `if` and `try`."""
+        """Definitions of the statements, also under `if` and `try`."""
         for node in body:
             match node:
                 case ast.If() | ast.Try():

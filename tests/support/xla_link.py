@@ -82,7 +82,7 @@ def compiled(report: Path) -> int:
 
 
 class _Carrier:
-    """Those collectives of `torch_xla.core.xla_model` that nxtrain uses."""
+    """Collectives of `torch_xla.core.xla_model` that nxtrain uses."""
 
     def __init__(self, place: Placement) -> None:
         self._place = place

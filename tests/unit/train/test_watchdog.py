@@ -206,7 +206,7 @@ def test_a_watch_that_fails_says_so_once_and_goes_on(
 
     monkeypatch.setattr(watchdogs, "TICK_S", 0.02)
     monkeypatch.setattr(SingleTask, "start", refuse)
-    monkeypatch.setattr(watchdogs, "within", lambda seconds, work: refuse(watchdog._ticking, work))
+    monkeypatch.setattr(watchdogs, "call_with_timeout", lambda seconds, work: refuse(watchdog._ticking, work))
     monkeypatch.setattr(os, "_exit", leave)
     with watchdog:
         for step in range(100):  # longer than a timer would leave it that nobody puts off
