@@ -63,7 +63,7 @@ name = "cpu"
 
 @dataclass(frozen=True)
 class Fault:
-    """What befalls one rank, or all.
+    """Trouble of one rank, or of all.
 
     Args:
         kind: `sleep`, `gil`, `stop`, `raise`, `slow` (each batch from there on takes longer), `slow save`.

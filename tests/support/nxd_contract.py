@@ -55,7 +55,7 @@ class _Reader(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """What `super()` means within."""
+        """Track the base classes that `super()` resolves to."""
         self._bases.append([name for base in node.bases if (name := self._resolve(base)) is not None])
         self.generic_visit(node)
         self._bases.pop()

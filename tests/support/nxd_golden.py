@@ -38,7 +38,7 @@ SOURCE = {
     "version": VERSION,
     "model": "examples/training/llama/modeling_llama_nxd.py",
 }
-"""What was recorded."""
+"""Recorded sources."""
 
 MODEL: dict[str, Any] = {
     "vocab_size": 130,
@@ -74,7 +74,7 @@ RECIPE: dict[str, Any] = {
     "train": {"steps": STEPS, "global_batch": GLOBAL_BATCH},
     "optim": {**OPTIM, "betas": list(OPTIM["betas"]), "decay_norms": False},
 }
-"""What all courses have in common, as the file tells it."""
+"""Settings that all courses share, as in the file."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Course:
-    """What a run went through.
+    """Losses and norms of a run.
 
     Args:
         losses: Mean over the tokens of each step's global batch.
@@ -237,7 +237,7 @@ FP32_BOUND = Distance(loss=5e-7, norm=5e-6)
 
 
 def bound(case: Case, nxd: Mapping[str, Course]) -> Distance:
-    """How far a right course may be from an exact one of NeuronX Distributed.
+    """Largest distance of a correct course from an exact one of NeuronX Distributed.
 
     In bfloat16 two runs round in different places, and are at most twice as far from each other as from float32. How
     far that is, NeuronX Distributed's own courses tell.
@@ -258,7 +258,7 @@ def _distance(a: Iterable[float], b: Iterable[float]) -> float:
 
 
 def our_plan(case: Case, folder: Path, tokens_file: Path, tp: int = 0) -> Resolved:
-    """What nxtrain is configured to do where NeuronX Distributed runs a case, at its tp unless another is given."""
+    """nxtrain's configuration for a case of NeuronX Distributed, at the case's tp unless another is given."""
     family = find_family("llama")
     sizes = {**MODEL, "tie_word_embeddings": case.tied}
     model = family.config_type.model_validate(sizes)
@@ -329,14 +329,14 @@ def _hash(parts: Iterable[tuple[str, bytes]]) -> str:
 
 
 def our_course(folder: Path) -> Course:
-    """What the metrics file of a run of ours says."""
+    """Course of an nxtrain run, read from its metrics file."""
     lines = records(folder)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return Course([line["loss"] for line in lines], [line["grad_norm"] for line in lines])
 
 
 def content(courses: Mapping[str, Course], packages: Mapping[str, str]) -> dict[str, Any]:
-    """What the file says.
+    """Content of the file.
 
     Args:
         courses: Of each of `CASES`.

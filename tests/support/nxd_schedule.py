@@ -36,7 +36,7 @@ class Action(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What crosses between two stages, said alike by both ends.
+    """Transfer between two stages, described alike by both ends.
 
     Args:
         sender, receiver: Ranks.
@@ -93,7 +93,7 @@ def transfer(action: Action, rank: int, num_ranks: int) -> Transfer:
 
 
 def stuck(schedules: Sequence[Sequence[Action]]) -> dict[int, Action]:
-    """Where ranks wait for ever if each moves on from a transfer only when its other end is at the same one.
+    """Actions at which ranks deadlock if each transfer waits for its other end.
 
     Args:
         schedules: Of all ranks.

@@ -56,7 +56,7 @@ MODULES = (
         )
     ),
 )
-"""What training can be built on."""
+"""Names that training can be built on."""
 
 
 @dataclass(frozen=True)

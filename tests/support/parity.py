@@ -29,7 +29,7 @@ GLOBAL_BATCH = 4
 
 @dataclass(frozen=True)
 class Course:
-    """What a run went through.
+    """Losses, norms and weights of a run.
 
     Args:
         losses, norms: Of each step.

@@ -123,7 +123,7 @@ class History:
 
 @dataclass(frozen=True)
 class Golden:
-    """What a run is that nothing befell.
+    """Reference of a run without failures.
 
     Args:
         course: Its records without timings.

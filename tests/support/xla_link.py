@@ -104,7 +104,7 @@ class _Carrier:
         return (REDUCED[op](torch.stack(self._brought(x, groups))) * scale).to(x.device)
 
     def _brought(self, x: Tensor, groups: Groups) -> list[Tensor]:
-        """What the ranks of this one's group bring; every rank of the world is at the same collective."""
+        """Inputs of this rank's group; every rank of the world is at the same collective."""
         import torch_xla
 
         torch_xla.sync()

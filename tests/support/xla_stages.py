@@ -38,7 +38,7 @@ def inputs(micro_batch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Graph:
-    """What a rank handed over.
+    """Graph that a rank submitted.
 
     Args:
         hash: Of the graph.
@@ -144,7 +144,7 @@ def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
 
 @dataclass(frozen=True)
 class Handed:
-    """What one of two stages saw of transfers.
+    """Transfers seen by one of two stages.
 
     Args:
         received: What came; empty on the stage that sends.
