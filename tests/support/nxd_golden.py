@@ -79,7 +79,7 @@ RECIPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How NeuronX Distributed ran.
+    """Case of NeuronX Distributed: the settings of its run.
 
     Args:
         tp, pp, dp: Degrees.

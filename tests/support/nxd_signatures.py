@@ -61,7 +61,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """What one name stands for.
+    """Meaning of one name.
 
     Args:
         kind: `static` is a method without self.
