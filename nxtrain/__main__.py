@@ -6,7 +6,7 @@ import sys
 
 from nxtrain.errors import explained
 from nxtrain.process import stacks
-from nxtrain.process.console import open_standard_streams
+from nxtrain.process.streams import open_standard_streams
 
 
 def main() -> None:

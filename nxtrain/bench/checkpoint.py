@@ -46,7 +46,7 @@ FLOORS = {
     **dict.fromkeys((READ_BACK, LOAD, TORCH_LOAD, DCP_LOAD), DISK_READ),
     STALL: COPY,
 }
-"""What each is held against."""
+"""Reference measurement for each measurement."""
 
 
 TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}
@@ -158,11 +158,11 @@ class State:
             self._into[key].copy_(x)
 
     def stage(self) -> None:
-        """What training waits for."""
+        """Stage the tensors, the part of a save for which training waits."""
         self._staging.fill(self._shards)
 
     def write_raw(self) -> None:
-        """The disk's own speed."""
+        """Write raw blocks at the disk's own speed."""
         file = os.open(self._place / "raw", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
         for index in range(self._num_blocks):
             os.pwrite(file, self._block, index * BLOCK_BYTES)
@@ -183,15 +183,15 @@ class State:
         self._written = write(directory.step_path(self._place, 1), planner, self._meta, Mesh(1, 0), staged=self._staged)
 
     def read_back(self) -> None:
-        """What proves that the disk holds it."""
+        """Read the checkpoint back, which proves that the disk holds it."""
         read_back(directory.step_path(self._place, 1), self._written, Mesh(1, 0), None)
 
     def load(self) -> None:
-        """All of it, verified."""
+        """Load the whole checkpoint, verified."""
         load(directory.step_path(self._place, 1), self._shards, self._layout)
 
     def torch_save(self) -> None:
-        """All of it with torch.save, until the disk holds it."""
+        """Save everything with torch.save, until the disk holds it."""
         with (self._place / "torch.pt").open("wb") as file:
             torch.save(self._flat, file)
             file.flush()

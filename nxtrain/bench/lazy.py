@@ -84,7 +84,7 @@ def peer(work: LazyWorkload) -> Callable[[], float]:
 
 
 def trace_a_rank(work: LazyWorkload) -> Callable[[], float]:
-    """What `nxtrain graphs` does for one rank: seconds."""
+    """Time the trace that `nxtrain graphs` makes of one rank, in seconds."""
     plan = _plan(work, parallel={"tp": TP, "sequence_parallel": True})
     ranks = count()
 

@@ -29,7 +29,7 @@ SHARE, SLACK_BYTES = 1.3, 1 << 30
 
 @dataclass(frozen=True)
 class Target:
-    """Whose part is made: a rank of one pipeline stage.
+    """Rank of one pipeline stage whose part of the model is materialized.
 
     Args:
         preset: Model.

@@ -70,7 +70,7 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     Args:
         layers: Blocks of the model whose parameters are updated.
         rounds: Turns of each rule, after `WARMUP_ROUNDS`.
-        threads: Of the processor; 0: all cores.
+        threads: Number of CPU threads; 0: all cores.
         as_json: Print JSON instead of a table.
     """
     if threads:

@@ -37,21 +37,21 @@ Work: TypeAlias = Literal["sleep", "blocks"]
 MIB = 1 << 20
 
 BACKWARD = 2
-"""How many times as long as a forward a backward sleeps: as matrix products do."""
+"""Ratio of a backward's sleep to a forward's, as for matrix products."""
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """What the ranks of a pipeline do.
+    """Workload of the ranks of a pipeline.
 
     Args:
         pp: Ranks.
         virtual_pp: Chunks of each.
         schedule: Order of the computations.
         micro: Micro-batches of a step.
-        work: What a chunk does: sleep, or compute blocks.
-        forward_s: Of a chunk that sleeps; its backward takes `BACKWARD` times as long, each part of it half of that.
-        layers: Blocks of a chunk that computes them.
+        work: Work of a chunk: sleep, or compute blocks.
+        forward_s: Sleep of a forward; a backward takes `BACKWARD` times as long, each of its parts half of that.
+        layers: Number of blocks of a chunk that computes.
         seq_len: Tokens of a micro-batch; by their hidden states, what is sent.
     """
 
@@ -66,7 +66,7 @@ class StageWork:
 
     @property
     def boundary_bytes(self) -> int:
-        """Of the float32 hidden states that one stage sends to the next."""
+        """Size of the float32 hidden states that one stage sends to the next."""
         return 4 * self.seq_len * int(SHAPE["hidden_size"])
 
     def expected(self, forward_s: float = 0.0, backward_s: float = 0.0, weight_s: float = 0.0) -> PipelineCosts:
@@ -91,11 +91,11 @@ class StageWork:
 
 @dataclass(frozen=True)
 class Turn:
-    """What all ranks did in one step.
+    """Measurement of all ranks in one step.
 
     Args:
-        spans: Each rank's in order; transfers are as long as it takes to start them.
-        sent_bytes: What each rank gave away.
+        spans: Spans of each rank in order; a transfer's span is the time to start it.
+        sent_bytes: Bytes that each rank sent.
     """
 
     spans: tuple[Span, ...]
@@ -147,7 +147,7 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
     """Run the steps of several pipelines in turn, each rank in a process of its own.
 
     Raises:
-        BackendError: A process ended; what it printed says why.
+        BackendError: A process ended; its output contains the reason.
     """
     turns: list[list[Turn]] = [[] for _ in works]
     with ExitStack() as stack, Console(stderr=True).status("starting") as status:
@@ -173,11 +173,11 @@ def fastest(work: StageWork, turns: Iterable[Turn]) -> Turn:
 
 
 def summarize(work: StageWork, turns: Sequence[Turn]) -> dict[str, Any]:
-    """What is expected and, if there are turns, what was measured in the fastest.
+    """Expected figures and, if there are turns, the measured figures of the fastest turn.
 
     Args:
-        work: What is computed; for blocks, the times expected are the means of those measured.
-        turns: Of the rounds.
+        work: Workload; for blocks, the expected times are the means of the measured times.
+        turns: Turns of all rounds.
     """
     best = fastest(work, turns) if turns else None
     plan = _plan(work, best)
@@ -244,7 +244,7 @@ def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any], others
 
 
 def _comparison(result: dict[str, Any], other: dict[str, Any]) -> str:
-    """What 1F1B takes, expected and, if it was measured, measured in turn with the other."""
+    """Bubble and step time of 1F1B: expected and, if measured in turn with the other schedule, measured."""
     names = [name for name in ("expected", "measured") if name in other]
     bubble = " / ".join(f"{other[name]['bubble']:.1%}" for name in names)
     step = " / ".join(f"{1e3 * other[name]['step_s']:.1f}" for name in names)

@@ -39,7 +39,7 @@ OURS, PEER, PEAK = "nxtrain", "transformers", "gemm"
 
 @dataclass(frozen=True)
 class Workload:
-    """What every implementation computes.
+    """Workload that every implementation computes.
 
     Args:
         steps: Updates per round and implementation.
@@ -89,7 +89,7 @@ def bench_train(
 
 
 def take_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[float]]:
-    """What each worker measured in each round, after one that warms up."""
+    """Measure each worker in each round, after one round of warm-up."""
     measured: dict[str, list[float]] = {name: [] for name in workers}
     with ExitStack() as stack, Console(stderr=True).status("starting") as status:
         for worker in workers.values():
@@ -123,12 +123,12 @@ def summarize(measured: Mapping[str, Sequence[float]], *, tokens: int, flops_per
 
 
 class Worker:
-    """A process that runs one implementation for one turn whenever it is told to.
+    """Process that runs one implementation for one turn on each request.
 
     Args:
-        module: What it runs, with two arguments.
+        module: Module that the process runs, with two arguments.
         name: Which implementation.
-        work: What it computes, as JSON.
+        work: Workload as JSON.
         env: Its environment.
     """
 

@@ -1,6 +1,6 @@
-"""What PyTorch/XLA costs the host: to record, hash and launch a step, ours and transformers' in turn; to trace a rank.
+"""Host cost of PyTorch/XLA: time to record, hash and launch nxtrain's and transformers' steps, and to trace a rank.
 
-The model is narrow, so that computing it takes next to nothing, and deep, since the cost grows with operations.
+The model is narrow, so its computation takes almost no time, and deep, since the cost grows with the operations.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ WORLD, TP = 4096, 8
 
 @dataclass(frozen=True)
 class LazyWorkload:
-    """What every implementation records.
+    """Workload that every implementation records.
 
     Args:
-        layers: Blocks.
-        micro_batches: Per step.
-        steps: Per turn.
+        layers: Number of blocks.
+        micro_batches: Number per step.
+        steps: Number per turn.
         seq_len: Tokens per sequence; each micro-batch is one.
     """
 

@@ -18,7 +18,7 @@ from nxtrain.cli.convert import convert
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
-from nxtrain.process.console import pipe_safe_streams
+from nxtrain.process.streams import pipe_safe_streams
 
 if TYPE_CHECKING:
     from nxtrain.config.load import Loaded

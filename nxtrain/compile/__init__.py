@@ -1,4 +1,4 @@
-"""Compiled graphs of a node: what its cache holds, how it travels between nodes, and what a run may count on.
+"""Compiled graphs of a node: the cache, its transfer between nodes, and the manifest of a run's graphs.
 
 Data about files only: neither torch nor a compiler is imported here.
 """

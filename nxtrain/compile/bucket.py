@@ -19,7 +19,7 @@ from nxtrain.io.s3 import explained, is_missing, open_client, split
 
 
 class Bucket:
-    """A place in S3; access and endpoint come from where AWS's tools look, such as AWS_PROFILE and AWS_ENDPOINT_URL.
+    """Cache in S3; credentials and endpoint come from AWS's usual sources, such as AWS_PROFILE and AWS_ENDPOINT_URL.
 
     Args:
         url: `s3://bucket/prefix`.
@@ -39,7 +39,7 @@ class Bucket:
         return self._url
 
     def done(self) -> set[Key]:
-        """The entries that are complete here."""
+        """Keys of the complete entries in the bucket."""
         start = f"{self._prefix}entries/"
         with self._explained():
             pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._name, Prefix=start)
@@ -47,21 +47,21 @@ class Bucket:
         return {key for name in names if name.endswith(".json") and (key := parse_key(name.removesuffix(".json")))}
 
     def size_bytes(self, key: Key) -> int:
-        """Bytes of an entry; 0 if its list of files cannot be used."""
+        """Size of an entry in bytes; 0 if its list of files is unusable."""
         try:
             return sum(file.size_bytes for file in self._seal(key).values())
         except UnusableEntryError:
             return 0
 
     def fetch(self, key: Key, target: Path) -> Seal:
-        """Download an entry and hold it to its hashes.
+        """Download an entry and verify its hashes.
 
         Args:
-            key: Which.
+            key: Key of the entry.
             target: An empty folder.
 
         Raises:
-            UnusableEntryError: Its files are missing or not what they should be.
+            UnusableEntryError: Files of the entry are missing or differ from their hashes.
         """
         seal = self._seal(key)
         for name, file in seal.items():
@@ -78,12 +78,12 @@ class Bucket:
         return seal
 
     def store(self, key: Key, folder: Path, seal: Seal) -> None:
-        """Upload an entry: every file that is not there yet, then the list of them.
+        """Upload an entry: every file that the bucket lacks, then the list of files.
 
         Args:
-            key: Which.
-            folder: Holds its files, which nobody changes meanwhile.
-            seal: What they are.
+            key: Key of the entry.
+            folder: Folder with the entry's files, which must not change during the upload.
+            seal: Hashes of the files.
         """
         with self._explained():
             for name, file in seal.items():

@@ -1,8 +1,8 @@
-"""A folder of compiled graphs: what is in it, and changes to it that no kill and no neighbour can leave half done.
+"""Folder of compiled graphs: its entries, and atomic changes that survive kills and concurrent processes.
 
-Folders appear and disappear by one rename each. Who takes an entry away, or puts one in the place of another, holds the
-entry's lock as the compiler would, so that the compiler waits. All our changes to one cache go one after the other,
-under a kernel lock that dies with its process; what they leave when killed is in `.nxtrain`, and swept later.
+Folders appear and disappear by one rename each. A process that removes or replaces an entry holds the entry's lock as
+the compiler does, so the compiler waits. nxtrain's changes to one cache are serialized by a kernel lock, which the
+system releases with its process. Remains of killed processes are in `.nxtrain`, and are swept later.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from nxtrain.errors import BackendError
 from nxtrain.io.atomic import sync_folder
 
 OWN = ".nxtrain"
-"""Our own folder in a cache; the compiler's begin with `neuronxcc-`."""
+"""nxtrain's own folder in a cache; the compiler's folders begin with `neuronxcc-`."""
 
 
 class UnusableEntryError(Exception):
-    """An entry that cannot be taken: it is damaged, or changed meanwhile; the message says which."""
+    """Error of an entry that is damaged or changed during the copy; the message names the reason."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification found of one entry.
+    """Result of the verification of one entry.
 
     Args:
-        key: Which.
-        damage: What is not as it was sealed, in words; empty if all is.
-        is_new: It had no seal, and has one now.
+        key: Key of the entry.
+        damage: Differences from the seal as text; empty if there are none.
+        is_new: True if the entry had no seal and was sealed by the verification.
     """
 
     key: Key
@@ -49,11 +49,11 @@ class Verdict:
 
 
 class Cache:
-    """A folder of compiled graphs, of one node or shared.
+    """Folder of compiled graphs, of one node or shared.
 
     Args:
-        root: The folder that holds `neuronxcc-<version>/`; made when something is put there.
-        grace_s: Seconds since the last write to an entry for which a lock without an owner is believed.
+        root: Folder of the `neuronxcc-<version>/` folders; created with the first entry.
+        grace_s: Seconds since the last write to an entry for which a lock without an owner counts as live.
     """
 
     def __init__(self, root: Path, *, grace_s: float = GRACE_S) -> None:
@@ -65,41 +65,41 @@ class Cache:
         return str(self.root)
 
     def entries(self) -> list[Entry]:
-        """Every entry, in order of its name."""
+        """Entries, sorted by name."""
         return list(scan(self.root, self._is_live))
 
     def entry(self, key: Key) -> Entry | None:
-        """One entry; None if there is none."""
+        """Entry of a key; None if the cache lacks it."""
         return look(self._folder(key), key, self._is_live)
 
     def done(self) -> set[Key]:
-        """The entries that a run can load."""
+        """Keys of the entries that a run can load."""
         return {entry.key for entry in self.entries() if entry.state is State.DONE}
 
     def size_bytes(self, key: Key) -> int:
-        """Bytes of an entry; 0 if there is none."""
+        """Size of an entry in bytes; 0 if the cache lacks it."""
         entry = self.entry(key)
         return entry.size_bytes if entry else 0
 
     def quarantined(self) -> list[Entry]:
-        """What was taken out of use, each under the name that it had."""
+        """Entries in the quarantine, under their original names."""
         return list(scan(self._own / "quarantine", self._is_live))
 
     def mark_used(self, keys: Iterable[Key]) -> None:
-        """Note that a run counts on these entries, so that they are the last to make room."""
+        """Mark entries as used by a run, so they are evicted last."""
         for key in keys:
             with suppress(FileNotFoundError):
                 os.utime(self._folder(key))
 
     def fetch(self, key: Key, target: Path) -> Seal:
-        """Copy the files of a whole entry.
+        """Copy the files of a done entry.
 
         Args:
-            key: Which.
+            key: Key of the entry.
             target: An empty folder.
 
         Raises:
-            UnusableEntryError: It is damaged, or no longer what it was when the copy began.
+            UnusableEntryError: The entry is damaged, or changed during the copy.
         """
         folder = self._folder(key)
         try:
@@ -119,10 +119,10 @@ class Cache:
         """Add an entry, whole or not at all.
 
         Args:
-            key: Which.
-            fill: Writes the files of a whole entry into an empty folder, and says what they are.
+            key: Key of the entry.
+            fill: Writes the files of a complete entry into an empty folder and returns their hashes.
 
-        Returns: Whether it was added; not if it is there already, or somebody works on it.
+        Returns: True if the entry was added; False if it is present already, or a process works on it.
         """
         if self._is_taken(key):
             return False
@@ -136,7 +136,7 @@ class Cache:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """An empty folder on the cache's own disk, which is deleted afterwards, by `sweep` if not by us."""
+        """Empty folder on the cache's own disk, deleted after the context, or by `sweep` after a kill."""
         folder = self._own / "staging" / f"{uuid.uuid4().hex} {this_process()}"
         folder.mkdir(parents=True)
         try:
@@ -145,10 +145,10 @@ class Cache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def verify(self, only: Collection[Key] | None = None) -> Iterator[Verdict]:
-        """Hold every done entry to its seal; the damaged go to the quarantine, those without a seal get one.
+        """Verify every done entry against its seal; damaged entries are quarantined, entries without a seal get one.
 
         Args:
-            only: Leave all others alone; None: every entry.
+            only: Keys to verify; None: every entry.
         """
         for key in sorted(key for key in self.done() if only is None or key in only):
             folder = self._folder(key)
@@ -166,9 +166,9 @@ class Cache:
                 yield Verdict(key, damaged, seal is None)
 
     def break_locks(self) -> list[Key]:
-        """Remove the locks of those who are gone.
+        """Remove the locks of processes that are gone.
 
-        Returns: The entries that were locked.
+        Returns: Keys of the entries that were locked.
         """
         with self._alone():
             stale = [entry for entry in self.entries() if entry.state is State.STALE]
@@ -178,17 +178,17 @@ class Cache:
         return [entry.key for entry in stale]
 
     def disown(self, key: Key) -> None:
-        """Let the locks of an entry end with this process, whoever took them."""
+        """Make this process the owner of an entry's locks, so that they become stale when it ends."""
         for lock in locks(self._folder(key)):
             with suppress(FileNotFoundError):
-                descriptor = os.open(lock, os.O_WRONLY | os.O_TRUNC)  # makes none where it was given up meanwhile
+                descriptor = os.open(lock, os.O_WRONLY | os.O_TRUNC)  # creates no lock that was released meanwhile
                 with open(descriptor, "w", encoding="utf-8") as file:
                     file.write(str(this_process()))
 
     def quarantine_failed(self) -> list[Key]:
-        """Take failed entries out of use, so that the compiler tries them again.
+        """Quarantine failed entries, so that the compiler tries them again.
 
-        Returns: Those that were moved.
+        Returns: Keys of the moved entries.
         """
         with self._alone():
             failed = [entry.key for entry in self.entries() if entry.state is State.FAILED]
@@ -197,12 +197,12 @@ class Cache:
         return moved
 
     def evict(self, max_bytes: int) -> list[Key]:
-        """Make room: the quarantine goes first, then entries by their last use, oldest first; what is locked stays.
+        """Evict the quarantine first, then the least recently used entries; locked entries stay.
 
         Args:
-            max_bytes: What may stay.
+            max_bytes: Most bytes to keep.
 
-        Returns: What was removed.
+        Returns: Keys of the removed entries.
         """
         removed = []
         with self._alone():
@@ -219,7 +219,7 @@ class Cache:
         return removed
 
     def sweep(self) -> None:
-        """Delete what killed processes have left of their work."""
+        """Delete the remains of killed processes."""
         self._empty_trash()
         for folder in (self._own / "staging").glob("*"):
             owner = read_owner(folder.name)
@@ -255,7 +255,7 @@ class Cache:
         return self._move(self._folder(key), place)
 
     def _move(self, folder: Path, place: Path) -> bool:
-        """Take an entry away, unless somebody works on it."""
+        """Move an entry, unless a process works on it."""
         if not self._claim(folder):
             return False
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ class Cache:
         return True
 
     def _claim(self, folder: Path) -> bool:
-        """Lock an entry as the compiler does; the lock names this process from its first instant."""
+        """Lock an entry as the compiler does, with a lock that names this process from the start."""
         if any(self._is_live(lock, folder) for lock in locks(folder)):
             return False
         self._unlock(folder)
@@ -283,7 +283,7 @@ class Cache:
         for lock in locks(folder):
             with suppress(FileNotFoundError):
                 taken = lock.rename(self._own / "taken")
-                if self._is_live(taken, folder):  # it changed hands after it was judged: give it back
+                if self._is_live(taken, folder):  # another process took the lock after the check: give it back
                     with suppress(FileExistsError):
                         lock.hardlink_to(taken)
                 taken.unlink()
@@ -302,7 +302,7 @@ class Cache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold off all other changes of ours to this cache, until the end of this process at the latest."""
+        """Exclude other nxtrain processes from changing this cache, at most until this process ends."""
         self._own.mkdir(parents=True, exist_ok=True)
         with (self._own / "mutex").open("w") as file:
             try:
@@ -316,7 +316,7 @@ class Cache:
 
 
 def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of an entry's files; asks for `model.done` by name, so that no entry has none."""
+    """Names, sizes and times of an entry's files; raises FileNotFoundError without `model.done`."""
     (folder / DONE).stat()
     stats = {path.name: path.stat() for path in content(folder)}
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]

@@ -1,4 +1,4 @@
-"""What `nxtrain cache ls|verify|sync|clean` do and print: results to standard output, progress to standard error."""
+"""Commands `nxtrain cache ls|verify|sync|clean`: results go to standard output, progress to standard error."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ls(where: str | None, as_json: bool) -> None:
 
 
 def verify(where: str | None) -> None:
-    """Hold every done entry to its hashes.
+    """Verify the hashes of every done entry.
 
     Args:
         where: Folder, or configuration file; None: this node's folder by default.
@@ -94,7 +94,7 @@ def verify(where: str | None) -> None:
 
 
 def sync_places(source: str, target: str) -> None:
-    """Copy what is done at one place and lacking at the other.
+    """Copy the done entries that the target lacks.
 
     Args:
         source, target: Folder, configuration file, or `s3://bucket/prefix`.
@@ -118,7 +118,7 @@ def sync_places(source: str, target: str) -> None:
 
 
 def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -> None:
-    """Mend a cache: with none of the choices, everything that only stands in the way.
+    """Clean a cache; without options, break stale locks and quarantine failed entries.
 
     Args:
         where: Folder, or configuration file; None: this node's folder by default.
@@ -168,7 +168,7 @@ class _Progress:
         self._bar.stop()
 
     def show(self, step: Step) -> None:
-        """Draw how far it is."""
+        """Draw the progress of a sync."""
         words = f"{_size(step.bytes_done)} of {_size(step.bytes_total)}  {step.key.module}"
         self._bar.update(self._task, completed=step.num_done, total=step.num_total, description=words)
 
@@ -197,7 +197,7 @@ def _folder(where: str | None) -> Path:
 
 @contextmanager
 def _explained(place: CacheLocation) -> Iterator[None]:
-    """Give what the file system answers to people."""
+    """Raise errors of the file system as errors for the user."""
     try:
         yield
     except OSError as error:

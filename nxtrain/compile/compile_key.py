@@ -1,4 +1,4 @@
-"""What decides the keys of a run's graphs, as far as anyone outside the compiler can say."""
+"""Compiler, flags and settings that decide the keys of a run's graphs, as far as known outside the compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIABLES = ("NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU", "XLA_DISABLE_FUNCTIONA
 """Environment variables under which torch-neuronx lowers the same step to other graphs."""
 
 PACKAGES = ("nxtrain", "torch", "torch-xla", "torch-neuronx", "neuronx-distributed")
-"""Whose version may change a graph, while no setting does."""
+"""Packages whose version may change a graph while the settings stay equal."""
 
 _FREE = ("run", "cluster", "checkpoint", "compile", "data", "metrics", "model", "recovery")
 """Sections that shape no graph; the model's shape stands for its section."""
@@ -34,11 +34,11 @@ _OPTIONAL = ("train.eval_every", "checkpoint.every", "recovery.vote_every")
 
 
 def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: str = "") -> Build:
-    """What a run is.
+    """Build of a run.
 
     Args:
         plan: The checked configuration.
-        world: Ranks.
+        world: Number of ranks.
         environ: Variables of the ranks.
         compiler: Folder of the compiler's version; empty if it is not known yet.
     """

@@ -1,4 +1,4 @@
-"""What lies in a cache: one folder per compiled graph, and the state that its files tell.
+"""Entries of a cache: one folder per compiled graph, and the state derived from its files.
 
 The compiler's layout is `neuronxcc-<version>/MODULE_<graph>+<flags>/` with `model.hlo_module.pb` (the graph),
 `compile_flags.json`, `model.neff` and an empty `model.done` on success, `model.log` on failure, and a file ending in
@@ -19,7 +19,7 @@ from typing import NamedTuple
 NEFF, DONE, LOG = "model.neff", "model.done", "model.log"
 LOCK = "model.hlo_module.pb.lock"
 SEAL = "nxtrain.json"
-"""Our own file in an entry: the hashes of the others."""
+"""nxtrain's own file in an entry, with the hashes of the other files."""
 
 _COMPILER = re.compile(r"neuronxcc-[\w.+-]+")
 _MODULE = re.compile(r"MODULE_[\w.+-]+")
@@ -27,22 +27,22 @@ _FILE = re.compile(r"[\w+-][\w.+-]*")
 
 
 class State(str, enum.Enum):
-    """What an entry is good for."""
+    """State of an entry."""
 
     DONE = "done"
     """Compiled: a run loads it."""
     FAILED = "failed"
     """Its compilation failed, and the compiler will not try again."""
     LOCKED = "locked"
-    """Somebody works on it."""
+    """A process works on it."""
     STALE = "stale"
-    """Locked by somebody who is gone; whoever needs it waits without end."""
+    """Locked by a process that is gone; a run that needs the entry waits without end."""
     PENDING = "pending"
     """A graph that is yet to be compiled."""
 
 
 class Key(NamedTuple):
-    """Which graph, compiled by what.
+    """Key of a compiled graph and its compiler.
 
     Args:
         compiler: Folder of the compiler's version, `neuronxcc-<version>`.
@@ -58,15 +58,15 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One folder of the cache, as it was when it was looked at.
+    """Snapshot of one entry of the cache.
 
     Args:
-        key: Which graph.
-        folder: Where.
-        state: What it is good for.
-        size_bytes: Of its files.
-        used_s: When it was last changed, marked as used or read, in seconds since the epoch, as the file system tells.
-        detail: Why it is in this state, in words; empty where the state says it all.
+        key: Key of the graph.
+        folder: Folder of the entry.
+        state: State of the entry.
+        size_bytes: Size of its files.
+        used_s: Time of the last change, use mark or read by the file system's clock, in seconds since the epoch.
+        detail: Reason for the state; empty if the state needs none.
     """
 
     key: Key
@@ -78,22 +78,22 @@ class Entry:
 
 
 IsLive = Callable[[Path, Path], bool]
-"""Whether somebody works under a lock: its path, and the entry's."""
+"""True if a process works under a lock; takes the lock's path and the entry's folder."""
 
 
 def parse_key(text: str) -> Key | None:
-    """The key that `compiler/module` writes; None if it is none, as of a name that leads out of the cache."""
+    """Parse `compiler/module`; None if the text is no key, such as a name that leads out of the cache."""
     compiler, _, module = text.partition("/")
     return Key(compiler, module) if _COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module) else None
 
 
 def is_content(name: str) -> bool:
-    """Whether a file name belongs to what was compiled; locks, our own files and paths do not."""
+    """True if a file name belongs to the compiled files; locks, nxtrain's own files and paths do not."""
     return bool(_FILE.fullmatch(name)) and name != SEAL and not name.endswith(".lock")
 
 
 def content(folder: Path) -> list[Path]:
-    """The files that make an entry, in order of their names."""
+    """Compiled files of an entry, sorted by name."""
     return sorted(path for path in folder.iterdir() if is_content(path.name) and path.is_file())
 
 
@@ -103,7 +103,7 @@ def locks(folder: Path) -> list[Path]:
 
 
 def scan(root: Path, is_live: IsLive) -> Iterator[Entry]:
-    """Every entry below a folder, in order; what vanishes meanwhile is left out."""
+    """Entries below a folder, sorted; entries that vanish during the scan are left out."""
     for folder in sorted(root.glob("neuronxcc-*/MODULE_*")):
         key = parse_key(f"{folder.parent.name}/{folder.name}")
         entry = look(folder, key, is_live) if key else None

@@ -1,7 +1,7 @@
-"""The seal of an entry: the hashes of its files, taken when it was whole, in a file beside them.
+"""Seal of an entry: the hashes of its complete files, in a file beside them.
 
-A seal belongs to one completion of the entry, told by the time of `model.done`, which the compiler writes last: an
-entry compiled anew has no seal until it is sealed again, while one that rotted or was torn does not match its own.
+A seal belongs to one compilation of the entry, identified by the time of `model.done`, which the compiler writes last.
+An entry compiled again has no seal until it is sealed again. A damaged entry does not match its seal.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Content:
-    """What a file must hold.
+    """Expected content of a file.
 
     Args:
-        size_bytes: Its length.
-        sha256: Its hash, hexadecimal.
+        size_bytes: Length of the file.
+        sha256: SHA-256 of the file, hexadecimal.
     """
 
     size_bytes: int
@@ -65,7 +65,7 @@ def hash_folder(folder: Path) -> Seal:
 
 
 def write_seal(folder: Path, seal: Seal) -> None:
-    """Put the seal of a whole entry beside its files, in one step; the entry does not count as used thereby."""
+    """Write the seal of a complete entry beside its files atomically, without marking the entry as used."""
     used = folder.stat()
     draft = folder / f".{SEAL}.{os.getpid()}"
     record = {"done_ns": _done_ns(folder), "files": to_json(seal)}
@@ -89,7 +89,7 @@ def read_seal(folder: Path) -> Seal | None:
 
 
 def damage(seal: Seal, found: Seal) -> str:
-    """What of an entry is not as its seal says, in words; empty if all is."""
+    """Differences of an entry from its seal as text; empty if there are none."""
     return "; ".join(_differences(seal, found))
 
 
@@ -119,7 +119,7 @@ def from_json(files: Any) -> Seal:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """Read a file, and leave the time of its last use alone where the system allows that."""
+    """Read a file without changing its access time, where the system allows that."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
     except PermissionError:  # only its owner may read a file unseen

@@ -1,4 +1,4 @@
-"""Who holds a lock or a folder, and whether that process still lives.
+"""Owners of locks and folders, and checks that their processes are alive.
 
 Our own locks name their owner. The compiler's are empty files that a killed process leaves behind, and then every later
 run waits for them without end ("Another process must be compiling MODULE_..."). Their owner is recognised by its
@@ -48,14 +48,14 @@ class Owner:
         return f"pid={self.pid} start={self.start} boot={self.boot} host={self.host}"
 
     def is_alive(self) -> bool | None:
-        """Whether it runs; None if it is another machine's or another container's."""
+        """True if the process runs; None if it belongs to another machine or container."""
         if self.host != _host():
             return None
         return self.boot == _boot() and _start(self.pid) == self.start
 
 
 def this_process() -> Owner:
-    """The owner that locks of this process name."""
+    """Owner for the locks of this process."""
     return Owner(os.getpid(), _start(os.getpid()) or 0, _boot(), _host())
 
 
@@ -66,7 +66,7 @@ def read_owner(text: str) -> Owner | None:
 
 
 def lock_is_live(lock: Path, folder: Path, *, grace_s: float = GRACE_S) -> bool:
-    """Whether somebody works under a lock.
+    """True if a process works under a lock.
 
     Args:
         lock: The file.
@@ -87,13 +87,13 @@ def lock_is_live(lock: Path, folder: Path, *, grace_s: float = GRACE_S) -> bool:
 
 
 def is_live(owner: Owner, age_s: float) -> bool:
-    """Whether an owner still counts; another machine's counts until its lock is `FOREIGN_S` old."""
+    """True if an owner counts as live; an owner on another machine does until its lock is `FOREIGN_S` old."""
     alive = owner.is_alive()
     return age_s < FOREIGN_S if alive is None else alive
 
 
 def naming(entry: str) -> Iterator[int]:
-    """The running processes whose command line names an entry, as its compiler's does; this one aside."""
+    """Running processes, except this one, whose command line names an entry, as its compiler's does."""
     name = entry.encode()
     for process in PROC.glob("[0-9]*"):
         try:
@@ -104,7 +104,7 @@ def naming(entry: str) -> Iterator[int]:
 
 
 def descends(pid: int, ancestor: int) -> bool:
-    """Whether a process is another, or was started by it or by those that it started, as far as they still run."""
+    """True if a process is another one or descends from it through processes that still run."""
     while pid > 1 and pid != ancestor:
         try:
             pid = int(_fields(pid)[_PARENT_FIELD])
@@ -147,7 +147,7 @@ def _boot() -> str:
 
 
 def _booted_s() -> float:
-    """When this machine started, in seconds since the epoch; 0 where the system does not tell."""
+    """Boot time of this machine in seconds since the epoch; 0 if unknown."""
     try:
         lines = (PROC / "stat").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -34,7 +34,7 @@ Setting = str | int | float | bool
 
 @dataclass(frozen=True)
 class Build:
-    """What the keys of graphs depend on besides the code of the step.
+    """Inputs of the graphs' keys besides the code of the step.
 
     Args:
         compiler: Folder of the compiler's version, `neuronxcc-<version>`.
@@ -80,7 +80,7 @@ class Manifest:
 
     @property
     def words(self) -> str:
-        """As messages name it."""
+        """Name of the manifest in messages."""
         if not self.stages:
             return self.name
         return f"{self.name}, {stage_words(self.stages, self.build.settings['parallel.pp'])}"
@@ -92,7 +92,7 @@ def stage_words(stages: Sequence[int], total: Setting) -> str:
 
 
 def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
-    """Where the manifest of a run lies, or will.
+    """Path of a run's manifest, which need not exist yet.
 
     Args:
         config: The run.
@@ -183,12 +183,12 @@ def _graph(row: Mapping[str, Any]) -> Graph:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing in which a run is not what was compiled.
+    """Difference between a run and the compiled build.
 
     Args:
-        what: Its name.
-        compiled: What it was then.
-        needed: What it is now.
+        what: Name of the setting.
+        compiled: Value of the compiled build.
+        needed: Value of the run.
     """
 
     what: str
@@ -227,11 +227,11 @@ class Miss:
 
 
 def explain(manifest: Manifest, build: Build, module: str) -> Miss | None:
-    """What sets a graph apart from those that were compiled; None if it is one of them.
+    """Explain how a graph differs from the compiled graphs; None if it is one of them.
 
     Args:
-        manifest: What was compiled.
-        build: What the run is.
+        manifest: Manifest of the compiled graphs.
+        build: Build of the run.
         module: `MODULE_<graph>+<flags>`.
     """
     same_compiler = manifest.build.compiler == build.compiler

@@ -1,4 +1,4 @@
-"""How many compilers fit into the memory that this process may use, and whether the kernel had to end some."""
+"""Number of compilers that fit into this process's memory, and the count of processes that the kernel killed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""What a run on Neuron devices does about graphs that were not compiled beforehand: `compile.on_miss`.
+"""Watch of a run on Neuron devices for graphs that were not compiled beforehand: `compile.on_miss`.
 
 Only Neuron's plugin knows the key of a graph, and shows it when it begins to compile. So one rank of each node watches
-the cache for a graph that the manifest lacks, under a new lock, which a process that this run started is compiling. The
-main thread waits inside the compiler's call then, so that the thread that watches ends the run.
+the cache for a graph that the manifest lacks, under a new lock, compiled by a process of this run. The main thread then
+waits inside the compiler's call, so the watching thread ends the run.
 
-Other runs compile on a node too. Theirs are told by the process whose command line names the graph, as the compiler's
-does: it descends from another agent than that of this run. Where no process names it, nobody can tell, and the graph
-counts as this run's after `PATIENCE_S`.
+Other runs compile on a node too. Their graphs are recognised by the compiler process, whose command line names the
+graph: it descends from another run's agent. If no process names a graph, it counts as this run's after `PATIENCE_S`.
 
 Source: what the plugin prints, "Call compiler with cmd: neuronx-cc compile ... model.MODULE_<graph>+<flags>.neff".
 """
@@ -57,7 +56,7 @@ AFTERMATH_S = 5
 """Seconds from the end of a run to that of its compilers, which would work on for nobody."""
 
 OnMiss = Callable[[Key, Sequence[int]], None]
-"""Is told of a graph that is being compiled, and of the processes that do so."""
+"""Callback for a graph that is being compiled, with the processes that compile it."""
 
 
 @contextmanager
@@ -174,7 +173,7 @@ class Watch(threading.Thread):
         return self._root.glob("neuronxcc-*/MODULE_*")
 
     def _is_begun(self, folder: Path) -> bool:
-        """Whether an entry has a new lock of a compiler; our own locks name their owner."""
+        """True if an entry has a new lock of a compiler; nxtrain's own locks name their owner."""
         for lock in locks(folder):
             with suppress(FileNotFoundError):
                 if _identity(lock) not in self._old and not read_owner(lock.read_text(encoding="utf-8")):

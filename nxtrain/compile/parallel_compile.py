@@ -1,4 +1,4 @@
-"""From the graphs of a run to compiled ones, in as many calls of the compiler's tool as it takes."""
+"""Compilation of a run's graphs in repeated calls of the compiler's tool."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from nxtrain.compile.tool import TOOL, Names, Outcome, run_tool, tool_argv
 from nxtrain.errors import BackendError
 
 OUT_OF_MEMORY = "[F137]"
-"""How the compiler reports that a part of it was killed, which is mostly for want of memory."""
+"""Mark in the compiler's log for a killed subprocess, mostly for want of memory."""
 
 _POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be compiled, by what, into where.
+    """Compilation job.
 
     Args:
         tool: The program `neuron_parallel_compile`.
-        command: What shows the graphs.
-        env: All its variables.
-        cache: This node's.
+        command: Command that shows the graphs.
+        env: Environment variables of the command.
+        cache: Cache of this node.
     """
 
     tool: str
@@ -55,7 +55,7 @@ class Compiled:
 
 
 def compile_graphs(job: Job, num_workers: int, retries: int) -> Compiled:
-    """Have every graph compiled and sealed; what others are compiling is waited for.
+    """Compile and seal every graph, and wait for graphs that other processes compile.
 
     Args:
         job: What.
@@ -99,7 +99,7 @@ def say(line: str) -> None:
 
 
 class _Progress:
-    """Says how far the graphs are, whenever that has changed."""
+    """Printer of the number of compiled graphs, whenever it has changed."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache, self._began, self._told = cache, time.monotonic(), ""
@@ -114,7 +114,7 @@ class _Progress:
 
 
 def _mend(cache: Cache) -> None:
-    """Take away what would make the tool wait or skip."""
+    """Remove stale locks and failed entries, which would make the tool wait or skip."""
     cache.sweep()
     for key in cache.break_locks():
         say(f"broke the lock of {key}, whose owner is gone")
@@ -145,7 +145,7 @@ def _await_others(cache: Cache, names: Names) -> None:
 
 
 def _was_killed(entry: Entry | None) -> bool:
-    """Whether a compiler ended without a verdict, or says itself that it was killed."""
+    """True if a compiler ended without a result, or its log reports that it was killed."""
     if entry is None or entry.state is not State.FAILED:
         return True
     log = entry.folder / LOG

@@ -43,7 +43,7 @@ def precompile(
     retries: int,
     dry_run: bool,
 ) -> None:
-    """Compile what a run will need, and write its manifest.
+    """Compile the graphs of a run and write its manifest.
 
     Args:
         path: Configuration file.
@@ -93,7 +93,7 @@ def retries_of(config: RunConfig, wanted: int) -> int:
 
 
 def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
-    """Which machines write which manifest."""
+    """Lines that name the manifest of each group of machines."""
     parallel, nodes = config.parallel, range(config.cluster.nodes)
     mesh = Mesh.build(num_ranks * len(nodes), 0, tp=parallel.tp, pp=parallel.pp)
     machines: dict[tuple[int, ...], list[int]] = {}

@@ -1,7 +1,7 @@
-"""Compiled graphs on their way: from a node to a shared folder or a bucket, and from there to other nodes.
+"""Sync of compiled graphs: from a node to a shared folder or a bucket, and from there to other nodes.
 
-What is done at the source and not there yet is copied, whole and checked, or not at all; nothing is deleted or
-overwritten. Any number of nodes may do so at once.
+Done entries that the target lacks are copied, complete and verified, or not at all. Nothing is deleted or overwritten.
+Any number of nodes may sync at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CacheLocation = Cache | Bucket
 
 @dataclass
 class Report:
-    """What a sync did.
+    """Result of a sync.
 
     Args:
         copied: Entries that are new at the destination.
         size_bytes: Their bytes.
         present: Entries that were there already.
-        busy: Entries that somebody else was adding.
-        unusable: Entries that could not be taken, and why.
+        busy: Entries that another process was adding.
+        unusable: Entries that could not be copied, with the reason.
     """
 
     copied: list[Key] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Step:
-    """How far a sync is.
+    """Progress of a sync.
 
     Args:
         key: The entry that was looked after last.

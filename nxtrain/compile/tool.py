@@ -1,4 +1,4 @@
-"""`neuron_parallel_compile`, run once: how it is called, and what its log and its results tell.
+"""One call of `neuron_parallel_compile`: its command line, and the graphs in its log and results.
 
 The tool runs a command in which nothing is executed, takes the graphs to compile from the lines that Neuron's plugin
 prints, and compiles them side by side. Its exit status is the number of graphs that failed, modulo 256; 1 if the
@@ -29,7 +29,7 @@ STOP_S = 40.0
 """Seconds that the tool has to end its processes when it is stopped; torchrun gives its ranks 30."""
 
 Names = dict[Key, str]
-"""What each graph computes, in the order in which they were met."""
+"""Name of each graph's work, in the order in which the graphs were first seen."""
 
 _STAGES = re.compile(rf"{re.escape(HOLDING)} ([\d, ]+) of \d+")
 _GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuronxcc-[\w.+-]+)/(MODULE_[\w.+-]+)/model")
@@ -37,7 +37,7 @@ _GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuro
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call came to.
+    """Outcome of one call.
 
     Args:
         status: The tool's exit status; negative if a signal ended it.
@@ -131,7 +131,7 @@ def stages_in(log: str) -> tuple[int, ...]:
 
 
 class _Log:
-    """What the tool's command has printed, read again only when there is more."""
+    """Log of the tool's command, read again only when it has grown."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._size, self._text, self._names = folder, 0, "", Names()

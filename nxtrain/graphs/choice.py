@@ -36,7 +36,7 @@ class StandIn:
     reason: str
 
     def __str__(self) -> str:
-        """As people are told."""
+        """Text of the note for the user."""
         auto = "auto: " if self.configured == "auto" else ""
         return f"traced with {self.key}={TRACED[self.key]} in place of {self.run} ({auto}{self.reason})"
 
@@ -48,8 +48,8 @@ class Choices:
     Args:
         layers: `native` or `nxd`.
         instance: Machine of the run.
-        stand_ins: What is not traced as it runs.
-        notes: What else people must know of the choices.
+        stand_ins: Choices that are traced with a substitute.
+        notes: Further notes for the user on the choices.
     """
 
     layers: str
@@ -60,13 +60,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class _Machine:
-    """The machine of a run; what is not installed here is taken as installed there.
+    """Machine of a run; packages that are missing here are assumed to be installed there.
 
     Args:
-        instance: Its kind.
+        instance: Instance type.
         sdk: Release of the Neuron SDK.
-        distributed: NeuronX Distributed: the installed one, or the one that belongs to the SDK.
-        lacking: Why there is none here, in words; empty if there is.
+        distributed: NeuronX Distributed: the installed package, or the one that belongs to the SDK.
+        lacking: Reason why NeuronX Distributed is missing here; empty if it is installed.
     """
 
     instance: Instance
@@ -76,12 +76,12 @@ class _Machine:
 
 
 def backend_of(config: RunConfig) -> str:
-    """The backend of a run; `auto` counts as that of a Trainium instance, for whose compiler graphs are traced."""
+    """Backend of a run; `auto` means `neuron`, since graphs are traced for the compiler of Trainium."""
     return "neuron" if config.backend.name == "auto" else config.backend.name
 
 
 def choose(config: RunConfig) -> Choices:
-    """Choose as the ranks of a run do on their machine, by the functions that they call.
+    """Make the choices of a run's ranks on their machine, with the same functions.
 
     Raises:
         BackendError: Layers that the run refuses.

@@ -1,4 +1,4 @@
-"""What stands in a graph's HLO text: its collectives, what their results are multiplied by, double precision."""
+"""Contents of a graph's HLO text: its collectives, the factors of their results, and double precision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Collective:
     Args:
         op: One of `OPS`.
         groups: Of a collective-permute, its pairs of source and target.
-        num_bytes: Of the whole tensors, so the larger of what a rank puts in and what it gets.
+        num_bytes: Size of the whole tensors: the larger of a rank's input and output.
         scales: Constants that its results are multiplied by.
     """
 
@@ -41,11 +41,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Graph:
-    """What a graph holds.
+    """Contents of a graph.
 
     Args:
-        collectives: In the order of the text.
-        has_f64: Something in it is of double precision.
+        collectives: Collectives in the order of the text.
+        has_f64: True if the graph contains double precision.
     """
 
     collectives: tuple[Collective, ...]

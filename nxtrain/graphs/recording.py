@@ -1,4 +1,4 @@
-"""What was recorded on some ranks, and what each graph is for."""
+"""Recording of the graphs of some ranks, and the purpose of each graph."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from nxtrain.graphs.hlo import Graph, Groups
 from nxtrain.mesh import Axis
 
 TRAINING, LOG, EVALUATION = "training", "log", "evaluation"
-"""What a graph belongs to."""
+"""Kinds of work that a graph belongs to."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A graph that a rank handed over.
+    """Graph that a rank submitted to the device.
 
     Args:
-        rank: Who.
-        step: When, from 1.
-        phase: What the loop was at, `TRAINING` and so on.
-        hash: torch-xla's, which decides whether it is compiled again.
-        action: What the rank's pipeline was at, such as `forward chunk 1` or `transfer`; empty outside of it.
+        rank: Rank that recorded the graph.
+        step: Step of the graph, from 1.
+        phase: Work of the loop, such as `TRAINING`.
+        hash: torch-xla's hash, which decides whether the graph is compiled again.
+        action: Action of the rank's pipeline, such as `forward chunk 1` or `transfer`; empty outside the pipeline.
     """
 
     rank: int
@@ -34,11 +34,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Read:
-    """A value of the device that the host asked for inside a step.
+    """Device value that the host read inside a step.
 
     Args:
-        rank, step: Who and when.
-        file, line, function: The innermost line outside torch and torch-xla.
+        rank, step: Rank and step of the read.
+        file, line, function: Innermost line outside torch and torch-xla.
     """
 
     rank: int
@@ -50,18 +50,18 @@ class Read:
 
 @dataclass(frozen=True)
 class Recording:
-    """All that was recorded.
+    """Recording of all traced ranks.
 
     Args:
-        world: Ranks of the world.
-        ranks: Those that were traced, in order.
-        steps: Steps of each.
-        dp_size: Data parallel ranks.
-        axes: Axes whose ranks may communicate; of two with equal groups the first gives its name.
-        cuts: In the order of recording.
-        graphs: What is in them, by hash.
-        reads: In the order of recording.
-        stages: Pipeline stage of each rank that was traced; empty: there is one, which is the whole model.
+        world: Number of ranks of the world.
+        ranks: Traced ranks, in order.
+        steps: Number of steps of each rank.
+        dp_size: Number of data parallel ranks.
+        axes: Axes whose ranks may communicate; of two axes with equal groups the first gives its name.
+        cuts: Submitted graphs in the order of recording.
+        graphs: Contents of the graphs by hash.
+        reads: Host reads in the order of recording.
+        stages: Pipeline stage of each traced rank; empty: one stage holds the whole model.
     """
 
     world: int
@@ -75,10 +75,10 @@ class Recording:
     stages: Mapping[int, int] = field(default_factory=dict)
 
     def parts(self) -> list[tuple[Cut, str]]:
-        """What each cut does.
+        """Cuts with the name of the part of the step that each computes.
 
-        A step is one graph, or micro-batches and then an update; or the actions of a pipeline, what ranks of all stages
-        do together, and what each stage does in between.
+        A step is one graph, or micro-batches followed by an update. With a pipeline it consists of the actions, the
+        work that all stages share, and each stage's own work in between.
         """
         per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == TRAINING)
         seen: Counter[tuple[int, int]] = Counter()

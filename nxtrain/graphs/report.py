@@ -1,4 +1,4 @@
-"""What was recorded on some ranks, put in order, and what is wrong with it."""
+"""Report on the recording of some ranks: its graphs in order, and the problems found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report(recording: Recording) -> dict[str, Any]:
 
 
 def _names(recording: Recording) -> dict[str, str]:
-    """By hash, in order of first use; what a part needs at last has its plain name."""
+    """Names of the graphs by hash, in order of first use; the last graph of a part has the part's plain name."""
     parts = recording.parts()
     last = {(cut.rank, part): cut.hash for cut, part in parts}
     names: dict[str, str] = {}
@@ -147,7 +147,7 @@ def _disagreements(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
 
 
 def _strangers(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
-    """What stages do together and do not record alike, or not apart from their own work: it would never meet."""
+    """Collectives over stages whose graphs differ between the stages or mix with one stage's own work: they hang."""
     if not recording.stages:
         return
     alike: dict[tuple[str, tuple[tuple[str, Groups, int], ...]], str] = {}

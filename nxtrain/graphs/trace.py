@@ -36,14 +36,14 @@ from nxtrain.train.trainer import Work
 
 @dataclass(frozen=True)
 class Job:
-    """What to trace.
+    """Job of a trace.
 
     Args:
-        config: File.
+        config: Configuration file.
         overrides: `dotted.key=value` each.
-        world: Ranks of the world.
-        ranks: Those to play.
-        steps: Of each rank.
+        world: Number of ranks of the world.
+        ranks: Ranks to trace.
+        steps: Number of steps of each rank.
         hlo: Folder for the texts; empty: none.
         layers: `native`, or `nxd` where it can be loaded.
         instance: Machine of the run, by name.
@@ -111,7 +111,7 @@ def trace(
 
 @dataclass
 class _Tape:
-    """What is being recorded, and by whom."""
+    """Recording in progress, with the rank, step and work that it records."""
 
     rank: int = 0
     step: int = 0

@@ -1,4 +1,4 @@
-"""Where the agents of a run on several machines meet, and what people are told of it."""
+"""Rendezvous of the agents of a run on several machines, and its messages for the user."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 LATE_S = 5.0
-"""After which people hear that others are waited for."""
+"""Seconds of waiting after which a message names the rendezvous."""
 
 POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class AgentRendezvous:
-    """A place on one of the machines, whose agent holds the store of the rendezvous.
+    """Endpoint on the machine whose agent holds the rendezvous store.
 
     Args:
-        host: Its machine; empty: the run has one only.
-        port: There.
-        patience_s: Time that agents wait for one another.
+        host: Name of the machine; empty: the run has only one machine.
+        port: Port of the store.
+        patience_s: Seconds that agents wait for one another.
     """
 
     host: str = ""
@@ -31,13 +31,13 @@ class AgentRendezvous:
     patience_s: float = 600.0
 
     def __str__(self) -> str:
-        """As on a command line."""
+        """Endpoint as on a command line."""
         return f"{self.host}:{self.port}"
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Tell that others are waited for, if that takes long."""
-        timer = threading.Timer(LATE_S, self._tell)
+        """Print a message if the wait inside this context takes long."""
+        timer = threading.Timer(LATE_S, self._print_wait)
         timer.daemon = True
         if self.host:
             timer.start()
@@ -46,15 +46,15 @@ class AgentRendezvous:
         finally:
             timer.cancel()
 
-    def _tell(self) -> None:
-        words = f"waiting at {self} for the agents of the other machines, for up to {self.patience_s:g} seconds"
-        print(words, file=sys.stderr, flush=True)
+    def _print_wait(self) -> None:
+        line = f"waiting at {self} for the agents of the other machines, for up to {self.patience_s:g} seconds"
+        print(line, file=sys.stderr, flush=True)
 
     def await_store(self, limit: float) -> bool:
-        """Wait until the machine is reached again that was lost; whether it was.
+        """Wait until the lost machine of the store answers again; False if it did not before the limit.
 
         Args:
-            limit: Until when, as `time.monotonic` tells it.
+            limit: End of the wait on the clock of `time.monotonic`.
         """
         while self.host and time.monotonic() < limit:
             with suppress(OSError), socket.create_connection((self.host, self.port), timeout=POLL_S):
@@ -64,7 +64,7 @@ class AgentRendezvous:
 
 
 def unmet(where: str, error: Exception) -> str:
-    """Say why the agents of a run do not meet, and the way out."""
+    """Message for agents that do not find each other: the reason and the way out."""
     return (
         f"the agents of the run do not meet at {where}: {reasons(error)}. It must name one of the machines as all "
         "others know it, with a port that nothing else uses there and no firewall closes; start the same command on "
@@ -73,7 +73,7 @@ def unmet(where: str, error: Exception) -> str:
 
 
 def reasons(error: Exception) -> str:
-    """An error in a line, and those behind it."""
+    """First lines of an error and of its causes, in one line."""
     causes = [error]
     while (cause := causes[-1].__cause__) is not None and isinstance(cause, Exception):
         causes.append(cause)

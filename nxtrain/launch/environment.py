@@ -1,4 +1,4 @@
-"""Environment variables and compiler flags, each with its reason, and how they stand beside those of a shell."""
+"""Environment variables and compiler flags, each with its reason, merged with the variables of a shell."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Variable:
     """An environment variable, or a flag of the compiler.
 
     Args:
-        name: Variable or flag.
-        value: Its value; of a flag that takes none, empty.
-        reason: Why it has this value.
-        source: Page that says so.
-        instead: How to get another value. A shell that sets another one is refused with these words; where they are
-            empty, the shell's value is taken.
+        name: Name of the variable or flag.
+        value: Its value; empty for a flag without one.
+        reason: Reason for the value.
+        source: Page that documents it.
+        instead: Way to get another value. A shell with another value is refused with this text; if the text is empty,
+            the shell's value is used.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Variable:
 
     @property
     def flag(self) -> str:
-        """As the compiler reads it."""
+        """Flag as the compiler reads it."""
         return f"{self.name}={self.value}" if self.value else self.name
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run on Neuron devices needs.
+    """Environment of a run on Neuron devices.
 
     Args:
-        sdk: Release that it is for.
-        variables: Environment variables, but for the compiler's flags.
+        sdk: Release of the Neuron SDK.
+        variables: Environment variables without the compiler's flags.
         compiler_flags: Flags of the compiler and of the cache around it.
-        barred: Variables and flags that must not have such a value; `instead` is the way out.
-        xla: It is for PyTorch/XLA, on which some variables do harm.
+        barred: Variables and flags that must not have these values; `instead` is the way out.
+        xla: True for PyTorch/XLA, where some variables do harm.
     """
 
     sdk: SdkVersion
@@ -61,10 +61,10 @@ class Environment:
     xla: bool = True
 
     def conflicts(self, environ: Mapping[str, str]) -> list[Problem]:
-        """What a shell sets that would spoil the run, each with the way out.
+        """Settings of a shell that contradict the run, each with the way out.
 
         Raises:
-            ConfigError: Flags of the compiler that a shell cannot split.
+            ConfigError: The compiler's flags cannot be split as a shell splits them.
         """
         problems = dead_variables(environ, self.sdk) if self.xla else []
         dead = {problem.key for problem in problems}
@@ -91,7 +91,7 @@ class Environment:
         return problems
 
     def beside(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
-        """Every variable as a child of a shell without conflicts has it: where the run leaves a choice, the shell's."""
+        """Variables for a child of a shell without conflicts; where the run leaves a choice, the shell's value."""
         chosen = tuple(
             variable
             if environ.get(variable.name, variable.value) == variable.value
@@ -108,7 +108,7 @@ class Environment:
 
 
 def _parse(flags: str) -> list[tuple[str, str, str]]:
-    """Name as the compiler's page has it, value, and the text as it stands, of each flag."""
+    """Canonical name, value and original text of each flag."""
     try:
         tokens = shlex.split(flags)
     except ValueError as error:

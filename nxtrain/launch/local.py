@@ -1,4 +1,4 @@
-"""Start every rank of a run on this machine, alone or beside other machines."""
+"""Launch of all ranks of a run on this machine, alone or together with other machines."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from nxtrain.process import stacks
 AGENT = ("-m", "nxtrain.launch.torchrun")
 
 FIRST_NODE = "FIRST_NODE"
-"""Stands for a name that only the cluster knows."""
+"""Placeholder for the name of the first node, which only the cluster knows."""
 
 PORT = 29500
-"""Of the rendezvous between machines, unless another is asked for; torchrun's own default."""
+"""Default port of the rendezvous between machines; torchrun's own default."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Command:
 
     Args:
         argv: Program and arguments.
-        variables: Environment variables beside those inherited, each with its reason.
-        about: What people should know who start it by hand.
+        variables: Environment variables in addition to the inherited ones, each with its reason.
+        about: Notes for a user who starts the command by hand.
     """
 
     argv: tuple[str, ...]
@@ -47,7 +47,7 @@ class Command:
         return {variable.name: variable.value for variable in self.variables}
 
     def __str__(self) -> str:
-        """Lines for a shell, which a file can keep."""
+        """Shell script of the command."""
         lines = [f"# {line}" for line in self.about]
         for variable in self.variables:
             source = f" [{variable.source}]" if variable.source else ""
@@ -59,15 +59,15 @@ class Command:
 def render(
     path: Path, overrides: Sequence[str], nproc: int | None, environ: Mapping[str, str], *, first_node: str = ""
 ) -> Command:
-    """The command that trains on this machine.
+    """Build the command that trains on this machine.
 
     Args:
         path: Configuration file.
         overrides: `dotted.key=value` each.
-        nproc: Number of ranks per machine; None: as many as the degrees ask for.
+        nproc: Number of ranks per machine; None: the number that the degrees require.
         environ: Environment that the command inherits.
-        first_node: Of several machines the name of one, where the others meet it, with `:<port>` unless that is
-            `PORT`; empty: there is only this one.
+        first_node: With several machines, the name of the one that holds the rendezvous, with `:<port>` unless the
+            port is `PORT`; empty: there is only one machine.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
@@ -84,14 +84,14 @@ def render(
 
 
 def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: bool, first_node: str = "") -> None:
-    """Become the process that trains, so that its signals and its exit code need no relay.
+    """Replace this process by the training process, so that signals and the exit code need no relay.
 
     Args:
         path: Configuration file.
         overrides: `dotted.key=value` each.
-        nproc: Number of ranks per machine; None: as many as the degrees ask for.
-        dry_run: Only print the environment and the command, though the configuration cannot run yet.
-        first_node: Of several machines, each of which has to call this, the name of one; see `render`.
+        nproc: Number of ranks per machine; None: the number that the degrees require.
+        dry_run: Only print the environment and the command, even for a configuration that cannot run yet.
+        first_node: With several machines, each of which calls this function, the name of one; see `render`.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
@@ -105,12 +105,12 @@ def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: boo
     command = render(path, overrides, nproc, os.environ, first_node=first_node)
     print(command, flush=True)
     if stacks.DUMP is not None:
-        signal.signal(stacks.DUMP, signal.SIG_IGN)  # until what takes this place answers such requests itself
+        signal.signal(stacks.DUMP, signal.SIG_IGN)  # until the new program handles requests for stacks itself
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
 
 
 def ranks_per_node(config: RunConfig, nproc: int | None) -> int:
-    """Ranks of one machine: as many as are asked for, by default as the degrees need."""
+    """Number of ranks per machine: `nproc`, or by default the number that the degrees require."""
     return nproc or max(1, _ranks(config) // config.cluster.nodes)
 
 
@@ -122,7 +122,7 @@ def _render(
     environ: Mapping[str, str],
     first_node: str = FIRST_NODE,
 ) -> tuple[Command, list[Problem]]:
-    """The command for one machine, and what keeps it from running."""
+    """Build the command for one machine, and list the problems that keep it from running."""
     config = loaded.config
     problems: list[Problem] = []
     nodes = config.cluster.nodes
@@ -151,7 +151,7 @@ def _render(
         options = (f"--nnodes={nodes}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
     agent = (*AGENT, *options, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
     train = ("-m", "nxtrain", "train", str(path), *overrides)
-    # One rank needs no agent, whose imports take seconds, but to be started again.
+    # One rank needs an agent, whose imports take seconds, only to be restarted.
     supervised = nproc * nodes > 1 or config.recovery.max_restarts > 0
     argv = (sys.executable, *(agent if supervised else ()), *train)
     return Command(argv, tuple(variables), tuple(about)), problems
@@ -162,5 +162,5 @@ def _ranks(config: RunConfig) -> int:
 
 
 def _num_cores() -> int:
-    # The cores that this process may use, where the system tells: a cluster often grants a part of the machine.
+    # Count the cores that this process may use, if known: a cluster often grants only some cores of the machine.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,14 +1,14 @@
-"""The addresses by which processes of one machine reach each other, tried before anything waits for an answer there."""
+"""Check of the loopback addresses between processes of one machine, before anything waits for an answer there."""
 
 from __future__ import annotations
 
 import socket
 
 LIMIT_S = 5.0
-"""Time for a connection within a machine, which takes microseconds; a firewall may drop it without an answer."""
+"""Limit for a connection within a machine. It takes microseconds, but a firewall may drop it without an answer."""
 
 ADDRESSES = ("127.0.0.1", "localhost")
-"""Those that the agent and the ranks of a run on one machine use."""
+"""Addresses that the agent and the ranks of a run on one machine use."""
 
 
 def unreachable(limit_s: float = LIMIT_S) -> str:

@@ -1,4 +1,4 @@
-"""Ranks on Neuron devices get their environment before Python starts: it is read while libraries are loaded."""
+"""Environment of ranks on Neuron devices, set before Python starts: libraries read it while they are loaded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from nxtrain.launch.variables import SOURCES, native_environment, neuron_environ
 
 @dataclass(frozen=True)
 class Needs:
-    """What the ranks of a run need.
+    """Requirements of the ranks of a run.
 
     Args:
-        about: What the rest was derived for, and from.
+        about: Notes on the instance, the SDK and the sources.
         variables: Environment variables.
-        problems: What keeps the run from starting.
+        problems: Problems that keep the run from starting.
     """
 
     about: tuple[str, ...] = ()
@@ -38,31 +38,31 @@ class Needs:
 
 
 def is_neuron(config: RunConfig) -> bool:
-    """Whether a run on this machine would use its Neuron devices."""
+    """True if a run on this machine would use its Neuron devices."""
     return is_native(config) or config.backend.name == "neuron" or (config.backend.name == "auto" and support().ok)
 
 
 def is_native(config: RunConfig) -> bool:
-    """Whether it would do so through TorchNeuron."""
+    """True if a run on this machine would use its Neuron devices through TorchNeuron."""
     name = config.backend.name
     return name == "neuron-native" or (name == "auto" and not support().ok and torchneuron.support().ok)
 
 
 def compiles_ahead(config: RunConfig) -> bool:
-    """Whether its graphs can be compiled before it starts: those of PyTorch/XLA can, those of TorchNeuron cannot."""
+    """True if a run's graphs can be compiled before it starts: possible with PyTorch/XLA, not with TorchNeuron."""
     return is_neuron(config) and not is_native(config)
 
 
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
-    """What a run needs that is started with these variables.
+    """Requirements of a run that is started with the given variables.
 
     Args:
-        config: The run.
+        config: Configuration of the run.
         environ: Variables of the shell, or of the process that becomes a rank.
         num_ranks: Ranks per machine.
 
     Raises:
-        ConfigError: Flags of the compiler that a shell cannot split.
+        ConfigError: The compiler's flags cannot be split as a shell splits them.
     """
     instance = machine_of(config)
     if instance is None:
@@ -94,13 +94,13 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
 
 
 def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
-    """Start this rank anew with the variables that it lacks; a rank that `nxtrain launch` started lacks none.
+    """Re-execute this rank with its missing variables; a rank started by `nxtrain launch` lacks none.
 
-    The process keeps its number, so that an agent above it sees no change. Where there is no Neuron device nothing
-    happens, since the backend will say so better.
+    The process keeps its pid, so an agent above it sees no change. Without a Neuron device nothing happens, since the
+    backend reports the missing device with more detail.
 
     Args:
-        config: The run.
+        config: Configuration of the run.
         environ: Variables of this process.
         local_world: Ranks on this machine.
 
@@ -109,7 +109,7 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     """
     if not is_neuron(config) or not (torchneuron.support() if is_native(config) else support()).ok:
         return
-    # The machines that torchrun joined: fewer after some were lost, or one where the configuration has many.
+    # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has several.
     nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
     wanted = needs(config, environ, local_world)
@@ -121,21 +121,21 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
 
 
 def machine_of(config: RunConfig) -> Instance | None:
-    """The instance that a run is for: the one that it names, or this machine; None if nxtrain does not know it."""
+    """Instance of a run: the configured one, or this machine; None if nxtrain does not know it."""
     return INSTANCES.get(config.cluster.instance) if config.cluster.instance else this_machine()
 
 
 def attention_of(
     config: RunConfig, instance: Instance, sdk: SdkVersion, distributed: Package | None
 ) -> Attention | None:
-    """The attention that ranks on an instance choose; None if the model is wrong.
+    """Attention that ranks on an instance choose; None if the model's configuration is wrong.
 
     Raises:
-        ConfigError: The attention that is wanted cannot be had.
+        ConfigError: The configured attention is not available.
     """
     try:
         shape = AttentionShape.of(config, find_family(config.model.family), resolve_model(config))
-    except ConfigError:  # what is wrong with the model is said by those who check it
+    except ConfigError:  # the check of the configuration reports errors of the model
         return None
     chosen = config.backend
     return choose(chosen.attention, shape, instance, sdk, distributed, allow_unverified=chosen.allow_unverified)

@@ -1,12 +1,12 @@
-"""torchrun that ends with the exit code of the rank that failed, where torchrun itself always ends with 1.
+"""torchrun with the exit code of the failed rank, where torchrun itself always exits with 1.
 
-It starts ranks again as torchrun does, but not after what every start would find again, such as a mistake in the
-configuration or a graph that was not compiled: `--max-restarts` is for machines that fail, and counts anew once a run
-got further than before. When a rank fails, the others may say what they know of it before they are ended. A signal to
-stop goes to all ranks, which get time to save and then end with 75, as does this. Of several machines, an agent that
-has lost another waits for it to be started again, and the run goes on.
+It restarts ranks as torchrun does, but not after errors that every start would repeat, such as a mistake in the
+configuration or a graph that was not compiled. `--max-restarts` is for failing machines, and its count starts over once
+a run got further than before. After a rank fails, the others get time to report the cause before they are killed. A
+stop signal goes to all ranks; they get time to save and exit with 75, as does this program. On several machines, an
+agent that has lost the agent with the store waits for its restart, and the run goes on.
 
-A program and no library: the one module of this package that imports torch. It takes torchrun's options, as in
+This is a program and no library: the one module of this package that imports torch. It takes torchrun's options, as in
 `python -m nxtrain.launch.torchrun --nproc-per-node=2 -m nxtrain train CONFIG`.
 """
 
@@ -58,50 +58,50 @@ from nxtrain.process.signals import STOPPING
 from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
 
 FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
-"""Exit codes of ranks that would end the same way again."""
+"""Exit codes of errors that a restart would repeat."""
 
 STOPPED = StoppedBySignal.exit_code
 
 LOST = 1
-"""Exit code of an agent that others have left for good: as after a crash, the same command may help."""
+"""Exit code of an agent that lost the other agents for good: as after a crash, the same command may help."""
 
 PORT = 29400
-"""Of torchrun's endpoints without one."""
+"""Default port of torchrun's endpoints."""
 
 LAST_WORDS_S = 5.0
-"""What the others have, once a rank failed, to name whom they lost and to end by themselves."""
+"""Time that the other ranks get after a rank failed, to name the lost rank and to exit by themselves."""
 
 ENDING_S = 1.0
-"""From SIGTERM to SIGKILL for ranks that are of no use any more; their state is valid whenever they are killed."""
+"""Time from SIGTERM to SIGKILL for ranks of a failed start; the saved state is valid whenever they are killed."""
 
 REPEAT_S = 1.0
-"""A signal that comes so soon after another is the same request."""
+"""Seconds within which a second signal counts as the same request."""
 
 IGNORED = [number for number in STOPPING if signal.getsignal(number) is signal.SIG_IGN]
-"""By the wish of whoever started this, as with `nohup`; ranks inherit it."""
+"""Stop signals that the parent process ignores, as with `nohup`; ranks inherit this."""
 
 
 class Ranks(SubprocessContext):
-    """The processes of this node; they end faster than torch's, which have 30 seconds after another has failed."""
+    """Rank processes of this node; they are ended faster than by torch, which grants 30 seconds after a failure."""
 
     @property
     def processes(self) -> list[Popen[bytes]]:
-        """All of them."""
+        """Processes of all ranks of this node."""
         return [handler.proc for handler in self.subprocess_handlers.values()]
 
     @property
     def alive(self) -> list[Popen[bytes]]:
-        """Those that run."""
+        """Processes that are running."""
         return [process for process in self.processes if process.poll() is None]
 
     def _start(self) -> None:
-        # Ranks inherit it: for a request for stacks until they answer it themselves. torch has its own handlers here.
+        # Ranks inherit SIG_IGN; for SIGUSR2 until they handle requests for stacks. torch has its own handlers here.
         for number in (*IGNORED, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         super()._start()
 
     def _close(self, death_sig: signal.Signals, timeout: float = ENDING_S) -> None:
-        # After one that ended for good the others would only tell what they met in its wake.
+        # After a final error of one rank the others could only report its consequences.
         for_good = FINAL.intersection(process.poll() for process in self.processes)
         for number in (signal.SIGKILL,) if for_good else (signal.SIGTERM, signal.SIGKILL):
             for process in self.alive:
@@ -114,14 +114,14 @@ class Ranks(SubprocessContext):
 
 
 class Agent(LocalElasticAgent):
-    """Starts ranks again unless one of them ended for good, and lets them end well when it is to stop.
+    """Elastic agent that restarts ranks except after a final error, and lets them save after a stop signal.
 
     Attributes:
-        recovery: How long ranks may take to stop, set before the agent is made.
-        progress: File that tells the last step of a run; None: nothing does.
-        meeting: Where it meets the agents of other machines.
-        stop: The signal that asks for a stop; 0: none came.
-        starts: Times that agents of this process have started ranks.
+        recovery: Recovery settings with the time that ranks may take to stop, set before the agent is created.
+        progress: File with the last step of a run; None: there is none.
+        meeting: Rendezvous with the agents of other machines.
+        stop: The stop signal that was received; 0: none.
+        starts: Number of times that agents of this process have started ranks.
     """
 
     recovery = RecoveryConfig()
@@ -145,7 +145,7 @@ class Agent(LocalElasticAgent):
         signal.signal(signal.SIGUSR2, lambda number, frame: self._send(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to stop, and the second time to leave at once."""
+        """Ask the ranks to stop; a second signal ends them at once."""
         now = time.monotonic()
         if not self.stop:
             Agent.stop = number
@@ -166,7 +166,7 @@ class Agent(LocalElasticAgent):
         return self._pcontext.alive if isinstance(self._pcontext, Ranks) else []
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # torch's agents would let the ranks of all starts meet in the store of the first, among what those have left.
+        # torch's agents would reuse the store of the first start for all starts, with the keys of the earlier ranks.
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, DynamicRendezvousHandler):
             handler._bootstrap_store_info = None
@@ -185,14 +185,14 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _count_restart(self) -> None:
-        """Let ranks know that they are started again, where torch counts only what follows a failure of theirs."""
+        """Count a restart that no failed rank caused; torch counts only restarts after a failure of a rank."""
         self._worker_group.spec.max_restarts += 1
 
     def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
         try:
             result: RunResult = super()._invoke_run(*args, **kwargs)
         except (RendezvousError, DistError):
-            # The agent with the store is gone: perhaps since its ranks have stopped, as these are about to.
+            # The agent with the store is gone, perhaps because its ranks have stopped, as these ranks are about to.
             self._let_end()
             codes = self._codes()
             if not codes or any(code not in {0, STOPPED} for code in codes):
@@ -209,7 +209,7 @@ class Agent(LocalElasticAgent):
         if self.stop or any(failure.exitcode in {*FINAL, STOPPED} for failure in result.failures.values()):
             self._remaining_restarts = 0
         elif (reached := self._reached()) > self._furthest:
-            # The limit grows with what is left of it, since ranks learn from both how often they were started.
+            # The limit grows together with the remaining restarts, since ranks derive their restart count from both.
             regained = self._budget - self._remaining_restarts
             worker_group.spec.max_restarts += regained
             self._remaining_restarts += regained
@@ -223,7 +223,7 @@ class Agent(LocalElasticAgent):
         return [process.poll() for process in self._pcontext.processes] if isinstance(self._pcontext, Ranks) else []
 
     def _let_stop(self) -> None:
-        """Wait for ranks that are about to stop, since this agent or one of them was asked to."""
+        """Wait for ranks that are about to stop because this agent or one of them received a stop signal."""
         while self._alive():
             codes = self._codes()
             if not self.stop and STOPPED not in codes:
@@ -231,7 +231,7 @@ class Agent(LocalElasticAgent):
             now = time.monotonic()
             self._limit = self._limit or now + self.recovery.grace_s
             if any(code not in {None, 0, STOPPED} for code in codes):
-                return  # a failure, of which the others may have to tell
+                return  # a failure, whose cause the other ranks may report
             if now > self._limit:
                 seconds = f"recovery.grace_s={self.recovery.grace_s:g}"
                 if now - self._asked_at >= self.recovery.grace_s:
@@ -241,9 +241,9 @@ class Agent(LocalElasticAgent):
             time.sleep(0.05)
 
     def _let_speak(self) -> None:
-        """Wait a little for the others if a rank failed: torch ends them as soon as it sees it.
+        """Give the other ranks time to report after a failure, since torch ends them as soon as it sees one.
 
-        Not if it ended for good, for its own words say all, and the others would only tell what they met in its wake.
+        After a final error there is no wait: the failed rank reports its cause, and the others only consequences.
         """
         limit = time.monotonic() + LAST_WORDS_S
         while any(codes := self._codes()) and time.monotonic() < limit:
@@ -252,7 +252,7 @@ class Agent(LocalElasticAgent):
             time.sleep(0.05)
 
     def _let_end(self) -> None:
-        """Wait a little for ranks that end by themselves, and as long as it takes for those that stop."""
+        """Wait `LAST_WORDS_S` for ranks that end by themselves, and up to the grace period for ranks that stop."""
         limit = time.monotonic() + LAST_WORDS_S
         while self._alive() and time.monotonic() < limit:
             self._let_stop()
@@ -260,7 +260,7 @@ class Agent(LocalElasticAgent):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Hide that a rank "failed" by a stop: torch's agent knows no other end than 0 and a failure."""
+    """False for the log record of a rank that "failed" by a stop: torch's agent knows only 0 and failures."""
     stops = {STOPPED, -Agent.stop, -signal.SIGTERM} if Agent.stop else {STOPPED}
     is_end = str(record.msg).startswith("failed (exitcode")
     return not (is_end and isinstance(record.args, tuple) and record.args[0] in stops)
@@ -270,11 +270,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the ranks of this node under torch's elastic agent and return the exit code."""
     logging.getLogger(multiprocessing.api.__name__).addFilter(is_news)
     options = run.parse_args(argv)
-    # torch has no options for them.
+    # torch has no options for these classes.
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
     _configure(options)
-    if options.standalone and (reason := unreachable()):  # torch's agent would wait there without a word
+    if options.standalone and (reason := unreachable()):  # torch's agent would wait there without a message
         print(f"error: {reason}", file=sys.stderr)
         return BackendError.exit_code
     limit = 0.0
@@ -292,11 +292,11 @@ def main(argv: Sequence[str]) -> int:
     except SignalException:
         return STOPPED
     finally:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # else Python would let it end the process at its end
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # else SIGUSR2 could kill the process while Python shuts down
 
 
 def _run(options: Namespace) -> int | None:
-    """Have an agent run the ranks until they end for good; None: the one that holds the store is lost."""
+    """Run the ranks under an agent and return the exit code; None: the agent that holds the store is lost."""
     try:
         run.run(options)
     except ChildFailedError as error:
@@ -330,7 +330,7 @@ def _run(options: Namespace) -> int | None:
 
 
 def _configure(options: Namespace) -> None:
-    """Learn from the run's configuration what the agent needs of it; what is no run of ours has the defaults."""
+    """Read the agent's settings from the run's configuration; other programs get the defaults."""
     if options.rdzv_backend == "c10d" and not options.standalone:
         host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=PORT)
         patience_s = _parse_rendezvous_config(options.rdzv_conf).get("join_timeout", AgentRendezvous.patience_s)
@@ -338,16 +338,16 @@ def _configure(options: Namespace) -> None:
     arguments = options.training_script_args
     if not (options.module and options.training_script == "nxtrain" and arguments[:1] == ["train"]):
         return
-    with suppress(ConfigError):  # which the ranks will tell
+    with suppress(ConfigError):  # the ranks report it
         config = load(Path(arguments[1]), arguments[2:]).config
         Agent.recovery, Agent.progress = config.recovery, config.run.dir / LOGS_DIR / PROGRESS_FILE
 
 
 def blame(exit_codes: Sequence[int]) -> int:
-    """The exit code that tells most: one of ours, else a crash, else a signal as a shell counts it.
+    """Most informative exit code: one of nxtrain's, else a crash, else a signal as a shell counts it.
 
-    Ranks that lose a peer crash (1) or are killed (negative) at nearly the same moment as the one that knows why. One
-    that stopped when it was asked to tells least.
+    Ranks that lose a peer crash (1) or are killed (negative) at nearly the same moment as the rank that knows the
+    cause. The code of a rank that stopped as requested is least informative.
     """
     known = [code for code in exit_codes if code > 1 and code != STOPPED]
     crashed = [code for code in exit_codes if code > 0 and code != STOPPED]

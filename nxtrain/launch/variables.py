@@ -16,7 +16,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import CACHE, NATIVE_CACHE, Environment, Variable
 
 SOURCES = "https://github.com/aws-neuron/aws-neuron-sdk"
-"""What sources without a host are pages of."""
+"""Repository of the sources that are given without a host."""
 
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 
@@ -32,20 +32,20 @@ _NXD_LOGGER = f"{_NXD}/utils/logger.py"
 
 
 def neuron_environment(config: RunConfig, instance: Instance, sdk: SdkVersion, *, flash: bool = False) -> Environment:
-    """What a configuration needs on an instance under a release of the SDK; reads and writes no environment.
+    """Environment of a configuration on an instance under a release of the SDK, without access to `os.environ`.
 
     Args:
-        config: The run.
-        instance: The machine.
-        sdk: The release.
-        flash: Attention is NKI's kernel.
+        config: Configuration of the run.
+        instance: Instance type of the machine.
+        sdk: Release of the Neuron SDK.
+        flash: True if attention is NKI's kernel.
     """
     flags = _compiler_flags(config, instance, flash=flash)
     return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(flags), _BESIDE_FLASH if flash else ())
 
 
 def native_environment(config: RunConfig, instance: Instance, sdk: SdkVersion) -> Environment:
-    """What it needs for TorchNeuron, which chooses the compiler's other flags itself and reads nothing of XLA's."""
+    """Environment for TorchNeuron, which chooses the other compiler flags itself and ignores XLA's variables."""
     return Environment(sdk, tuple(_native_variables(config, instance)), (_AUTO_CAST,), xla=False)
 
 

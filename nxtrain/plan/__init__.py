@@ -1,1 +1,1 @@
-"""What a run will need and how long it will take, computed before it starts."""
+"""Predictions of a run's time, memory and traffic, computed before the run starts."""

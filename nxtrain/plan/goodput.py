@@ -1,7 +1,7 @@
-"""How much of a run's time failures cost before they happen, and which checkpoint interval costs least.
+"""Prediction of the time that failures cost a run, and the checkpoint interval that costs least.
 
-Failures come at random, at a rate that does not change (exponential times between them), also while a start loads; not
-while nobody has noticed yet that the run is gone.
+Failures come at random at a constant rate (exponential times between them), also while a start loads. No further
+failure comes between a failure and its detection.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ ASSUMED_MTBF_S = 86_400.0
 """One failure a day, where a run has not shown another rate."""
 
 FAR = 3.0
-"""Factor between two intervals beyond which the difference is told."""
+"""Factor between two intervals beyond which the advice is printed."""
 
 WORTH_TELLING = 1e-3
-"""Of a run's time."""
+"""Smallest gain, as a share of the run's time, for which the advice is printed."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time of a run goes, as shares of all; they add up to 1.
+    """Shares of a run's time, which add up to 1.
 
     Args:
-        goodput: Steps that stand.
+        goodput: Steps that are kept.
         stall: Waiting for checkpoints that were committed.
         lost: Work since the last committed checkpoint, done again.
-        detect: Until a failure is noticed.
-        restart: From there to the first step.
+        detect: Time until a failure is noticed.
+        restart: Time from the detection to the first step.
     """
 
     goodput: float
@@ -43,14 +43,14 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """A run that fails now and then, and what it does about it.
+    """Failure rate of a run, and the costs of its checkpoints and restarts.
 
     Args:
         mtbf_s: Mean time between failures of the whole run.
-        stall_s: Training waits so long for each checkpoint.
-        write_s: From there until it is committed, while training goes on; it counts only then.
-        detect_s: From a failure until it is noticed; of a run started by hand, until somebody acts.
-        restart_s: From there to the first step.
+        stall_s: Time that training waits for each checkpoint.
+        write_s: Time from the end of the stall to the commit, while training goes on; only then the checkpoint counts.
+        detect_s: Time from a failure to its detection; for a run started by hand, until somebody acts.
+        restart_s: Time from the detection to the first step.
     """
 
     mtbf_s: float
@@ -83,7 +83,7 @@ class Failures:
         return (mtbf_s + self.detect_s) * again * math.expm1((interval_s + self.stall_s) / mtbf_s)
 
     def shares(self, interval_s: float) -> Shares:
-        """Where the time goes with a checkpoint after every so many seconds of training."""
+        """Shares of the time with a checkpoint after every `interval_s` seconds of training."""
         wall_s = self.wall_s(interval_s)
         goodput, stall = interval_s / wall_s, self.stall_s / wall_s
         detect = self.detect_s / (self.mtbf_s + self.detect_s)
@@ -93,13 +93,13 @@ class Failures:
     def run_s(self, work_s: float, interval_s: float, start_s: float) -> float:
         """Expected seconds of a run that ends, from its first start until its last checkpoint is committed.
 
-        The first commit comes after a start, which may fail as any other, and has none before it; from there on it is
-        `wall_s` each.
+        The first commit follows the first start, which may fail like any other, and no commit precedes it. Each later
+        commit takes `wall_s`.
 
         Args:
-            work_s: Training that is to be done; at least an interval.
-            interval_s: Of it, between checkpoints.
-            start_s: From the first start to the first step.
+            work_s: Seconds of training to do; at least an interval.
+            interval_s: Seconds of training between checkpoints.
+            start_s: Time from the first start to the first step.
 
         Source: the model of `wall_s`, with a first attempt of another length a: it takes M (1 - exp(-a/M)) in the mean,
             and if it fails, detection and as many attempts of the usual length follow as it takes.
@@ -111,9 +111,9 @@ class Failures:
         return first_s + (work_s / interval_s - 1.0) * self.wall_s(interval_s)
 
     def best_interval_s(self) -> float:
-        """The seconds of training between checkpoints that lose least; for small stalls about sqrt(2 * stall * mtbf).
+        """Seconds of training between checkpoints that lose least; for small stalls about sqrt(2 * stall * mtbf).
 
-        Only the stall and the rate of failures matter: what follows a failure costs the same whatever the interval is.
+        Only the stall and the rate of failures matter: the cost after a failure does not depend on the interval.
 
         Source: the zero of the derivative of Daly's model; Young 1974 (Communications of the ACM 17, 530-531) for the
         square root.
@@ -125,16 +125,16 @@ class Failures:
         return max(high * self.mtbf_s, self.write_s)
 
     def best_every(self, step_s: float) -> int:
-        """The same in steps, as `checkpoint.every` takes them."""
+        """Best interval in steps, the unit of `checkpoint.every`."""
         return max(1, math.ceil(self.write_s / step_s), round(self.best_interval_s() / step_s))
 
 
 def advice(starts: Sequence[Start], every: int) -> str:
-    """What a run could gain by another `checkpoint.every`, in one line; empty unless that is much, or if it is short.
+    """Advice on `checkpoint.every` in one line; empty if the gain is small or the run is short.
 
     Args:
-        starts: What the run has spent.
-        every: Its steps between checkpoints.
+        starts: Starts of the run with the time that each spent.
+        every: Steps between checkpoints.
     """
     spent = [start.spent for start in starts]
     saves = sum(one.saves for one in spent)

@@ -1,4 +1,4 @@
-"""What a pipeline costs before it runs: step time, bubble, activations in flight, traffic."""
+"""Predicted costs of a pipeline: step time, bubble, activations in flight, traffic."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from nxtrain.parallel.simulate import Span, simulate
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCosts:
-    """A pipeline and the costs of its virtual stages, each given from the first of them to the last.
+    """Pipeline with the costs of its virtual stages, each listed from the first virtual stage to the last.
 
     Args:
         pp_size: Ranks.
         virtual_pp: Model chunks of each rank; virtual stage s is chunk `s // pp_size` of rank `s % pp_size`.
         num_micro: Micro-batches of a step.
-        forward_s, backward_s: What a micro-batch takes, recomputation included.
-        kept_bytes: Activations of a forward that stay until its backward, its input among them.
-        order: Of the computations; with `zero_bubble`, `backward_s` lacks the weight part.
-        weight_s: With `zero_bubble`, what that takes.
-        postponed_bytes: With `zero_bubble`, what stays from a backward to its weight part: of every linear layer what
-            entered it and the gradient of what left it.
-        boundary_bytes: The tensor that one stage sends to the next; its gradients are as large.
-        transfer_s: What sending it takes.
-        blocking: Whether that keeps both ranks busy, and waiting for each other.
+        forward_s, backward_s: Time of a micro-batch, recomputation included.
+        kept_bytes: Activations kept from a forward until its backward, its input included.
+        order: Order of the computations; with `zero_bubble`, `backward_s` excludes the weight part.
+        weight_s: With `zero_bubble`, time of the weight part.
+        postponed_bytes: With `zero_bubble`, bytes kept from a backward to its weight part: the input and the output
+            gradient of every linear layer.
+        boundary_bytes: Size of the tensor that one stage sends to the next; its gradient is as large.
+        transfer_s: Time to send the tensor.
+        blocking: True if a transfer keeps both ranks busy and waiting for each other.
     """
 
     pp_size: int
@@ -51,14 +51,14 @@ class PipelineCosts:
         assert min(*self.forward_s, *self.backward_s, *self.weight_s) > 0, "every stage takes time"
 
     def play(self) -> tuple[Span, ...]:
-        """When each rank does what in a step."""
+        """Simulate the schedule of a step: the spans of all actions on each rank."""
         actions = schedule(self.pp_size, self.virtual_pp, self.num_micro, self.order)
         costs = self.forward_s, self.backward_s, self.transfer_s
         return simulate(actions, *costs, weight_s=self.weight_s, blocking=self.blocking)
 
     @property
     def ideal_bubble(self) -> float:
-        """Share of the step that ranks must wait, were stages equal and transfers free, with p micro-batches or more.
+        """Share of the step that ranks wait if stages are equal and transfers free, with p micro-batches or more.
 
         Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2: (p-1)/(m*v+p-1). Qi et al. 2024 (arXiv:2401.10241)
         section 2.3 for ZB-H1: each rank waits (p-1)*(F+B-W); but at least for p-1 forwards, since the last does.
@@ -79,19 +79,18 @@ class PipelineCosts:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank of a pipeline does in a step.
+    """Figures of one rank of a pipeline in a step.
 
     Args:
-        busy_s: Time that it computes.
-        bubble: Share of the step in which it does not.
+        busy_s: Time of the rank's computations.
+        bubble: Share of the step without computation.
         forwards_in_flight: Most forwards, of any chunk, whose backward is still to come, or its weight part.
-        forwards_in_flight_formula: The same in closed form: one more than the forwards of its warm-up; with
+        forwards_in_flight_formula: The same in closed form: the forwards of the rank's warm-up plus one; with
             `zero_bubble` p on every rank.
-        activation_bytes: Most that it holds: what those forwards keep, or their backwards have postponed, what was
-            received before its turn, what is computed and not sent. Up to three tensors of the boundary come on top,
-            however many micro-batches there are: the last sent each way, until the next, and the one that received
-            tensors are shaped like.
-        sent_bytes, received_bytes: Activations and gradients; equal, since what goes one way comes back as gradients.
+        activation_bytes: Peak of the activations held: kept by forwards, postponed by backwards, received early, or
+            computed and not yet sent. Up to three boundary tensors come on top, independent of the number of
+            micro-batches: the last sent in each direction, and the template for received tensors.
+        sent_bytes, received_bytes: Activations and gradients; equal, since each sent tensor has a received gradient.
     """
 
     busy_s: float
@@ -105,13 +104,13 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class PipelineFigures:
-    """What a pipeline does in a step.
+    """Figures of a pipeline in a step.
 
     Args:
-        step_s: From the first forward to the last backward.
-        bubble: Share of all ranks' time in which they do not compute.
-        ideal_bubble: What equal stages and free transfers would leave.
-        ranks: Each rank's.
+        step_s: Time from the first forward to the last backward.
+        bubble: Share of all ranks' time without computation.
+        ideal_bubble: Bubble with equal stages and free transfers.
+        ranks: Figures of each rank.
     """
 
     step_s: float
@@ -121,11 +120,11 @@ class PipelineFigures:
 
 
 def figures(pipeline: PipelineCosts, spans: Sequence[Span] = ()) -> PipelineFigures:
-    """What a step costs.
+    """Figures of a step.
 
     Args:
-        pipeline: What is computed.
-        spans: When each rank did what, each rank's in order, as it was measured; empty: as `pipeline` plays.
+        pipeline: Pipeline with its costs.
+        spans: Measured spans, in order for each rank; empty: the spans that `pipeline.play` simulates.
     """
     spans = spans or pipeline.play()
     step_s = elapsed_s(computations(spans))
@@ -139,12 +138,12 @@ def figures(pipeline: PipelineCosts, spans: Sequence[Span] = ()) -> PipelineFigu
 
 
 def computations(spans: Sequence[Span]) -> list[Span]:
-    """The forwards and backwards, whole or in parts."""
+    """Spans of forwards and backwards, whole or in parts."""
     return [span for span in spans if not span.action.is_transfer]
 
 
 def elapsed_s(computations: Sequence[Span]) -> float:
-    """From the first of them to the last."""
+    """Seconds from the start of the first computation to the end of the last."""
     return max(span.end_s for span in computations) - min(span.start_s for span in computations)
 
 
@@ -177,7 +176,7 @@ def _most_bytes(pipeline: PipelineCosts, rank: int, actions: Sequence[Action]) -
     last = pipeline.pp_size * pipeline.virtual_pp - 1
     for action in actions:
         stage = action.chunk * pipeline.pp_size + rank
-        # A tensor that another stage made for this one, and one that this makes for another.
+        # Tensor received from another stage, and tensor made for another stage.
         comes = pipeline.boundary_bytes * (stage > 0 if action.kind == "forward" else stage < last)
         goes = pipeline.boundary_bytes * (stage < last if action.kind == "forward" else stage > 0)
         if action.kind == "forward":  # keeps its input

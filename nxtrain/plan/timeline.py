@@ -10,19 +10,18 @@ from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, computations, elapsed_s
 
 _CASES = 2
-"""Chunks that capital and small letters tell apart."""
+"""Number of chunks that capital and small letters distinguish."""
 
 
 def timeline(pipeline: PipelineCosts, spans: Sequence[Span] = (), width: int = 120) -> str:
-    """The lines of the ranks and the legend.
+    """Draw the lines of the ranks and the legend.
 
-    Columns are as narrow as labels allow. What does not fit is cut off, and the legend says so, since a timeline that
-    cannot be read shows nothing.
+    Columns are as narrow as labels allow. A step that does not fit is truncated with a note, to stay readable.
 
     Args:
-        pipeline: What is drawn.
+        pipeline: Pipeline to draw.
         spans: As in `figures`.
-        width: Columns that there are.
+        width: Number of columns.
     """
     spans = computations(spans or pipeline.play())
     begin_s, step_s = min(span.start_s for span in spans), elapsed_s(spans)
@@ -48,13 +47,13 @@ def _head(pipeline: PipelineCosts, rank: int) -> str:
 
 
 def _note(pipeline: PipelineCosts, text: str, width: int) -> str:
-    """A line below those of the ranks, where they begin."""
+    """Note below the lines of the ranks, indented like them."""
     indent = " " * len(_head(pipeline, 0))
     return fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _label(action: Action, virtual_pp: int) -> str:
-    """As an action is written; a second chunk of two in small letters, which take no room."""
+    """Label of an action; the second chunk of two has small letters, which take no extra column."""
     if virtual_pp == _CASES and action.chunk == 1:
         return f"{'f' if action.kind == 'forward' else 'b'}{action.micro}"
     return str(action)

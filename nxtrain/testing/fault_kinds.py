@@ -1,4 +1,4 @@
-"""What faults on purpose do to a process; see `nxtrain.testing.faults`."""
+"""Kinds of injected faults and their effects on a process; see `nxtrain.testing.faults`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 LONG_S = 10**6
 PAGE_BYTES = 4096
 VALUES = ("nan", "inf", "spike")
-"""Kinds that change numbers of a step, which goes on."""
+"""Kinds that change numbers of a step and let it go on."""
 
 
 class InjectedError(RuntimeError):
-    """A failure on purpose."""
+    """Error of an injected fault."""
 
 
 def _nothing(arguments: Sequence[str]) -> None:
@@ -47,19 +47,19 @@ def _one_at_most(arguments: Sequence[str]) -> None:
 
 
 def spike_of(arguments: Sequence[str]) -> tuple[float, int]:
-    """Factor and number of steps: ten times, one step."""
+    """Factor and number of steps of a spike; by default ten times, for one step."""
     factor, steps = (*arguments, *("10", "1")[len(arguments) :])
     return float(factor), int(steps)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a kind of fault needs.
+    """Requirements of a kind of fault.
 
     Args:
-        takes: Its arguments, in words.
-        check: Raises a ValueError if they are others.
-        points: Where it is possible, as patterns; empty: everywhere.
+        takes: Description of its arguments.
+        check: Raises a ValueError for wrong arguments.
+        points: Patterns of the points where the kind is possible; empty: everywhere.
     """
 
     takes: str = ""
@@ -86,16 +86,16 @@ KINDS = {
     "oserror": Kind("the name of an error, by default ENOSPC", _error_name, ("ckpt_.*", "log")),
     "oom": Kind(),
 }
-"""By name."""
+"""Kinds of faults by name."""
 
 
 def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
-    """Let it happen, here and now.
+    """Carry out a fault in this process.
 
     Args:
-        kind: Of the fault, none of `VALUES`.
-        arguments: What it takes.
-        args: With which the function at the point was called.
+        kind: Kind of the fault, none of `VALUES`.
+        arguments: Arguments of the fault.
+        args: Arguments of the function at the point.
     """
     if kind == "sleep":
         time.sleep(float(arguments[0]))
@@ -109,9 +109,9 @@ def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
 
 
 def altered(x: Tensor, factor: float = 1.0, first: float | None = None) -> Tensor:
-    """A copy times a factor, perhaps with another first entry.
+    """Copy of a tensor times a factor, with its first entry replaced by `first` unless that is None.
 
-    The numbers are uploaded, so that on a lazy device a step with a fault is the graph of one without.
+    The numbers are uploaded, so that on a lazy device a step with a fault has the same graph as one without.
     """
     replaces = 0.0 if first is None else 1.0
     numbers = torch.tensor([factor, replaces, first or 0.0]).to(x.device)
@@ -134,7 +134,7 @@ def flip(model: torch.nn.Module, name: str = "") -> None:
 
 
 def write_part(writer: Any, block: Any, where: int, length: int) -> None:
-    """Write the first bytes of a block as its writer would, whole pages of them; they outlive the process."""
+    """Write the first pages of a block as its writer does; the written bytes survive the process."""
     pages = -(-length // PAGE_BYTES) * PAGE_BYTES
     with memoryview(block) as view:
         os.pwrite(writer._file, view[:pages], where)

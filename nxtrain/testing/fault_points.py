@@ -1,4 +1,4 @@
-"""Where faults on purpose can be, and how `NXTRAIN_FAULTS` says so: `kind@rank:step:point[:argument...][,...]`.
+"""Points of injected faults, and the syntax of `NXTRAIN_FAULTS`: `kind@rank:step:point[:argument...][,...]`.
 
 Examples:
     kill@1:5:reduce                rank 1 is killed as the gradients of step 5 are reduced
@@ -24,12 +24,12 @@ EXAMPLE = "kill@1:5:reduce or oserror@0:10:ckpt_write:ENOSPC:4096"
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """A function that is wrapped.
+    """Function that an injected fault wraps.
 
     Args:
         owner: `module` or `module:Class`.
-        attribute: Its name there.
-        when: Before it is called, after it has returned, or in the midst of the block that it writes.
+        attribute: Name of the function in its owner.
+        when: Time of the fault: before the call, after the return, or in the middle of the written block.
     """
 
     owner: str
@@ -54,30 +54,30 @@ POINTS = {
     "data": PatchPoint("nxtrain.data.loader:Loader", "batch"),
     "log": PatchPoint("nxtrain.metrics.sinks:JsonlSink", "log"),
 }
-"""Where a fault can be. A run loads before its first step, so that its step is 0 there."""
+"""Points of faults by name. A run loads before its first step, so the step of `load` is 0."""
 
 GRADIENTS = (
     PatchPoint("nxtrain.parallel.data_parallel:Bucketed", "_take"),
     PatchPoint("nxtrain.parallel.fully_sharded", "_local_grad"),
 )
-"""What gives this rank's gradient of a parameter: before it is averaged, but for torch's own sharding, after."""
+"""Functions that return this rank's gradient of a parameter: before averaging, or after it with torch's sharding."""
 
 LOSS = PatchPoint("nxtrain.train.step", "_sums")
-"""What gives the loss of a micro-batch; the fault `bwd` strikes this figure alone, and `fwd` the gradients too."""
+"""Function that returns the loss of a micro-batch; `bwd` changes this number alone, `fwd` the gradients too."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, as it was written.
+    """One parsed fault.
 
     Args:
-        kind: What happens.
-        rank, step: Where and when; None: on all of them.
-        point: At which function.
-        arguments: Of the kind.
-        after_bytes: With `ckpt_write`, how much is written first.
-        repeats: Not only once.
-        text: How it was written.
+        kind: Name of the kind.
+        rank, step: Rank and step of the fault; None: all of them.
+        point: Name of the point.
+        arguments: Arguments of the kind.
+        after_bytes: With `ckpt_write`, number of bytes written before the fault.
+        repeats: True for a fault that fires after a restart again.
+        text: Text of the fault in the variable.
     """
 
     kind: str
@@ -90,15 +90,15 @@ class Fault:
     text: str = ""
 
     def is_due(self, rank: int, step: int, *, within: int = 1) -> bool:
-        """Whether it belongs to a rank and a step, or to one of those before so many."""
+        """True if the fault belongs to a rank, and its step is among the last `within` steps up to `step`."""
         return self.rank in {None, rank} and (self.step is None or self.step <= step < self.step + within)
 
 
 def parse(text: str) -> list[Fault]:
-    """Read the variable.
+    """Parse the value of the variable.
 
     Raises:
-        ConfigError: It is malformed.
+        ConfigError: The value is malformed.
     """
     return [_parse(part.strip()) for part in text.split(",")]
 

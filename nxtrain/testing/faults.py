@@ -1,8 +1,8 @@
-"""Faults on purpose, for tests: `NXTRAIN_FAULTS=kind@rank:step:point[:argument...][,...]` breaks a run where it says.
+"""Fault injection for tests: `NXTRAIN_FAULTS=kind@rank:step:point[:argument...][,...]` breaks a run at these points.
 
-Nothing of a run knows of this module. Where the variable is set, `nxtrain train` arms it, which wraps the functions at
-the points that the faults name. A fault fires once at a step, and after a restart not again, since a file in
-run.dir/faults remembers it; `kind!` fires every time.
+No other part of a run imports this module. If the variable is set, `nxtrain train` arms the faults: the functions at
+their points are wrapped. A fault fires once at a step and not again after a restart, since a file in run.dir/faults
+records it; `kind!` fires every time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DATA_THREADS = "nxtrain-data"
 
 
 def arm(text: str, run_dir: Path, rank: int) -> None:
-    """Wrap the functions at the points of some faults, in this process and for good.
+    """Wrap the functions at the points of the faults, for the rest of this process.
 
     Args:
-        text: The variable.
+        text: Value of the variable.
         run_dir: Folder of the run.
-        rank: Of this process.
+        rank: Rank of this process.
 
     Raises:
         ConfigError: The variable is malformed.
@@ -46,17 +46,17 @@ def arm(text: str, run_dir: Path, rank: int) -> None:
 
 
 class _Armed:
-    """The faults of one rank.
+    """Armed faults of one rank.
 
     Args:
-        faults: All that were written.
-        folder: Remembers what has fired.
-        rank: Of this process.
+        faults: Faults of all ranks.
+        folder: Folder with a file for each fault that has fired.
+        rank: Rank of this process.
     """
 
     def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
         self._faults, self._folder, self._rank = [f for f in faults if f.rank in {None, rank}], folder, rank
-        # Of any rank: what the others compute must stay the same work, since a lazy device makes a graph of it.
+        # For faults of any rank: all ranks must compute the same graph on a lazy device.
         self._alters = any(fault.kind in fault_kinds.VALUES for fault in faults)
         self._step, self._in_step = 0, False
         self._saved = 0  # checkpoints are written while steps go on
@@ -73,7 +73,7 @@ class _Armed:
                 _replace(place, self._on_gradients)
             _replace(LOSS, self._on_loss)
         _replace(POINTS["ckpt_stage"], self._begin_save)
-        # Outermost, so that whatever happens in a step belongs to it.
+        # Outermost, so that every fault in a step sees that step's number.
         _replace(PatchPoint("nxtrain.train.trainer", "update"), self._count_steps)
         _replace(PatchPoint("nxtrain.train.trainer:Trainer", "run"), self._begin_run)
 
@@ -132,7 +132,7 @@ class _Armed:
         return wrapped
 
     def _reach_in_block(self, point: str, step: int, args: Sequence[Any]) -> None:
-        """Write as much of a block as comes before a fault."""
+        """Write the bytes of a block that precede a fault, then fire the fault."""
         writer, block, where, length = args
         for fault in self._faults:
             if fault.point == point and where <= fault.after_bytes < where + length:
@@ -140,7 +140,7 @@ class _Armed:
                 self._reach(point, step, args, [fault])
 
     def _reach(self, point: str, step: int, args: Sequence[Any], among: Sequence[Fault] | None = None) -> None:
-        """Do what is due at a point."""
+        """Fire the faults that are due at a point."""
         for fault in self._faults if among is None else among:
             if fault.point != point or fault.kind in fault_kinds.VALUES:
                 continue
@@ -152,7 +152,7 @@ class _Armed:
                 fault_kinds.act(fault.kind, fault.arguments, args)
 
     def _fires(self, fault: Fault, step: int) -> bool:
-        """Whether a fault that is due fires now: if it repeats, or for the first time; then the next start knows."""
+        """True if a due fault fires: it repeats, or it is its first time, which is recorded for the next start."""
         if not fault.repeats:
             name = re.sub(r"[^\w!-]+", "-", fault.text.replace("*", "all"))
             self._folder.mkdir(parents=True, exist_ok=True)

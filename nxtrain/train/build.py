@@ -36,11 +36,11 @@ from nxtrain.train.step import TrainState
 
 
 def mesh_of(plan: Resolved, backend: Backend) -> Mesh:
-    """Lay out the world of a backend as configured, in the order of ranks that its library wants.
+    """Build the mesh of a backend's world as configured, in the rank order that its library requires.
 
     Raises:
         ConfigError: The degrees do not fit the world.
-        BackendError: The library cannot lay them out.
+        BackendError: The library cannot set up the groups of the mesh.
     """
     order = backend.binding.rank_order(tp=plan.config.parallel.tp, pp=plan.config.parallel.pp)
     mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world, order)
@@ -49,7 +49,7 @@ def mesh_of(plan: Resolved, backend: Backend) -> Mesh:
 
 
 def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order: tuple[int, ...] = ()) -> Mesh:
-    """Lay out a world as configured.
+    """Build the mesh of a world as configured.
 
     Raises:
         ConfigError: The degrees do not fit the world.
@@ -65,24 +65,24 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
 
 
 def _shard_within_node(parallel: ParallelConfig, world: int, ranks_per_node: int) -> int:
-    """The most data parallel ranks of a stage, whose numbers adjoin, that divide them into groups of one node each."""
+    """Largest group of adjacent data parallel ranks of a stage that fits one node and divides their number evenly."""
     if ranks_per_node % parallel.tp:
         return 1
     return math.gcd(world // (parallel.tp * parallel.pp), ranks_per_node // parallel.tp)
 
 
 def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["draw", "hf", "zeros"]) -> nn.Module:
-    """Build this rank's part of the model and give it storage.
+    """Build this rank's part of the model and allocate its storage.
 
     Args:
-        plan: What to build.
-        backend: Where it lives.
+        plan: Checked configuration.
+        backend: Device of the model.
         mesh: The axes of this rank.
-        init: Draw the first weights, read those of `model.hf`, or leave zeros for a load that follows.
+        init: Draw the first weights, read the weights of `model.hf`, or keep zeros for a load that follows.
 
     Raises:
-        ConfigError: The Hugging Face folder does not fit.
-        CheckpointError: Its weights are not all finite.
+        ConfigError: The Hugging Face folder does not fit the model.
+        CheckpointError: Some weights of the Hugging Face folder are not finite.
     """
     model = build_meta(plan, backend, mesh)
     table = ParamTable.of(model)
@@ -99,7 +99,7 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
 
 
 def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, fill: Fill | None) -> None:
-    """Give a model on the meta device its storage, sharded over the data parallel ranks where that is asked for."""
+    """Allocate the storage of a model on the meta device, sharded over the data parallel ranks if so configured."""
     if not is_fully_sharded(plan, mesh):
         materialize(model, backend.put, fill)
         backend.binding.mark(model, mesh.tp)
@@ -113,14 +113,14 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
         precision=precision,
     )
 
-    def put(host: Tensor) -> Tensor:  # parameters in the type that is stored; tables and indices as they are
+    def put(host: Tensor) -> Tensor:  # parameters in the type of storage; tables and indices in their own type
         return backend.put(host.to(precision.sharded_params) if host.dtype == precision.params else host)
 
     sharding.apply(model, lambda module: materialize(model, put, fill, within=module))
 
 
 def is_fully_sharded(plan: Resolved, mesh: Mesh) -> bool:
-    """Whether parameters themselves are cut over the data parallel ranks."""
+    """True if the parameters themselves are sharded over the data parallel ranks."""
     return plan.config.parallel.shard in FULLY_SHARDED and mesh.shard_size > 1
 
 
@@ -149,7 +149,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
 
 
 def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the whole model as a checkpoint knows it, whatever this rank has of it: name to shape."""
+    """Shape of each tensor of the whole model by its name in a checkpoint, independent of this rank's shard."""
     dtype = Precision.of(plan.config.precision).params
     layers = NativeLayers(TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype))
     context = BuildContext(layers, backend.kernels, dtype, plan.config.train.seq_len)
@@ -157,7 +157,7 @@ def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]
 
 
 def parts_of(plan: Resolved, mesh: Mesh) -> tuple[StagePart, ...]:
-    """What a rank computes of the model, chunk by chunk."""
+    """Layers that a rank computes, one `StagePart` per model chunk."""
     parallel, num_blocks = plan.config.parallel, plan.model.num_hidden_layers
     if parallel.pipeline_cuts:
         parts = split_layers_at(num_blocks, parallel.pipeline_cuts)
@@ -168,7 +168,7 @@ def parts_of(plan: Resolved, mesh: Mesh) -> tuple[StagePart, ...]:
 
 
 def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) -> TrainState:
-    """Give a model what training needs beside it; its weights must have their first values."""
+    """Build the optimizer, gradients and pipeline around a model whose weights have their first values."""
     run = plan.config
     precision = Precision.of(run.precision)
     layout = Layout(ParamTable.of(model), mesh)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, from its state to its folder."""
+"""Checkpoints of a run: from the train state to the run's folder and its mirror."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from nxtrain.train.step import TrainState
 
 
 class Checkpoints:
-    """Saves a run at its steps. Every rank makes one, and calls it at the same steps.
+    """Checkpoints of a run at its save steps. Every rank creates one and calls it at the same steps.
 
     Args:
         plan: The checked configuration.
-        state: What is saved.
-        inputs: Identity of what the run reads.
-        begun: Where the run stood when this process began.
+        state: Train state to save.
+        inputs: Identity of the run's data and tokenizer.
+        begun: Metadata of the step from which this process started.
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
-        stability: Tells what of the norms and of skipped steps is to be known after a resumption.
-        say: Takes lines for people.
-        mirrored: Where copies go, if anywhere.
-        saved: Is told what each checkpoint that was committed took.
+        stability: Returns the state of the norms and skipped steps that a resumed run needs.
+        print_line: Prints a line for the user.
+        mirrored: The mirror of the checkpoints; None: there is no mirror.
+        saved: Called after each commit with the seconds of stall and of writing.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class Checkpoints:
         begun: Meta,
         tokenizer: Path | None,
         stability: Callable[[], dict[str, Any]],
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         mirrored: Mirrored | None = None,
         saved: Callable[[float, float], None] = lambda stall_s, write_s: None,
     ) -> None:
         config, backend = plan.config, state.backend
-        self._plan, self._state, self._inputs, self._begun, self._say = plan, state, inputs, begun, say
+        self._plan, self._state, self._inputs, self._begun, self._print_line = plan, state, inputs, begun, print_line
         self._stability, self._saved = stability, saved
         self._failed = ""
         retention, mesh = Retention(config.checkpoint.keep, config.checkpoint.keep_every), state.mesh
-        copies = (
+        uploader = (
             MirrorUploader(mirrored, retention, mesh, backend.background_group(TIMEOUT_S), backend.host_group)
             if mirrored
             else None
@@ -65,10 +65,10 @@ class Checkpoints:
             group=backend.background_group(config.recovery.hang_timeout_s),
             talk=backend.host_group,
             background=config.checkpoint.async_,
-            told=self._told,
-            copies=copies,
+            told=self._on_saved,
+            copies=uploader,
             disk=mirrored.disk if mirrored else None,
-            copied=self._copied,
+            copied=self._on_uploaded,
         )
 
     def save(self, step: int, last: bool) -> None:
@@ -76,10 +76,10 @@ class Checkpoints:
 
         Args:
             step: Finished updates.
-            last: Nothing comes after it: wait until it is written.
+            last: This is the last checkpoint of the run: wait until it is written.
 
         Raises:
-            CheckpointError: It was not, though it is the last; or with `checkpoint.strict`, an earlier one was not.
+            CheckpointError: The last checkpoint was not written; or an earlier one was not, with `checkpoint.strict`.
         """
         meta = meta_at(step, self._plan, self._inputs, self._begun)
         self._saver.save(self._shards, meta.model_copy(update={"stability": self._stability()}), must=last)
@@ -87,7 +87,10 @@ class Checkpoints:
             raise CheckpointError(self._failed)
 
     def report(self) -> None:
-        """Tell what became of the last checkpoint, if it is written; a strict run ends at the next, on all ranks."""
+        """Report finished uploads, and the outcome of the last checkpoint once its write has ended.
+
+        With `checkpoint.strict` a failed write is reported at the next save, where it ends the run on all ranks.
+        """
         self._saver.report_copies()
         if not self._plan.config.checkpoint.strict:
             self._saver.report()
@@ -99,15 +102,14 @@ class Checkpoints:
         alive: Callable[[], None] = lambda: None,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for the last checkpoint, and for its copy in the mirror; none can be saved after it.
+        """Wait for the last checkpoint and its upload to the mirror; nothing can be saved afterwards.
 
-        A copy is waited for while bytes of it go on to come from the disk of any rank, with pauses of
-        `recovery.grace_s` at most.
+        The wait goes on while any rank uploads bytes, with pauses of at most `recovery.grace_s`.
 
         Args:
-            soon: The launcher may wait for the end: half of `recovery.grace_s` is for copies, and no more.
-            alive: Is called all the time while copies are waited for.
-            asked: Whether this rank is asked to stop, and so the launcher may wait.
+            soon: The launcher may be waiting for the exit: uploads get half of `recovery.grace_s` in all.
+            alive: Called repeatedly during the wait for uploads.
+            asked: True once this rank was asked to stop, so that the launcher may be waiting.
 
         Raises:
             CheckpointError: The last checkpoint could not be written.
@@ -122,21 +124,21 @@ class Checkpoints:
 
     def _shards(self) -> Shards:
         shards = shards_of(self._state)
-        self._state.backend.step_boundary()  # casts that lazy devices would compute one by one, as each is read
+        self._state.backend.step_boundary()  # lazy devices would otherwise compute each cast alone, as it is read
         return shards
 
-    def _told(self, outcome: Outcome) -> None:
+    def _on_saved(self, outcome: Outcome) -> None:
         self._failed = outcome.problem
         if not outcome.problem:
             self._saved(outcome.stall_s, outcome.write_s)
         if outcome.problem and self._plan.config.checkpoint.strict:
             raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
         if outcome.problem:
-            self._say(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}; training goes on")
+            self._print_line(f"WARNING: no checkpoint of step {outcome.step}: {outcome.problem}; training goes on")
         for failed in outcome.untidy:
-            self._say(f"WARNING: {failed}; the checkpoint of step {outcome.step} is there, and training goes on")
+            self._print_line(f"WARNING: {failed}; the checkpoint of step {outcome.step} is there, and training goes on")
 
-    def _copied(self, step: int, problem: str) -> None:
+    def _on_uploaded(self, step: int, problem: str) -> None:
         if problem:
-            told = f"WARNING: the mirror lacks the checkpoint of step {step}: {problem}"
-            self._say(f"{told}; it is in {self._plan.config.run.dir}, and that is enough to go on")
+            line = f"WARNING: the mirror lacks the checkpoint of step {step}: {problem}"
+            self._print_line(f"{line}; it is in {self._plan.config.run.dir}, and that is enough to go on")

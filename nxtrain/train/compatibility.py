@@ -1,4 +1,4 @@
-"""What makes a run that run: what a checkpoint must agree with before its state goes on as if nothing had happened."""
+"""Compatibility of a checkpoint with the run that resumes from it: model, types, data, tokenizer, seed and code."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ DRIFT = {
     "data": {"data_fingerprint": "the data's fingerprint", "shuffle": "data.shuffle"},
     "code": {"code_fingerprint": "the code's fingerprint"},
 }
-"""What `checkpoint.allow_drift` may allow: what it is in `Meta`, with its name for people."""
+"""Keys of `checkpoint.allow_drift`: the fields of `Meta` that each covers, with their names in messages."""
 
-UNTOLD: dict[str, object] = {
+UNRECORDED_VALUES: dict[str, object] = {
     "global_batch": 0,
     "tokenizer_fingerprint": "",
     "data_fingerprint": "",
     "shuffle": None,
     "code_fingerprint": "",
 }
-"""What a checkpoint says that does not know, such as one that NeuronX Distributed wrote."""
+"""Values of `Meta` fields in a checkpoint that does not record them, such as a NeuronX Distributed checkpoint."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Identity of what a run reads.
+    """Identity of the data and the tokenizer of a run.
 
     Args:
-        data: Of the rows.
-        tokenizer: Of the tokenizer; empty for ids of unknown origin.
-        end_of_text: Its token that ends a document; empty for ids of unknown origin.
+        data: Fingerprint of the rows.
+        tokenizer: Fingerprint of the tokenizer; empty for ids of unknown origin.
+        end_of_text: The tokenizer's token at the end of a document; empty for ids of unknown origin.
         trained: The tokenizer was trained on the data of the run, since no other was named or known.
     """
 
@@ -59,19 +59,19 @@ class RunInputs:
 
     @staticmethod
     def of(data_fingerprint: str, tokenizer: Path | None, end_of_text: str = "", *, trained: bool = False) -> RunInputs:
-        """From the rows' fingerprint and the tokenizer's file."""
+        """Build from the rows' fingerprint and the tokenizer's file."""
         identity = fingerprint([read_bytes(tokenizer)]) if tokenizer else ""
         return RunInputs(data_fingerprint, identity, end_of_text, trained)
 
 
 def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = None) -> Meta:
-    """What a checkpoint of this run says about itself.
+    """Metadata of this run's checkpoint at a step.
 
     Args:
         step: Finished updates.
         plan: The checked configuration.
-        inputs: What the run reads.
-        before: The same at an earlier step; None: at step 0.
+        inputs: Identity of the run's data and tokenizer.
+        before: Metadata at an earlier step; None: at step 0.
     """
     config, precision = plan.config, Precision.of(plan.config.precision)
     steps = step - (before.step if before else 0)
@@ -97,22 +97,22 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
 
 
 def code_fingerprint(plan: Resolved) -> str:
-    """Identity of the source that trains: nxtrain's, and that of the model family's package."""
+    """Fingerprint of the training source: nxtrain's package and the model family's package."""
     return fingerprint(_sources([__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0]]))
 
 
 def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, *, trained: bool = False) -> None:
-    """Hold a checkpoint against the run that is to continue it; weights alone may start any of their shape and ids.
+    """Refuse a checkpoint of another run. Weights alone may start any run of the same model shape and tokenizer.
 
     Args:
-        checkpoint: Its folder.
-        meta: What it says about itself.
-        fresh: What this run would say at step 0.
+        checkpoint: Folder of the checkpoint.
+        meta: Metadata of the checkpoint.
+        fresh: Metadata of this run at step 0.
         plan: The checked configuration.
         trained: The tokenizer of the run was trained on its data.
 
     Raises:
-        CheckpointError: It belongs to another run; all differences are named.
+        CheckpointError: The checkpoint belongs to another run; the message names all differences.
     """
     firm = ("family", "config", "dtype", "state_dtype") if meta.step else ("family", "config")
     differences = [what for key in firm if (what := _difference(key, key, meta, fresh))]
@@ -138,11 +138,11 @@ def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, 
 
 
 def changes(meta: Meta, fresh: Meta) -> str:
-    """What is no longer as it was and may well be meant, in a line for people; empty if nothing is.
+    """Settings that differ from the checkpoint's and may do so, in one line; empty if none differs.
 
     Args:
-        meta: What the checkpoint says about itself.
-        fresh: What this run would say at step 0.
+        meta: Metadata of the checkpoint.
+        fresh: Metadata of this run at step 0.
     """
     there, here = meta.settings, fresh.settings
     moved = [f"{key} {there[key]} there, {here[key]} here" for key in here if there.get(key, here[key]) != here[key]]
@@ -150,7 +150,10 @@ def changes(meta: Meta, fresh: Meta) -> str:
 
 
 def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
-    """Difference of the tokenizers; empty if there is none, and for weights alone if the ids are of unknown origin."""
+    """Difference of the tokenizers as text.
+
+    The text is empty if they are equal, and for weights alone if the run's ids are of unknown origin.
+    """
     if trained and not meta.tokenizer_fingerprint:
         return "it names no tokenizer, and the one here was trained on the data; set data.tokenizer to that of its ids"
     if not meta.step and not fresh.tokenizer_fingerprint:
@@ -172,8 +175,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:
     there, here = getattr(meta, field), getattr(fresh, field)
-    untold = field in UNTOLD and there == UNTOLD[field]
-    return f"{name} is {there!r} there and {here!r} here" if there != here and not untold else ""
+    is_unrecorded = field in UNRECORDED_VALUES and there == UNRECORDED_VALUES[field]
+    return f"{name} is {there!r} there and {here!r} here" if there != here and not is_unrecorded else ""
 
 
 def _sources(packages: Sequence[str]) -> Iterator[bytes]:

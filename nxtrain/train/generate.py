@@ -39,19 +39,19 @@ def generate(
     Args:
         address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
         prompt: Text to continue.
-        max_new_tokens: Tokens to add; fewer if the text ends, or reaches the model's length.
-        sampling: How each is drawn.
-        seed: Start of the randomness.
-        stops: Texts before the first of which the continuation ends.
-        note: Takes lines for people.
+        max_new_tokens: Tokens to add; fewer if the text ends or reaches the model's length.
+        sampling: Rule by which each token is drawn.
+        seed: Seed of the random generator.
+        stops: Stop texts; the continuation ends before the first one found.
+        note: Prints a line for the user.
 
     Yields:
-        The prompt and its continuation, piece by piece, each of whole characters.
+        The prompt and its continuation in pieces of whole characters.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
-        ConfigError: It carries no tokenizer, or the prompt does not fit the model.
-        DivergedError: The weights give no finite scores.
+        CheckpointError: The checkpoint is absent or damaged.
+        ConfigError: The checkpoint carries no tokenizer, or the prompt does not fit the model.
+        DivergedError: The model's scores are not finite.
     """
     if not prompt or "" in stops:
         raise ConfigError(f"{'--stop' if prompt else '--prompt'} is empty; give at least one character")
@@ -97,7 +97,7 @@ def _open(place: Location, is_hf: bool, backend: Backend, seq_len: int) -> Causa
 def _is_hf_folder(place: Path) -> bool:
     try:
         return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
-    except OSError:  # reported by those who read it
+    except OSError:  # reported by the code that reads the folder
         return False
 
 
@@ -112,14 +112,14 @@ def _open_tokenizer(place: Location) -> Tokenizer:
         raise
     except Exception as error:  # tokenizers raises nothing narrower
         raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error}") from error
-    # A file may ask for the cut and the padding of the task that it was made for.
+    # A tokenizer file may configure the truncation and padding of the task for which it was made.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _shape(place: Location, is_hf: bool, tokenizer: Tokenizer) -> tuple[ModelConfig, frozenset[int]]:
-    """The model's shape, and the ids that the checkpoint or the Hugging Face folder declares as the ends of a text."""
+    """Shape of the model, and the end-of-text ids that the checkpoint or the Hugging Face folder declares."""
     if not is_hf:
         meta = read_meta(place)
         end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None

@@ -1,7 +1,7 @@
-"""A run on paper: the few steps that reach every graph of a run, on rows of zeros, with nothing to show for them.
+"""Graph extraction: a few steps on rows of zeros that reach every graph of a run and write no results.
 
-Ahead-of-time compilation sees the graphs that a script reaches, while the device computes nothing. So a rehearsal does
-each kind of work twice, the second time from what the first left, and neither branches on a value nor keeps one.
+Ahead-of-time compilation collects the graphs that a script reaches, while the device computes nothing. The extraction
+does each kind of work twice, the second time on the results of the first. It neither branches on a value nor keeps one.
 """
 
 from __future__ import annotations
@@ -26,35 +26,37 @@ from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer, Work
 
 STEPS = 4
-"""The first, a plain one, one with all other work after it, and the last, which follows that work and repeats it."""
+"""The first step, a plain step, a step followed by all other work, and the last step, which repeats that work."""
 _EVERY = 3
 EVALUATED_BATCHES = 2
-"""As many show whether one batch records the graph of another."""
+"""Two batches show whether both record the same graph."""
 
 
-def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[str], None]) -> None:
-    """Reach every graph of a run and of its resumption; reads no data and writes no file.
+def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Callable[[str], None]) -> None:
+    """Reach every graph of a run and of its resumption, without reading data or writing files.
 
     Args:
         plan: The checked configuration.
         backend: This rank's device, which computes nothing.
         mesh: The axes of this rank.
-        say: Takes lines for people; each piece of work is named before it begins.
+        print_line: Prints a line for the user; each piece of work is named before it begins.
     """
     done: list[str] = []
 
     def begin(work: str) -> None:
-        say(f"{EXTRACTING} {work}")
-        # Hours before a run would, and so that no rank is at other work than the one that names it.
+        print_line(f"{EXTRACTING} {work}")
+        # Finds different graphs hours before a run would, and keeps all ranks at the work that was just named.
         backend.compare_graphs(work)
 
     def watch(step: int, work: Work) -> None:
         done.append(work)
         begin(f"step {step} ({work})")
 
-    say("NEURON_EXTRACT_GRAPHS_ONLY=1: graphs are collected for compilation; nothing is computed, nothing is written")
+    print_line(
+        "NEURON_EXTRACT_GRAPHS_ONLY=1: graphs are collected for compilation; nothing is computed, nothing is written"
+    )
     if stages := mesh.stages_held(mesh.rank - backend.local_rank, backend.local_world):
-        say(f"{HOLDING} {', '.join(map(str, stages))} of {mesh.pp_size}")
+        print_line(f"{HOLDING} {', '.join(map(str, stages))} of {mesh.pp_size}")
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
     begin("start")
     backend.step_boundary()
@@ -63,20 +65,20 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, say: Callable[[
         settle(state, shards_of(state), weights_only=weights_only)
         backend.step_boundary()
     trainer(plan, state, _short(plan.config), Schedule(0.0, 0.0, 0, STEPS, "constant"), watch).run(0)
-    say(f"reached the start, with and without a checkpoint, {_listed(done)}" + "".join(_left_out(plan.config)))
+    print_line(f"reached the start, with and without a checkpoint, {_listed(done)}" + "".join(_left_out(plan.config)))
 
 
 def trainer(
     plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, watch: Callable[[int, Work], None]
 ) -> Trainer:
-    """The loop of a run without data, records and files.
+    """Build the trainer of a run without data, records and files.
 
     Args:
         plan: The checked configuration.
         state: Model, optimizer and device.
-        config: When to do what.
+        config: Number of steps, and the intervals of evaluation, checkpoints, votes and records.
         schedule: Learning rate of each step.
-        watch: Is told of each piece of work.
+        watch: Called with each piece of work and its step.
     """
 
     def save(step: int, last: bool) -> None:

@@ -51,12 +51,12 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
 
     Args:
         loaded: The configuration.
-        signals: What this process is asked for; None: nothing.
-        began: When it was started for this; None: now.
+        signals: Stop signals that this process has received; None: none.
+        began: Start time of this attempt; None: now.
 
     Raises:
-        NxtrainError: Anything that a person can mend; the message says how.
-        StoppedBySignal: It was asked to stop, and did.
+        NxtrainError: An error that the user can correct; the message names the way out.
+        StoppedBySignal: The run stopped because a signal asked for it.
     """
     began = began or now()
     name, reason = choose(loaded.config.backend.name)
@@ -70,7 +70,7 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
         reason += f"; layers {layers}: {why}" if why else ""
         plan = resolve_config(loaded, backend.world, backend.name)
         logs = plan.config.run.dir / LOGS_DIR
-        # The leader's, unless the run is only to show its graphs.
+        # Only the leader locks the folder, and not for a run that only extracts graphs.
         folder, is_again = plan.config.run.dir, is_restart(os.environ)
         lock = only_run(folder, standard_error().print, restarted=is_again, most_s=0.5 * limit_s)
         watches = Watchdog(backend, limit_s, logs, signals or Signals())
@@ -94,29 +94,31 @@ def train_on(
     watchdog: Watchdog | None = None,
     began: Instant | None = None,
 ) -> None:
-    """Train on a backend that is open already.
+    """Train on an open backend.
 
     Args:
         backend: This rank's device.
         plan: The checked configuration.
-        reason: Why this backend was chosen, and its layers.
-        watchdog: Watches this rank; None: nobody does.
-        began: When this start of the run began; None: now.
+        reason: Reason for the choice of the backend and its layers.
+        watchdog: Watchdog of this rank; None: there is none.
+        began: Time when this attempt of the run began; None: now.
     """
     began = began or now()
     config = plan.config
     batches = config.train
     mesh = mesh_of(plan, backend)
     leader = mesh.rank == 0
-    say = standard_error(quiet=not leader).print
-    degrees = _stages(config, mesh) + f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _cut(config, mesh)
-    say(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
+    print_line = standard_error(quiet=not leader).print
+    degrees = (
+        _describe_pipeline(config, mesh) + f"tp {mesh.tp_size}, dp {mesh.dp_size}" + _describe_sharding(config, mesh)
+    )
+    print_line(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
     backend.allow_unverified = config.backend.allow_unverified
     backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.family, plan.model))
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
-        say(note)
+        print_line(note)
     if backend.extracts:
-        # On every node, since the compiler's tool reads there what its own ranks say.
+        # Printed on every node, since the compiler's tool on each node reads the lines of that node's ranks.
         extract_graphs(
             plan, backend, mesh, PipeSafeConsole(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0).print
         )
@@ -145,26 +147,26 @@ def train_on(
         of_weights=lambda: tokenizer_of_weights(config, config.run.dir / DATA_DIR),
     )
     if data.tokenizer_origin:
-        say(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")
+        print_line(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")
     if data.skipped:
-        say(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
+        print_line(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
     inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
     if watchdog is not None:
         watchdog.enter(0, RESTORE)
-    state, meta = start(plan, backend, mesh, inputs, say, mirrored)
+    state, meta = start(plan, backend, mesh, inputs, print_line, mirrored)
     if watchdog is not None:
         watchdog.enter(meta.step, "start")
-    say(
+    print_line(
         f"model {plan.family.name}, {state.num_params:,} parameters; data {data.train.num_rows:,} rows of "
         f"{batches.seq_len} tokens; " + (f"continues after step {meta.step}" if meta.step else "starts from scratch")
     )
 
     if leader and config.checkpoint.every:
-        # What a start that was killed left, and what it would have deleted next, must not keep this one from going on.
+        # The remains of a killed start, and the checkpoints due for deletion, must not fill the disk of this start.
         clear(config.run.dir / CHECKPOINTS_DIR)
         prune(config.run.dir / CHECKPOINTS_DIR, config.checkpoint.keep, config.checkpoint.keep_every)
         check_space(config.run.dir, state)
-    if leader:  # not before: a start that is refused must not pass its settings off as those of the run
+    if leader:  # only here: a refused start must not overwrite the run's recorded settings with its own
         (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
 
     def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"], origin: int = 0) -> Loader:
@@ -183,7 +185,7 @@ def train_on(
     flops = plan.family.flops_per_token(plan.model, batches.seq_len)
     peak = backend.peak_flops()
     recompiles = Recompiles(backend, config.compile.max_recompiles)
-    goodput = GoodputMeter(config.run.dir / LOGS_DIR, say, began) if leader else None
+    goodput = GoodputMeter(config.run.dir / LOGS_DIR, print_line, began) if leader else None
     other_disk = Reached(config.run.dir) if mirrored and mirrored.disk.leads and not leader else None
     course = Course(meta.step, watchdog, attempts if leader else None, goodput, other_disk, backend.failed)
     guard = NumericsGuard(config, state)
@@ -195,8 +197,8 @@ def train_on(
         checkpoints.report()
 
     sinks = open_sinks(config.metrics, config.run.dir, batches.steps, meta.step, leader)
-    told = (goodput.saved,) if goodput else ()
-    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.kept, say, mirrored, *told)
+    on_saved = (goodput.saved,) if goodput else ()
+    checkpoints = Checkpoints(plan, state, inputs, meta, data.tokenizer, guard.kept, print_line, mirrored, *on_saved)
     try:
         with course:
             trainer = Trainer(
@@ -227,23 +229,23 @@ def train_on(
         try:
             checkpoints.close(
                 soon=True, alive=course.close
-            )  # all ranks end here, so that they can wait for the last checkpoint
+            )  # all ranks end here, so they can wait for the last checkpoint together
         except CheckpointError as error:
-            say(f"WARNING: {error}")
+            print_line(f"WARNING: {error}")
         raise ended from None
     except StoppedBySignal:
         course.close()
-        checkpoints.close(soon=True, alive=course.close)  # here as well, and what is not saved is no stop
+        checkpoints.close(soon=True, alive=course.close)  # a stop without its checkpoint is a failure
         raise
     finally:
         for sink in sinks:
             sink.close()
     if leader and val_loss is not None and data.validation is not None:
         evaluated = batches.eval_batches * batches.global_batch
-        _summarize(config.run.dir, val_loss, unigram_entropy(data.validation, evaluated), say)
+        _summarize(config.run.dir, val_loss, unigram_entropy(data.validation, evaluated), print_line)
 
 
-def _stages(config: RunConfig, mesh: Mesh) -> str:
+def _describe_pipeline(config: RunConfig, mesh: Mesh) -> str:
     if mesh.pp_size == 1:
         return ""
     chunks = config.parallel.virtual_pp
@@ -251,7 +253,7 @@ def _stages(config: RunConfig, mesh: Mesh) -> str:
     return f"pp {mesh.pp_size}{f' of {chunks} chunks each' if chunks > 1 else order}, "
 
 
-def _cut(config: RunConfig, mesh: Mesh) -> str:
+def _describe_sharding(config: RunConfig, mesh: Mesh) -> str:
     if config.parallel.shard == "none":
         return ""
     if mesh.shard_size == 1:
@@ -259,11 +261,11 @@ def _cut(config: RunConfig, mesh: Mesh) -> str:
     return f", state cut over {mesh.shard_size} of them ({config.parallel.shard})"
 
 
-def _summarize(folder: Path, val_loss: float, entropy: float, say: Callable[[str], None]) -> None:
-    """Compare the held-out loss with what the best model without context reaches on the same tokens."""
+def _summarize(folder: Path, val_loss: float, entropy: float, print_line: Callable[[str], None]) -> None:
+    """Write and print the held-out loss beside the unigram entropy, the best loss of a model without context."""
     summary = {"val_loss": val_loss, "unigram_entropy": entropy}
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    say(
+    print_line(
         f"held-out loss {val_loss:.4f} nats per token (perplexity {math.exp(val_loss):.1f}); unigram entropy of the "
         f"same tokens {entropy:.4f} (perplexity {math.exp(entropy):.1f})"
     )

@@ -16,8 +16,8 @@ class Sampling:
 
     Args:
         temperature: Divides the scores; 0 takes the likeliest token.
-        top_k: Choose among so many likeliest tokens; 0: all.
-        top_p: Choose among the likeliest tokens that together have this probability; 1: all.
+        top_k: Number of likeliest tokens to choose among; 0: all.
+        top_p: Joint probability of the likeliest tokens to choose among; 1: all.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751) section 3.1, for top_p.
     """
@@ -31,7 +31,7 @@ class Sampling:
 
         Args:
             scores: (V,) of the vocabulary.
-            generator: Source of the randomness.
+            generator: Random generator of the draw.
 
         Raises:
             DivergedError: Scores are not finite.
@@ -41,7 +41,7 @@ class Sampling:
         if self.temperature == 0:
             return int(scores.argmax())
         best, tokens = scores.double().topk(min(self.top_k or scores.numel(), scores.numel()))
-        # Differences to the best score, or a temperature near 0 would divide beyond the largest number.
+        # Subtract the best score first: dividing by a temperature near 0 would overflow.
         chances = ((best - best[0]) / self.temperature).softmax(0)
         before = chances.cumsum(0) - chances
         chances = torch.where(before < self.top_p, chances, 0.0)

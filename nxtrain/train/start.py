@@ -1,4 +1,4 @@
-"""Where a run begins: from drawn weights, from a Hugging Face folder, or from a checkpoint."""
+"""Start of a run from drawn weights, a Hugging Face folder or a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def start(
     backend: Backend,
     mesh: Mesh,
     inputs: RunInputs,
-    say: Callable[[str], None] = lambda line: None,
+    print_line: Callable[[str], None] = lambda line: None,
     mirrored: Mirrored | None = None,
 ) -> tuple[TrainState, Meta]:
-    """Build this rank's state and give it its first values; says where the run stands.
+    """Build this rank's state and fill it with its first values; returns it with the metadata of its step.
 
-    With `checkpoint.resume=auto`, a checkpoint that is damaged is put aside, and the one before it is taken.
+    With `checkpoint.resume=auto`, a damaged checkpoint is quarantined, and the one before it is loaded.
 
     Args:
         plan: The checked configuration.
         backend: This rank's device.
         mesh: The axes of this rank.
-        inputs: Identity of what the run reads.
-        say: Takes lines for people.
-        mirrored: Where copies of its checkpoints are, if anywhere.
+        inputs: Identity of the run's data and tokenizer.
+        print_line: Prints a line for the user.
+        mirrored: The mirror of the checkpoints; None: there is no mirror.
 
     Raises:
         CheckpointError: The checkpoint to continue is damaged or belongs to another run, or the storage fails.
@@ -55,11 +55,11 @@ def start(
     fresh = meta_at(0, plan, inputs)
     unsteady.begin()
 
-    # Ranks whose part is there already wait for those that still read.
+    # Ranks whose shards are loaded wait for the ranks that still read, so the group's timeout must fit remote storage.
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
     group = (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group
     restarted, job = is_restart(os.environ), job_of(os.environ)
-    resumption = ResumePlanner(plan.config, mirrored, mesh, group, say, restarted=restarted, job=job)
+    resumption = ResumePlanner(plan.config, mirrored, mesh, group, print_line, restarted=restarted, job=job)
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     if checkpoint is None and first == "hf":
@@ -68,16 +68,18 @@ def start(
     state = build_state(plan, model, backend, mesh)
     while checkpoint is not None:
         try:
-            meta = _resume(state, checkpoint, fresh, plan, group, say if mirrored else None, trained=inputs.trained)
+            meta = _resume(
+                state, checkpoint, fresh, plan, group, print_line if mirrored else None, trained=inputs.trained
+            )
         except DamagedError as error:
             if not resumption.own:
                 raise
             by_leader(partial(unsteady.hold, error), mesh, group, f"cannot load {checkpoint.place}")
-            say(f"{error}; {resumption.put_aside(checkpoint, error)}")
+            print_line(f"{error}; {resumption.put_aside(checkpoint, error)}")
         else:
             resumption.begin()
             if changed := changes(meta, fresh):
-                say(changed)
+                print_line(changed)
             return state, meta
         checkpoint = resumption.choose()
     resumption.begin()
@@ -85,12 +87,12 @@ def start(
 
 
 def is_restart(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent, or Slurm, started the same command before, as far as this rank is told."""
+    """True if torchrun's agent or Slurm set a restart count, so the same command was started before."""
     return any(environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def job_of(environ: Mapping[str, str]) -> str:
-    """What they call that which they start again; it tells two commands of the same words apart."""
+    """Job id of Slurm or run id of torchrun, which distinguishes two identical commands; empty if neither is set."""
     return environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "")
 
 
@@ -100,7 +102,7 @@ def _resume(
     fresh: Meta,
     plan: Resolved,
     group: Group,
-    say: Callable[[str], None] | None,
+    print_line: Callable[[str], None] | None,
     *,
     trained: bool,
 ) -> Meta:
@@ -109,9 +111,9 @@ def _resume(
     refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan, trained=trained)
     weights_only = meta.step == 0  # it is a conversion
     damaged = restore(state, place, weights_only=weights_only, group=group, copies=checkpoint.copies)
-    if say is not None:  # there is a mirror
+    if print_line is not None:  # there is a mirror
         for each in (each for some in gather(damaged, state.mesh, group) for each in some):
-            say(f"WARNING: {each}; it was read from the mirror instead")
+            print_line(f"WARNING: {each}; it was read from the mirror instead")
     if meta.step == 0:
         return fresh
     state.optimizer.num_updates.copy_(backend.put(torch.full((2,), float(meta.step))))
@@ -119,7 +121,7 @@ def _resume(
 
 
 def shards_of(state: TrainState) -> Shards:
-    """Every tensor that a checkpoint holds: the weights, in their own type, and the optimizer's state."""
+    """Tensors of a checkpoint: the weights, in the type of the parameters, and the optimizer's state."""
     weights = {name: shard.detach().to(state.precision.params) for name, shard in state.data_parallel.shards.items()}
     return {MODEL: weights, **state.optimizer.state}
 
@@ -127,21 +129,21 @@ def shards_of(state: TrainState) -> Shards:
 def restore(
     state: TrainState, checkpoint: Location, *, weights_only: bool, group: Group = None, copies: Sequence[Location] = ()
 ) -> list[DamagedError]:
-    """Fill a state from a checkpoint; copies serve for what is damaged or absent there.
+    """Fill a state from a checkpoint; other copies replace files that are damaged or absent.
 
     Args:
-        state: What is filled.
-        checkpoint: Where it lies.
-        weights_only: Leave the optimizer as it is.
-        group: Group of all ranks that can carry host objects; None: that of the backend.
-        copies: Other places of it.
+        state: Train state to fill.
+        checkpoint: Location of the checkpoint.
+        weights_only: Load no optimizer state, and reset the optimizer.
+        group: Group of all ranks that can carry host objects; None: the backend's host group.
+        copies: Other locations of the same checkpoint.
 
     Returns:
-        What is damaged in one place, and was read in another.
+        Damage that was found in one location and replaced from another.
 
     Raises:
-        DamagedError: A file of it is not what was written.
-        CheckpointError: It does not fit.
+        DamagedError: A file of the checkpoint differs from what was written.
+        CheckpointError: The checkpoint does not fit the state.
     """
     shards = shards_of(state)
     kinds = {MODEL: shards[MODEL]} if weights_only else shards
@@ -154,10 +156,10 @@ def restore(
 
 @torch.no_grad()
 def settle(state: TrainState, shards: Shards, *, weights_only: bool) -> None:
-    """Bring what was loaded to where the next step reads it; without the optimizer's state, that starts anew."""
+    """Copy the loaded weights to the tensors that the next step reads; with `weights_only`, reset the optimizer."""
     masters = {} if weights_only else state.optimizer.state.get("master", {})
     for name, shard in state.data_parallel.shards.items():
-        # A shard of the weights' own type was filled in place, and one that is a master has more digits than they.
+        # A shard of the weights' own type was filled in place; a shard that is a master is more precise than they are.
         if shard.dtype != state.precision.params and shard is not masters.get(name):
             shard.copy_(shards[MODEL][name])
     if weights_only:

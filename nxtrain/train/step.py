@@ -1,4 +1,4 @@
-"""One update, from token ids to new weights, all of it on the device."""
+"""One training step on the device, from token ids to new weights."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from nxtrain.train.health.skipped_steps import SkippedSteps, not_finite
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a step reads and changes.
+    """State that a training step reads and updates.
 
     Args:
-        model: Built and filled.
-        data_parallel: What is shared with the other data parallel ranks, and what this one updates.
-        gradients: Reduction and norm.
+        model: The model, built and filled.
+        data_parallel: Parameters shared with the other data parallel ranks, and the shards that this rank updates.
+        gradients: Reduction and norm of the gradients.
         optimizer: Update rule with its state.
         pipeline: The stages' work on a batch; None: one stage is the whole model.
-        num_params: Of the whole model.
+        num_params: Number of parameters of the whole model.
         backend: Device and collectives.
-        precision: Types of everything.
+        precision: Types of parameters, gradients and optimizer state.
         clip: Largest global gradient norm; 0: never clip.
         sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update.
-        skipped: The last steps that updated nothing, since their loss or gradient was not finite.
+        skipped: The last steps that updated nothing because their loss or gradient was not finite.
     """
 
     model: nn.Module
@@ -57,7 +57,7 @@ class TrainState:
 
     @property
     def table(self) -> ParamTable:
-        """How the parameters of this rank's stage are cut over tp."""
+        """Parameters of this rank's stage with their sharding over tp."""
         return self.layout.table
 
     @property
@@ -67,7 +67,7 @@ class TrainState:
 
     @property
     def lm(self) -> CausalLM:
-        """The model as what computes losses."""
+        """The model with the type of a causal language model."""
         return self.model  # type: ignore[return-value]
 
 
@@ -89,18 +89,21 @@ class DeviceBatch:
 
     @staticmethod
     def of(inputs: Tensor, targets: Tensor, put: Callable[[Tensor], Tensor]) -> DeviceBatch:
-        """Upload (num_micro, B, S) tensors of the host, micro-batch by micro-batch: a slice would tell them apart."""
+        """Upload (num_micro, B, S) host tensors, each micro-batch alone.
+
+        Slices of one device tensor would give each micro-batch a graph of its own on a lazy device.
+        """
         return DeviceBatch([put(x.contiguous()) for x in inputs], [put(x.contiguous()) for x in targets])
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found, as () float32 tensors on the device, equal on all ranks.
+    """Results of a step as () float32 tensors on the device, equal on all ranks.
 
     Args:
         loss: Mean over the tokens of the global batch.
-        grad_norm: Of the whole gradient, before clipping.
-        num_tokens: Targets that counted.
+        grad_norm: Norm of the whole gradient before clipping.
+        num_tokens: Number of targets that counted.
     """
 
     loss: Tensor
@@ -111,13 +114,13 @@ class StepResult:
 def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     """Compute the gradient of the mean loss over the global batch's tokens, clip it and update.
 
-    Losses and gradients are summed over tokens and averaged over data parallel ranks. The one divisor, the number of
-    tokens per such rank, enters with the update, so that every micro-batch is the same work, however many there are.
+    Losses and gradients are summed over tokens and averaged over data parallel ranks. The division by the number of
+    tokens per data parallel rank comes with the update. So every micro-batch is the same work, whatever their number.
 
-    Where the loss or the norm of the gradient is not finite, nothing is updated; the step counts as any other.
+    If the loss or the norm of the gradient is not finite, nothing is updated; the step still counts.
 
     Args:
-        state: Changed in place.
+        state: Train state, changed in place.
         batch: This rank's sequences.
         lr: Learning rate.
     """
@@ -129,7 +132,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
     skip = not_finite(loss, norm)
     state.skipped.note(skip, loss, norm)
-    (rate,) = state.backend.scalars(lr)  # not before: what is uploaded joins the graph that is recorded next
+    (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
     state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
     state.data_parallel.publish()
     return StepResult(loss, norm, num_tokens)
@@ -157,7 +160,7 @@ def _accumulate(state: TrainState, batch: MicroBatches) -> None:
 def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tensor]]:
     """Sum of the losses and number of tokens of each micro-batch: () and () float32, equal on all ranks.
 
-    Each micro-batch is the same graph, which no accumulation makes larger.
+    Every micro-batch runs the same graph; nothing is accumulated on the device across them.
     """
     found = []
     if state.pipeline is not None:
@@ -175,7 +178,7 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
 
 def _over_batch(state: TrainState, sums: Tensor) -> tuple[Tensor, Tensor]:
     loss, num_tokens = state.backend.collectives.all_reduce(sums, state.mesh.batch).unbind()
-    return loss.clone(), num_tokens.clone()  # views would leave the graph in an order that changes
+    return loss.clone(), num_tokens.clone()  # views would be outputs of the graph in an order that varies
 
 
 def _sums(loss: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text that is shown while it grows: tokens to whole characters, and the end at a stop text."""
+"""Streamed text: tokens decoded to whole characters, and the end at a stop text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Stands for bytes that are no whole character, as a tokenizer decodes them."""
+"""Character that a tokenizer decodes from bytes that form no whole character."""
 
 
 class Detokenizer:
-    """The text of a growing list of tokens, in pieces that split no character.
+    """Text of a growing list of tokens, in pieces that split no character.
 
-    Tokens are decoded together with those before them, since the first of a text may lose its space.
+    Tokens are decoded together with the tokens before them, since the first token of a text may lose its space.
 
     Args:
-        tokenizer: Decodes them.
+        tokenizer: Decodes the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -25,7 +25,7 @@ class Detokenizer:
         self._context = self._shown = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """Append tokens; the text that is whole by then and was not returned before."""
+        """Append tokens and return the new whole characters."""
         self._ids += ids
         text = self._new_text()
         if not text or text.endswith(_UNFINISHED):
@@ -34,7 +34,7 @@ class Detokenizer:
         return text
 
     def rest(self) -> str:
-        """The text at the end that is no whole character."""
+        """Text at the end that forms no whole character."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -43,20 +43,20 @@ class Detokenizer:
 
 
 class Stops:
-    """The end of a text before the first of some stop texts.
+    """Filter that ends a text before the first stop text.
 
     Args:
-        texts: None of them is empty.
+        texts: Stop texts, none of them empty.
 
     Attributes:
-        found: The text has ended.
+        found: A stop text was found, and the text has ended.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts, self._held, self.found = tuple(texts), "", False
 
     def add(self, text: str) -> str:
-        """Append text; the part of it, and of what was held back, that begins no stop text."""
+        """Append text and return the part to show: all before a stop text, or before an end that may begin one."""
         self._held += text
         starts = [start for stop in self._texts if (start := self._held.find(stop)) >= 0]
         if starts:
@@ -68,6 +68,6 @@ class Stops:
         return shown
 
     def rest(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         shown, self._held = self._held, ""
         return shown

@@ -1,4 +1,4 @@
-"""The tokenizer that a run's first weights know: ids of any other mean nothing to them."""
+"""Tokenizer of a run's first weights, which were trained on its ids and no other's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nxtrain.train.compatibility import RunInputs
 
 
 def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | None:
-    """Tokenizer of the weights with which a run begins; None: they are drawn, or name none.
+    """Tokenizer of the weights with which a run begins; None: the weights are drawn, or record no tokenizer.
 
-    A checkpoint that cannot be read counts as one that names none: loading it says why.
+    An unreadable checkpoint counts as one without a tokenizer: its error is raised when the checkpoint is loaded.
 
     Args:
-        config: Of the run.
-        workdir: Folder for a copy, since a checkpoint may be deleted while the run goes on.
+        config: Configuration of the run.
+        workdir: Folder for a copy of the tokenizer, since the checkpoint may be deleted during the run.
 
     Raises:
         CheckpointError: The Hugging Face folder of the weights has no `tokenizer.json`.
@@ -43,15 +43,15 @@ def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | N
 
 
 def refuse_other(folder: Path, inputs: RunInputs, allow_drift: Iterable[str]) -> None:
-    """Hold the tokenizer of the data against that of a Hugging Face folder whose weights are taken.
+    """Refuse data of another tokenizer than that of the Hugging Face folder whose weights are loaded.
 
     Args:
-        folder: The folder; without a `tokenizer.json` nothing is known.
-        inputs: Identity of what the run reads.
-        allow_drift: What may differ.
+        folder: The Hugging Face folder; without a `tokenizer.json` nothing is refused.
+        inputs: Identity of the run's data and tokenizer.
+        allow_drift: Values of `checkpoint.allow_drift`.
 
     Raises:
-        CheckpointError: They differ.
+        CheckpointError: The tokenizers differ.
     """
     file = folder / directory.TOKENIZER
     if not inputs.tokenizer or "tokenizer" in allow_drift or not file.is_file():
@@ -66,10 +66,12 @@ def refuse_other(folder: Path, inputs: RunInputs, allow_drift: Iterable[str]) ->
 
 
 def read_known(place: Location) -> Meta:
-    """The `meta.json` of a checkpoint, with the fingerprint of its tokenizer where an earlier conversion gave none.
+    """Read the `meta.json` of a checkpoint.
+
+    A conversion that recorded no tokenizer gets the fingerprint of the checkpoint's `tokenizer.json`.
 
     Raises:
-        CheckpointError: As `read_meta`.
+        CheckpointError: As in `read_meta`.
     """
     meta, file = read_meta(place), place / directory.TOKENIZER
     if meta.step or meta.tokenizer_fingerprint or not file.is_file():
@@ -78,7 +80,7 @@ def read_known(place: Location) -> Meta:
 
 
 def _newest(address: str) -> list[Location]:
-    """The checkpoint meant by an address, if there is one."""
+    """Location of the checkpoint at an address, as a list; empty if there is none."""
     try:
         return [mirror.locate_checkpoint(address)] if address else []
     except CheckpointError:

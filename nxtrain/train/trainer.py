@@ -1,4 +1,4 @@
-"""The loop of a run: steps, records, evaluations and checkpoints, each at its time."""
+"""Training loop: steps, records, evaluations, votes and checkpoints at their configured intervals."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from nxtrain.train.health.numerics import NumericsGuard, Verdict
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 
 Work = Literal["training", "vote", "log", "evaluation", "checkpoint"]
-"""What a run does at its times; each kind has graphs of its own on devices that compile."""
+"""Kinds of work in a run; each kind has its own graphs on devices that compile."""
 
 
 def unwatched(step: int, work: Work) -> None:
-    """Tell nobody."""
+    """Ignore the work: no watchdog is present."""
 
 
 def unmetered(step: int) -> None:
-    """Know nothing of other starts."""
+    """Return no goodput: none is measured."""
 
 
 def unstopped(step: int) -> bool:
-    """Go on to the last step."""
+    """Return False: the run never stops before its last step."""
     return False
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a run needs to go from one step to the last.
+    """Training loop of one rank.
 
     Args:
-        config: Numbers of steps, and when to do what.
+        config: Number of steps, and the intervals of evaluation, checkpoints, votes and records.
         state: Model, optimizer and device.
         train: Batches to train on.
         validation: Batches to evaluate on; None never evaluates.
         schedule: Learning rate of each step.
-        meter: Speed.
-        sinks: Where records go.
-        save: Saves the state of a finished step; told that nothing comes after it, it waits until that is written.
+        meter: Throughput meter.
+        sinks: Destinations of the records.
+        save: Saves the state of a finished step; with True as second argument it waits until the write has ended.
         guard: Decides about numbers that go wrong.
-        watch: Is told, before it begins, of each piece of work and its step.
-        goodput: Is told which step is finished and read, and gives the goodput so far, where it is known.
-        stops: Whether the run stops after a finished step, or the one that it continues from; the same on all ranks.
+        watch: Called with the step and the kind of each piece of work before the work begins.
+        goodput: Called with a finished step whose numbers were read; returns the goodput so far, None if unknown.
+        stops: True if the run stops after a finished step, or the step it continues from; equal on all ranks.
     """
 
     config: RunConfig
@@ -74,16 +74,16 @@ class Trainer:
         """Train from the step after `finished` to the last, and return the last held-out loss, if any.
 
         Raises:
-            DivergedError: Losses, gradients or parameters went wrong, and the configuration says to stop.
-            RestartError: The run must go on from its newest checkpoint.
-            StoppedBySignal: It was asked to stop, and the state of its last step is saved.
+            DivergedError: Losses, gradients or parameters went wrong, and the configured policy ends the run.
+            RestartError: The run must restart from its newest checkpoint.
+            StoppedBySignal: A signal asked the run to stop, and the state of its last step is saved.
         """
         config, backend = self.config, self.state.backend
         total = config.train.steps
-        # Every source gives each row seq_len targets that count.
+        # Every row of every data source has seq_len targets that count.
         step_tokens = config.train.global_batch * config.train.seq_len
         val_loss = None
-        # What was loaded becomes buffers like any step's results, and the first step the same graph as the others.
+        # Loaded values become device buffers like a step's results, so the first step has the graph of all others.
         backend.step_boundary()
         if finished < total and self.stops(finished):
             raise StoppedBySignal(f"stopped before step {finished + 1}, the first of this start; start it again")
@@ -122,7 +122,7 @@ class Trainer:
         return val_loss
 
     def _stop(self, step: int, result: StepResult, lr: float, *, logged: bool, saved: bool) -> NoReturn:
-        """Save, and end the run; a step that is not logged otherwise stays out of the record."""
+        """Save the state and end the run; a step that is not due for a record is read but not recorded."""
         if not self.config.checkpoint.every:
             raise StoppedBySignal(f"stopped after step {step}; nothing is saved, since checkpoint.every=0")
         if not saved:
@@ -136,20 +136,20 @@ class Trainer:
     def _read(
         self, step: int, result: StepResult, lr: float, *, recorded: bool = True
     ) -> tuple[dict[str, float], Verdict]:
-        """What is told of a step, and what the guard says of it."""
+        """Fetch the numbers of a step and the guard's verdict on them."""
         self.watch(step, "log")
         found = {"loss": result.loss, "grad_norm": result.grad_norm, **self.guard.values()}
         read = self.state.backend.fetch({**found, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)
 
     def _compare(self, step: int, *, saves: bool) -> None:
-        """Let the replicas vote, if it is time."""
+        """Compare the replicas if a vote is due."""
         if self.guard.votes_at(step, saves=saves):
             self.watch(step, "vote")
             self.guard.vote(step)
 
     def evaluate(self, step: int) -> float:
-        """Mean loss over the held-out tokens after a step: the first `eval_batches` global batches, always the same."""
+        """Mean loss over the held-out tokens after a step: always over the same first `eval_batches` global batches."""
         assert self.validation is not None
         self.watch(step, "evaluation")
         backend = self.state.backend
@@ -162,7 +162,7 @@ class Trainer:
 
     @torch.no_grad()
     def _health(self, lr: float) -> dict[str, Tensor]:
-        """What tells early that a run goes wrong, as () float32 tensors."""
+        """Early indicators of a failing run as () float32 tensors: parameter norm and fraction of lost updates."""
         state = self.state
         lost = state.gradients.count(state.optimizer.lost_updates(*state.backend.scalars(lr)))
         return {
@@ -176,7 +176,7 @@ class Trainer:
 
 
 def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
-    """Take a step, and hand it over to the device."""
+    """Run one training step and submit its graph to the device."""
     result = train_step(state, batch, lr)
     state.backend.step_boundary()
     return result
@@ -187,5 +187,5 @@ def _total(backend: Backend, values: Sequence[Tensor]) -> float:
 
 
 def _due(step: int, every: int, total: int) -> bool:
-    """Whether something that happens every so many steps, and after the last, happens now; 0 is never."""
+    """True if work that happens every `every` steps, and after the last step, is due; never if `every` is 0."""
     return every > 0 and (step % every == 0 or step == total)

@@ -1,1 +1,1 @@
-"""What several lanes of the tests share."""
+"""Helpers that several lanes of the tests share."""

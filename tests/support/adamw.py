@@ -101,7 +101,7 @@ def cut(layout: Layout, whole: Mapping[str, Tensor], shards: Mapping[str, Tensor
 
 @contextmanager
 def rounding_to_nearest() -> Iterator[None]:
-    """What stochastic rounding must beat."""
+    """Round to nearest, the baseline that stochastic rounding must beat."""
 
     def nearest(self: Stochastic, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
         self.value.copy_(wide.to(torch.bfloat16))

@@ -79,7 +79,7 @@ def compile_now(folder: Path, pause_s: float = 0.0) -> None:
 
 
 def neff(of: Key) -> bytes:
-    """What the stand-in's NEFF of a graph holds."""
+    """Content of the stand-in's NEFF of a graph."""
     return (of.module * 500).encode()
 
 

@@ -27,7 +27,7 @@ def whole(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def cut(table: ParamTable, mesh: Mesh, kinds: Mapping[str, torch.dtype] = KINDS) -> Shards:
-    """What a rank holds of the tensors of `whole`."""
+    """Shards that a rank holds of the tensors of `whole`."""
 
     def shard(kind: str, name: str, dtype: torch.dtype) -> Tensor:
         spec = table[name]
@@ -46,14 +46,14 @@ def blank(shards: Shards) -> Shards:
 
 
 def same(a: Shards, b: Shards) -> bool:
-    """Whether two sets of shards are equal bit for bit."""
+    """True if two sets of shards are equal bit for bit."""
     return {(k, n) for k in a for n in a[k]} == {(k, n) for k in b for n in b[k]} and all(
         torch.equal(a[kind][name], b[kind][name]) for kind in a for name in a[kind]
     )
 
 
 def table(shape: str, mesh: Mesh, **changes: Any) -> ParamTable:
-    """How a mesh cuts one of the small models; changes as `layout` takes them, such as `fused_qkv` and `virtual_pp`."""
+    """Sharding of a small model by a mesh; changes are those of `layout`, such as `fused_qkv` and `virtual_pp`."""
     return table_of(layout(shape, tp=mesh.tp_size, pp=mesh.pp_size, dp=mesh.dp_size, **changes), mesh)
 
 

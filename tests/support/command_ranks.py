@@ -95,7 +95,7 @@ class Ranks:
         return {rank: self.processes[rank].exitcode for rank in wanted}
 
     def said(self) -> Mapping[int, str]:
-        """What each rank printed."""
+        """Output of each rank."""
         return {rank: self._log(rank).read_text() if self._log(rank).exists() else "" for rank in range(self.world)}
 
     def await_steps(self, number: int) -> None:

@@ -157,7 +157,7 @@ def start_rank(
 
 
 def ended(folder: Path, processes: Mapping[int, BaseProcess], within_s: float) -> dict[int, str]:
-    """What ranks told, all of which end in time."""
+    """Reports of the ranks, all of which end in time."""
     limit = time.monotonic() + within_s
     try:
         for process in processes.values():

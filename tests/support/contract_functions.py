@@ -336,7 +336,7 @@ PARALLEL = (
     _ReduceSum,
     _VocabCrossEntropy,
 )
-"""Those that communicate."""
+"""Functions that communicate."""
 
 NOT_ECHOED = (_VocabCrossEntropy,)
-"""Those whose ranks have something of their own: several of them need a process group."""
+"""Functions whose ranks have different inputs: several ranks need a process group."""

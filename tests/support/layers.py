@@ -20,7 +20,7 @@ ALONE = Axis("tp", 0, ((0,),))
 
 
 def alone(dtype: torch.dtype = torch.float32) -> TensorParallel:
-    """What layers of an unshared model are built with."""
+    """Tensor parallel context of layers that are not sharded."""
     return TensorParallel(ALONE, C10dCollectives(1), dtype)
 
 

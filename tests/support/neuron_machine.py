@@ -43,7 +43,7 @@ PACKAGES = {
     "neuronx-cc": "2.23.6484.0+3b612583",
     "libneuronxla": "2.2.15515.0+50c26cbd",
 }
-"""Those of SDK 2.28.1."""
+"""Packages of SDK 2.28.1."""
 
 REPLACED = ["nxtrain.backends.neuron.hardware.this_machine", "nxtrain.backends.neuron.sdk.DEVICES"]
 """All of nxtrain's backends that is not as its files say: the two paths of device nodes."""

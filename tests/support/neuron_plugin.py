@@ -28,7 +28,7 @@ PAUSE = "STAND_IN_COMPILE_PAUSE_S"
 
 
 class Plugin:
-    """What one process loads.
+    """Plugin that one process loads.
 
     Args:
         environ: Its variables.

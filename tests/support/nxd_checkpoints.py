@@ -24,7 +24,7 @@ TAG = "step_1"
 
 
 class Seen(NamedTuple):
-    """What a rank has.
+    """Scores and weights of a rank.
 
     Args:
         logits: Its part of the scores of `rows`, cut over the vocabulary; None in a pipeline.

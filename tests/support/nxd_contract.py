@@ -1,4 +1,4 @@
-"""Whether source code uses NeuronX Distributed as a recorded table of its names and signatures allows."""
+"""Check of source code against a recorded table of NeuronX Distributed's names and signatures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Reader(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """What `super()` means within."""
+        """Track the base classes that `super()` resolves to."""
         self._bases.append([name for base in node.bases if (name := self._resolve(base)) is not None])
         self.generic_visit(node)
         self._bases.pop()
@@ -110,7 +110,7 @@ class _Reader(ast.NodeVisitor):
         return None
 
     def _find(self, name: str) -> Entry | None:
-        """What a name stands for, through aliases and base classes."""
+        """Meaning of a name, resolved through aliases and base classes."""
         entry = self._table.get(name)
         if entry is not None:
             if entry.kind != "alias":

@@ -55,7 +55,7 @@ def prepare(cpu_mode: bool = True) -> None:
 
 
 class CollectivesConfig:
-    """What NxD asks neuronxcc for: of each rank, the neighbours around the ring of every replica group."""
+    """Neighbours of each rank around the ring of every replica group, which NxD requests from neuronxcc."""
 
     def __init__(self, replica_groups: Sequence[Sequence[int]]) -> None:
         self.rank_src_tgt_pairs = {

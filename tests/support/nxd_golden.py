@@ -38,7 +38,7 @@ SOURCE = {
     "version": VERSION,
     "model": "examples/training/llama/modeling_llama_nxd.py",
 }
-"""What was recorded."""
+"""Recorded sources."""
 
 MODEL: dict[str, Any] = {
     "vocab_size": 130,
@@ -74,12 +74,12 @@ RECIPE: dict[str, Any] = {
     "train": {"steps": STEPS, "global_batch": GLOBAL_BATCH},
     "optim": {**OPTIM, "betas": list(OPTIM["betas"]), "decay_norms": False},
 }
-"""What all courses have in common, as the file tells it."""
+"""Settings that all courses share, as in the file."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """How NeuronX Distributed ran.
+    """Case of NeuronX Distributed: the settings of its run.
 
     Args:
         tp, pp, dp: Degrees.
@@ -200,7 +200,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Course:
-    """What a run went through.
+    """Losses and norms of a run.
 
     Args:
         losses: Mean over the tokens of each step's global batch.
@@ -213,7 +213,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two courses are from each other, relative to the second.
+    """Distance of two courses, relative to the second.
 
     Args:
         loss, norm: Largest of all steps.
@@ -228,7 +228,7 @@ class Distance:
         return Distance(_distance(a.losses, b.losses), _distance(a.grad_norms, b.grad_norms))
 
     def within(self, bound: Distance) -> bool:
-        """Whether neither exceeds a bound."""
+        """True if neither exceeds a bound."""
         return self.loss <= bound.loss and self.norm <= bound.norm
 
 
@@ -237,7 +237,7 @@ FP32_BOUND = Distance(loss=5e-7, norm=5e-6)
 
 
 def bound(case: Case, nxd: Mapping[str, Course]) -> Distance:
-    """How far a right course may be from an exact one of NeuronX Distributed.
+    """Largest distance of a correct course from an exact one of NeuronX Distributed.
 
     In bfloat16 two runs round in different places, and are at most twice as far from each other as from float32. How
     far that is, NeuronX Distributed's own courses tell.
@@ -258,7 +258,7 @@ def _distance(a: Iterable[float], b: Iterable[float]) -> float:
 
 
 def our_plan(case: Case, folder: Path, tokens_file: Path, tp: int = 0) -> Resolved:
-    """What nxtrain is configured to do where NeuronX Distributed runs a case, at its tp unless another is given."""
+    """nxtrain's configuration for a case of NeuronX Distributed, at the case's tp unless another is given."""
     family = find_family("llama")
     sizes = {**MODEL, "tie_word_embeddings": case.tied}
     model = family.config_type.model_validate(sizes)
@@ -329,14 +329,14 @@ def _hash(parts: Iterable[tuple[str, bytes]]) -> str:
 
 
 def our_course(folder: Path, steps: int = STEPS) -> Course:
-    """The course of a run of ours of so many steps, out of its metrics file."""
+    """Course of an nxtrain run of so many steps, read from its metrics file."""
     lines = records(folder)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     return Course([line["loss"] for line in lines], [line["grad_norm"] for line in lines])
 
 
 def content(courses: Mapping[str, Course], packages: Mapping[str, str]) -> dict[str, Any]:
-    """What the file says.
+    """Content of the file.
 
     Args:
         courses: Of each of `CASES`.

@@ -40,7 +40,7 @@ PACKAGES = ("torch", "torch-xla", "transformers")
 
 
 def record(pool: RankPool, case: Case, example: Path) -> Course:
-    """What NeuronX Distributed goes through, which all ranks must report alike.
+    """Course of NeuronX Distributed, which all ranks must report alike.
 
     Args:
         pool: Ranks on gloo.
@@ -54,7 +54,7 @@ def record(pool: RankPool, case: Case, example: Path) -> Course:
 
 
 def contradictions(nxd: Mapping[str, Course], ours: Mapping[str, Course]) -> Iterator[str]:
-    """What speaks against calling a case exact, or defective.
+    """Contradictions to calling a case exact, or defective.
 
     Args:
         nxd: NeuronX Distributed's courses, by case.

@@ -36,7 +36,7 @@ class Action(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What crosses between two stages, said alike by both ends.
+    """Transfer between two stages, described alike by both ends.
 
     Args:
         sender, receiver: Ranks.
@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
 
 
 def actions(num_ranks: int, num_micro: int, rank: int, num_chunks: int = 1) -> list[Action]:
-    """What a rank does in a step, in order, as `NxDPPModel` has it done.
+    """Actions of a rank in a step, in the order of `NxDPPModel`.
 
     Its 1F1B receives as late and sends as early as it can; its interleaved schedule sends and receives after each
     computation, in an order that depends on whether there are as many micro-batches as ranks.
@@ -79,12 +79,12 @@ def actions(num_ranks: int, num_micro: int, rank: int, num_chunks: int = 1) -> l
 
 
 def is_compute(action: Action) -> bool:
-    """Whether nothing is moved."""
+    """True if nothing is moved."""
     return action.kind in ("forward", "backward")
 
 
 def transfer(action: Action, rank: int, num_ranks: int) -> Transfer:
-    """What a rank moves by an action."""
+    """Transfer of a rank in an action."""
     there = 1 if action.kind in ("send_forward", "receive_backward") else -1
     stage, peer = action.chunk * num_ranks + rank, (rank + there) % num_ranks
     if action.kind.startswith("send"):
@@ -93,7 +93,7 @@ def transfer(action: Action, rank: int, num_ranks: int) -> Transfer:
 
 
 def stuck(schedules: Sequence[Sequence[Action]]) -> dict[int, Action]:
-    """Where ranks wait for ever if each moves on from a transfer only when its other end is at the same one.
+    """Actions at which ranks deadlock if each transfer waits for its other end.
 
     Args:
         schedules: Of all ranks.

@@ -56,12 +56,12 @@ MODULES = (
         )
     ),
 )
-"""What training can be built on."""
+"""Names that training can be built on."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one name stands for.
+    """Meaning of one name.
 
     Args:
         kind: `static` is a method without self.
@@ -126,7 +126,7 @@ class _Scope:
         self._imported: dict[str, str] = {}
 
     def entries(self, body: Sequence[ast.stmt]) -> Iterator[tuple[str, Entry]]:
-        """What the statements define, also under `if` and `try`."""
+        """Definitions of the statements, also under `if` and `try`."""
         for node in body:
             match node:
                 case ast.If() | ast.Try():

@@ -22,7 +22,7 @@ def micro_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pipeline_config(case: Case, example: Any) -> dict[str, Any]:
-    """What NeuronX Distributed is told, as the example's script for pipelines tells it.
+    """Settings of NeuronX Distributed, as in the example's script for pipelines.
 
     Args:
         case: What runs.

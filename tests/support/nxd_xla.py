@@ -70,7 +70,7 @@ def courses(backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tenso
 
 
 def received(backend: Backend, pair: Sequence[int]) -> tuple[list[float], list[float]]:
-    """What a pair of devices gathers, and what NxD takes of it on rank 0 for what rank 1, its previous, has sent.
+    """Values that a pair of devices gathers, and NxD's choice on rank 0 for the values sent by rank 1, its previous.
 
     Args:
         backend: Of rank 0, which offers zeros, or of rank 1, which offers ones.

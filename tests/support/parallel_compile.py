@@ -85,7 +85,7 @@ class Pool:
         return done
 
     def _has_failed(self, folder: Path) -> bool:
-        """Whether an entry has a failure that is not to be tried again, or not by this pool."""
+        """True if an entry has a failure that is not to be tried again, or not by this pool."""
         return (folder / LOG).exists() and folder not in self._old_failures
 
 

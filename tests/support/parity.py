@@ -29,7 +29,7 @@ GLOBAL_BATCH = 4
 
 @dataclass(frozen=True)
 class Course:
-    """What a run went through.
+    """Losses, norms and weights of a run.
 
     Args:
         losses, norms: Of each step.
@@ -188,7 +188,7 @@ def check_scalars(losses: Sequence[float], norms: Sequence[float], want: Course)
 
 @dataclass(frozen=True)
 class Gradient:
-    """What one step found before its update.
+    """Values of one step before its update.
 
     Args:
         loss, norm, num_tokens: As in `StepResult`.
@@ -254,7 +254,7 @@ def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def table_of(resolved: Resolved, mesh: Mesh) -> ParamTable:
-    """How a layout cuts the model; needs no process group, since nothing is computed."""
+    """Sharding of the model by a layout; needs no process group, since nothing is computed."""
     return ParamTable.of(build_meta(resolved, _NoBackend(), mesh))  # type: ignore[arg-type]
 
 

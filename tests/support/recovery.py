@@ -36,7 +36,7 @@ PATIENCE_S = 4.0
 """Within which ranks find out that another hangs."""
 
 LAST_WORDS_S = 2.0
-"""What ranks have to end by themselves after another did."""
+"""Time that ranks have to end by themselves after another rank has ended."""
 
 FAILED_SAVE = re.compile(r"(?:no checkpoint of step|fault (?:oserror|raise|oom)@\S+:ckpt_\S+ fires in step) (\d+)")
 """The step of a checkpoint that failed, or was left out."""
@@ -93,12 +93,12 @@ class History:
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints lie."""
+        """Folder of the run's checkpoints."""
         return self.run / CHECKPOINTS_DIR
 
     @property
     def said(self) -> str:
-        """What the ranks of all starts printed."""
+        """Output of the ranks of all starts."""
         return "\n".join(text for start in self.starts for text in start.said.values())
 
     @property
@@ -123,7 +123,7 @@ class History:
 
 @dataclass(frozen=True)
 class Golden:
-    """What a run is that nothing befell.
+    """Reference of a run without failures.
 
     Args:
         course: Its records without timings.
@@ -135,7 +135,7 @@ class Golden:
 
     @staticmethod
     def of(history: History) -> Golden:
-        """What an uninterrupted run left."""
+        """Result of an uninterrupted run."""
         assert [start.code for start in history.starts] == [0], history.said
         found = course(history.run)
         return Golden(found, tensors(directory.step_path(history.checkpoints, found[-1]["step"])))

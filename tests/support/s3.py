@@ -19,7 +19,7 @@ BUCKET = "mirror"
 
 @pytest.fixture(scope="session")
 def s3_variables() -> Iterator[dict[str, str]]:
-    """What leads AWS's tools, in any process, to a server that runs."""
+    """Environment variables that point AWS's tools, in any process, to a running server."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

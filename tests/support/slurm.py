@@ -26,7 +26,7 @@ PROGRAMS = {
     "munged": "munge",
     "unshare": "util-linux",
 }
-"""What is needed, by Debian's packages."""
+"""Required Debian packages."""
 
 NAMESPACES = ("unshare", "--pid", "--mount", "--uts", "--fork", "--mount-proc", "--kill-child")
 
@@ -68,7 +68,7 @@ ReturnToService=2
 
 
 def missing() -> str:
-    """Why there can be no cluster here; empty if there can."""
+    """Reason why no cluster can be started here; empty if one can."""
     packages = sorted({package for program, package in PROGRAMS.items() if shutil.which(program, path=_path()) is None})
     if packages:
         return (
@@ -145,12 +145,12 @@ class Cluster:
         return int(self.ask("sbatch", "--parsable", *map(str, argv), environ=environ))
 
     def job(self, number: int) -> dict[str, str]:
-        """What the controller says of a job."""
+        """State of a job from the controller."""
         words = self.ask("scontrol", "--oneliner", "show", "job", str(number)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def ask(self, *argv: str, environ: Mapping[str, str] | None = None) -> str:
-        """What one of Slurm's commands prints; empty if it fails."""
+        """Output of one of Slurm's commands; empty if it fails."""
         env = {**self.environ, **(environ or {})}
         done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env, timeout=PATIENCE_S)
         return done.stdout.strip()

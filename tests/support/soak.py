@@ -38,7 +38,7 @@ PATIENCE_S = 3.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a soak cost.
+    """Costs of a soak.
 
     Args:
         seed: Of its faults.
@@ -171,7 +171,7 @@ def soak(
 
 
 def modelled(history: History) -> tuple[Failures, float]:
-    """What failures and checkpoints cost in a run, and the goodput of the model for these costs.
+    """Costs of failures and checkpoints in a run, and the model's goodput for these costs.
 
     Faults strike in steps and saves, so that the time between them is counted there, and nothing fails from one until
     the next step; of the model's parts that is detection. All is measured by the run's own meter but the wall time and

@@ -1,4 +1,4 @@
-"""What the devices of the XLA lane do; imported by name in their process."""
+"""Bodies that the devices of the XLA lane run; imported by name in their process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.parity import GLOBAL_BATCH, LR, Course, local_batch, run_ours
 
 @dataclass(frozen=True)
 class Counts:
-    """What torch-xla has counted, in all threads of the process.
+    """Counters of torch-xla over all threads of the process.
 
     Args:
         compiled: Graphs that were new.
@@ -70,7 +70,7 @@ def drawn_courses(backend: Backend, cases: Sequence[tuple[Drawn, dict[str, Tenso
 
 @dataclass(frozen=True)
 class Steps:
-    """What a series of steps made torch-xla do.
+    """Counts of torch-xla's work in a series of steps.
 
     Args:
         compiled, launched: Graphs, since before the first step, after each.

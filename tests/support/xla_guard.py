@@ -1,4 +1,4 @@
-"""What a device of the XLA lane does with steps that are not finite, and with checksums; imported in its process."""
+"""Bodies with non-finite steps and with checksums for a device of the XLA lane; imported in its process."""
 
 from __future__ import annotations
 

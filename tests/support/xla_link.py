@@ -70,7 +70,7 @@ def compiled(report: Path) -> int:
 
 
 class _Carrier:
-    """Those collectives of `torch_xla.core.xla_model` that nxtrain uses."""
+    """Collectives of `torch_xla.core.xla_model` that nxtrain uses."""
 
     def __init__(self, place: Placement) -> None:
         self._place = place
@@ -92,7 +92,7 @@ class _Carrier:
         return (REDUCED[op](torch.stack(self._brought(x, groups))) * scale).to(x.device)
 
     def _brought(self, x: Tensor, groups: Groups) -> list[Tensor]:
-        """What the ranks of this one's group bring; every rank of the world is at the same collective."""
+        """Inputs of this rank's group; every rank of the world is at the same collective."""
         import torch_xla
 
         torch_xla.sync()

@@ -16,7 +16,7 @@ from tests.support.xla_bodies import Counts
 
 @dataclass(frozen=True)
 class Piped:
-    """What one rank of a pipeline went through.
+    """Training of one rank of a pipeline.
 
     Args:
         course: Its training.

@@ -1,4 +1,4 @@
-"""What the processes of `xla_ranks` do; imported by name there."""
+"""Bodies that the processes of `xla_ranks` run; imported by name there."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]
 
 
 def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:
-    """Whether this rank finds its drawn weights in a checkpoint that both saved, as a run saves and resumes."""
+    """True if this rank finds its drawn weights in a checkpoint that both saved, as a run saves and resumes."""
     mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world)
 
     def state(init: Literal["draw", "zeros"]) -> TrainState:

@@ -1,4 +1,4 @@
-"""What the devices of a pipeline do; imported by name in their process."""
+"""Bodies that the devices of a pipeline run; imported by name in their process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs(micro_batch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Graph:
-    """What a rank handed over.
+    """Graph that a rank submitted.
 
     Args:
         hash: Of the graph.
@@ -51,7 +51,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Played:
-    """What some steps of a pipeline gave one rank.
+    """Results of some steps of a pipeline on one rank.
 
     Args:
         losses, norms: Of each step.
@@ -144,7 +144,7 @@ def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
 
 @dataclass(frozen=True)
 class Handed:
-    """What one of two stages saw of transfers.
+    """Transfers seen by one of two stages.
 
     Args:
         received: What came; empty on the stage that sends.
@@ -210,7 +210,7 @@ def _traced_rank(layout: Mesh, rank: int) -> list[str]:
 
 
 def sent_by_the_first(dtype: torch.dtype) -> list[Tensor]:
-    """What `handed` sends."""
+    """Tensors that `handed` sends."""
     whole, changed = (random(6, 3, seed=seed).to(dtype) for seed in (0, 1))
     old = changed[1:5] * 2.0
     return [random(4, 3, seed=2).to(dtype), whole[:4] + 1.0, whole[1:5], old, old]

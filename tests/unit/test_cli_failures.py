@@ -175,7 +175,7 @@ def test_streams_that_are_closed_stop_nothing_and_their_descriptors_are_taken() 
         done = shell(f"nxtrain config show {TINY} {closed}")
         assert (done.returncode, done.stderr) == (0, ""), closed
     look = (
-        "from nxtrain.process.console import open_standard_streams as o; import os, sys; o(); print('x', flush=True); "
+        "from nxtrain.process.streams import open_standard_streams as o; import os, sys; o(); print('x', flush=True); "
     )
     look += "os.write(2, str(os.open(os.devnull, os.O_RDONLY)).encode())"
     done = subprocess.run(

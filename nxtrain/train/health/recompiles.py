@@ -1,4 +1,4 @@
-"""Watches for graphs that are compiled again: on an accelerator each costs minutes."""
+"""Detection of recompiled graphs: on an accelerator each costs minutes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxtrain.process.console import standard_error
 from nxtrain.train.trainer import Work
 
 WARM_UP = 2
-"""Times that a kind of work may compile: the first, and the second, whose inputs are results of the first."""
+"""Number of times that a kind of work may compile: the first, and the second on the results of the first."""
 
 CAUSES = (
     "Usual causes: a tensor of another shape, a Python number that changed (bring it to the device with "
@@ -21,12 +21,12 @@ CAUSES = (
 
 
 class Recompiles:
-    """Attributes what is compiled to the work at hand; while that is new, lets the ranks compare their graphs.
+    """Attribution of compilations to the current work; while the work is new, the ranks compare their graphs.
 
     Args:
-        backend: Counts the graphs.
-        limit: Recompilations after which the next one ends the run.
-        console: Where warnings go; by default standard error, on every rank, since one may recompile alone.
+        backend: Counts the compiled graphs.
+        limit: Number of recompilations that are allowed; the next one ends the run.
+        console: Console of the warnings; by default standard error on every rank, since one may recompile alone.
     """
 
     def __init__(self, backend: Backend, limit: int, console: Console | None = None) -> None:
@@ -38,10 +38,10 @@ class Recompiles:
         self._recompiled: list[str] = []
 
     def enter(self, step: int, work: Work) -> None:
-        """Begin some work of a step, which ends that before it.
+        """Begin a piece of work of a step, and end the previous piece.
 
         Raises:
-            BackendError: What ended was compiled anew once too often.
+            BackendError: The previous work exceeded the limit of recompilations.
         """
         self.leave()
         self._work, self._step = work, step
@@ -50,10 +50,10 @@ class Recompiles:
             self._backend.compare_graphs(str(self))
 
     def leave(self) -> None:
-        """End the work.
+        """End the current work.
 
         Raises:
-            BackendError: It was compiled anew once too often.
+            BackendError: The work exceeded the limit of recompilations.
         """
         compiled = self._backend.num_compiled()
         new, self._compiled = compiled - self._compiled, compiled
@@ -61,13 +61,13 @@ class Recompiles:
             self._backend.compare_graphs("")
         elif new:
             self._recompiled.append(str(self))
-            self._tell(new)
+            self._report(new)
 
     def __str__(self) -> str:
-        """The work, in words."""
+        """Name of the current work in messages."""
         return f"step {self._step} ({self._work})"
 
-    def _tell(self, new: int) -> None:
+    def _report(self, new: int) -> None:
         number, allowed = len(self._recompiled), f"compile.max_recompiles={self._limit}"
         graphs = "a new graph" if new == 1 else f"{new} new graphs"
         if number > self._limit:

@@ -1,16 +1,16 @@
-"""Comparison of the copies of a model's state: a vote on checksums finds the rank whose memory changed by itself.
+"""Silent data corruption check: a vote on checksums of replicated state finds the rank whose memory changed.
 
-Compared are the bits of all parameters and of the optimizer's state, wherever several ranks hold the same of them:
+The vote compares the bits of all parameters and of the optimizer's state wherever several ranks hold equal values:
 
-- Data parallel replicas. With shard=none they hold all of it, with shard=zero1 the parameters, with shard=hybrid
-  what the other groups hold too, and with grad_op and full nothing.
-- Tensor parallel ranks: norm weights, and the K/V heads that several ranks share, whatever the shard.
-- The first and the last pipeline stage: a tied embedding, whatever the shard.
+- Data parallel replicas. With shard=none they hold the whole state, with shard=zero1 the parameters, with shard=hybrid
+  the same shards as the other groups, and with grad_op and full nothing.
+- Tensor parallel ranks: norm weights, and the K/V heads that several ranks share, for every value of shard.
+- The first and the last pipeline stage: a tied embedding, for every value of shard.
 
-What one rank alone holds changes for all that read it, and no vote can see that. Nor does a vote see a change that the
-step after it overwrites before the next vote.
+A vote cannot see corruption of a value that only one rank holds. Nor can it see a corrupted value that the next step
+overwrites before the next vote.
 
-Shapes: R ranks that hold the same, P tensors.
+Shapes: R ranks that hold equal values, P tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Dissent:
     """Tensors in which the same ranks differ from the others.
 
     Args:
-        ranks: Those in the minority; all of them where there is no majority.
-        others: The rest.
-        tensors: Names.
+        ranks: Ranks in the minority; all compared ranks if no value has a majority.
+        others: Ranks of the majority.
+        tensors: Names of the tensors.
     """
 
     ranks: tuple[int, ...]
@@ -53,18 +53,18 @@ class Dissent:
 
     @property
     def first(self) -> int:
-        """The lowest rank of those that were compared."""
+        """Lowest rank of the comparison."""
         return min(self.ranks + self.others)
 
 
 @dataclass(frozen=True, order=True)
 class Holders:
-    """The ranks that hold a tensor, as directions of the mesh from one of them.
+    """Ranks that hold a tensor, as axes of the mesh around one of them.
 
     Args:
-        tied: The first and the last pipeline stage.
-        copies: Adjacent tensor parallel ranks.
-        replicas: Data parallel replicas, or those of a shard.
+        tied: True if the first and the last pipeline stage both hold the tensor.
+        copies: Number of adjacent tensor parallel ranks that hold it.
+        replicas: Number of data parallel replicas, or of replicas of a shard.
     """
 
     tied: bool
@@ -72,7 +72,7 @@ class Holders:
     replicas: int
 
     def ranks(self, mesh: Mesh, replicas: Axis) -> tuple[int, ...]:
-        """Their numbers, in the order in which `ReplicaCheck.gather` has their checksums."""
+        """Ranks of the holders, in the order of the checksums from `ReplicaCheck.gather`."""
         found = replicas.group_of(mesh.rank) if self.replicas > 1 else (mesh.rank,)
         tp = mesh.tp.neighbours(self.copies)
         found = tuple(tp.group_of(rank)[place] for place in range(self.copies) for rank in found)
@@ -80,10 +80,10 @@ class Holders:
 
 
 class ReplicaCheck:
-    """The comparison of what this rank holds with what others hold of the same.
+    """Comparison of this rank's tensors with the replicas on other ranks.
 
     Args:
-        state: Whose tensors; they must stay where they are.
+        state: Train state with the tensors; their storage must stay in place.
 
     Attributes:
         ballots: Names of the tensors that each set of holders compares.
@@ -108,12 +108,15 @@ class ReplicaCheck:
 
     @property
     def is_possible(self) -> bool:
-        """True where ranks may hold the same, alike on all: a stage does not know which parameters others tie."""
+        """True if some ranks may hold replicas, equal on all ranks.
+
+        It is always True with several stages, since a stage does not know which parameters others tie.
+        """
         return bool(self.ballots) or self._mesh.pp_size > 1
 
     @torch.no_grad()
     def gather(self) -> tuple[list[Tensor], Tensor]:
-        """Checksums of all holders, (R, P) int32 for each ballot, and how many differ in the world, () float32."""
+        """Checksums of all holders, (R, P) int32 per ballot, and the number in the world that differ, () float32."""
         comm, backend, mesh = self._state.backend.collectives, self._state.backend, self._mesh
         of_all: list[Tensor] = []
         if self.ballots:
@@ -131,7 +134,7 @@ class ReplicaCheck:
         return of_all, comm.all_reduce(differing, mesh.state)
 
     def dissents(self, of_all: Sequence[Tensor]) -> list[Dissent]:
-        """Who differs in what, read from the device."""
+        """Differing ranks and tensors, read from the device."""
         found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for (holders, names), sums in zip(self.ballots.items(), of_all, strict=True):
             ranks = holders.ranks(self._mesh, self._replicas)
@@ -141,7 +144,7 @@ class ReplicaCheck:
         return [Dissent(apart, others, tuple(names)) for (apart, others), names in found.items()]
 
     def _over_replicas(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Checksums of this rank, (1, P) for each ballot, with those of its replicas, (R, P), in one collective."""
+        """Gather the replicas' checksums in one collective: from (1, P) of this rank to (R, P) for each ballot."""
         of_replicas = [part for holders, part in zip(self.ballots, own, strict=True) if holders.replicas > 1]
         if not of_replicas:
             return list(own)
@@ -150,7 +153,7 @@ class ReplicaCheck:
         return [next(found) if holders.replicas > 1 else part for holders, part in zip(self.ballots, own, strict=True)]
 
     def _over_ends(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Checksums of some holders with those of the same at the other end of the pipeline, in one exchange."""
+        """Append the checksums of tied tensors from the other end of the pipeline, in one exchange."""
         tied = [part for holders, part in zip(self.ballots, parts, strict=True) if holders.tied]
         if not tied:
             return list(parts)
@@ -163,13 +166,13 @@ class ReplicaCheck:
         ]
 
     def _held(self, *, whole: bool) -> Iterator[tuple[Holders, _Part]]:
-        """Parameters and optimizer state that others hold too, whole or as shards."""
+        """Parameters and optimizer state that other ranks hold too, whole or as shards."""
         state, mesh = self._state, self._mesh
         shards = state.data_parallel.shards
         parameters = {name: p.detach() for name, p in state.model.named_parameters()} if whole else shards
         cut = Layout(state.table, replace(mesh, shard_size=1)) if whole else state.layout
         yield from _parts("", parameters, cut, self._replicas.size)
-        # With shard=zero1 each data parallel rank alone has its rows.
+        # With shard=zero1 each data parallel rank holds its rows of the optimizer's state alone.
         replicas = self._replicas.size if mesh.replica.size == self._replicas.size else 1
         for kind, tensors in state.optimizer.state.items():
             kept = {name: tensor for name, tensor in tensors.items() if tensor is not shards[name]}
@@ -181,9 +184,9 @@ class _Part:
     """Rows of a tensor that the same ranks hold.
 
     Args:
-        name: As messages have it, the same for all holders.
-        tensor: All rows.
-        rows: (rows,) int32, 1 for those that count; None: all do.
+        name: Name in messages, equal for all holders.
+        tensor: The tensor with all its rows.
+        rows: (rows,) int32, 1 for each row that counts; None: all rows count.
     """
 
     name: str
@@ -194,7 +197,7 @@ class _Part:
 def _parts(
     prefix: str, tensors: Mapping[str, Tensor], layout: Layout, replicas: int
 ) -> Iterator[tuple[Holders, _Part]]:
-    """The parts of some tensors that several ranks hold, with their holders: as many, on all ranks of a stage."""
+    """Parts of tensors that several ranks hold, with their holders; the same number on all ranks of a stage."""
     for name, tensor in tensors.items():
         spec = layout.table[name]
         numbers = sorted({piece.copies for piece in spec.pieces(layout.mesh.tp)})
@@ -212,12 +215,12 @@ def _parts(
 
 
 def _other_end(mesh: Mesh) -> int:
-    """The stage that holds the other copy of a tied parameter, on one of the two."""
+    """Stage that holds the other replica of a tied parameter, seen from the first or the last stage."""
     return 0 if mesh.pp.rank else mesh.pp.size - 1
 
 
 def minority(ranks: Sequence[int], sums: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Ranks that differ from the others, and the others; all and none without a majority, None if all agree."""
+    """Ranks in the minority, and the others; all and none if no value has a majority, None if all agree."""
     value, number = Counter(sums).most_common(1)[0]
     if number == len(ranks):
         return None
@@ -229,17 +232,17 @@ def minority(ranks: Sequence[int], sums: Sequence[int]) -> tuple[tuple[int, ...]
 def checksums(
     tensors: Mapping[str, Tensor], kernels: Kernels, factors: Tensor, counted: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """A number for each tensor: (P,) int32, the same in whatever order a device adds.
+    """Checksum of each tensor: (P,) int32, independent of the order in which a device adds.
 
-    Each entry's bits, as float32, are multiplied by an odd number for its row and one for its column, and the products
-    are added up modulo 2^32: one bit more or less always changes the sum, and entries that change places do but for
-    chance. The bits are folded first, since the product of a highest bit is the same wherever it is.
+    Each entry's bits, as float32, are multiplied by an odd factor of its row and an odd factor of its column. The
+    products are added up modulo 2^32. One flipped bit always changes the sum; swapped entries change it except by
+    chance. The bits are folded first, since the product of a highest bit is the same at every position.
 
     Args:
-        tensors: float32 or bfloat16, by name.
-        kernels: Cut and see them.
-        factors: Of `factors`, no shorter than any dimension.
-        counted: Of some tensors, 1 for each row that counts and 0 for the rest: (rows,) int32.
+        tensors: float32 or bfloat16 tensors by name.
+        kernels: Split the tensors into tiles and view their bits.
+        factors: Result of `factors`, no shorter than any dimension.
+        counted: For some tensors, 1 for each row that counts and 0 for the rest: (rows,) int32.
     """
     sums = {name: torch.zeros((), dtype=torch.int32, device=factors.device) for name in tensors}
     for call in kernels.tiles({name: tensor.shape for name, tensor in tensors.items()}):
@@ -254,7 +257,7 @@ def checksums(
 
 
 def factors(longest: int) -> Tensor:
-    """Odd numbers for columns and for rows of up to so many: (2, longest) int32."""
+    """Odd factors of up to `longest` columns and rows: (2, longest) int32."""
     return mix_(torch.arange(2 * longest, dtype=torch.int32)).view(2, longest) | 1
 
 

@@ -1,4 +1,4 @@
-"""Which of the last steps updated nothing, remembered on the device until the host asks anyway."""
+"""Record of the last steps that updated nothing, kept on the device until the host reads its numbers anyway."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import torch
 from torch import Tensor
 
 _BITS = 24
-"""Steps that one float32 tells exactly."""
+"""Number of 0/1 marks that one float32 holds exactly."""
 
 _NUM_WORDS = 10
-"""Enough for the largest `metrics.log_every`; a size that followed it would make other graphs of other intervals."""
+"""Number of float32 words, enough for the largest `metrics.log_every`.
+
+A size that depended on `metrics.log_every` would change the graphs with the interval.
+"""
 
 _LARGEST = torch.tensor(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
 class BadSteps:
-    """Steps whose loss or gradient was not finite, as the host has read them.
+    """Steps whose loss or gradient was not finite, as read by the host.
 
     Args:
-        steps: Their numbers, ascending; empty: none.
-        loss, grad_norm: Of the last of them.
+        steps: Numbers of the steps, ascending; empty: none.
+        loss, grad_norm: Values of the last of these steps.
     """
 
     steps: tuple[int, ...] = ()
@@ -32,12 +35,12 @@ class BadSteps:
 
 
 def not_finite(*values: Tensor) -> Tensor:
-    """Whether any of some () float32 tensors is infinite or NaN: () bool."""
+    """True if any of some () float32 tensors is infinite or NaN: () bool."""
     return ~torch.stack([value.abs() <= _LARGEST for value in values]).all()
 
 
 class SkippedSteps:
-    """A mark for each of the last steps, the latest at the end, so that no mark needs the number of its step.
+    """Ring of 0/1 marks on the device, newest last; step numbers are implied by position.
 
     Args:
         put: Copies a host tensor to the device.
@@ -50,19 +53,19 @@ class SkippedSteps:
 
     @torch.no_grad()
     def note(self, skip: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
-        """Remember a step: () bool, () and () float32."""
+        """Record a step: () bool, () and () float32."""
         self.marks.copy_(torch.cat([self.marks[1:], skip.float().unsqueeze(0)]))
         self.last.copy_(torch.where(skip, torch.stack([loss, grad_norm]), self.last))
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:
-        """What to fetch, as () float32 tensors."""
+        """Marks, packed into words, and the last bad step's loss and norm, as () float32 tensors to fetch."""
         words = (self.marks.view(-1, _BITS) * self._bits).sum(dim=1)
         values = {f"skipped_{index}": words[index].clone() for index in range(_NUM_WORDS)}
         return values | {f"skipped_{name}": self.last[i].clone() for i, name in enumerate(("loss", "grad_norm"))}
 
     def take(self, step: int, last_read: int, read: dict[str, float]) -> BadSteps:
-        """What the values tell of the steps after `last_read` up to `step`; takes them out of what was read."""
+        """Decode the bad steps after `last_read` up to `step`, and remove the values from `read`."""
         words = [int(read.pop(f"skipped_{index}")) for index in range(_NUM_WORDS)]
         loss, grad_norm = read.pop("skipped_loss"), read.pop("skipped_grad_norm")
         marks = [word >> bit & 1 for word in words for bit in range(_BITS)]

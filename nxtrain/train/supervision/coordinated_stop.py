@@ -1,8 +1,8 @@
-"""The step after which all ranks stop: the last that any of them had begun when it heard of the stop.
+"""Coordinated stop: all ranks stop after the same step, the last that any rank had begun when it learned of the stop.
 
-A rank that hears of a stop says which step it has begun last and begins no other until all have said so. The stop is
-after the greatest of these, which some ranks have still to reach. Nobody begins a step beyond what it said, so nobody
-waits in a collective for a rank that has stopped; and steps cost neither a collective nor a read from the device.
+A rank that learns of a stop publishes its last begun step, and begins no other until all ranks have published theirs.
+The run stops after the greatest of these steps, which some ranks have still to reach. No rank begins a step beyond the
+published one, so no rank waits in a collective for a stopped rank. Steps cost neither a collective nor a device read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import say
 
 SOON_S, SOON_S_PER_RANK = 0.05, 0.25e-3
-"""Between looks for the step after which all stop."""
+"""Pause between polls for the agreed last step."""
 
 GIVE_UP_S = 1.5 * PATIENCE_S
-"""For a store that is lost while the run is to stop: more than a new connection takes."""
+"""Limit for a store that is lost during a stop: longer than a new connection takes."""
 
 
 class StepGate:
-    """Before each step of this rank; all methods may be called from any thread.
+    """Gate before each step of this rank; all methods may be called from any thread.
 
     Args:
         begun: The last step that was begun, or finished before this start.
@@ -38,33 +38,33 @@ class StepGate:
         self._lost = ""
 
     def freeze(self) -> int:
-        """Begin no other step until it is decided which is the last; the last that was begun."""
+        """Block further steps until the last step is decided, and return the last begun step."""
         with self._changed:
             self._frozen = True
             return self._begun
 
     def decide(self, last: int) -> None:
-        """Go on up to a step."""
+        """Set the last step, and let the run go on up to it."""
         with self._changed:
             self._last = last
             self._changed.notify_all()
 
-    def lose(self, words: str) -> None:
-        """Wait for no decision any more, since a rank has failed."""
+    def lose(self, failure: str) -> None:
+        """End the wait for a decision, since a rank has failed."""
         with self._changed:
-            self._lost = words
+            self._lost = failure
             self._changed.notify_all()
 
     def resume(self, step: int) -> None:
-        """Count from a step that is finished already."""
+        """Count from a finished step."""
         with self._changed:
             self._begun = max(self._begun, step)
 
     def stops(self, step: int) -> bool:
-        """Whether the run stops after a step; if not, the next one counts as begun. May wait for other ranks.
+        """True if the run stops after a step; otherwise the next step counts as begun. May wait for other ranks.
 
         Raises:
-            LostPeerError: A rank has failed in the meantime.
+            LostPeerError: A rank failed during the wait.
         """
         with self._changed:
             if self._frozen:
@@ -78,38 +78,38 @@ class StepGate:
 
 
 class StopCoordinator:
-    """This rank's part in finding out after which step all stop; a thread looks again and again.
+    """This rank's side of the agreement on the last step, polled by the watchdog's thread.
 
     Args:
-        rank, world: This rank, and how many there are.
-        signals: What this process was asked for.
-        link: To the other ranks.
-        told: Is called with the reason, in a thread of its own, once the run is to stop.
+        rank, world: This rank, and the number of ranks.
+        signals: Stop signals that this process has received.
+        link: Connection to the other ranks.
+        on_stop: Called with the reason, in a thread of its own, once the run is to stop.
 
     Attributes:
-        gate: Before each step.
-        why: Which signal, at which rank; empty: none.
+        gate: Gate before each step.
+        why: The signal and the rank that received it; empty: none.
     """
 
     def __init__(
-        self, rank: int, world: int, signals: Signals, link: HeartbeatLink, told: Callable[[str], None]
+        self, rank: int, world: int, signals: Signals, link: HeartbeatLink, on_stop: Callable[[str], None]
     ) -> None:
         self.gate = StepGate()
         self.why = ""
-        self._rank, self._world, self._signals, self._link, self._told = rank, world, signals, link, told
-        self._frozen = self._decided = self._told_asked = self._told_begun = False
-        self._noting = SingleTask("nxtrain-note")
+        self._rank, self._world, self._signals, self._link, self._on_stop = rank, world, signals, link, on_stop
+        self._frozen = self._decided = self._published_stop = self._published_begun = False
+        self._on_stop_task = SingleTask("nxtrain-note")
 
     @property
     def pause_s(self) -> float | None:
-        """How soon to look again; None: there is no hurry."""
+        """Seconds until the next poll; None: the usual pause is enough."""
         return SOON_S + self._world * SOON_S_PER_RANK if self._frozen and not self._decided else None
 
     def look(self, *, due: bool) -> None:
-        """Hear of a stop, say how far this rank is, and learn what was decided.
+        """Poll for a stop, publish the last begun step of this rank, and read the agreed last step.
 
         Args:
-            due: Also ask what others want, which is not done all the time: many ranks ask one store.
+            due: Also read the other ranks' requests, which is rare, since many ranks read one store.
         """
         if self._decided:
             return
@@ -117,40 +117,41 @@ class StopCoordinator:
             if self._signals.asked:
                 self._freeze(self._signals.asked)
                 self._decide(self.gate.freeze())
-                self._note()
+                self._report_stop()
             return
         try:
             if self._link.board is not None:
-                self._meet(self._link.board, due=due)
+                self._agree(self._link.board, due=due)
             elif (self._signals.asked or self._frozen) and self._link.lost_s > GIVE_UP_S:
-                self.gate.freeze()  # what the others do is unknown, so that no step can be agreed upon
+                self.gate.freeze()  # the other ranks' steps are unknown, so no last step can be agreed upon
                 self.gate.lose("the store in which the ranks met does not answer")
                 self._decided = True
         except RuntimeError:
             self._link.lose()
 
     def leave(self, board: HeartbeatStore) -> None:
-        """Say that this rank begins no other step, since its run has ended well."""
-        if not self._told_begun:
+        """Publish that this rank begins no other step, since its run has ended well."""
+        if not self._published_begun:
             board.say_begun(self.gate.freeze())
 
-    def _meet(self, board: HeartbeatStore, *, due: bool) -> None:
+    def _agree(self, board: HeartbeatStore, *, due: bool) -> None:
+        """Exchange requests, begun steps and the last step with the other ranks."""
         asked = self._signals.asked
-        if asked and not self._told_asked:
+        if asked and not self._published_stop:
             board.ask_stop(f"{asked} at rank {self._rank}")
-            self._told_asked = True
-        if self._told_begun:
+            self._published_stop = True
+        if self._published_begun:
             if (step := board.stop_step()) is not None:
                 self._decide(step)
-            elif words := board.failure():
-                self.gate.lose(words)
+            elif failure := board.failure():
+                self.gate.lose(failure)
             return
-        if not self._frozen and (self._told_asked or due) and board.calls() and (why := board.stop_asked()):
+        if not self._frozen and (self._published_stop or due) and board.calls() and (why := board.stop_asked()):
             self._freeze(why)
         if self._frozen:
             board.say_begun(self.gate.freeze())
-            self._told_begun = True
-            self._note()
+            self._published_begun = True
+            self._report_stop()
 
     def _freeze(self, why: str) -> None:
         self._frozen = True
@@ -162,6 +163,6 @@ class StopCoordinator:
         self.gate.decide(step)
         self._decided = True
 
-    def _note(self) -> None:
-        """Let it be noted now: a run that is killed before its step ends was stopped, and has not failed."""
-        self._noting.start(lambda: self._told(self.why))
+    def _report_stop(self) -> None:
+        """Report the stop at once: a run killed before its step ends was stopped, and has not failed."""
+        self._on_stop_task.start(lambda: self._on_stop(self.why))

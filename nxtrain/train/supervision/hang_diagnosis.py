@@ -1,4 +1,4 @@
-"""Who causes a hang, from what all ranks were doing."""
+"""Diagnosis of a hang: the ranks that cause it, from the heartbeats of all ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from nxtrain.distributed.heartbeats import Beat, HeartbeatStore
 from nxtrain.distributed.host_group import spans
 
 SHOWN = 4
-"""Ranks whose doings a message tells."""
+"""Number of ranks whose state a message shows."""
 
 WAITING = ("/torch/distributed/", "/nxtrain/distributed/", "/nxtrain/backends/")
-"""Folders of the code in which a rank waits for others, or for a device that does."""
+"""Folders of the code in which a rank waits for other ranks, or for a device that waits for them."""
 
 OURS = ("/nxtrain/", "/models/")
 
 GATE = "/nxtrain/train/supervision/coordinated_stop.py"
-"""Where a rank waits for the others' word, in functions of Python's own."""
+"""File whose functions wait for the other ranks' agreement inside Python's `threading`."""
 
 
 def waits(frame: FrameType | None) -> bool:
-    """Whether a thread waits for other ranks, as far as its innermost function tells."""
+    """True if the innermost function of a thread waits for other ranks."""
     if frame is None:
         return False
     if any(folder in frame.f_code.co_filename for folder in WAITING):
@@ -34,7 +34,7 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def point(frame: FrameType | None) -> str:
-    """Where a thread is: its innermost function, and the innermost of ours if that is another."""
+    """Position of a thread: its innermost function, and the innermost function of this project if it is another."""
     if frame is None:
         return ""
     inner, ours = frame, frame
@@ -50,18 +50,18 @@ def _place(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def agree(board: HeartbeatStore, beat: Beat, world: int, words: Callable[[int], str], limit: str) -> str:
-    """Say that the run hangs, and find with all ranks that still live who causes it; the first to say so judges.
+def agree(board: HeartbeatStore, beat: Beat, world: int, rank_name: Callable[[int], str], limit: str) -> str:
+    """Declare a hang, and agree with all responsive ranks on its cause; the first rank to declare it is the judge.
 
     Args:
-        board: Where the ranks meet.
-        beat: What this rank does.
-        world: How many there are.
-        words: Names a rank.
-        limit: Name and value of the time that a rank has.
+        board: Store of the ranks' heartbeats.
+        beat: Heartbeat of this rank.
+        world: Number of ranks.
+        rank_name: Name of a rank in messages.
+        limit: Name and value of the time limit.
 
     Returns:
-        The verdict; empty if the rank that judges does not get to it.
+        The verdict; empty if the judge does not publish one.
 
     Raises:
         RuntimeError: The store is gone.
@@ -72,28 +72,28 @@ def agree(board: HeartbeatStore, beat: Beat, world: int, words: Callable[[int], 
         return board.verdict()
     found = board.answers()
     silent = set(range(world)) - found.keys()
-    verdict = judge(found, silent, board.last_beats(silent), words, limit)
+    verdict = judge(found, silent, board.last_beats(silent), rank_name, limit)
     board.judge(verdict)
     return verdict
 
 
 def judge(
-    found: Mapping[int, Beat], silent: Set[int], last: Mapping[int, Beat], words: Callable[[int], str], limit: str
+    found: Mapping[int, Beat], silent: Set[int], last: Mapping[int, Beat], rank_name: Callable[[int], str], limit: str
 ) -> str:
-    """Say in words who keeps the others waiting.
+    """Verdict of a hang: the ranks that keep the others waiting.
 
     Args:
-        found: What each rank does that gave a sign of life.
-        silent: Those that gave none.
-        last: What these said before.
-        words: Names a rank.
-        limit: Name and value of the time that a rank has.
+        found: Heartbeat of each rank that answered.
+        silent: Ranks that did not answer.
+        last: Last heartbeats of the silent ranks before the hang.
+        rank_name: Name of a rank in messages.
+        limit: Name and value of the time limit.
     """
     late = f"did not come within {limit} seconds"
     if silent:
-        told = ", ".join(_names(sorted(silent), words))
+        named = ", ".join(_names(sorted(silent), rank_name))
         seen = "; ".join(f"rank {rank} was last in {last[rank]}" for rank in sorted(last)[:SHOWN])
-        return f"{told} {late} and gives no sign of life: the process is stopped, or something holds Python's lock" + (
+        return f"{named} {late} and gives no sign of life: the process is stopped, or something holds Python's lock" + (
             f"; {seen}" if seen else ""
         )
     busy = {rank: beat for rank, beat in found.items() if not beat.waits} or found
@@ -102,8 +102,8 @@ def judge(
     doing = "; ".join(f"rank {rank} is in {busy[rank]}" for rank in behind[:SHOWN])
     if len(behind) == len(found) > 1:
         return f"all ranks wait for each other, and none {late}: {doing}"
-    return f"{', '.join(_names(behind, words))} {late}: {doing}"
+    return f"{', '.join(_names(behind, rank_name))} {late}: {doing}"
 
 
-def _names(ranks: list[int], words: Callable[[int], str]) -> list[str]:
-    return [words(rank) for rank in ranks] if len(ranks) <= SHOWN else [f"ranks {spans(ranks)}"]
+def _names(ranks: list[int], rank_name: Callable[[int], str]) -> list[str]:
+    return [rank_name(rank) for rank in ranks] if len(ranks) <= SHOWN else [f"ranks {spans(ranks)}"]

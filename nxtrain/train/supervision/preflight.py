@@ -1,4 +1,4 @@
-"""What would end a run only after hours is looked for before its first step."""
+"""Checks before the first step for problems that would end a run hours later: folder, clock and disk space."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
 BUILT = 1735689600.0
-"""2025-01-01: no clock that is set shows less."""
+"""2025-01-01: a clock that shows less is not set."""
 
 TOLERATED_S = 7 * 86400.0
-"""A clock may have jumped a day ahead, and been set back since; one that is not set is years behind."""
+"""Tolerance for a clock that was ahead and has been set back since; an unset clock is years behind."""
 
 
 def check_folder(folder: Path) -> None:
-    """Hold the folder of a run, and the clock, to what a run needs; on the leader.
+    """Check on the leader that the run's folder can be written and that the clock is set.
 
     Raises:
         BackendError: The clock is not set.
@@ -32,7 +32,7 @@ def check_folder(folder: Path) -> None:
             file.write(b"\n")
     except OSError as error:
         raise CheckpointError(f"run.dir={folder} cannot be written: {error}. Use another run.dir") from error
-    # What this start has made itself, such as its lock, is as young as its clock says.
+    # A file that this start created itself, such as its lock, is stamped with the same clock.
     now, written = time.time(), max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
     if now < BUILT or now < written - TOLERATED_S:
         shown, there = (time.strftime("%Y-%m-%d %H:%M", time.gmtime(at)) for at in (now, written))
@@ -40,7 +40,7 @@ def check_folder(folder: Path) -> None:
 
 
 def checkpoint_bytes(state: TrainState) -> int:
-    """What one checkpoint of the whole model takes: weights, and the optimizer's state."""
+    """Size in bytes of one checkpoint of the whole model: weights and optimizer state."""
     per_param = 0
     for tensors in shards_of(state).values():
         sizes = [tensor.element_size() for tensor in tensors.values()]
@@ -49,13 +49,13 @@ def checkpoint_bytes(state: TrainState) -> int:
 
 
 def check_space(folder: Path, state: TrainState) -> None:
-    """Hold the disk of a run to what its next checkpoint takes; on the leader.
+    """Check on the leader that the disk of a run has room for its next checkpoint.
 
     Raises:
-        CheckpointError: There is less.
+        CheckpointError: The free space is less than one checkpoint.
     """
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(state)
-    # File systems of clusters may tell no size at all.
+    # File systems of clusters may report no size at all.
     if os.statvfs(folder).f_blocks and free < needed:
         raise CheckpointError(
             f"run.dir={folder} has {free / 1e9:.2f} GB free, and one checkpoint takes {needed / 1e9:.2f} GB. Free "

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: two would replace and delete each other's checkpoints."""
+"""Lock that allows one run at a time in a folder: two runs would replace and delete each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from nxtrain.errors import BackendError, RestartError
 from nxtrain.run_folder import LOCK_FILE
 
 ENDING_S = 5.0
-"""For one on this machine, which may be about to end."""
+"""Wait for a holder on this machine, which may be about to end."""
 
 DYING_S = 60.0
-"""For one on this machine whose place this takes: what was killed may still free memory, or wait for a disk."""
+"""Wait of a restart for a holder on this machine: the killed start may still free memory, or wait for a disk."""
 
 AWAY_S = 100.0
-"""For one on another machine: if that is gone, a server of NFS 4 gives its locks back after 90 seconds."""
+"""Wait for a holder on another machine: an NFS 4 server releases the locks of a lost client after 90 seconds."""
 
 _LOOK_S = 0.2
 
 
 @contextmanager
 def only_run(
-    folder: Path, say: Callable[[str], None], *, restarted: bool = False, most_s: float = AWAY_S
+    folder: Path, print_line: Callable[[str], None], *, restarted: bool = False, most_s: float = AWAY_S
 ) -> Iterator[None]:
-    """Hold the folder of a run, within this context; the system lets it go when this process ends, however it does.
+    """Lock the folder of a run within this context; the system releases the lock when this process ends in any way.
 
     Args:
-        folder: Of the run.
-        say: Takes lines for people.
-        restarted: This start takes the place of one that failed.
-        most_s: Seconds to wait at most: other ranks wait for this one.
+        folder: Folder of the run.
+        print_line: Prints a line for the user.
+        restarted: This start replaces one that failed.
+        most_s: Most seconds to wait, since other ranks wait for this one.
 
     Raises:
-        BackendError: Another run holds it.
-        RestartError: The same, and it may be what is left of the start before.
+        BackendError: Another run holds the lock.
+        RestartError: The lock is held, possibly by a process of the failed start that `restarted` replaces.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = _open(folder / LOCK_FILE)
-    except OSError:  # a folder that cannot be written is told by those who write more
+    except OSError:  # a folder that cannot be written is reported by later checks
         yield
         return
     try:
-        if _take(file, folder, say, restarted=restarted, most_s=most_s):
+        if _take(file, folder, print_line, restarted=restarted, most_s=most_s):
             content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n"
-            with suppress(OSError):  # somebody else's file is locked all the same
+            with suppress(OSError):  # another user's read-only file is locked all the same
                 os.ftruncate(file, 0)
                 os.pwrite(file, content.encode(), 0)
         yield
@@ -62,13 +62,13 @@ def only_run(
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # it is another member's of a team
+    except PermissionError:  # the file belongs to another member of a team
         return os.open(path, os.O_RDONLY)
 
 
-def _take(file: int, folder: Path, say: Callable[[str], None], *, restarted: bool, most_s: float) -> bool:
-    """Whether the file is locked now; a file system that knows no locks is no reason to refuse a run."""
-    began, told = time.monotonic(), False
+def _take(file: int, folder: Path, print_line: Callable[[str], None], *, restarted: bool, most_s: float) -> bool:
+    """Lock the file, and return False on a file system without locks, which is no reason to refuse a run."""
+    began, announced = time.monotonic(), False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,17 +85,19 @@ def _take(file: int, folder: Path, say: Callable[[str], None], *, restarted: boo
                     f"run.dir={folder} is in use by {holder}, and two runs would destroy each other's checkpoints. "
                     f"Wait for that one, end it, or use another run.dir; where it is surely gone, remove {lock}"
                 ) from error
-            if not told:
-                say(f"run.dir={folder} is in use by {holder}; this run waits up to {limit_s:.0f} s for its end")
-            told = True
+            if not announced:
+                print_line(f"run.dir={folder} is in use by {holder}; this run waits up to {limit_s:.0f} s for its end")
+            announced = True
             time.sleep(_LOOK_S)
         except OSError as error:
-            say(f"WARNING: run.dir={folder} cannot be locked: {error.strerror}; see to it that no other run uses it")
+            print_line(
+                f"WARNING: run.dir={folder} cannot be locked: {error.strerror}; see to it that no other run uses it"
+            )
             return False
 
 
 def _holder(file: int) -> tuple[str, int]:
-    """Host and process that hold the lock; empty and 0 if they have not said so."""
+    """Host and process id of the lock's holder; empty and 0 if the file does not contain them."""
     try:
         content = json.loads(os.pread(file, 4096, 0))
         return str(content["host"]), int(content["pid"])

@@ -1,4 +1,4 @@
-"""Which rank is slower than its peers, from the host seconds that each spends on its own work."""
+"""Detection of ranks slower than their peers, from the host seconds that each spends on its own work."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nxtrain.distributed.heartbeats import Beat
 
 FACTOR = 1.5
 MARGIN_S = 0.010
-"""Per step: less is within what machines differ by anyway."""
+"""Seconds per step within which equal machines differ."""
 STEPS = 10
-"""Over which ranks are compared, at least."""
+"""Smallest number of steps over which ranks are compared."""
 
 
 class Stragglers:
-    """Compares the beats of all ranks, and tells each change once.
+    """Comparison of the heartbeats of all ranks; each change is reported once.
 
     Args:
-        stages: Pipeline stage of each rank; those of other stages have other work.
+        stages: Pipeline stage of each rank; only ranks of the same stage have equal work.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -30,7 +30,7 @@ class Stragglers:
         self._slow: set[int] = set()
 
     def tell(self, beats: Mapping[int, Beat]) -> Iterator[str]:
-        """Take the newest beats, and say what has changed, in words."""
+        """Take the newest heartbeats, and yield a line for each rank that became slow or recovered."""
         rates = {rank: rate for rank, beat in beats.items() if (rate := self._rate(rank, beat))}
         for ranks in self._peers.values():
             if len(ranks) > 1 and all(rank in rates for rank in ranks):
@@ -39,7 +39,7 @@ class Stragglers:
     def _compare(self, rates: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
         usual = median_low([sum(rate.values()) for rate in rates.values()])
         for rank, rate in rates.items():
-            # Who is slow already must come nearer to the others, so that nobody is told to and fro.
+            # Hysteresis: a slow rank must come nearer to the others before it counts as recovered.
             share = 0.5 if rank in self._slow else 1.0
             slow = sum(rate.values()) - usual > share * max((FACTOR - 1) * usual, MARGIN_S)
             if slow and rank not in self._slow:
@@ -55,7 +55,7 @@ class Stragglers:
                 yield f"rank {rank} is as fast as the others again"
 
     def _rate(self, rank: int, beat: Beat) -> dict[str, float]:
-        """Seconds per step in each section, over the last steps; empty if there are too few."""
+        """Seconds per step in each section, over the last steps; empty if the steps are too few."""
         seen = self._seen[rank]
         seen.append(beat)
         while len(seen) > 1 and beat.step - seen[1].step >= STEPS:

@@ -31,67 +31,67 @@ from nxtrain.train.supervision.stragglers import Stragglers
 
 
 class RestoreProgress:
-    """What came of a checkpoint, or went to its mirror, at this rank and at those for which it waits.
+    """Progress of a restore: bytes transferred by this rank and, through the store, by all others.
 
     Args:
-        here: Tells the bytes that this process has received or sent.
+        here: Returns the number of bytes that this process has received or sent.
 
     Attributes:
-        at: When something came last.
+        at: Time of the last progress.
     """
 
     def __init__(self, here: Callable[[], int]) -> None:
         self._here = here
-        self._seen = self._told = self._all = 0
+        self._seen = self._shared = self._all = 0
         self.at = time.monotonic()
 
     def look(self) -> None:
-        """Look what came to this process."""
+        """Poll the bytes of this process."""
         if (seen := self._here()) != self._seen:
             self._seen, self.at = seen, time.monotonic()
 
     def share(self, board: HeartbeatStore) -> None:
-        """Tell the other ranks, and hear of them."""
-        new = self._seen - self._told
+        """Publish the new bytes of this rank, and read the sum of all ranks."""
+        new = self._seen - self._shared
         together = board.advance(new)
-        self._told += new
+        self._shared += new
         if together != self._all:
             self._all, self.at = together, time.monotonic()
 
 
 TICK_S = 0.25
-"""Between looks at this rank."""
+"""Pause between checks of this rank."""
 
 SLOWEST_BEAT_S, FASTEST_BEAT_S, BEATS = 10.0, 0.5, 180
-"""Between looks at the others: so often within the limit, so that thousands of ranks do not trouble the store."""
+"""Longest and shortest pause between heartbeats, and their number per limit: thousands of ranks share one store."""
 
 COMPILE_PATIENCE = 4.0
-"""Times the limit for the start and for work that may still compile, on devices that compile whole steps."""
+"""Factor of the limit for the start and for work that may still compile, on devices that compile whole steps."""
 
 FILES_S = 5.0
-"""For what is written when a run hangs, which a disk may be the cause of."""
+"""Limit for each file written at a hang, since a disk may be its cause."""
 
 RESTORE = "restore"
-"""The section in which bytes that come, to whichever rank, are as good as steps: a slow store is no hang."""
+"""Section in which bytes transferred by any rank count as progress: a slow store is no hang."""
 
 TIMED = {"data", "training"}
-"""What all ranks of a stage do alike in each step, so that it can be compared."""
+"""Sections that are equal work on all ranks of a stage, so their times can be compared."""
 
 
 class Watchdog:
-    """Watches this rank, and with the others' watchdogs the run; as a context.
+    """Watchdog of this rank and, together with the other ranks' watchdogs, of the run; as a context.
 
     Args:
         backend: This rank's device, open.
         hang_timeout_s: Seconds without progress after which the run counts as hung.
         logs: Folder for stacks.
-        signals: What this process was asked for.
+        signals: Stop signals that this process has received.
 
     Attributes:
-        gate: Before each step.
-        on_hang: Is called with the verdict before the process ends.
-        on_stop: Is called with the reason once the run is to stop.
-        on_tick: Is called all the time, if there is one.
+        gate: Gate before each step.
+        on_hang: Called with the verdict before the process ends.
+        on_stop: Called with the reason once the run is to stop.
+        on_tick: Called repeatedly in a thread of its own; None: nothing is called.
     """
 
     def __init__(self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals) -> None:
@@ -100,17 +100,17 @@ class Watchdog:
         self.on_tick: Callable[[], None] | None = None
         self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
         self._link = HeartbeatLink(backend.board())
-        self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._tell_stop)
+        self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._report_stop)
         self.gate = self._stop.gate
         self._ticking = SingleTask("nxtrain-tick")
-        self._words: Callable[[int], str] = "rank {}".format
+        self._rank_name: Callable[[int], str] = "rank {}".format
         self._compiles = backend.compiler is None
         self._stragglers: Stragglers | None = None
         self._times: Counter[str] = Counter()
         self._spent: dict[str, float] = {}
         self._at = (0, "start", time.monotonic(), 0.0)
         self._received = RestoreProgress(transferred)
-        self._limited = not backend.extracts  # whose whole run is one compilation
+        self._limited = not backend.extracts  # a run that extracts graphs is one long compilation
         self._late = self._hanging = False
         self._ended = threading.Event()
         self._next_beat = 0.0
@@ -122,16 +122,16 @@ class Watchdog:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this process was asked to stop, whatever comes of it."""
+        """True if this process received a stop signal, even if the run goes on to its end."""
         return bool(self._signals.asked)
 
     @property
     def stopped_by(self) -> str:
-        """Which signal, at which rank; empty: none."""
+        """The signal that stops the run, and its rank; empty: none."""
         return self._stop.why
 
     def enter(self, step: int, section: str) -> None:
-        """Note what the main thread does now; costs two looks at clocks."""
+        """Record the step and section of the main thread; costs two clock reads."""
         now, waited = time.monotonic(), self._backend.waited_s()
         _, before, since, waited_before = self._at
         if before in TIMED:
@@ -141,14 +141,14 @@ class Watchdog:
             self._times[section] += 1
         self._at = (step, section, now, waited)
 
-    def lay_out(self, words: Callable[[int], str], stages: Sequence[int]) -> None:
-        """Learn how ranks are named, and which work alike.
+    def lay_out(self, rank_name: Callable[[int], str], stages: Sequence[int]) -> None:
+        """Set the names of the ranks and their pipeline stages.
 
         Args:
-            words: Names a rank.
-            stages: Pipeline stage of each.
+            rank_name: Name of a rank in messages.
+            stages: Pipeline stage of each rank.
         """
-        self._words = words
+        self._rank_name = rank_name
         if self._backend.rank == 0:
             self._stragglers = Stragglers(stages)
 
@@ -165,10 +165,10 @@ class Watchdog:
             self._end()
 
     def _yield_to(self, error: Exception) -> None:
-        """Leave the end of the run to the main thread, unless it is a hang, of which the watchdogs tell more.
+        """Let the main thread end the run, except for hangs, which the watchdog reports with more detail.
 
         Args:
-            error: What ended the run here. If it is a hang, this does not return where ranks share a store.
+            error: Error that ended the run here. For a hang this does not return, if the ranks share a store.
         """
         board = self._link.board
         if board is not None and self._thread.is_alive():
@@ -184,7 +184,7 @@ class Watchdog:
         self._end()
 
     def _close(self) -> None:
-        """End, after a run that ended well; the other ranks need not wait for this one."""
+        """End the watch after a run that ended well; the other ranks need not wait for this one."""
         self._end()
         if (board := self._link.board) is not None:
             try:
@@ -196,7 +196,7 @@ class Watchdog:
     def _end(self) -> None:
         self._ended.set()
         self._signals.news.set()
-        self._thread.join(3 * PATIENCE_S)  # unless the screen keeps it waiting, or the store more than once
+        self._thread.join(3 * PATIENCE_S)  # a blocked terminal, or a store that is slow more than once, may delay it
         stacks.dismiss()
 
     def _run(self) -> None:
@@ -215,24 +215,24 @@ class Watchdog:
                 self._signals.news.wait(self._pause())
                 self._signals.news.clear()
         finally:
-            stacks.dismiss()  # nobody would put the end off any more
+            stacks.dismiss()  # without this thread nothing would postpone the hard exit any more
 
     def _try(self, duty: Callable[[], None]) -> None:
-        """Do a part of the watch; what it fails of, such as a thread that cannot be started, keeps it from no other."""
+        """Run one duty of the watch; its failure, such as a thread that cannot start, does not stop the others."""
         try:
             duty()
         except Exception as error:
             if self._hanging:
                 say(f"error: rank {self._backend.rank}: the run hangs; the watch fails too: {error}")
                 os._exit(HangError.exit_code)
-            told = f"{type(error).__name__}: {error}"
-            if told not in self._failures:
-                self._failures.add(told)
-                say(f"warning: rank {self._backend.rank}: a part of its watch failed, and is tried again: {told}")
+            failure = f"{type(error).__name__}: {error}"
+            if failure not in self._failures:
+                self._failures.add(failure)
+                say(f"warning: rank {self._backend.rank}: a part of its watch failed, and is tried again: {failure}")
 
     def _put_off_end(self) -> None:
         if self._limited:
-            stacks.end_in(self._limit() + 2.0)  # a rank that holds Python's lock, after the others have named it
+            stacks.end_in(self._limit() + 2.0)  # ends a rank that holds Python's lock, after the others have named it
 
     def _look_at_agent(self) -> None:
         if self._agent is not None and os.getppid() != self._agent:
@@ -254,7 +254,7 @@ class Watchdog:
     def _pause(self) -> float:
         if (soon_s := self._stop.pause_s) is not None:
             return soon_s
-        # Not after the limit but at it, and so before a collective gives up that began later.
+        # Wake exactly at the limit, before a collective that began later times out.
         return min(TICK_S, max(0.01, self._limit() - self._age()))
 
     def _age(self) -> float:
@@ -269,12 +269,12 @@ class Watchdog:
     def _beat(self) -> Beat:
         step, section, *_ = self._at
         frame = sys._current_frames().get(self._main)
-        # A main thread whose own wait has come to its end waits for this thread to tell.
+        # After its own timeout the main thread waits for this thread's report.
         idle = self._late or waits(frame)
         return Beat(step, section, self._age(), waits=idle, point=point(frame), spent=self._spent)
 
     def _look_at_others(self) -> None:
-        """Say what this rank does, and hear what others want; more often as the end of the limit comes near."""
+        """Publish this rank's heartbeat and read the other ranks' state, more often near the end of the limit."""
         if time.monotonic() < self._next_beat:
             return
         slow_s = min(SLOWEST_BEAT_S, max(1.0, self._limit_s / BEATS))
@@ -293,28 +293,28 @@ class Watchdog:
                     say(line)
             if self._limited and board.calls() and board.hang_declared():
                 self._hang()
-        except RuntimeError:  # slow, or gone with its rank, and that will be noticed
+        except RuntimeError:  # the store is slow, or gone with its rank, and a lost rank is noticed elsewhere
             self._link.lose()
 
-    def _tell_stop(self, why: str) -> None:
+    def _report_stop(self, why: str) -> None:
         self.on_stop(why)
 
     def _hang(self) -> None:
-        """End the process: all ranks dump their stacks, the first to find the hang says who causes it."""
+        """End the process: all ranks dump their stacks, and the first to find the hang names its cause."""
         self._hanging = True
         beat = self._beat()
         stacks.show()
-        stacks.end_in(4 * PATIENCE_S + 2 * FILES_S)  # more than all that follows takes
+        stacks.end_in(4 * PATIENCE_S + 2 * FILES_S)  # longer than all of the following takes
         limit = f"recovery.hang_timeout_s={self._limit_s:g}"
         me = self._backend.rank
-        verdict = f"{self._words(me)} did not get on within {limit} seconds: {beat}"
-        with suppress(RuntimeError):  # the store went with its rank, and what is known here must do
+        verdict = f"{self._rank_name(me)} did not get on within {limit} seconds: {beat}"
+        with suppress(RuntimeError):  # the store went with its rank, so this rank's own verdict stands
             if (board := self._link.board) is not None:
-                verdict = agree(board, beat, self._backend.world, self._words, limit) or verdict
+                verdict = agree(board, beat, self._backend.world, self._rank_name, limit) or verdict
         call_with_timeout(FILES_S, self._dump)
         call_with_timeout(FILES_S, lambda: self.on_hang(verdict))
         say(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
-        with suppress(OSError, ValueError):  # whoever read it may be gone
+        with suppress(OSError, ValueError):  # the reader of the pipe may be gone
             sys.stdout.flush()
         os._exit(HangError.exit_code)
 
