@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/, and shorten the list of older docstring lines: `python scripts/write_docs.py`.
+"""Write the generated parts of docs/: `python scripts/write_docs.py`.
 
 docs/configuration.md gets its keys from the schema, docs/architecture.md its files from the docstrings of modules.
 """
@@ -13,16 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> None:
     """Write the pages that differ, and print their names."""
-    from tests.support.docstrings import OFFENDERS, allowed, pruned
     from tests.support.generated_docs import pages
 
     for path, text, wanted in pages():
         if text != wanted:
             path.write_text(wanted, encoding="utf-8")
             print(path)
-    if pruned() != allowed():
-        OFFENDERS.write_text("".join(f"{line}\n" for line in pruned()), encoding="utf-8")
-        print(OFFENDERS)
 
 
 if __name__ == "__main__":

@@ -404,7 +404,7 @@ class Backend(ABC):
         """Peak device memory of this rank in bytes; 0 if unknown."""
         return 0
 
-    def board(self) -> HeartbeatStore | None:
+    def heartbeat_store(self) -> HeartbeatStore | None:
         """Heartbeat store of the ranks, independent of collectives; None if the run has none."""
         return None
 

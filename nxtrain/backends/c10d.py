@@ -79,7 +79,7 @@ class C10dBackend(Backend):
     def device_mesh(self, mesh: Mesh) -> DeviceMesh:
         return self.collectives.device_mesh(self.device.type, mesh)
 
-    def board(self) -> HeartbeatStore | None:
+    def heartbeat_store(self) -> HeartbeatStore | None:
         return HeartbeatStore(self._store, self.rank, self.world) if self._store is not None else None
 
     def waited_s(self) -> float:

@@ -85,7 +85,7 @@ class Mirror:
             if (checkpoint / name).exists():
                 self.store.put(f"{_folder(step)}/{name}", content_of(checkpoint / name))
 
-    def put_aside(self, step: int) -> str:
+    def quarantine(self, step: int) -> str:
         """Quarantine a damaged checkpoint, so that no start resumes from it; return its place."""
         self._rename(step, directory.META, _CORRUPT)
         return str(self.place(step))

@@ -105,7 +105,7 @@ class ResumePlanner:
             )
         self._print_lines(f"WARNING: {error}; it is written anew" for error in records.damaged)
         if self.own:
-            self._report_abandoned(records.put_aside_missed(), "the run went back where this was not seen")
+            self._report_abandoned(records.abandon_missed(), "the run went back where this was not seen")
         elif has_returned:  # by an earlier start with the same request, which a restart must not take for this one's
             known = len(records.newest.returns)
             records.add(Rewind(told="", job=self._job))
@@ -134,7 +134,7 @@ class ResumePlanner:
             )
         return self._chosen
 
-    def put_aside(self, found: Found, error: DamagedError) -> str:
+    def quarantine(self, found: Found, error: DamagedError) -> str:
         """Quarantine a damaged checkpoint, and return a description for people.
 
         A checkpoint that cannot be read at all keeps its name, and the previous one is tried. If that cannot be read
@@ -154,7 +154,7 @@ class ResumePlanner:
         self._mirrored.disk.on_each(
             lambda: directory.is_checkpoint(local) and directory.quarantine(local), self._mesh, self._group, failure
         )
-        by_leader(lambda: step in there.steps() and there.put_aside(step), self._mesh, self._group, failure)
+        by_leader(lambda: step in there.steps() and there.quarantine(step), self._mesh, self._group, failure)
         return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
 
     def begin(self) -> None:
@@ -167,9 +167,9 @@ class ResumePlanner:
         )
         gone = list[int]()
         if not self.own:  # a place that missed earlier rewinds keeps its checkpoints if the chosen one is among them
-            gone += self._records.put_aside_missed(on_disks=not in_folder, in_mirror=not in_mirror)
+            gone += self._records.abandon_missed(on_disks=not in_folder, in_mirror=not in_mirror)
             self._records.add(Rewind(told=self._resume, job=self._job, keeps=keeps))
-        gone += self._records.put_aside(keeps, damaged=not self.own)
+        gone += self._records.abandon(keeps, damaged=not self.own)
         where = self._chosen.place if self._chosen else "scratch"
         self._report_abandoned(sorted({*gone}), f"the run goes on from {where}")
         self._records.write()
@@ -340,7 +340,7 @@ class ResumePlanner:
                 held[step] = read_meta(there.place(step)).manifest_crc32
             except DamagedError as error:
                 unsteady.hold(error)
-                done = "it is passed over" if error.unread else f"{there.put_aside(step)} is put aside"
+                done = "it is passed over" if error.unread else f"{there.quarantine(step)} is put aside"
                 notes.append(f"{error}; {done}")
         return held, notes
 

@@ -149,13 +149,13 @@ class RewindLog:
         newest = fresh if self._is_new else max(known, key=lambda each: len(each.returns), default=fresh)
         self.newest = newest.model_copy(update={"run_dir": folder})
 
-    def put_aside_missed(self, *, on_disks: bool = True, in_mirror: bool = True) -> list[int]:
+    def abandon_missed(self, *, on_disks: bool = True, in_mirror: bool = True) -> list[int]:
         """Abandon the checkpoints of rewinds that a disk or the mirror has missed; returns their steps."""
         here = -1 if self._is_new else self._missed(self._here)
         there = self._missed(self._there)
         return self._abandon(here if on_disks else None, there if in_mirror else None, damaged=True)
 
-    def put_aside(self, after: int, *, damaged: bool) -> list[int]:
+    def abandon(self, after: int, *, damaged: bool) -> list[int]:
         """Abandon the checkpoints after a step, on all disks and in the mirror; returns their steps.
 
         Args:

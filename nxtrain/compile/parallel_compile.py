@@ -80,7 +80,7 @@ def compile_graphs(job: Job, num_workers: int, retries: int) -> Compiled:
         _await_others(job.cache, names)
         for verdict in job.cache.verify(names):
             if verdict.damage:
-                say(f"{verdict.key} was damaged, and is in quarantine: {verdict.damage}")
+                print_line(f"{verdict.key} was damaged, and is in quarantine: {verdict.damage}")
         lacking = {key: job.cache.entry(key) for key in names.keys() - job.cache.done()}
         if not lacking:
             shutil.rmtree(folder)
@@ -89,11 +89,11 @@ def compile_graphs(job: Job, num_workers: int, retries: int) -> Compiled:
             starved = num_killed() > killed_before or any(map(_was_killed, lacking.values()))
             num_workers = max(1, num_workers // 2) if starved else num_workers
             why = ", since compilers were killed, which is mostly for want of memory" if starved else ""
-            say(f"{len(lacking)} of {len(names)} graphs failed; once more, up to {num_workers} at a time{why}")
+            print_line(f"{len(lacking)} of {len(names)} graphs failed; once more, up to {num_workers} at a time{why}")
     raise BackendError(_report(names, lacking, outcome.log))
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line between those of the tool."""
     print(f"nxtrain compile: {line}", file=sys.stderr, flush=True)
 
@@ -110,16 +110,16 @@ class _Progress:
         line = f"{done} of {len(names)} graphs done" + (f", {failed} failed" if failed else "")
         if done + failed and line != self._told:
             self._told = line
-            say(f"{line}, {time.monotonic() - self._began:.0f} s")
+            print_line(f"{line}, {time.monotonic() - self._began:.0f} s")
 
 
 def _mend(cache: Cache) -> None:
     """Remove stale locks and failed entries, which would make the tool wait or skip."""
     cache.sweep()
     for key in cache.break_locks():
-        say(f"broke the lock of {key}, whose owner is gone")
+        print_line(f"broke the lock of {key}, whose owner is gone")
     for key in cache.quarantine_failed():
-        say(f"put {key} aside, which failed before")
+        print_line(f"put {key} aside, which failed before")
 
 
 def _refuse_failed_command(outcome: Outcome) -> None:
@@ -139,7 +139,7 @@ def _await_others(cache: Cache, names: Names) -> None:
     while locked := [key for key in names if (entry := cache.entry(key)) and entry.state is State.LOCKED]:
         if len(locked) != told:
             told = len(locked)
-            say(f"waiting for {told} graphs that another process has locked, such as {locked[0]}")
+            print_line(f"waiting for {told} graphs that another process has locked, such as {locked[0]}")
         time.sleep(_POLL_S)
     cache.break_locks()
 

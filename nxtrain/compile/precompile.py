@@ -16,7 +16,7 @@ from nxtrain.compile.compile_key import build_of
 from nxtrain.compile.entries import Key
 from nxtrain.compile.manifest import Graph, Manifest, manifest_file, read_manifest, stage_words, write_manifest
 from nxtrain.compile.memory import host_memory
-from nxtrain.compile.parallel_compile import Compiled, Job, compile_graphs, say
+from nxtrain.compile.parallel_compile import Compiled, Job, compile_graphs, print_line
 from nxtrain.compile.tool import TOOL, tool_argv
 from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.check import resolve_config
@@ -72,7 +72,7 @@ def precompile(
         print(replace(command, argv=tool_argv(TOOL, num_workers, Path("DIR"), command.argv), about=about))
         return
     tool = _find_tool()
-    say(f"up to {num_workers} graphs at a time: " + ("as --workers asks" if workers else str(memory)))
+    print_line(f"up to {num_workers} graphs at a time: " + ("as --workers asks" if workers else str(memory)))
     began = time.monotonic()
     env = {**os.environ, **command.env}
     cache = Cache(cache_folder(config.compile), grace_s=GRACE_S)
@@ -84,7 +84,7 @@ def precompile(
     graphs, new = f"{len(compiled.names)} graphs", len(compiled.seconds)
     if compiled.stages:
         graphs += f" of {stage_words(compiled.stages, config.parallel.pp)}"
-    say(f"all {graphs} are in {cache}, {new} of them new, after {time.monotonic() - began:.0f} s; see {file}")
+    print_line(f"all {graphs} are in {cache}, {new} of them new, after {time.monotonic() - began:.0f} s; see {file}")
 
 
 def retries_of(config: RunConfig, wanted: int) -> int:

@@ -156,12 +156,12 @@ class _Log:
 def _signals_raise() -> Iterator[None]:
     """Let the signals that end this process raise, so that what it started is ended first."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def exit_process(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     # What is ignored stays so: nohup lets a job outlive its terminal.
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in numbers}
+    before = {number: signal.signal(number, exit_process) for number in numbers}
     try:
         yield
     finally:

@@ -99,7 +99,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Cut the sequence over tp between the matrix products."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
-    """What is cut over dp: nothing, optimizer state, gradients too, parameters too, or those inside each node."""
+    """State that is sharded over dp: nothing, optimizer state, gradients too, parameters too, or those in a node."""
     shard_size: DerivedDegree = 0
     """With shard=hybrid, adjacent dp ranks that cut state between them; 0: those of one node."""
     bucket_mib: Size = 64
@@ -122,7 +122,7 @@ class TrainConfig(Section):
     micro_batch: Size = 1
     """Sequences per dp rank in one forward pass; the rest of the global batch is accumulated."""
     remat: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping: nothing, attention (from 8192 tokens MLPs too), whole blocks."""
+    """Activations that backward recomputes: nothing, attention (from 8192 tokens MLPs too), whole blocks."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out data; 0: never."""
     eval_batches: Size = 8
@@ -186,7 +186,7 @@ class DataConfig(Section):
     doc_mask: bool = False
     """Tokens attend only inside their own document."""
     shuffle: bool = True
-    """Rows in an order drawn from the seed, new each epoch; otherwise as they lie."""
+    """Rows in an order drawn from the seed, new each epoch; otherwise in the order of the file."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the documents that is held out for evaluation."""
 
@@ -205,11 +205,11 @@ class CheckpointConfig(Section):
     mirror: TextPlace = ""
     """Folder or `s3://bucket/prefix` that gets a copy of each checkpoint; run.dir may then be a disk of each node."""
     strict: bool = False
-    """A checkpoint that cannot be written ends the run; otherwise it is told, and training goes on."""
+    """A checkpoint that cannot be written ends the run; otherwise a line reports it, and training goes on."""
     resume: TextPlace = "auto"
     """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or a path or s3:// of one."""
     allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
-    """What may differ from the run that wrote the checkpoint: then the losses are no longer those of one run."""
+    """Differences allowed from the run that wrote the checkpoint; the losses are then not those of one run."""
 
 
 class BackendConfig(Section):
@@ -249,10 +249,10 @@ class CompileConfig(Section):
     torch_compile: bool = False
     """Compile each block with torch.compile, by inductor or TorchNeuron; PyTorch/XLA compiles whole steps anyway."""
     manifest: LocalPath = Path("compile_cache/manifests/{name}.json")
-    """What `nxtrain compile` compiled, for a run to hold itself to; `{name}` becomes run.name. A node that holds some
+    """List of the graphs that `nxtrain compile` compiled; `{name}` becomes run.name. A node that holds some
     pipeline stages only has a file for these, named `.stages-0` and so on before its ending."""
     on_miss: Literal["compile", "stop"] = "compile"
-    """What a run on Neuron devices does about a graph outside the manifest: compile it and warn, or end with code 5."""
+    """Reaction of a run on Neuron devices to a graph outside the manifest: compile and warn, or end with code 5."""
 
 
 class RecoveryConfig(Section):
@@ -261,19 +261,19 @@ class RecoveryConfig(Section):
     hang_timeout_s: Seconds = 1800.0
     """Seconds that a rank waits for the others, or gets no further itself, before the run counts as hung."""
     max_restarts: NonNegativeInt = 0
-    """Times that the launcher starts failed ranks again; counted anew when a run gets further than before."""
+    """Times that the launcher starts failed ranks again; the count restarts when a run gets further than before."""
     grace_s: Seconds = 300.0
-    """Seconds that the launcher leaves ranks that are asked to stop, to finish a step and save; then it kills them.
+    """Seconds in which ranks that are asked to stop may finish a step and save; then the launcher kills them.
     Half of it may go into a copy in checkpoint.mirror. A run that is done waits as long for one that is stuck."""
     max_same_step: NonNegativeInt = 3
     """Failures in a row after one and the same step, with which a run starts no more; 0: it always does."""
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """After a step whose loss or gradient is not finite, which updates nothing: end with code 6, go on, or end so that
-    ranks that are started again replay it from the newest checkpoint, which tells faults of machines from others."""
+    ranks that are started again replay it from the newest checkpoint, separating faults of machines from others."""
     vote_every: NonNegativeInt = 0
     """Steps between comparisons of all that several ranks hold alike, also done before each checkpoint; 0: never."""
     on_divergence: Literal["warn", "stop"] = "warn"
-    """When the gradient norm stays above three times its lowest: warn, or end with code 6."""
+    """Reaction to a gradient norm that stays above three times its lowest: warn, or end with code 6."""
 
 
 class RunConfig(Section):

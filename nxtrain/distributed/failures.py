@@ -45,7 +45,7 @@ class FirstFailure:
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("nxtrain/last_words", store)
 
-    def leave(self, text: str) -> str:
+    def publish(self, text: str) -> str:
         """Publish a failure unless another rank did before; return the first one."""
         first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", text).decode())
         return first or text
@@ -218,14 +218,14 @@ class FailureReporter:
         lost = loss(error)
         if lost is None:
             text = first_line(error)
-            failure.leave(text if text.startswith(me) else f"{me} failed: {type(error).__name__}: {text}")
+            failure.publish(text if text.startswith(me) else f"{me} failed: {type(error).__name__}: {text}")
             return error
         if isinstance(lost, HangError):
             return self._hung(lost)
         if lost.peer is None:
-            first = failure.await_first(SOON_S) or failure.leave(first_line(lost))
+            first = failure.await_first(SOON_S) or failure.publish(first_line(lost))
         else:
-            first = failure.leave(f"{self._words(lost.peer)} is gone")
+            first = failure.publish(f"{self._words(lost.peer)} is gone")
         if first in str(lost):
             return lost
         return LostPeerError(f"{first}\n{me} needs it, and ends too", lost.peer)
@@ -236,7 +236,7 @@ class FailureReporter:
         hangs = failure.who_hangs(self._rank, error.peer)
         if hangs is not None:
             limit = f"recovery.hang_timeout_s={self._hang_timeout_s:g}"
-            failure.leave(f"{self._words(hangs)} did not come within {limit} seconds")
+            failure.publish(f"{self._words(hangs)} did not come within {limit} seconds")
         if hangs is not None and hangs == error.peer:
             return error
         # Other ranks may detect the hang a little later, or wait for the hanging rank themselves.

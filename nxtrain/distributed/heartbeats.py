@@ -106,7 +106,7 @@ class HeartbeatStore:
         """Reason of the requested stop; empty: none is requested."""
         return self._text("stop/why")
 
-    def say_begun(self, step: int) -> None:
+    def publish_begun(self, step: int) -> None:
         """Publish the last step that this rank has begun; may be repeated.
 
         The last rank to publish sets the step after which all ranks stop.
@@ -180,16 +180,16 @@ class HeartbeatLink:
     """A heartbeat store, as long as it answers.
 
     Args:
-        board: The heartbeat store; None: the run has one rank, or no store.
+        store: The heartbeat store; None: the run has one rank, or no store.
 
     Attributes:
-        board: The heartbeat store; None while its connection is lost.
+        store: The heartbeat store; None while its connection is lost.
         is_alone: The run has no heartbeat store.
     """
 
-    def __init__(self, board: HeartbeatStore | None) -> None:
-        self.board = board
-        self.is_alone = board is None
+    def __init__(self, store: HeartbeatStore | None) -> None:
+        self.store = store
+        self.is_alone = store is None
         self._lost: HeartbeatStore | None = None
         self._lost_at = 0.0
         self._connecting = SingleTask("nxtrain-reach")
@@ -197,12 +197,12 @@ class HeartbeatLink:
     @property
     def lost_s(self) -> float:
         """Seconds since the connection was lost; 0 while it works."""
-        return time.monotonic() - self._lost_at if self._lost is not None and self.board is None else 0.0
+        return time.monotonic() - self._lost_at if self._lost is not None and self.store is None else 0.0
 
     def lose(self) -> None:
         """Give up the connection to the store, and open a new one: the store may have been slow only once."""
-        if self.board is not None:
-            self._lost, self.board, self._lost_at = self.board, None, time.monotonic()
+        if self.store is not None:
+            self._lost, self.store, self._lost_at = self.store, None, time.monotonic()
         self.reach()
 
     def reach(self) -> None:
@@ -210,7 +210,7 @@ class HeartbeatLink:
 
         def connect() -> None:
             with suppress(RuntimeError):  # tried again at the next beat
-                self.board = self._lost.again() if self._lost is not None else None
+                self.store = self._lost.again() if self._lost is not None else None
 
-        if self.board is None and self._lost is not None:
+        if self.store is None and self._lost is not None:
             self._connecting.start(connect)

@@ -35,7 +35,7 @@ class AgentRendezvous:
         return f"{self.host}:{self.port}"
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def announce_wait(self) -> Iterator[None]:
         """Print a message if the wait inside this context takes long."""
         timer = threading.Timer(LATE_S, self._print_wait)
         timer.daemon = True

@@ -170,7 +170,7 @@ class Agent(LocalElasticAgent):
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, DynamicRendezvousHandler):
             handler._bootstrap_store_info = None
-        with self.meeting.told():
+        with self.meeting.announce_wait():
             super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

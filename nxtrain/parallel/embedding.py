@@ -42,4 +42,4 @@ class VocabEmbedding(nn.Module):
         local = tokens - self.first[0]
         elsewhere = (local < 0) | (local >= self._piece.local_length)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self._tp.leave(found * (~elsewhere).unsqueeze(-1).to(found.dtype))
+        return self._tp.exit(found * (~elsewhere).unsqueeze(-1).to(found.dtype))

@@ -173,5 +173,5 @@ class RowLinear(SplitBackward):
     def forward(self, x: Tensor) -> Tensor:
         """(S, B, I/tp) to (S/tp, B, O)."""
         if self.postpone is not None:
-            return self._tp.leave(_SplitProduct.apply(x, self.weight.detach(), None, self.postpone))
-        return self._tp.leave(_product(x, self.weight, self._tp))
+            return self._tp.exit(_SplitProduct.apply(x, self.weight.detach(), None, self.postpone))
+        return self._tp.exit(_product(x, self.weight, self._tp))

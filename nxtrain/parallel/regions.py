@@ -95,7 +95,7 @@ class TensorParallel:
         function = _GatherSequence if self.sequence_parallel else _ReduceGradient
         return function.apply(x, self.comm, self.axis)  # type: ignore[no-any-return]
 
-    def leave(self, x: Tensor) -> Tensor:
+    def exit(self, x: Tensor) -> Tensor:
         """Sum the partial results of all ranks.
 
         Args:

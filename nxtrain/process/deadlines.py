@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from nxtrain.errors import HangError
 from nxtrain.process import stacks
-from nxtrain.process.stacks import HardExitTimer, say
+from nxtrain.process.stacks import HardExitTimer, print_line
 
 Opened = TypeVar("Opened")
 
@@ -70,7 +70,7 @@ def bounded(seconds: float, message: str, code: int) -> Iterator[None]:
 
     def watch() -> None:
         if not done.wait(seconds):
-            say(message)
+            print_line(message)
             stacks.show()
             with suppress(OSError, ValueError):  # the reader may be gone
                 sys.stdout.flush()

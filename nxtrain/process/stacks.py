@@ -127,7 +127,7 @@ def write(path: Path) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line without the lock of Python's stream, which another thread may hold for ever; errors are ignored."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())

@@ -221,7 +221,7 @@ def train_on(
                 stops=course.stops,
             )
             val_loss = trainer.run(meta.step)
-            recompiles.leave()
+            recompiles.end()
             course.close()
             checkpoints.close(alive=course.close, asked=lambda: watchdog is not None and watchdog.is_asked)
     except (DivergedError, RestartError) as ended:

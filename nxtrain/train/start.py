@@ -75,7 +75,7 @@ def start(
             if not resumption.own:
                 raise
             by_leader(partial(unsteady.hold, error), mesh, group, f"cannot load {checkpoint.place}")
-            print_line(f"{error}; {resumption.put_aside(checkpoint, error)}")
+            print_line(f"{error}; {resumption.quarantine(checkpoint, error)}")
         else:
             resumption.begin()
             if changed := changes(meta, fresh):

@@ -242,7 +242,7 @@ def gather_sequence(ranks: Ranks, rng: Random) -> Work:
 
 def scatter_sequence(ranks: Ranks, rng: Random) -> Work:
     """A sum, cut along the sequence."""
-    # `TensorParallel.leave` may overwrite it, but this one does not.
+    # `TensorParallel.exit` may overwrite it, but this one does not.
     return _region(ranks, rng, _ScatterSequence, ranks.scattered)
 
 

@@ -238,7 +238,7 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/parallel/regions.py": {
         "_ReduceSum.forward: comm.all_reduce(x)": (
-            "given: `TensorParallel.leave` overwrites it, and autograd knows (`mark_dirty`)"
+            "given: `TensorParallel.exit` overwrites it, and autograd knows (`mark_dirty`)"
         ),
     },
     "nxtrain/sharding.py": {

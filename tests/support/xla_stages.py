@@ -111,7 +111,7 @@ def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
             x = x.detach().requires_grad_()
             y = x
             for _ in range(pp.rank + 1):
-                y = y + regions.leave(torch.tanh(regions.enter(y) @ up) @ down)
+                y = y + regions.exit(torch.tanh(regions.enter(y) @ up) @ down)
             under_way.append((x, y))
             if pp.rank < pp.size - 1:
                 comm.start_send(y.detach(), pp, pp.rank + 1).wait()

@@ -43,7 +43,7 @@ def play(backend: CompilingBackend, work: Iterable[tuple[Work, int, int]], limit
     for kind, step, new in work:
         recompiles.enter(step, kind)
         backend.compiled += new
-    recompiles.leave()
+    recompiles.end()
     return out.getvalue()
 
 

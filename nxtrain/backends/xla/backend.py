@@ -263,7 +263,7 @@ class XlaBackend(Backend):
             graph = hash_of(computed) if computed else ""
             self._hosts.compare(f"{self._compared}, graph {self._num_compared}", graph)
 
-    def board(self) -> HeartbeatStore | None:
+    def heartbeat_store(self) -> HeartbeatStore | None:
         if self._hosts is None:
             return None
         return HeartbeatStore(dist.distributed_c10d._get_default_store(), self.rank, self.world)

@@ -43,13 +43,13 @@ class Recompiles:
         Raises:
             BackendError: The previous work exceeded the limit of recompilations.
         """
-        self.leave()
+        self.end()
         self._work, self._step = work, step
         self._times[work] += 1
         if self._times[work] <= WARM_UP:
             self._backend.compare_graphs(str(self))
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """End the current work.
 
         Raises:

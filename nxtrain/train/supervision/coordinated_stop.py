@@ -14,7 +14,7 @@ from nxtrain.distributed.heartbeats import PATIENCE_S, HeartbeatLink, HeartbeatS
 from nxtrain.errors import LostPeerError
 from nxtrain.process.deadlines import SingleTask
 from nxtrain.process.signals import Signals
-from nxtrain.process.stacks import say
+from nxtrain.process.stacks import print_line
 
 SOON_S, SOON_S_PER_RANK = 0.05, 0.25e-3
 """Pause between polls for the agreed last step."""
@@ -120,8 +120,8 @@ class StopCoordinator:
                 self._report_stop()
             return
         try:
-            if self._link.board is not None:
-                self._agree(self._link.board, due=due)
+            if self._link.store is not None:
+                self._agree(self._link.store, due=due)
             elif (self._signals.asked or self._frozen) and self._link.lost_s > GIVE_UP_S:
                 self.gate.freeze()  # the other ranks' steps are unknown, so no last step can be agreed upon
                 self.gate.lose("the store in which the ranks met does not answer")
@@ -129,10 +129,10 @@ class StopCoordinator:
         except RuntimeError:
             self._link.lose()
 
-    def leave(self, board: HeartbeatStore) -> None:
+    def publish_finished(self, board: HeartbeatStore) -> None:
         """Publish that this rank begins no other step, since its run has ended well."""
         if not self._published_begun:
-            board.say_begun(self.gate.freeze())
+            board.publish_begun(self.gate.freeze())
 
     def _agree(self, board: HeartbeatStore, *, due: bool) -> None:
         """Exchange requests, begun steps and the last step with the other ranks."""
@@ -149,7 +149,7 @@ class StopCoordinator:
         if not self._frozen and (self._published_stop or due) and board.calls() and (why := board.stop_asked()):
             self._freeze(why)
         if self._frozen:
-            board.say_begun(self.gate.freeze())
+            board.publish_begun(self.gate.freeze())
             self._published_begun = True
             self._report_stop()
 
@@ -157,7 +157,7 @@ class StopCoordinator:
         self._frozen = True
         self.why = why
         if self._rank == 0:
-            say(f"{why}: the run stops at the end of this step; a second signal ends it at once")
+            print_line(f"{why}: the run stops at the end of this step; a second signal ends it at once")
 
     def _decide(self, step: int) -> None:
         self.gate.decide(step)

@@ -29,7 +29,7 @@ class Stragglers:
         self._seen: dict[int, deque[Beat]] = defaultdict(deque)
         self._slow: set[int] = set()
 
-    def tell(self, beats: Mapping[int, Beat]) -> Iterator[str]:
+    def changes(self, beats: Mapping[int, Beat]) -> Iterator[str]:
         """Take the newest heartbeats, and yield a line for each rank that became slow or recovered."""
         rates = {rank: rate for rank, beat in beats.items() if (rate := self._rate(rank, beat))}
         for ranks in self._peers.values():

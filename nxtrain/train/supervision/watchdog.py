@@ -23,7 +23,7 @@ from nxtrain.io.checksummed_file import transferred
 from nxtrain.process import stacks
 from nxtrain.process.deadlines import SingleTask
 from nxtrain.process.signals import Signals
-from nxtrain.process.stacks import say
+from nxtrain.process.stacks import print_line
 from nxtrain.train.health.recompiles import WARM_UP
 from nxtrain.train.supervision.coordinated_stop import StopCoordinator
 from nxtrain.train.supervision.hang_diagnosis import agree, point, waits
@@ -99,7 +99,7 @@ class Watchdog:
         self.on_stop: Callable[[str], None] = lambda why: None
         self.on_tick: Callable[[], None] | None = None
         self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
-        self._link = HeartbeatLink(backend.board())
+        self._link = HeartbeatLink(backend.heartbeat_store())
         self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._report_stop)
         self.gate = self._stop.gate
         self._ticking = SingleTask("nxtrain-tick")
@@ -170,7 +170,7 @@ class Watchdog:
         Args:
             error: Error that ended the run here. For a hang this does not return, if the ranks share a store.
         """
-        board = self._link.board
+        board = self._link.store
         if board is not None and self._thread.is_alive():
             hangs = isinstance(loss(error), HangError)
             try:
@@ -186,10 +186,10 @@ class Watchdog:
     def _close(self) -> None:
         """End the watch after a run that ended well; the other ranks need not wait for this one."""
         self._end()
-        if (board := self._link.board) is not None:
+        if (board := self._link.store) is not None:
             try:
                 board.answer(Beat(self._at[0], "end", 0.0, waits=True))
-                self._stop.leave(board)
+                self._stop.publish_finished(board)
             except RuntimeError:  # the store went with its rank
                 return
 
@@ -223,12 +223,14 @@ class Watchdog:
             duty()
         except Exception as error:
             if self._hanging:
-                say(f"error: rank {self._backend.rank}: the run hangs; the watch fails too: {error}")
+                print_line(f"error: rank {self._backend.rank}: the run hangs; the watch fails too: {error}")
                 os._exit(HangError.exit_code)
             failure = f"{type(error).__name__}: {error}"
             if failure not in self._failures:
                 self._failures.add(failure)
-                say(f"warning: rank {self._backend.rank}: a part of its watch failed, and is tried again: {failure}")
+                print_line(
+                    f"warning: rank {self._backend.rank}: a part of its watch failed, and is tried again: {failure}"
+                )
 
     def _put_off_end(self) -> None:
         if self._limited:
@@ -236,7 +238,7 @@ class Watchdog:
 
     def _look_at_agent(self) -> None:
         if self._agent is not None and os.getppid() != self._agent:
-            say(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
+            print_line(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
             os._exit(1)
 
     def _tick(self) -> None:
@@ -280,7 +282,7 @@ class Watchdog:
         slow_s = min(SLOWEST_BEAT_S, max(1.0, self._limit_s / BEATS))
         near = self._age() > min(0.5 * self._limit_s, self._limit_s - 2 * slow_s)
         self._next_beat = time.monotonic() + (FASTEST_BEAT_S if near else slow_s)
-        board = self._link.board
+        board = self._link.store
         if board is None:
             self._link.reach()
             return
@@ -289,8 +291,8 @@ class Watchdog:
             if self._at[1] == RESTORE:
                 self._received.share(board)
             if self._stragglers is not None:
-                for line in self._stragglers.tell(board.beats()):
-                    say(line)
+                for line in self._stragglers.changes(board.beats()):
+                    print_line(line)
             if self._limited and board.calls() and board.hang_declared():
                 self._hang()
         except RuntimeError:  # the store is slow, or gone with its rank, and a lost rank is noticed elsewhere
@@ -309,11 +311,11 @@ class Watchdog:
         me = self._backend.rank
         verdict = f"{self._rank_name(me)} did not get on within {limit} seconds: {beat}"
         with suppress(RuntimeError):  # the store went with its rank, so this rank's own verdict stands
-            if (board := self._link.board) is not None:
+            if (board := self._link.store) is not None:
                 verdict = agree(board, beat, self._backend.world, self._rank_name, limit) or verdict
         call_with_timeout(FILES_S, self._dump)
         call_with_timeout(FILES_S, lambda: self.on_hang(verdict))
-        say(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
+        print_line(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
         with suppress(OSError, ValueError):  # the reader of the pipe may be gone
             sys.stdout.flush()
         os._exit(HangError.exit_code)
@@ -322,4 +324,4 @@ class Watchdog:
         try:
             stacks.write(self._logs / f"hang-rank-{self._backend.rank}.txt")
         except OSError as error:
-            say(f"rank {self._backend.rank}: its stacks are not in {self._logs}: {error}")
+            print_line(f"rank {self._backend.rank}: its stacks are not in {self._logs}: {error}")

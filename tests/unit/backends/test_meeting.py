@@ -90,17 +90,17 @@ def test_the_last_to_say_what_it_has_begun_decides() -> None:
     assert boards[0].stop_asked() == "SIGTERM at rank 2"
     for board, begun in zip(boards, [4, 5, 4], strict=True):
         assert board.stop_step() is None
-        board.say_begun(begun)
+        board.publish_begun(begun)
     assert {board.stop_step() for board in boards} == {5}
 
 
 def test_who_says_it_again_over_a_new_connection_counts_once() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = (HeartbeatStore(store, rank, 2) for rank in range(2))
-    first.say_begun(4)
-    first.again().say_begun(4)
+    first.publish_begun(4)
+    first.again().publish_begun(4)
     assert first.stop_step() is None
-    second.say_begun(6)
+    second.publish_begun(6)
     assert first.stop_step() == 6
 
 

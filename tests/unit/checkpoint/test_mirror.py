@@ -205,7 +205,7 @@ def test_a_damaged_or_absent_local_file_is_read_from_the_copy(address: str, tmp_
 def test_a_copy_that_was_put_aside_is_taken_no_more_and_stays(address: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", open_store(address), keep=9)
     run.save(1, 2)
-    aside = run.mirror.put_aside(2)
+    aside = run.mirror.quarantine(2)
     run.save(3)
     assert (run.mirror.steps(), run.mirror.spoilt()) == ([1, 3], [aside])
     assert f"step-00000002/{FILE}" in open_store(address).sizes()
@@ -214,7 +214,7 @@ def test_a_copy_that_was_put_aside_is_taken_no_more_and_stays(address: str, tmp_
 def test_what_a_run_went_back_from_is_neither_taken_nor_damaged_and_stays(address: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", open_store(address), keep=9)
     run.save(1, 2, 3)
-    aside = run.mirror.put_aside(2)
+    aside = run.mirror.quarantine(2)
     assert run.mirror.abandon(1) == [3]
     assert (run.mirror.steps(), run.mirror.spoilt()) == ([1], [aside])
     assert run.mirror.abandon(1, damaged=True) == []

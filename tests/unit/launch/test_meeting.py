@@ -28,10 +28,10 @@ def test_others_that_are_waited_for_are_told_only_if_it_takes_long(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     place = AgentRendezvous("node0", 29500, patience_s=60.0)
-    with place.told():
+    with place.announce_wait():
         pass
     monkeypatch.setattr(agent_rendezvous, "LATE_S", 0.01)
-    with place.told():
+    with place.announce_wait():
         time.sleep(0.2)
     assert (
         capfd.readouterr().err == "waiting at node0:29500 for the agents of the other machines, for up to 60 seconds\n"

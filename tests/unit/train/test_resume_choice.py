@@ -208,7 +208,7 @@ def test_damaged_checkpoints_of_what_was_left_do_not_keep_the_run_from_scratch(f
     far.start()
     far.save(4)
     assert far.mirrored is not None
-    far.mirrored.mirror.put_aside(4)
+    far.mirrored.mirror.quarantine(4)
     directory.quarantine(far.at(4))
     with pytest.raises(CheckpointError, match=r"every checkpoint of .* is damaged: step-00000004\.corrupt, .*mirror/"):
         far.start()

@@ -16,7 +16,7 @@ def told(stragglers: Stragglers, rates: list[dict[str, float]], steps: range) ->
             rank: Beat(step, "data", 0.0, spent={name: rate * step for name, rate in spent.items()})
             for rank, spent in enumerate(rates)
         }
-        lines += stragglers.tell(beats)
+        lines += stragglers.changes(beats)
     return lines
 
 
@@ -49,7 +49,7 @@ def test_recovery_is_told_too() -> None:
     for step in range(1, 120):
         total = [total[0] + 0.01, total[1] + (0.06 if step < 50 else 0.01)]
         beats = {rank: Beat(step, "data", 0.0, spent={"data": spent}) for rank, spent in enumerate(total)}
-        lines += stragglers.tell(beats)
+        lines += stragglers.changes(beats)
     assert [line.partition(":")[0] for line in lines] == ["rank 1 is slow", "rank 1 is as fast as the others again"]
 
 

@@ -19,7 +19,7 @@ from nxtrain.metrics.attempts import Attempts, Reached, progress
 from nxtrain.process import stacks
 from nxtrain.process.deadlines import SingleTask
 from nxtrain.process.signals import Signals
-from nxtrain.process.stacks import say
+from nxtrain.process.stacks import print_line
 from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
 from nxtrain.train.supervision import watchdog as watchdogs
 from nxtrain.train.supervision.coordinated_stop import GIVE_UP_S
@@ -55,7 +55,7 @@ class SlowStore:
     def stop_asked(self) -> str:
         return self.said[0]
 
-    def say_begun(self, step: int) -> None:
+    def publish_begun(self, step: int) -> None:
         self._answer(f"begun {step}")
 
     def stop_step(self) -> int:
@@ -71,7 +71,7 @@ def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0) ->
         world=2 if board else 1,
         compiler="",
         extracts=False,
-        board=lambda: cast("HeartbeatStore | None", board),
+        heartbeat_store=lambda: cast("HeartbeatStore | None", board),
         waited_s=lambda: 0.0,
     )
     return Watchdog(cast("Backend", backend), limit_s, folder / LOGS_DIR, Signals())
@@ -91,7 +91,7 @@ def test_a_screen_that_is_gone_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -
     ended: list[int] = []
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "_exit", ended.append)
-    say("a line")
+    print_line("a line")
     signals = Signals()
     signals.note(15)
     signals._asked_at -= 2
@@ -108,7 +108,7 @@ def test_a_store_that_was_slow_is_asked_again(tmp_path: Path, failures: int) -> 
     for _ in range(failures + 2):
         watchdog._stop.look(due=True)
         watchdog._link.reach()
-        until(lambda: watchdog._link.board is not None)
+        until(lambda: watchdog._link.store is not None)
     assert board.said == ["SIGTERM at rank 1", "begun 4"]
     assert watchdog.gate.stops(4)
 
@@ -116,7 +116,7 @@ def test_a_store_that_was_slow_is_asked_again(tmp_path: Path, failures: int) -> 
 def test_without_the_store_no_rank_of_many_decides_alone(tmp_path: Path) -> None:
     watchdog = watch(tmp_path, SlowStore(0))
     link = watchdog._link
-    link._lost, link.board, link._lost_at = link.board, None, time.monotonic()
+    link._lost, link.store, link._lost_at = link.store, None, time.monotonic()
     watchdog._signals.asked = "SIGTERM"
     watchdog._stop.look(due=True)
     assert not watchdog.gate.stops(1), "it may come back"
@@ -147,7 +147,7 @@ def test_a_stop_that_was_asked_for_before_the_first_step_is_noted_too(tmp_path: 
 def test_a_disk_that_does_not_answer_hides_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     never, ended, said = threading.Event(), list[int](), list[str]()
     monkeypatch.setattr(watchdogs, "FILES_S", 0.05)
-    monkeypatch.setattr(watchdogs, "say", said.append)
+    monkeypatch.setattr(watchdogs, "print_line", said.append)
     watchdog = watch(tmp_path, limit_s=0.1)
 
     def leave(code: int) -> None:

@@ -1,0 +1,82 @@
+"""Help texts and exit codes of every command are those of `tests/golden/transcript.json`.
+
+Scripts outside this repository rely on them. `python -m tests.unit.test_transcript` records the file again after a
+change that is meant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "transcript.json"
+TINY = "configs/tiny_cpu.toml"
+CALLS = (
+    ("config", "show", TINY),
+    ("config", "keys"),
+    ("config", "show", TINY, "train.steps=0"),
+    ("config", "show", TINY, "train.stepz=3", "parallel.tp=two"),
+    ("config", "show", "absent.toml"),
+    ("train",),
+    ("train", TINY, "backend.name=tpu"),
+    ("launch", TINY, "--nproc", "2", "--dry-run"),
+    ("launch", TINY, "--nproc", "0"),
+    ("graphs", TINY),
+    ("cache", "ls", "absent"),
+    ("convert", "hf-to-nxtrain", "absent", "other"),
+    ("convert", "nxtrain-to-hf", "absent", "other"),
+    ("generate", "absent", "--prompt", "x"),
+    ("bench", "nothing"),
+    ("nothing",),
+)
+"""Calls that start no run; those that are refused print a line, and those of `config` a configuration."""
+
+
+def helps(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The `--help` of a command and of all below it."""
+    yield (*words, "--help")
+    for name, child in sorted(getattr(command, "commands", {}).items()):
+        yield from helps(child, (*words, name))
+
+
+def answer(app: typer.Typer, argv: tuple[str, ...]) -> dict[str, Any]:
+    """Exit code of a call, and the words of its help."""
+    result = CliRunner().invoke(app, list(argv), env={"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"})
+    code = getattr(result.exception, "exit_code", result.exit_code)
+    return {"code": code, "help": words(result.output)} if argv[-1] == "--help" else {"code": code}
+
+
+def words(text: str) -> str:
+    """A help without the frames that rich draws, which differ between its releases."""
+    return " ".join(re.sub(r"[^\x20-\x7e\n]", " ", text).split())
+
+
+def transcript(app: typer.Typer) -> dict[str, Any]:
+    """The answers to all calls."""
+    return {" ".join(argv): answer(app, argv) for argv in (*helps(typer.main.get_command(app)), *CALLS)}
+
+
+def test_help_texts_and_exit_codes_are_the_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nxtrain.cli.main import app
+
+    monkeypatch.chdir(GOLDEN.parents[2])
+    expected = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    found = transcript(app)
+    assert set(found) == set(expected)
+    for call, want in expected.items():
+        assert found[call] == want, call
+
+
+if __name__ == "__main__":
+    from nxtrain.cli.main import app as cli
+
+    GOLDEN.write_text(json.dumps(transcript(cli), indent=1) + "\n", encoding="utf-8")
+    sys.exit(0)
