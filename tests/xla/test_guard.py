@@ -140,7 +140,7 @@ def test_a_rank_that_waits_for_another_on_the_device_is_ended_by_its_watchdog(tm
     assert done.code == HangError.exit_code, done.printed[-3000:]
     assert "did not get on within recovery.hang_timeout_s=1.5 seconds: step 3 (training)" in done.printed
     stacks = (tmp_path / "logs/hang-rank-0.txt").read_text(encoding="utf-8")
-    assert re.search(r"xla\.py\", line \d+ in fetch", stacks), stacks
+    assert re.search(r"xla/backend\.py\", line \d+ in fetch", stacks), stacks
 
 
 def test_checksums_are_those_of_the_cpu(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,12 +30,7 @@ def pending(device: torch.device) -> list[Tensor]:
 
     xla = torch_xla._XLAC
     gc.collect()  # tensors in reference cycles would be computed too
-    seen: list[Tensor] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some modules warn when their type is read
-        for found in gc.get_objects():
-            if issubclass(type(found), Tensor) and found.device == device:
-                seen.append(found)
+    seen = tensors_on(device, gc.get_objects())
     seen += [tensor.grad for tensor in seen if tensor.is_leaf and tensor.grad is not None]
     seen += [tensor for tensor in _saved(seen) if tensor.device == device]
     alive = {xla._xla_get_tensor_id(tensor): tensor for tensor in seen}
@@ -44,6 +40,19 @@ def pending(device: torch.device) -> list[Tensor]:
     number = sum(xla._check_device_tensor_need_materialization(str(device)))
     assert len(computed) == number, f"Python sees {len(computed)} of {number} tensors to compute"
     return computed
+
+
+def tensors_on(device: torch.device, objects: Iterable[object]) -> list[Tensor]:
+    """Tensors of a device among some objects, without those that another thread is freeing."""
+    found: list[Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some modules warn when their type is read
+        for tensor in (cast(Tensor, each) for each in objects if issubclass(type(each), Tensor)):
+            # The collector lists a tensor until its memory is gone; in between, the tensor has no device.
+            with suppress(RuntimeError):
+                if tensor.device == device:
+                    found.append(tensor)
+    return found
 
 
 def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
