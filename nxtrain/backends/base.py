@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from nxtrain.backends.rounding import RoundingKey
     from nxtrain.config.schema import RunConfig
     from nxtrain.distributed.heartbeats import HeartbeatStore
-    from nxtrain.family import ModelConfig, ModelFamily
     from nxtrain.sharding import Init, Segment, ShardSpec
 
 
@@ -113,9 +112,8 @@ class AttentionShape:
     params: str
 
     @staticmethod
-    def of(config: RunConfig, family: ModelFamily, model: ModelConfig) -> AttentionShape:
-        """Attention shape of a run."""
-        num_heads, head_size = family.heads(model)
+    def of(config: RunConfig, num_heads: int, head_size: int) -> AttentionShape:
+        """Attention shape of a run, whose model has so many query heads of a size."""
         train, params = config.train, config.precision.params
         return AttentionShape(train.micro_batch, train.seq_len, num_heads // config.parallel.tp, head_size, params)
 

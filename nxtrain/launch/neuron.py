@@ -134,7 +134,7 @@ def attention_of(
         ConfigError: The configured attention is not available.
     """
     try:
-        shape = AttentionShape.of(config, find_family(config.model.family), resolve_model(config))
+        shape = AttentionShape.of(config, *find_family(config.model.family).heads(resolve_model(config)))
     except ConfigError:  # the check of the configuration reports errors of the model
         return None
     chosen = config.backend

@@ -7,19 +7,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nxtrain.metrics.meters import Clock
 from nxtrain.process.console import standard_error
-
-if TYPE_CHECKING:
-    from nxtrain.metrics.sinks import Sink
 
 KEPT = 10_000
 """Most records that wait in memory; the oldest are dropped first."""
 
 REST = 20.0
 """Pause before a retry, in durations of the failed try: failing writes take at most a twentieth of the time."""
+
+
+class Sink(Protocol):
+    """Receiver of step records."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write one record; `step` is among its keys, None means unknown, and values need not be numbers."""
+        ...
+
+    def close(self) -> None:
+        """Make all records durable, and release files and screen."""
+        ...
 
 
 class RetryingSink:

@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nxtrain.errors import BackendError
 from nxtrain.io.regular import open_regular
 from nxtrain.metrics.progress import open_progress
-from nxtrain.metrics.retrying_sink import RetryingSink, refuse_deleted
+from nxtrain.metrics.retrying_sink import RetryingSink, Sink, refuse_deleted
 from nxtrain.run_folder import METRICS_FILE, TENSORBOARD_DIR
 
 if TYPE_CHECKING:
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from nxtrain.metrics.tensorboard import TensorBoardSink
 
 PROGRESS = "the progress display"
-
-
-class Sink(Protocol):
-    """Receiver of step records."""
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Write one record; `step` is among its keys, None means unknown, and values need not be numbers."""
-        ...
-
-    def close(self) -> None:
-        """Make all records durable, and release files and screen."""
-        ...
 
 
 class JsonlSink:

@@ -114,7 +114,7 @@ def train_on(
     )
     print_line(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
     backend.allow_unverified = config.backend.allow_unverified
-    backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.family, plan.model))
+    backend.choose_attention(config.backend.attention, AttentionShape.of(config, *plan.family.heads(plan.model)))
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
         print_line(note)
     if backend.extracts:

@@ -16,7 +16,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.data.loader import Batch, Loader
 from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
-from nxtrain.metrics.sinks import Sink
+from nxtrain.metrics.retrying_sink import Sink
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.health.numerics import NumericsGuard, Verdict
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step

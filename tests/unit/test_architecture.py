@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -133,3 +133,33 @@ def test_what_needs_no_torch_starts_without_it(module: str) -> None:
     code = f"import sys, nxtrain.{module}; sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def _imported(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """Modules of nxtrain that a file imports when it is loaded, or for its types."""
+    found = set()
+    top = ast.parse(path.read_text(encoding="utf-8")).body
+    for node in [*top, *(each for block in top if isinstance(block, ast.If) for each in block.body)]:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {name if name in modules else node.module for name in names}
+    return found & modules.keys()
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules that reach themselves: what is left when modules without imports are taken away again and again."""
+    left = {module: set(others) for module, others in imports.items()}
+    while free := {module for module, others in left.items() if not others & left.keys()}:
+        left = {module: others for module, others in left.items() if module not in free}
+    return sorted(left)
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_no_modules_import_each_other_not_even_for_types() -> None:
+    paths = (ROOT / "nxtrain").rglob("*.py")
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    assert not circles({name: _imported(path, modules) - {name} for name, path in modules.items()})

@@ -203,5 +203,5 @@ def test_a_run_chooses_before_it_builds_and_prints_what(tmp_path: Path, capsys: 
 
 def test_the_shape_is_that_of_one_rank() -> None:
     resolved = plan("gqa2", parallel={"tp": 2}, train={"micro_batch": 3, "seq_len": 32}, precision={"params": "bf16"})
-    found = AttentionShape.of(resolved.config, find_family("llama"), resolved.model)
+    found = AttentionShape.of(resolved.config, *find_family("llama").heads(resolved.model))
     assert found == AttentionShape(micro_batch=3, seq_len=32, num_heads=4, head_size=8, params="bf16")

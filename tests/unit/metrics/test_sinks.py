@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from nxtrain.config.schema import MetricsConfig
 from nxtrain.metrics import retrying_sink
-from nxtrain.metrics.retrying_sink import RetryingSink
-from nxtrain.metrics.sinks import PROGRESS, JsonlSink, Sink, open_sinks
+from nxtrain.metrics.retrying_sink import RetryingSink, Sink
+from nxtrain.metrics.sinks import PROGRESS, JsonlSink, open_sinks
 from nxtrain.metrics.tensorboard import TensorBoardSink
 
 
