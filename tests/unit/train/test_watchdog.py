@@ -197,7 +197,7 @@ def test_a_watch_that_fails_says_so_once_and_goes_on(
     def refuse(self: SingleTask, work: Callable[[], None]) -> None:
         raise RuntimeError("can't start new thread")
 
-    watchdog = watch(tmp_path, limit_s=0.5)
+    watchdog = watch(tmp_path, limit_s=1.5)
     watchdog.on_tick = lambda: None
 
     def leave(code: int) -> None:
