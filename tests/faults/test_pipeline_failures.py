@@ -61,7 +61,7 @@ class Ended:
 def run_until_all_ended(
     started_by: ForkServerContext, folder: Path, stage: int, kind: str, patience_s: float = 600.0
 ) -> dict[int, Ended]:
-    """How each rank ended, of which one is struck."""
+    """Ends of all ranks, of which one is struck."""
     write_config(
         folder,
         steps=1000,

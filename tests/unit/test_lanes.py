@@ -74,7 +74,7 @@ def run(house: Path, *words: str, codes: Sequence[str] = ()) -> subprocess.Compl
 
 
 def calls(house: Path) -> list[str]:
-    """What pytest was called with, but for counting tests."""
+    """Arguments of the calls of pytest, but for those that count tests."""
     lines = (house / "calls").read_text(encoding="utf-8").splitlines()
     return [line.strip() for line in lines if "--collect-only" not in line]
 
