@@ -152,7 +152,7 @@ def test_replicas_stay_bitwise_equal_for_200_steps(ranks: RankPool) -> None:
 
 
 def ends_of_a_pipeline(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Weights:
-    """What this rank has of the embedding after five steps: the table, or the copy that projects to scores."""
+    """Shard of the embedding on this rank after five steps: the table, or the tied copy that projects to scores."""
     state = start(backend, resolved, weights)
     for batch in batches(resolved, 5):
         train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-3)

@@ -185,7 +185,7 @@ def test_quick_is_lint_unit_and_smokes_that_exist(house: Path) -> None:
 
 
 MARKED = """
-import pytest
+import pytest  # a file of one test per choice; the skipped one shows that its reason reaches the summary
 
 @pytest.mark.alone
 def test_measures(): pass

@@ -22,7 +22,9 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reserves ports by names that Linux has; runs there")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="ports are reserved by abstract socket names, which Linux alone has"
+)
 def test_of_three_ports_one_is_taken_and_one_is_reserved_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = ports.free_port()
     ports._reserved.pop().close()  # so that nothing but the server says so
