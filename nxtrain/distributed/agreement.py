@@ -20,60 +20,106 @@ Group = dist.ProcessGroup | None
 """Process group of all ranks that carries host objects; None: the default group."""
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of a run, for actions and decisions that they share. Every rank makes the same calls.
+
+    Args:
+        mesh: The axes of this rank.
+        group: Group of all ranks that carries host objects; None: the default group.
+    """
+
+    mesh: Mesh
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def are_connected(self) -> bool:
+        """True if the run has other processes."""
+        return self.mesh.world > 1 and dist.is_initialized()
+
+    @property
+    def is_leader(self) -> bool:
+        """True on rank 0."""
+        return self.mesh.rank == 0
+
+    def on_leader(self, action: Callable[[], T], failure: str) -> T:
+        """Run an action on rank 0 while the others wait, and broadcast its result.
+
+        Args:
+            action: The action.
+            failure: Start of the message for an error that is no `NxtrainError`.
+
+        Raises:
+            CheckpointError: The action failed; raised on every rank. An `NxtrainError` is raised unchanged.
+        """
+        outcome: list[Any] = [None, None]
+        if self.is_leader or not self.are_connected:
+            try:
+                outcome[0] = action()
+            except Exception as error:  # of any kind, since the other ranks wait for the outcome
+                outcome[1] = _readable(error, failure)
+        if self.are_connected:
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        result, failed = outcome
+        if failed is not None:
+            raise failed
+        return result  # type: ignore[no-any-return]
+
+    def on_all(self, action: Callable[[], object], failure: str) -> None:
+        """Run an action on every rank, and wait for all ranks.
+
+        Args:
+            action: The action.
+            failure: Start of the message for an error that is no `NxtrainError`.
+
+        Raises:
+            CheckpointError: Any rank failed; every rank raises the same error. An `NxtrainError` is raised unchanged.
+        """
+        mine: NxtrainError | None = None
+        try:
+            action()
+        except Exception as error:  # of any kind, since the other ranks wait for the outcome
+            mine = _readable(error, f"{failure}: rank {self.mesh.rank}")
+        for failed in self.gather(mine):
+            if failed is not None:
+                raise failed
+
+    def gather(self, mine: T) -> list[T]:
+        """Values of all ranks, by rank."""
+        values = [mine]
+        if self.are_connected:
+            values *= self.mesh.world
+            dist.all_gather_object(values, mine, group=self.group)
+        return values
+
+
+def _readable(error: Exception, failure: str) -> NxtrainError:
+    """Turn an error into one for people, unless it is one already."""
+    if isinstance(error, NxtrainError):
+        return error
+    readable = CheckpointError(f"{failure}: {error if isinstance(error, OSError) else repr(error)}")
+    readable.__cause__ = error
+    return readable
+
+
 def is_distributed(mesh: Mesh) -> bool:
     """True if the run has other processes."""
-    return mesh.world > 1 and dist.is_initialized()
+    return Ranks(mesh).are_connected
 
 
 def by_leader(action: Callable[[], T], mesh: Mesh, group: Group, failure: str) -> T:
-    """Run an action on rank 0 while the others wait, and broadcast its result.
-
-    Raises:
-        CheckpointError: The action failed; raised on every rank. An `NxtrainError` is raised unchanged.
-    """
-    outcome: list[Any] = [None, None]
-    if mesh.rank == 0 or not is_distributed(mesh):
-        try:
-            outcome[0] = action()
-        except NxtrainError as error:
-            outcome[1] = error
-        except Exception as error:  # of any kind, since the other ranks wait for the outcome
-            outcome[1] = CheckpointError(f"{failure}: {error if isinstance(error, OSError) else repr(error)}")
-            outcome[1].__cause__ = error
-    if is_distributed(mesh):
-        dist.broadcast_object_list(outcome, src=0, group=group)
-    result, failed = outcome
-    if failed is not None:
-        raise failed
-    return result  # type: ignore[no-any-return]
+    """Run an action on rank 0; see `Ranks.on_leader`."""
+    return Ranks(mesh, group).on_leader(action, failure)
 
 
 def together(action: Callable[[], None], mesh: Mesh, group: Group, failure: str) -> None:
-    """Run an action on every rank, and wait for all ranks.
-
-    Raises:
-        CheckpointError: Any rank failed; every rank raises the same error. An `NxtrainError` is raised unchanged.
-    """
-    mine: NxtrainError | None = None
-    try:
-        action()
-    except NxtrainError as error:
-        mine = error
-    except Exception as error:  # of any kind, since the other ranks wait for the outcome
-        mine = CheckpointError(f"{failure}: rank {mesh.rank}: {error if isinstance(error, OSError) else repr(error)}")
-        mine.__cause__ = error
-    for failed in gather(mine, mesh, group):
-        if failed is not None:
-            raise failed
+    """Run an action on every rank; see `Ranks.on_all`."""
+    Ranks(mesh, group).on_all(action, failure)
 
 
 def gather(mine: T, mesh: Mesh, group: Group) -> list[T]:
     """Values of all ranks, by rank."""
-    values = [mine]
-    if is_distributed(mesh):
-        values *= mesh.world
-        dist.all_gather_object(values, mine, group=group)
-    return values
+    return Ranks(mesh, group).gather(mine)
 
 
 @dataclass(frozen=True)
