@@ -150,17 +150,20 @@ def test_the_newest_torch_is_in_the_range_of_the_project() -> None:
 
 
 @needs_uv
+@pytest.mark.slow
 def test_xla_is_refused_on_a_python_without_wheels_of_torch_xla() -> None:
     with pytest.raises(UnresolvedError, match=r"torch-xla==2\.9\.0 has no wheels"):
         resolve_or_skip(["xla"], "3.14")
 
 
 @needs_uv
-@pytest.mark.parametrize("extra", ["neuron", "neuron-native"])
-def test_extras_of_aws_refuse_the_placeholders_of_pypi(extra: str) -> None:
+@pytest.mark.parametrize(
+    ("extra", "python"), [("neuron", HERE), pytest.param("neuron-native", "3.12", marks=pytest.mark.slow)]
+)
+def test_extras_of_aws_refuse_the_placeholders_of_pypi(extra: str, python: str) -> None:
     """This machine cannot resolve them further: torch-neuronx, neuronx-cc and nki are on AWS's index alone."""
     try:
-        found = resolve_or_skip([extra], "3.12")
+        found = resolve_or_skip([extra], python)
     except UnresolvedError as error:
         words = str(error)
     else:  # AWS's index is configured
@@ -225,7 +228,7 @@ def test_the_oldest_versions_of_the_ranges_work(tmp_path: Path) -> None:
     ask = "import pydantic, numpy; print(pydantic.__version__, numpy.__version__)"
     answer = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout
     assert answer.split() == [oldest["pydantic"], oldest["numpy"]]
-    argv = [python, "-m", "pytest", *SUBSET, "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    argv = [str(python), "-m", "pytest", *SUBSET, "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d{2,} passed", done.stdout)
