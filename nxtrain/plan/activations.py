@@ -74,17 +74,33 @@ def _mlp_bytes(job: Job) -> int:
 def working_bytes(job: Job) -> int:
     """Largest tensors of a layer's backward pass that are not kept from its forward pass.
 
-    In the feed-forward: the gradient of the product, of the gate, of both together, and a factor. In attention: a block
-    of scores or float32 copies of keys and values. What backward recomputes is kept for one part at a time.
+    In the feed-forward: the gradients of the product, of the gate, of both together, and a factor. What backward
+    recomputes is kept for one part at a time.
     """
-    train, size, tokens = job.config.train, job.params_size, job.micro_tokens
+    train, size = job.config.train, job.params_size
     inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
-    work = 5 * inner * tokens * size if job.decoder.gated else 2 * inner * tokens * size
-    if train.remat == "full":
-        return work + _whole_block_bytes(job, "none") - boundary_bytes(job)
+    mlp = (5 if job.decoder.gated else 2) * inner * job.micro_tokens * size
+    attention = _attention_work(job)
     if train.remat == "selective":
-        return max(work, _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True))
-    return work
+        attention += _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True)
+        if train.seq_len >= LONG_SEQUENCE:
+            return max(mlp + _mlp_bytes(job), attention)
+    work = max(mlp, attention - _mlp_bytes(job))  # the feed-forward's tensors are free when attention's turn comes
+    return work + (_whole_block_bytes(job, "none") - boundary_bytes(job) if train.remat == "full" else 0)
+
+
+def _attention_work(job: Job) -> int:
+    """Gradients of queries, keys and values; for kernels without fusion, scores in float32 and narrow as well."""
+    train, width, size = job.config.train, job.decoder.head_size, job.params_size
+    queries, keys = job.local_heads * width, job.local_kv_heads * width
+    heads = train.micro_batch * job.local_heads
+    if job.attention == "blocked":
+        narrow = size if size < FLOAT else 0
+        scores = heads * min(CPU_BLOCK, train.seq_len) * train.seq_len * (FLOAT + narrow)
+        return scores + job.micro_tokens * (2 * queries * size + (4 if narrow else 2) * keys * FLOAT)
+    if job.attention == "scores":
+        return heads * train.seq_len**2 * (FLOAT + size)
+    return job.micro_tokens * (2 * queries + 2 * (queries if job.attention == "fused" else keys)) * size
 
 
 def kept_logits_bytes(job: Job) -> int:
@@ -93,18 +109,17 @@ def kept_logits_bytes(job: Job) -> int:
     return (job.micro_tokens + rows) * job.decoder.hidden_size * job.params_size
 
 
-def logits_bytes(job: Job) -> int:
-    """Bytes of the projection and loss, as `parallel/loss.py:_VocabCrossEntropy` allocates them.
+def chunk_bytes(job: Job) -> int:
+    """Bytes of the projection and loss beside what they keep, as `parallel/loss.py:_VocabCrossEntropy` allocates them.
 
-    A chunk of logits exists in its own type, in float32, and as a gradient. The gradients of the hidden states and of
-    the matrix are kept until backward. Several chunks sum the matrix's gradient in float32.
+    A chunk of logits exists in its own type, in float32, and as a gradient. Several chunks sum the matrix's gradient in
+    float32, and join the gradients of the hidden states.
     """
     size, hidden, tokens = job.params_size, job.decoder.hidden_size, job.micro_tokens
     rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
     chunk = max(1, (job.config.train.loss_chunk_mib << 20) // (FLOAT * rows))
     padded = rows * job.config.parallel.tp > job.decoder.vocab_size
     copies = FLOAT * (2 if padded else 1) if size == FLOAT else FLOAT + 2 * size
-    kept = tokens * hidden * size
     if chunk >= tokens:
-        return tokens * rows * copies + kept + rows * hidden * size
-    return chunk * rows * copies + 2 * kept + rows * hidden * (FLOAT + size)
+        return tokens * rows * copies
+    return chunk * rows * copies + (tokens + rows) * hidden * size + rows * hidden * (FLOAT - size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from nxtrain.parallel.schedule import num_warmup
-from nxtrain.plan.activations import block_bytes, boundary_bytes, kept_logits_bytes, logits_bytes, working_bytes
+from nxtrain.plan.activations import block_bytes, boundary_bytes, chunk_bytes, kept_logits_bytes, working_bytes
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.shapes import block_entries
 
@@ -31,14 +31,16 @@ WHOLE_WRITE = 4
 
 @dataclass(frozen=True)
 class Bytes:
-    """Device memory of one rank by kind, in bytes; the kinds are bounds of each kind, not of one moment.
+    """Device memory of one rank by kind, in bytes.
+
+    With one micro-batch the sum is a bound: activations are freed while gradients come into being.
 
     Args:
         params: Parameters that the model computes with, or the stored shards under full sharding.
         grads: Gradients, summed over micro-batches or reduced, whichever takes more.
         optimizer: Running means, master copies or compensation, and ZeRO-1's own rows of the parameters.
-        activations: Tensors kept for the backward passes of all micro-batches in flight, and those of the layer at
-            work.
+        activations: Tensors kept for the backward passes of all micro-batches in flight, and those that the layer at
+            work needs beyond the chunk of logits, which is free by then.
         logits: Logits of a chunk, and the gradients that the loss keeps.
         buckets: Buffers of collectives, gathered parameters included.
         workspace: What libraries take.
@@ -72,8 +74,11 @@ def stage_bytes(job: Job, stage: int) -> Bytes:
     """Memory of a rank of a pipeline stage."""
     params, optimizer = params_bytes(job, stage), optimizer_bytes(job, stage)
     grads = max(accumulated_bytes(job, stage), reduced_bytes(job, stage))
-    held = activation_bytes(job, stage)
-    logits = logits_bytes(job) if any(part.last for part in job.parts[stage]) else 0
+    last = any(part.last for part in job.parts[stage])
+    chunk = chunk_bytes(job) if last else 0
+    # The loss frees its chunk before the first layer's backward pass.
+    held = kept_bytes(job, stage) + max(0, working_bytes(job) - chunk)
+    logits = chunk + kept_logits_bytes(job) if last else 0
     buckets = bucket_bytes(job, stage, spare=grads + held + logits)
     if job.config.parallel.offload and job.is_fully_sharded:
         params = grads = optimizer = 0
@@ -162,15 +167,15 @@ def bucket_bytes(job: Job, stage: int, spare: int) -> int:
     return max(2 * bucket + bucket // parallel.dp, gathered - spare)
 
 
-def activation_bytes(job: Job, stage: int) -> int:
-    """Activations of all micro-batches in flight, the transfers' tensors, and the work space of one layer."""
+def kept_bytes(job: Job, stage: int) -> int:
+    """Activations kept for the backward passes of all micro-batches in flight, and the tensors of transfers."""
     parallel = job.config.parallel
     kept = max(sum(block_bytes(job) for _ in part.blocks) for part in job.parts[stage])
     # The final norm keeps its input and a number per row.
     norm = job.sequence_rows * (job.decoder.hidden_size * job.params_size + WHOLE_WRITE)
     last = norm if any(part.last for part in job.parts[stage]) else 0
     between = 3 * boundary_bytes(job) if parallel.pp > 1 else 0
-    return in_flight(job, stage) * kept + last + between + working_bytes(job)
+    return in_flight(job, stage) * kept + last + between
 
 
 def in_flight(job: Job, stage: int) -> int:

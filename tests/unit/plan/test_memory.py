@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -22,7 +21,7 @@ from nxtrain.plan.job import Job
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.live_bytes import LiveBytes, num_bytes
-from tests.support.models import changed, plan, tokens
+from tests.support.models import plan, tokens
 
 DRAWN = 40
 """Drawn layouts."""
@@ -184,10 +183,10 @@ def run(resolved: Resolved) -> tuple[int, int, Job]:
 def test_activations_are_those_that_torch_keeps(remat: str, change: Mapping[str, Mapping[str, Any]]) -> None:
     resolved = plan("mha", **settings(remat, change))
     held, peak, job = run(resolved)
-    kept = memory.activation_bytes(job, 0) - memory.working_bytes(job)
-    logits = memory.kept_logits_bytes(job)
-    print(held, kept+logits, (kept+logits)/held, "peak", peak, memory.stage_bytes(job,0), (memory.stage_bytes(job,0).total - memory.params_bytes(job,0)-memory.optimizer_bytes(job,0))/peak)
-    assert kept + logits == pytest.approx(held, rel=0.02)
+    assert memory.kept_bytes(job, 0) + memory.kept_logits_bytes(job) == pytest.approx(held, rel=0.02)
+    found = memory.stage_bytes(job, 0)
+    moving = found.total - found.params - found.optimizer
+    assert moving == pytest.approx(peak, rel=0.1)
 
 
 def settings(remat: str, change: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
