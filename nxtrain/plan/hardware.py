@@ -376,7 +376,7 @@ def find_machine(name: str, own: Mapping[str, Machine] | None = None) -> Machine
     machines = {**MACHINES, **(own or {})}
     if found := machines.get(name) or machines.get(ALIASES.get(name, "")):
         return found
-    close = get_close_matches(name, [*machines, *ALIASES], n=3)
+    close = get_close_matches(name, [*machines, *ALIASES], n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(machines)}"
     raise ConfigError([Problem("cluster.instance", f"{name!r} is no instance that nxtrain knows", hint=hint)])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from nxtrain.family import Decoder
 from nxtrain.mesh import Axis
@@ -49,23 +50,28 @@ class StageShapes:
         )
 
 
+@lru_cache(maxsize=1024)
 def axis_of(size: int) -> Axis:
     """Axis of a number of ranks, of which this is the first, which holds the most."""
     return Axis("tp", 0, (tuple(range(size)),))
 
 
+@lru_cache(maxsize=65_536)
+def _spec_entries(spec: ShardSpec, tp: int, shard: int) -> tuple[int, int]:
+    shape = spec.local_shape(axis_of(tp))
+    return math.prod(shape), -(-shape[0] // shard) * math.prod(shape[1:])
+
+
 def block_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int) -> Entries:
     """Entries of parameters: `ShardSpec.local_shape` over tp, and `row_cut` of its first dimension over `shard`."""
-    axis = axis_of(tp)
     local = rows = largest = 0
     for spec in specs.values():
-        shape = spec.local_shape(axis)
-        local += math.prod(shape)
-        rows += -(-shape[0] // shard) * math.prod(shape[1:])
-        largest = max(largest, math.prod(shape))
+        own_local, own_rows = _spec_entries(spec, tp, shard)
+        local, rows, largest = local + own_local, rows + own_rows, max(largest, own_local)
     return Entries(local, rows, largest)
 
 
+@lru_cache(maxsize=1024)
 def block_specs(decoder: Decoder, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True) -> dict[str, ShardSpec]:
     """Parameters of one block."""
     hidden, inner, width = decoder.hidden_size, decoder.intermediate_size, decoder.head_size

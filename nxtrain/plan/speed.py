@@ -37,11 +37,11 @@ class Speed:
 
 
 SPEEDS = {
-    "trn1": Speed(0.52, 0.52, 0.33, 0.8, 0.0, "calibrated on published runs on trn1"),
-    "trn2": Speed(0.52, 0.52, 0.33, 0.8, 0.0, "those of trn1: no training throughput is published for this chip"),
-    "trn3": Speed(0.52, 0.52, 0.33, 0.8, 0.0, "those of trn1: no training throughput is published for this chip"),
-    "a100": Speed(0.64, 0.55, 0.6, 0.7, 0.9, "calibrated on published runs on A100"),
-    "hopper": Speed(0.42, 0.36, 0.6, 0.7, 0.9, "calibrated on published runs on H100"),
+    "trn1": Speed(0.47, 0.47, 0.31, 0.8, 0.0, "calibrated on published runs on trn1"),
+    "trn2": Speed(0.47, 0.47, 0.31, 0.8, 0.0, "those of trn1: no training throughput is published for this chip"),
+    "trn3": Speed(0.47, 0.47, 0.31, 0.8, 0.0, "those of trn1: no training throughput is published for this chip"),
+    "a100": Speed(0.66, 0.57, 0.6, 0.7, 0.9, "calibrated on published runs on A100"),
+    "hopper": Speed(0.39, 0.34, 0.6, 0.7, 0.9, "calibrated on published runs on H100"),
 }
 """Constants by kind of chip."""
 
