@@ -437,6 +437,8 @@ def _machine(name: str, table: Any, path: Path, problems: list[Problem]) -> Mach
             problems.append(Problem(f"{name}.{key}", f"{value!r} is no number that a machine can have", str(path)))
         else:
             values[key] = number(value)
+    if values.get("devices", 1) > 1 and values.get("link_bytes_s") == 0:
+        problems.append(Problem(f"{name}.link_bytes_s", "0, but the machine has several devices", str(path)))
     if len(problems) > before:
         return None
     return Machine(name=name, sources=dict.fromkeys(values, str(path)), **values)

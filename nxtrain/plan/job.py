@@ -11,7 +11,7 @@ from nxtrain.backends.neuron.attention import MAX_HEAD_SIZE, SEQUENCE_TILE
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
 from nxtrain.family import Decoder
 from nxtrain.plan.hardware import Machine
-from nxtrain.plan.shapes import StageShapes, stage_parts, stage_shapes
+from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_parts
 from nxtrain.stages import StagePart
 
 Attention = Literal["blocked", "fused", "grouped", "scores"]
@@ -143,16 +143,21 @@ class Job:
             self.decoder, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
         )
 
-    def shapes(self, stage: int) -> StageShapes:
-        """Parameters of a pipeline rank."""
-        model = self.config.model
-        return stage_shapes(
+    def stage(self, index: int) -> Stage:
+        """Kind of a pipeline rank's stage."""
+        parts, model = self.parts[index], self.config.model
+        return Stage(
             self.decoder,
-            self.parts[stage],
-            self.config.parallel.tp,
-            fused_qkv=model.fused_qkv,
-            fused_gate_up=model.fused_gate_up,
+            tuple(len(part.blocks) for part in parts),
+            any(part.first for part in parts),
+            any(part.last for part in parts),
+            model.fused_qkv,
+            model.fused_gate_up,
         )
+
+    def entries(self, index: int, shard: int = 0) -> Entries:
+        """Entries of a stage's parameters; `shard=0` shares their rows as the run does."""
+        return stage_entries(self.stage(index), self.config.parallel.tp, shard or self.shard_size)
 
 
 CPU_BLOCK = 128

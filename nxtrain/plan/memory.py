@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from nxtrain.parallel.schedule import num_warmup
 from nxtrain.plan.activations import block_bytes, boundary_bytes, chunk_bytes, kept_logits_bytes, working_bytes
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.shapes import block_entries
+from nxtrain.plan.shapes import Stage, beside_blocks, one_block
 
 GIB = 1 << 30
 
@@ -57,7 +57,8 @@ class Bytes:
     @property
     def total(self) -> int:
         """Sum of all kinds."""
-        return sum(asdict(self).values())
+        state = self.params + self.grads + self.optimizer
+        return state + self.activations + self.logits + self.buckets + self.workspace
 
     def to_json(self) -> dict[str, int]:
         """All kinds and their sum."""
@@ -66,8 +67,12 @@ class Bytes:
 
 def rank_bytes(job: Job) -> tuple[int, Bytes]:
     """Pipeline stage whose ranks need most memory, and its memory."""
-    stages = [(stage, stage_bytes(job, stage)) for stage in range(job.config.parallel.pp)]
-    return max(stages, key=lambda each: each[1].total)
+    most: dict[Stage, int] = {}  # of stages of one kind, the one with most micro-batches in flight
+    for stage in range(job.config.parallel.pp):
+        kind = job.stage(stage)
+        if kind not in most or in_flight(job, stage) > in_flight(job, most[kind]):
+            most[kind] = stage
+    return max(((stage, stage_bytes(job, stage)) for stage in most.values()), key=lambda each: each[1].total)
 
 
 def stage_bytes(job: Job, stage: int) -> Bytes:
@@ -94,7 +99,7 @@ def workspace_bytes(job: Job) -> int:
 
 def params_bytes(job: Job, stage: int) -> int:
     """Parameters: whole over data parallel ranks, or the first rank's rows of each under full sharding."""
-    entries = job.shapes(stage).entries(job.config.parallel.tp, job.shard_size)
+    entries = job.entries(stage)
     return (entries.rows if job.is_fully_sharded else entries.local) * job.stored_size
 
 
@@ -104,7 +109,7 @@ def optimizer_bytes(job: Job, stage: int) -> int:
     Under full sharding with float32 storage the shards themselves are the master copies.
     """
     precision = job.config.precision
-    entries = job.shapes(stage).entries(job.config.parallel.tp, job.shard_size)
+    entries = job.entries(stage)
     zero1 = job.config.parallel.shard == "zero1"
     number = entries.rows if zero1 or job.is_fully_sharded else entries.local
     size = 2 * SIZES[precision.state]
@@ -119,7 +124,7 @@ def optimizer_bytes(job: Job, stage: int) -> int:
 
 def accumulated_bytes(job: Job, stage: int) -> int:
     """Gradients before their reduction: `.grad`, or the sums of `parallel/data_parallel.py:Bucketed`."""
-    entries = job.shapes(stage).entries(job.config.parallel.tp, job.shard_size)
+    entries = job.entries(stage)
     if job.is_fully_sharded:
         return entries.rows * job.stored_size
     accumulate = SIZES[job.config.precision.accumulate]
@@ -128,7 +133,7 @@ def accumulated_bytes(job: Job, stage: int) -> int:
 
 def reduced_bytes(job: Job, stage: int) -> int:
     """Gradients that the optimizer gets, in the type of the reduction."""
-    entries = job.shapes(stage).entries(job.config.parallel.tp, job.shard_size)
+    entries = job.entries(stage)
     parallel = job.config.parallel
     if job.is_fully_sharded or parallel.dp == 1:
         return accumulated_bytes(job, stage)
@@ -149,16 +154,16 @@ def bucket_bytes(job: Job, stage: int, spare: int) -> int:
         stage: Pipeline stage.
         spare: Bytes that are free again when ZeRO-1 gathers.
     """
-    parallel, precision, shapes = job.config.parallel, job.config.precision, job.shapes(stage)
-    entries = shapes.entries(parallel.tp, job.shard_size)
+    parallel, precision, entries = job.config.parallel, job.config.precision, job.entries(stage)
     reduce = SIZES[precision.reduce]
     if parallel.dp == 1:
         return 0
     if job.is_fully_sharded:
-        block = block_entries(shapes.block, parallel.tp, 1).local
-        rest = block_entries(shapes.rest, parallel.tp, 1).local
+        kind = job.stage(stage)
+        block, rest = one_block(kind, parallel.tp, 1).local, beside_blocks(kind, parallel.tp, 1).local
+        num_blocks = sum(kind.blocks)
         ahead = 1 + max(1, parallel.prefetch)
-        blocks = shapes.num_blocks if parallel.shard == "grad_op" else min(shapes.num_blocks, ahead)
+        blocks = num_blocks if parallel.shard == "grad_op" else min(num_blocks, ahead)
         return (blocks * block + rest) * job.params_size + max(block, rest) * (job.params_size + reduce)
     bucket = min(entries.local * reduce, max(parallel.bucket_mib << 20, entries.largest * reduce))
     if parallel.shard != "zero1":
@@ -170,7 +175,7 @@ def bucket_bytes(job: Job, stage: int, spare: int) -> int:
 def kept_bytes(job: Job, stage: int) -> int:
     """Activations kept for the backward passes of all micro-batches in flight, and the tensors of transfers."""
     parallel = job.config.parallel
-    kept = max(sum(block_bytes(job) for _ in part.blocks) for part in job.parts[stage])
+    kept = max(job.stage(stage).blocks) * block_bytes(job)
     # The final norm keeps its input and a number per row.
     norm = job.sequence_rows * (job.decoder.hidden_size * job.params_size + WHOLE_WRITE)
     last = norm if any(part.last for part in job.parts[stage]) else 0

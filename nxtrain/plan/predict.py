@@ -96,8 +96,6 @@ class Prediction:
                 f"tp x pp x dp = {self.job.world} ranks, and {self.job.nodes} x {machine.name} has "
                 f"{machine.devices * self.job.nodes} devices"
             )
-        if self.job.nodes > 1 and not machine.network_bytes_s:
-            found.append(f"{machine.name} has no network for collectives, and the run has {self.job.nodes} machines")
         return found
 
     @property

@@ -15,6 +15,7 @@ from nxtrain.plan.hardware import Machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.predict import Assumptions, Prediction, layout_json
+from nxtrain.plan.speed import step_time
 
 REMATS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MAX_PP = 64
@@ -61,11 +62,16 @@ def search(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig, as
             rejected.append(Rejected(job, "; ".join(problem.reason for problem in problems)))
             continue
         tried = list(_details(job))
-        fitting = [Prediction.of(each, assumed) for each in tried if _fits(each)]
+        sized = [(each, *rank_bytes(each)) for each in tried]
+        fitting = [
+            Prediction(each, assumed, stage, found, step_time(each))
+            for each, stage, found in sized
+            if found.total <= machine.device_bytes
+        ]
         if fitting:
             layouts.append(min(fitting, key=lambda found: found.time.step_s))
         else:
-            least = min(tried, key=lambda each: rank_bytes(each)[1].total)
+            least, _, _ = min(sized, key=lambda each: each[2].total)
             rejected.append(Rejected(least, Prediction.of(least, assumed).reasons[0]))
     layouts.sort(key=lambda found: found.time.step_s)
     return Found(tuple(layouts), tuple(rejected))
@@ -90,12 +96,11 @@ def impossible(job: Job) -> Iterator[Problem]:
         yield Problem("train.seq_len", f"tp={parallel.tp} does not divide seq_len={train.seq_len}")
     if job.is_lazy and parallel.shard in FULLY_SHARDED:
         yield Problem("parallel.shard", f"{parallel.shard} does not run on PyTorch/XLA; use zero1")
+    if job.nodes > 1 and not job.machine.network_bytes_s:
+        reason = f"{job.nodes} machines cannot train together: {job.machine.name} has no network for collectives"
+        yield Problem("cluster.nodes", reason, hint="use one machine, or another instance")
     yield from transport(job.config)
     yield from order(job.config)
-
-
-def _fits(job: Job) -> bool:
-    return rank_bytes(job)[1].total <= job.machine.device_bytes
 
 
 def _degrees(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:

@@ -32,24 +32,6 @@ class Entries:
     largest: int
 
 
-@dataclass(frozen=True)
-class StageShapes:
-    """Parameters of one pipeline stage: those of a block, the number of blocks, and those outside of blocks."""
-
-    block: Mapping[str, ShardSpec]
-    num_blocks: int
-    rest: Mapping[str, ShardSpec]
-
-    def entries(self, tp: int, shard: int) -> Entries:
-        """Entries of the whole stage."""
-        block, rest = block_entries(self.block, tp, shard), block_entries(self.rest, tp, shard)
-        return Entries(
-            local=self.num_blocks * block.local + rest.local,
-            rows=self.num_blocks * block.rows + rest.rows,
-            largest=max(block.largest, rest.largest),
-        )
-
-
 @lru_cache(maxsize=1024)
 def axis_of(size: int) -> Axis:
     """Axis of a number of ranks, of which this is the first, which holds the most."""
@@ -107,9 +89,8 @@ def _biases(specs: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
     }
 
 
-def rest_specs(decoder: Decoder, parts: Sequence[StagePart]) -> dict[str, ShardSpec]:
+def rest_specs(decoder: Decoder, *, first: bool, last: bool) -> dict[str, ShardSpec]:
     """Parameters of a rank's stage outside its blocks; a tied embedding is one parameter where one rank has both."""
-    first, last = any(part.first for part in parts), any(part.last for part in parts)
     table = ShardSpec((decoder.vocab_size, decoder.hidden_size), dim=0)
     specs: dict[str, ShardSpec] = {}
     if first:
@@ -147,13 +128,12 @@ def flops_per_token(decoder: Decoder, seq_len: int) -> int:
 
 def num_params(decoder: Decoder) -> int:
     """Parameters of the whole model, a tied embedding counted once."""
-    whole = StagePart(range(decoder.num_layers), first=True, last=True)
-    block, rest = block_entries(block_specs(decoder, 1), 1, 1), block_entries(rest_specs(decoder, [whole]), 1, 1)
-    return decoder.num_layers * block.local + rest.local
+    return stage_entries(Stage(decoder, (decoder.num_layers,), first=True, last=True), 1, 1).local
 
 
+@lru_cache(maxsize=1024)
 def stage_parts(
-    decoder: Decoder, seq_len: int, pp: int, virtual_pp: int, cuts: Sequence[int] = ()
+    decoder: Decoder, seq_len: int, pp: int, virtual_pp: int, cuts: tuple[int, ...] = ()
 ) -> list[tuple[StagePart, ...]]:
     """Parts of every pipeline rank, as `train/build.py` deals them."""
     if cuts:
@@ -163,9 +143,43 @@ def stage_parts(
     return [parts[rank::pp] for rank in range(pp)]
 
 
-def stage_shapes(
-    decoder: Decoder, parts: Sequence[StagePart], tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
-) -> StageShapes:
-    """Parameters of a rank's stage."""
-    block = block_specs(decoder, tp, fused_qkv=fused_qkv, fused_gate_up=fused_gate_up)
-    return StageShapes(block, sum(len(part.blocks) for part in parts), rest_specs(decoder, parts))
+@dataclass(frozen=True)
+class Stage:
+    """Kind of a pipeline rank's stage.
+
+    Args:
+        decoder: Dimensions of the model.
+        blocks: Number of blocks of each chunk.
+        first, last: The rank has the embedding, and the output projection.
+        fused_qkv, fused_gate_up: As in `[model]`.
+    """
+
+    decoder: Decoder
+    blocks: tuple[int, ...]
+    first: bool
+    last: bool
+    fused_qkv: bool = True
+    fused_gate_up: bool = True
+
+
+@lru_cache(maxsize=65_536)
+def stage_entries(stage: Stage, tp: int, shard: int) -> Entries:
+    """Entries of all parameters of a stage."""
+    block, rest = one_block(stage, tp, shard), beside_blocks(stage, tp, shard)
+    number = sum(stage.blocks)
+    return Entries(
+        local=number * block.local + rest.local,
+        rows=number * block.rows + rest.rows,
+        largest=max(block.largest, rest.largest),
+    )
+
+
+def one_block(stage: Stage, tp: int, shard: int) -> Entries:
+    """Entries of one block of a stage."""
+    specs = block_specs(stage.decoder, tp, fused_qkv=stage.fused_qkv, fused_gate_up=stage.fused_gate_up)
+    return block_entries(specs, tp, shard)
+
+
+def beside_blocks(stage: Stage, tp: int, shard: int) -> Entries:
+    """Entries of a stage's parameters outside of its blocks."""
+    return block_entries(rest_specs(stage.decoder, first=stage.first, last=stage.last), tp, shard)

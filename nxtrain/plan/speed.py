@@ -84,9 +84,12 @@ def step_time(job: Job) -> StepTime:
     rate = parallel.tp * job.machine.device_flops * (speed.compute if compiled else speed.eager)
 
     forward_s, backward_s, tp_s = [], [], []
-    for part in [part for chunk in range(parallel.virtual_pp) for part in (own[chunk] for own in job.parts)]:
-        forward, backward = _flops(job, len(part.blocks), has_head=part.last)
-        sent_s = _tp_seconds(job, len(part.blocks), links)
+    costs_of: dict[tuple[int, bool], tuple[float, float, float]] = {}
+    for part in [own[chunk] for chunk in range(parallel.virtual_pp) for own in job.parts]:
+        kind = len(part.blocks), part.last
+        if kind not in costs_of:
+            costs_of[kind] = (*_flops(job, kind[0], has_head=part.last), _tp_seconds(job, kind[0], links))
+        forward, backward, sent_s = costs_of[kind]
         forward_s.append(forward / rate + sent_s / 3)
         backward_s.append(backward / rate + sent_s * 2 / 3)
         tp_s.append(sent_s)

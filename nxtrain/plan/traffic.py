@@ -102,8 +102,7 @@ def sync_bytes(job: Job, stage: int) -> tuple[float, float]:
     An all-reduce sends twice (n-1)/n of its bytes, a reduce-scatter or an all-gather once.
     """
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
-    shapes = job.shapes(stage)
-    local = shapes.entries(parallel.tp, 1).local
+    local = job.entries(stage, 1).local
     share = (parallel.dp - 1) / parallel.dp
     if job.is_fully_sharded:
         replicas = parallel.dp // job.shard_size
@@ -118,7 +117,7 @@ def gather_bytes(job: Job, stage: int) -> float:
     if not job.is_fully_sharded:
         return 0.0
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
-    local = job.shapes(stage).entries(parallel.tp, 1).local
+    local = job.entries(stage, 1).local
     gathers = 1 if parallel.shard == "grad_op" else 2
     share = (job.shard_size - 1) / job.shard_size
     return share * local * (gathers * job.params_size + reduce)
