@@ -16,9 +16,7 @@ EPILOG = "Example: nxtrain plan configs/llama2_7b_trn1.toml --nodes 16 parallel.
 
 
 def plan(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)
-    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(

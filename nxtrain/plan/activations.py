@@ -64,10 +64,8 @@ def _core_bytes(job: Job) -> int:
 def _mlp_bytes(job: Job) -> int:
     """Gate and up, kept by `nn/mlp.py:_SwiGLU`, and their product, kept by the row layer."""
     inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
-    if not job.decoder.gated:
-        kept = 2
-    else:
-        kept = 3 if job.config.model.fused_gate_up else 4  # unfused, autograd keeps silu(gate) too
+    gated = 3 if job.config.model.fused_gate_up else 4  # unfused, autograd keeps silu(gate) too
+    kept = gated if job.decoder.gated else 2
     return kept * inner * job.micro_tokens * job.params_size
 
 

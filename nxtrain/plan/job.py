@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from nxtrain.backends.neuron.attention import MAX_HEAD_SIZE, SEQUENCE_TILE
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
 from nxtrain.family import Decoder
 from nxtrain.plan.hardware import Machine
@@ -165,3 +164,9 @@ CPU_BLOCK = 128
 
 CPU_KEPT_BYTES = 16 << 20
 """As `backends/cpu_attention.py:KEPT_BYTES`."""
+
+SEQUENCE_TILE = 2048
+"""As `backends/neuron/attention.py:SEQUENCE_TILE`."""
+
+MAX_HEAD_SIZE = 128
+"""As `backends/neuron/attention.py:MAX_HEAD_SIZE`."""

@@ -54,7 +54,9 @@ def block_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int) -> Entrie
 
 
 @lru_cache(maxsize=1024)
-def block_specs(decoder: Decoder, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True) -> dict[str, ShardSpec]:
+def block_specs(
+    decoder: Decoder, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
+) -> dict[str, ShardSpec]:
     """Parameters of one block."""
     hidden, inner, width = decoder.hidden_size, decoder.intermediate_size, decoder.head_size
     replicas = max(1, tp // decoder.num_kv_heads)
@@ -109,9 +111,7 @@ def rest_specs(decoder: Decoder, *, first: bool, last: bool) -> dict[str, ShardS
 def costs(decoder: Decoder, seq_len: int) -> LayerCosts:
     """Operations of the forward pass of each layer per token, as `ModelFamily.layer_costs`; attention is causal."""
     attention = decoder.num_heads * decoder.head_size * seq_len
-    return LayerCosts(
-        0, 2 * (block_matmul_params(decoder) + attention), 2 * decoder.vocab_size * decoder.hidden_size
-    )
+    return LayerCosts(0, 2 * (block_matmul_params(decoder) + attention), 2 * decoder.vocab_size * decoder.hidden_size)
 
 
 def block_matmul_params(decoder: Decoder) -> int:

@@ -59,9 +59,7 @@ def held(backend: Backend, resolved: Resolved) -> dict[str, int]:
     ids=["master", "narrow", "kahan", "stochastic", "fp32"],
 )
 def test_state_bytes_of_sharded_ranks_are_predicted(ranks: RankPool, shard: str, precision: dict[str, Any]) -> None:
-    resolved = plan(
-        "odd", parallel={"shard": shard}, precision=precision, train={"global_batch": 4, "micro_batch": 1}
-    )
+    resolved = plan("odd", parallel={"shard": shard}, precision=precision, train={"global_batch": 4, "micro_batch": 1})
     first, second = ranks.run(2, held, resolved)
     parallel = resolved.config.parallel.model_copy(update={"dp": 2})
     backend = resolved.config.backend.model_copy(update={"name": "cpu"})

@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxtrain.backends import cpu_attention
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.backends.neuron import attention
 from nxtrain.config.check import Resolved
 from nxtrain.distributed.collectives import Done, Pending
 from nxtrain.mesh import Axis, Mesh
+from nxtrain.nn import remat as nn_remat
 from nxtrain.parallel.data_parallel import Bucketed
-from nxtrain.plan import memory
+from nxtrain.plan import activations, memory
+from nxtrain.plan import job as job_module
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.train.build import build_mesh, build_model, build_state
@@ -136,6 +140,13 @@ def test_the_stage_that_needs_most_is_chosen() -> None:
     assert (found.total, stage) == (max(totals), totals.index(max(totals)))
 
 
+def test_values_repeated_from_modules_with_torch_are_theirs() -> None:
+    ours = (job_module.CPU_BLOCK, job_module.CPU_KEPT_BYTES, activations.LONG_SEQUENCE)
+    assert ours == (cpu_attention.BLOCK, cpu_attention.KEPT_BYTES, nn_remat.LONG_SEQUENCE)
+    tile = (job_module.SEQUENCE_TILE, job_module.MAX_HEAD_SIZE)
+    assert tile == (attention.SEQUENCE_TILE, attention.MAX_HEAD_SIZE)
+
+
 SIZED = {
     "vocab_size": 1000,
     "hidden_size": 128,
@@ -161,8 +172,10 @@ def run(resolved: Resolved) -> tuple[int, int, Job]:
         held = forward.now
     loss.backward()
     state.model.zero_grad()
-    getattr(state.data_parallel, "sums").clear()
-    batch = DeviceBatch.of(*(x.unflatten(0, (-1, train.micro_batch)) for x in (inputs, targets)), backend.put)
+    assert isinstance(state.data_parallel, Bucketed)
+    state.data_parallel.sums.clear()
+    shape = (-1, train.micro_batch)
+    batch = DeviceBatch.of(inputs.unflatten(0, shape), targets.unflatten(0, shape), backend.put)
     with LiveBytes(known) as step:
         train_step(state, batch, 1e-3)
     return held, step.peak, job
@@ -183,7 +196,7 @@ def run(resolved: Resolved) -> tuple[int, int, Job]:
 def test_activations_are_those_that_torch_keeps(remat: str, change: Mapping[str, Mapping[str, Any]]) -> None:
     resolved = plan("mha", **settings(remat, change))
     held, peak, job = run(resolved)
-    assert memory.kept_bytes(job, 0) + memory.kept_logits_bytes(job) == pytest.approx(held, rel=0.02)
+    assert memory.kept_bytes(job, 0) + activations.kept_logits_bytes(job) == pytest.approx(held, rel=0.02)
     found = memory.stage_bytes(job, 0)
     moving = found.total - found.params - found.optimizer
     assert moving == pytest.approx(peak, rel=0.1)

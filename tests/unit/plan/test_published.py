@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_constants_are_few_and_belong_to_chips() -> None:
         assert all(0 <= number < 1 for number in numbers)
 
 
-BASE = {
+BASE: dict[str, Any] = {
     "model": "llama2-7b",
     "instance": "trn1.32xlarge",
     "nodes": 1,
@@ -64,7 +65,7 @@ BASE = {
     "remat": "selective",
 }
 
-FIT = {
+FIT: dict[str, dict[str, Any]] = {
     "8B, tp=32, 8192 tokens": {"model": "llama3.1-8b", "tp": 32, "nodes": 32, "seq_len": 8192},
     "70B, tp=32, pp=8": {"model": "llama2-70b", "tp": 32, "pp": 8, "nodes": 32},
     "70B, tp=32, pp=8, 8192 tokens": {"model": "llama3.1-70b", "tp": 32, "pp": 8, "nodes": 32, "seq_len": 8192},
@@ -90,7 +91,7 @@ FIT = {
     "7B on A100-40 by tp=8": {"instance": "p4d.24xlarge", "shard": "none"},
 }
 
-NOT_FIT = {
+NOT_FIT: dict[str, dict[str, Any]] = {
     "70B, 22.8 GB a core: tp=32 alone": {"model": "llama2-70b", "tp": 32, "nodes": 32},
     "7B on two cores": {"instance": "trn1.2xlarge", "tp": 2},
     "7B by data parallelism alone": {"tp": 1, "nodes": 16},
