@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Literal
 
 from nxtrain.backends import choose, choose_layers, open_backend
@@ -18,7 +14,7 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
-from nxtrain.data import Loader, Samples, open_data, unigram_entropy
+from nxtrain.data import Loader, Samples, open_data
 from nxtrain.errors import CheckpointError, DivergedError, RestartError, StoppedBySignal
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.attempts import Attempts, Reached
@@ -30,7 +26,7 @@ from nxtrain.process.clock import Instant, now
 from nxtrain.process.console import PipeSafeConsole, standard_error
 from nxtrain.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
 from nxtrain.process.signals import Signals
-from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR, SUMMARY_FILE
+from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR
 from nxtrain.train.build import mesh_of
 from nxtrain.train.checkpoints import Checkpoints
 from nxtrain.train.compatibility import RunInputs
@@ -38,6 +34,7 @@ from nxtrain.train.graph_extraction import extract_graphs
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import is_restart, start
+from nxtrain.train.summary import Summary, summarize
 from nxtrain.train.supervision.course import Course
 from nxtrain.train.supervision.preflight import check_folder, check_space
 from nxtrain.train.supervision.run_lock import only_run
@@ -242,7 +239,7 @@ def train_on(
             sink.close()
     if leader and val_loss is not None and data.validation is not None:
         evaluated = batches.eval_batches * batches.global_batch
-        _summarize(config.run.dir, val_loss, unigram_entropy(data.validation, evaluated), print_line)
+        summarize(config.run.dir, Summary.of(val_loss, data, evaluated), print_line)
 
 
 def _describe_pipeline(config: RunConfig, mesh: Mesh) -> str:
@@ -259,13 +256,3 @@ def _describe_sharding(config: RunConfig, mesh: Mesh) -> str:
     if mesh.shard_size == 1:
         return f"; one rank holds all state, so that parallel.shard={config.parallel.shard} changes nothing"
     return f", state cut over {mesh.shard_size} of them ({config.parallel.shard})"
-
-
-def _summarize(folder: Path, val_loss: float, entropy: float, print_line: Callable[[str], None]) -> None:
-    """Write and print the held-out loss beside the unigram entropy, the best loss of a model without context."""
-    summary = {"val_loss": val_loss, "unigram_entropy": entropy}
-    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    print_line(
-        f"held-out loss {val_loss:.4f} nats per token (perplexity {math.exp(val_loss):.1f}); unigram entropy of the "
-        f"same tokens {entropy:.4f} (perplexity {math.exp(entropy):.1f})"
-    )
