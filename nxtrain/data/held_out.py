@@ -77,8 +77,12 @@ def token_bytes(file: Path) -> NDArray[np.int64] | None:
     Returns:
         The bytes by id, -1 for ids that name no token; None for a tokenizer that is not byte-level, or changes text.
     """
-    content = read_bytes(file)
-    if not _keeps_bytes(json.loads(content)):
+    try:
+        content = read_bytes(file)
+        keeps = _keeps_bytes(json.loads(content))
+    except (OSError, RecursionError, ValueError):  # gone or changed during the run, whose result does not depend on it
+        return None
+    if not keeps:
         return None
     tokenizer = Tokenizer.from_buffer(content)
     alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet())

@@ -170,3 +170,10 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_bytes(tokenizer: Path) -> 
     changed(tokenizer, move_last)
     assert target_bytes(TableSamples(np.array([[1, 2, 310]])), tokenizer) is not None
     assert target_bytes(TableSamples(np.array([[1, 2, 305]])), tokenizer) is None
+
+
+def test_a_tokenizer_that_is_gone_or_damaged_at_the_end_has_no_bytes(tokenizer: Path) -> None:
+    tokenizer.write_text(tokenizer.read_text(encoding="utf-8")[:-9], encoding="utf-8")
+    assert token_bytes(tokenizer) is None
+    tokenizer.unlink()
+    assert token_bytes(tokenizer) is None
