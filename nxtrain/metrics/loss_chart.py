@@ -37,12 +37,14 @@ class Style:
 
     Args:
         dots_x, dots_y: Dots of the curve in one character.
+        curve: Sample of the curve, for the legend.
         held_out: Mark of an evaluation.
         axis, tick, corner, line: Characters of the axes.
     """
 
     dots_x: int
     dots_y: int
+    curve: str
     held_out: str
     axis: str
     tick: str
@@ -57,8 +59,8 @@ class Style:
         return chr(0x2800 + bits) if self.dots_x > 1 else "*"
 
 
-BRAILLE = Style(2, 4, "●", "│", "┤", "└", "─")
-ASCII = Style(1, 1, "o", "|", "+", "+", "-")
+BRAILLE = Style(2, 4, "\u2824\u2824", "\u25cf", "\u2502", "\u2524", "\u2514", "\u2500")
+ASCII = Style(1, 1, "*", "o", "|", "+", "+", "-")
 
 
 def loss_chart(records: Iterable[Mapping[str, Any]], width: int, style: Style) -> str:
@@ -85,7 +87,7 @@ def loss_chart(records: Iterable[Mapping[str, Any]], width: int, style: Style) -
     plot = _Plot(columns, ROWS, last, low, high, style)
     rows = plot.rows(train, held_out)
     marks = {0: labels[0], ROWS // 2: labels[1], ROWS - 1: labels[2]}
-    lines = [f"loss (nats per token): {'*' if style is ASCII else '⠤⠤'} training, {style.held_out} held-out text"]
+    lines = [f"loss (nats per token): {style.curve} training, {style.held_out} held-out text"]
     for number, row in enumerate(rows):
         label = marks.get(number, "")
         lines.append(f"{label:>{margin}} {style.tick if label else style.axis}{row}".rstrip())

@@ -160,7 +160,6 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/data/held_out.py": {
         "target_counts: found[:counts.size] +=": "fresh: counts of this round",
-        "token_bytes: lengths[number] =": "fresh: `np.full` of this function",
     },
     "nxtrain/data/order.py": {
         "shuffled: rows[outside] =": "fresh: a result of `_permute`",

@@ -22,7 +22,7 @@ _PARTS = re.compile(r"\x1b\[(?P<codes>[?\d;]*)(?P<kind>[A-Za-z])|(?P<move>[\r\n]
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command wrote to a terminal.
+    """Output of a command on a terminal.
 
     Args:
         code: Exit code.

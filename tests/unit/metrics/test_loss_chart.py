@@ -78,7 +78,12 @@ def test_a_curve_has_no_holes_where_it_is_steep_or_its_points_are_few() -> None:
 
 def test_losses_that_were_not_finite_are_left_out() -> None:
     good = falling()
-    bad = [{"step": 5, "loss": None}, {"step": 7, "loss": float("nan"), "val_loss": float("inf")}, {"loss": 3.0}, {}]
+    bad: list[dict[str, Any]] = [
+        {"step": 5, "loss": None},
+        {"step": 7, "loss": float("nan"), "val_loss": float("inf")},
+        {"loss": 3.0},
+        {},
+    ]
     assert loss_chart([*bad, *good], 80, BRAILLE) == loss_chart(good, 80, BRAILLE)
     assert loss_chart(bad, 80, BRAILLE) == loss_chart([], 80, BRAILLE) == "no loss is recorded yet"
 
