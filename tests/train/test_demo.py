@@ -43,10 +43,10 @@ def test_the_demo_trains_writes_and_exports() -> None:
     bits = summary["val_loss"] / math.log(2) * summary["val_tokens"] / summary["val_bytes"]
     assert summary["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     assert re.search(r"scores differ from ours by at most \d", done.stdout)
-    text = "".join(generate(str(run), "def ", 120, Sampling(temperature=0.5), seed=0))
+    text = "".join(generate(str(run), "    def __init__(self", 120, Sampling(temperature=0.5), seed=0))
     assert f"\n{text}\n" in done.stdout
-    assert text.startswith("def ")
-    assert len(text) > len("def ") + 20
+    assert text.startswith("    def __init__(self")
+    assert len(text) > len("    def __init__(self") + 20
     assert (run / "huggingface" / "model.safetensors").exists()
     charts = [loss_chart(records, 79, style) for style in (BRAILLE, ASCII)]  # which one depends on the locale
     assert any(done.stdout.endswith(f"\n{chart}\n") for chart in charts), done.stdout
@@ -58,7 +58,7 @@ def _check_next_commands(shown: str) -> None:
     *_, heading, generates, trains, draws = shown.splitlines()
     assert heading == f"=== done; the run folder is runs/demo-short. Three commands to try next, in {ROOT.resolve()}:"
     sampled = _shell(f"{generates} --seed 1")
-    assert sampled.stdout.startswith("class ")
+    assert sampled.stdout.startswith("class")
     started = _shell(trains.replace("  #", " --dry-run  #"))
     assert "-m nxtrain train configs/demo.toml run.name=mine data.source=text data.path=docs" in started.stdout
     assert (ROOT / "docs").is_dir()
