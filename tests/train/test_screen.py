@@ -36,6 +36,7 @@ RUN = (
     rf"held-out loss {NUMBER} nats per token \(perplexity {NUMBER}\), {NUMBER} bits per byte; "
     rf"unigram entropy of the same tokens {NUMBER} \(perplexity {NUMBER}\)",
     r"checkpoint\.every=\d+ costs .*",
+    r"rank \d is (slow: .* median is .* ms|as fast as the others again)",
 )
 EXPORT = (rf"transformers loads \S+; its scores differ from ours by at most {NUMBER}",)
 
@@ -97,18 +98,29 @@ def test_a_terminal_shows_a_run_in_lines_of_ours_and_one_line_of_progress(on_scr
 
 
 def test_the_line_of_progress_moves_through_the_launcher(on_screen: tuple[Path, Shown]) -> None:
-    """Step and loss change in place: on one row, below the same lines."""
+    """Step and loss change in place, below the lines that are printed meanwhile."""
     _, screen = on_screen
-    steps, rows = [], set()
+    steps = []
     for state in screen.states:
-        for row, line in enumerate(state):
-            if found := re.match(rf"step +(\d+)/{STEPS} .*\S", line):
-                steps.append(int(found[1]))
-                rows.add(row)
-    assert len(rows) == 1
+        found = [match for line in state if (match := re.match(rf"step +(\d+)/{STEPS} .*\S", line))]
+        assert len(found) <= 1, state
+        steps += [int(match[1]) for match in found]
     assert steps == sorted(steps)
     assert len(set(steps)) > STEPS // 2
-    assert "\n" not in screen.raw.partition("\x1b[?25l")[2].partition(f"{STEPS}/{STEPS}")[0]
+    assert steps[-1] == STEPS
+
+
+def test_a_line_of_a_watching_thread_takes_the_place_of_the_bar() -> None:
+    """On a terminal; a pipe gets the line alone."""
+    code = (
+        "import sys; from nxtrain.process.stacks import print_line; sys.stderr.write('step 1/9 of a bar'); "
+        "sys.stderr.flush(); print_line('rank 1 is slow'); sys.stderr.write('step 2/9 of a bar')"
+    )
+    found = on_terminal([sys.executable, "-c", code], cwd=ROOT)
+    assert found.lines == ["rank 1 is slow", "step 2/9 of a bar"]
+    assert on_terminal([sys.executable, "-c", code], cwd=ROOT, environ={"TERM": "dumb"}).lines[0].endswith("is slow")
+    piped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, timeout=60, check=True)
+    assert piped.stderr == b"step 1/9 of a barrank 1 is slow\nstep 2/9 of a bar"
 
 
 def test_a_pipe_gets_a_run_in_lines_of_ours_without_control_sequences(tmp_path: Path) -> None:
