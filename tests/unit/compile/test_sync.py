@@ -5,13 +5,10 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
@@ -21,39 +18,15 @@ from nxtrain.compile.sync import CacheLocation, Step, open_place, sync
 from nxtrain.errors import BackendError, ConfigError, StorageError
 from nxtrain.io.object_store import S3Path, S3Store, open_store
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
+from tests.support.s3 import BUCKET, s3, s3_variables
 
-BUCKET = "graphs"
+__all__ = ["s3", "s3_variables"]
+
 PREFIX = "llama/7b"
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of a server with one empty bucket; AWS's own variables lead everybody there."""
-    variables = {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
-    yield client
-    for item in client.list_objects_v2(Bucket=BUCKET).get("Contents", ()):
-        client.delete_object(Bucket=BUCKET, Key=item["Key"])
-    client.delete_bucket(Bucket=BUCKET)
-    client.close()
+def bucket_at(address: str) -> Bucket:
+    return Bucket(open_store(address))
 
 
 @pytest.fixture
@@ -74,10 +47,6 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> CacheLocation:
         request.getfixturevalue("s3")
         return open_place(f"s3://{BUCKET}/{PREFIX}")
     return open_place(str(tmp_path / "shared"))
-
-
-def bucket_at(address: str) -> Bucket:
-    return Bucket(open_store(address))
 
 
 DONE_KEYS = [key(1), key(2, "xyz")]
