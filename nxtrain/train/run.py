@@ -18,7 +18,7 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
-from nxtrain.data import Loader, Samples, open_data, unigram_entropy
+from nxtrain.data import BatchShare, Loader, Samples, open_data, unigram_entropy
 from nxtrain.errors import CheckpointError, DivergedError, RestartError, StoppedBySignal
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.attempts import Attempts, Reached
@@ -172,12 +172,9 @@ def train_on(
     def loader(samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"], origin: int = 0) -> Loader:
         return Loader(
             samples,
+            BatchShare(batches.global_batch, batches.micro_batch, mesh.dp.rank, mesh.dp.size),
             seed=config.run.seed,
             shuffle=shuffle,
-            global_batch=batches.global_batch,
-            micro_batch=batches.micro_batch,
-            dp_rank=mesh.dp.rank,
-            dp_size=mesh.dp.size,
             origin=origin,
             past_end=past_end,
         )
