@@ -42,12 +42,12 @@ from nxtrain.compile.manifest import (
     stage_words,
 )
 from nxtrain.config.cache_dir import cache_folder
-from nxtrain.config.check import resolve_config
-from nxtrain.config.load import Loaded
+from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.launch.neuron import compiles_ahead
 from nxtrain.mesh import Mesh
+from nxtrain.process.placement import Placement
 
 INTERVAL_S = 0.5
 PATIENCE_S = 15.0
@@ -61,18 +61,18 @@ OnMiss = Callable[[Key, Sequence[int]], None]
 
 
 @contextmanager
-def watch_misses(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
+def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
     """Hold a run to its manifest while it lasts; on one rank per node, and under PyTorch/XLA on Neuron devices only.
 
     Args:
-        loaded: The run.
+        plan: The checked configuration of the run.
         environ: Variables of this rank.
 
     Raises:
         ConfigError: `compile.on_miss=stop`, and the manifest is none.
         BackendError: The same, and there is no manifest, or this node lacks graphs of it.
     """
-    watch = _watch_of(loaded, environ)
+    watch = _watch_of(plan, environ)
     if watch is None:
         yield
         return
@@ -83,27 +83,26 @@ def watch_misses(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
         watch.stop()
 
 
-def _watch_of(loaded: Loaded, environ: Mapping[str, str]) -> Watch | None:
+def _watch_of(plan: Resolved, environ: Mapping[str, str]) -> Watch | None:
     """Watch of this rank, not yet started; None if the rank watches nothing."""
-    config = loaded.config
-    if environ.get("LOCAL_RANK", "0") != "0" or not compiles_ahead(config) or extracting(environ):
+    config, place = plan.config, Placement.read(environ)
+    if place.local_rank or not compiles_ahead(config) or extracting(environ):
         return None
     cache = Cache(cache_folder(config.compile))
     for key in cache.break_locks():
         _say(f"broke the lock of {key}, whose owner is gone")
     stops = config.compile.on_miss == "stop"
-    world, ranks_here = int(environ.get("WORLD_SIZE", "1")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    build = build_of(resolve_config(loaded, world), world, environ, _compiler())
-    rank, parallel = int(environ.get("RANK", "0")), config.parallel
+    build = build_of(plan, place.world, environ, _compiler())
+    parallel = config.parallel
     # No library's order of ranks, which goes within a machine, changes the stages that it holds.
-    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp)
-    manifest = _manifest_of(config, mesh.stages_held(rank, ranks_here), cache, stops=stops)
+    mesh = Mesh.build(place.world, place.rank, tp=parallel.tp, pp=parallel.pp)
+    manifest = _manifest_of(config, mesh.stages_held(place.rank, place.local_world), cache, stops=stops)
     if manifest is None:
         return None
     if different := [f"    {difference}" for difference in differ(manifest.build, build)]:
         _say("\n".join(["warning: this run is not what was compiled, and may need other graphs:", *different]))
     # Ranks of one node have one parent, the agent, from which all their compilers descend.
-    run = os.getppid() if ranks_here > 1 else os.getpid()
+    run = os.getppid() if place.local_world > 1 else os.getpid()
     known = {Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
     return Watch(cache.root, known, run, partial(_stop if stops else _warn, cache, manifest, build))
 
