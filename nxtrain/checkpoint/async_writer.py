@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.dcp_storage import Staged, Staging
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
-from nxtrain.checkpoint.save import Retention, tidy, write_state
+from nxtrain.checkpoint.save import tidy, write_state
 from nxtrain.checkpoint.shards import Shards
-from nxtrain.distributed.agreement import Disk, Group, by_leader
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError
 from nxtrain.sharding import Layout
 
@@ -50,13 +51,12 @@ class AsyncCheckpointWriter:
         layout: Entries of the model's tensors that this rank holds.
         retention: Checkpoints that stay.
         tokenizer: A `tokenizer.json` to save with each checkpoint.
-        group: Group of all ranks that carries host objects beside the collectives of training. None: there is only this
-            rank, or no group can; checkpoints are then written while training waits.
-        talk: Group on which the ranks agree before they go on; None for the default group.
+        scope: The ranks and their folders, over a group beside the collectives of training. A group of None: there is
+            only this rank, or no group can; checkpoints are then written while training waits.
+        ranks: All ranks, over the group on which they agree before they go on.
         background: Write while training goes on.
         told: Called between steps with the outcome of each checkpoint.
         copies: Uploader of saved checkpoints to a mirror; None: the run has no mirror.
-        disk: The ranks that act in the folder; None: rank 0 for all.
         copied: Called between steps with the step of each upload and the reason why it failed; empty if it succeeded.
     """
 
@@ -67,17 +67,16 @@ class AsyncCheckpointWriter:
         *,
         retention: Retention,
         tokenizer: Path | None,
-        group: Group,
-        talk: Group,
+        scope: StorageScope,
+        ranks: Ranks,
         background: bool,
         told: Callable[[Outcome], None],
         copies: MirrorUploader | None = None,
-        disk: Disk | None = None,
         copied: Callable[[int, str], None] = lambda step, problem: None,
     ) -> None:
         self._folder, self._layout, self._retention, self._tokenizer = folder, layout, retention, tokenizer
-        self._group, self._talk, self._on_outcome = group, talk, told
-        self._background, self._uploader, self._disk, self._on_upload = background, copies, disk, copied
+        self._scope, self._ranks, self._on_outcome = scope, ranks, told
+        self._background, self._uploader, self._on_upload = background, copies, copied
         self._staging = Staging(layout)
         self._underway: _Writing | None = None
         self._written: int | None = None
@@ -146,33 +145,30 @@ class AsyncCheckpointWriter:
             if self._uploader is not None:
                 self._finish_uploads(self._uploader, patience, alive, asked)
         finally:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
+            if self._scope.ranks.group is not None:
+                dist.destroy_process_group(self._scope.ranks.group)
 
     def _finish_uploads(
         self, uploader: MirrorUploader, deadline: UploadDeadline, alive: Callable[[], None], asked: Callable[[], bool]
     ) -> None:
-        uploader.wait(deadline, alive, asked)
+        uploader.wait(deadline, self._ranks, alive, asked)
         self.report_copies()
         for step in sorted(uploader.underway):
             self._on_upload(step, "the run ends, and its copy is still under way")
 
     def _is_busy(self) -> bool:
         # The leader ends last: it commits and deletes old checkpoints after all others have written.
-        return by_leader(
-            lambda: self._underway is not None and not self._underway.done,
-            self._layout.mesh,
-            self._talk,
-            "cannot ask for the checkpoint before",
+        return self._ranks.on_leader(
+            lambda: self._underway is not None and not self._underway.done, "cannot ask for the checkpoint before"
         )
 
     def _write(self, staged: Staged, meta: Meta, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        path, mesh, group = directory.step_path(self._folder, meta.step), self._layout.mesh, self._group
-        written = write_state(path, staged, mesh, meta, kinds, self._tokenizer, group, self._disk)
+        path = directory.step_path(self._folder, meta.step)
+        written = write_state(path, staged, meta.model_copy(update={"kinds": kinds}), self._scope, self._tokenizer)
         underway = self._uploader.underway if self._uploader is not None else ()
-        failed = tidy(path, self._retention, mesh, group, self._disk, underway)
+        failed = tidy(path, self._retention, self._scope, underway)
         if self._uploader is not None:
-            self._uploader.offer(meta.step, path, written, group)
+            self._uploader.offer(meta.step, path, written, self._scope.ranks)
         return tuple(failed)
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from nxtrain.checkpoint.mirror import Mirrored, copy
-from nxtrain.checkpoint.save import Retention
-from nxtrain.distributed.agreement import Group, by_leader, gather
+from nxtrain.checkpoint.directory import Retention
+from nxtrain.checkpoint.mirror import Mirror, copy
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.io.checksummed_file import FileDigest, transferred
-from nxtrain.mesh import Mesh
 
 LOOK_S = 0.5
 """Longest pause, in seconds, between two exchanges of the progress of all ranks."""
@@ -44,15 +43,13 @@ class MirrorUploader:
     """Uploads checkpoints to the mirror. Every rank makes one uploader, and offers the same checkpoints in one order.
 
     Args:
-        mirrored: The mirror.
+        mirror: The mirror.
         retention: Checkpoints that stay in the mirror.
-        mesh: The axes of this rank.
-        group: Group of all ranks that can carry host objects, used by uploads only; None: there is only this rank.
-        talk: Group on which the ranks talk while training waits; None for the default group.
+        ranks: All ranks, over a group that only uploads use.
     """
 
-    def __init__(self, mirrored: Mirrored, retention: Retention, mesh: Mesh, group: Group, talk: Group) -> None:
-        self._mirrored, self._retention, self._mesh, self._group, self._talk = mirrored, retention, mesh, group, talk
+    def __init__(self, mirror: Mirror, retention: Retention, ranks: Ranks) -> None:
+        self._mirror, self._retention, self._ranks = mirror, retention, ranks
         # One thread adds and another takes, each in one step of the interpreter.
         self._started: deque[_Upload] = deque()
         self._left_out: deque[int] = deque()
@@ -64,7 +61,7 @@ class MirrorUploader:
         """Steps whose files an upload still reads."""
         return [each.step for each in tuple(self._started) if not each.done]
 
-    def offer(self, step: int, path: Path, written: Mapping[str, FileDigest], group: Group) -> None:
+    def offer(self, step: int, path: Path, written: Mapping[str, FileDigest], ranks: Ranks) -> None:
         """Upload a checkpoint; every rank calls this after the commit.
 
         While an earlier upload is under way the checkpoint waits: until the next offer, which replaces it, or until the
@@ -74,11 +71,11 @@ class MirrorUploader:
             step: Step of the checkpoint.
             path: Folder of the checkpoint.
             written: The files that this rank uploads.
-            group: Group on which the ranks agree during this call.
+            ranks: All ranks, over the group on which they agree during this call.
         """
-        offered = _Upload(step, lambda: self._copy(step, path, written))
+        offered = _Upload(step, lambda: copy(self._mirror, path, written, self._retention, self._ranks))
         # The leader's upload ends last.
-        waits = by_leader(lambda: bool(self.underway), self._mesh, group, "cannot ask for the copy before")
+        waits = ranks.on_leader(lambda: bool(self.underway), "cannot ask for the copy before")
         if self._waiting is not None:
             self._left_out.append(self._waiting.step)
             self._waiting = None
@@ -96,12 +93,17 @@ class MirrorUploader:
             yield upload.step, upload.problem
 
     def wait(
-        self, patience: UploadDeadline, alive: Callable[[], None], asked: Callable[[], bool] = lambda: False
+        self,
+        patience: UploadDeadline,
+        ranks: Ranks,
+        alive: Callable[[], None],
+        asked: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Wait for all uploads; every rank calls this, and all ranks return together.
 
         Args:
             patience: Limits of the wait.
+            ranks: All ranks, over the group on which they agree while training waits.
             alive: Heartbeat; called again and again.
             asked: True once this rank is asked to stop.
 
@@ -115,7 +117,7 @@ class MirrorUploader:
         limit, last_total, pause_s = began + patience.most_s, -1, 0.0
         while True:
             late = time.monotonic() > min(limit, moved + patience.still_s)
-            answers = gather((not self.underway, transferred(), late, asked()), self._mesh, self._talk)
+            answers = ranks.gather((not self.underway, transferred(), late, asked()))
             if all(done for done, _, _, _ in answers):
                 return True
             if answers[0][2]:  # by the clock of rank 0, so that all ranks return together
@@ -133,11 +135,6 @@ class MirrorUploader:
         upload.before, self._last = self._last, upload
         self._started.append(upload)
         upload.start()
-
-    def _copy(self, step: int, path: Path, written: Mapping[str, FileDigest]) -> str:
-        keep, keep_every = self._retention.keep, self._retention.keep_every
-        mesh, group = self._mesh, self._group
-        return copy(self._mirrored, step, path, written, mesh, group, keep=keep, keep_every=keep_every)
 
 
 def are_underway() -> bool:

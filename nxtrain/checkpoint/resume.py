@@ -14,12 +14,11 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.rewinds import Rewind, RewindLog
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Group, by_leader, gather, together
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.io.checksummed_file import verify
 from nxtrain.io.object_store import Location, place_of
 from nxtrain.io.read_retry import unsteady
-from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
 
 T = TypeVar("T")
@@ -61,8 +60,7 @@ class ResumePlanner:
     Args:
         config: Configuration of the run.
         mirrored: Mirror of the run, if it has one.
-        mesh: The axes of this rank.
-        group: Group of all ranks that can carry host objects; None for the default group.
+        ranks: All ranks of the run.
         print_line: Prints a line for people.
         restarted: True if, by this rank's environment, an agent or a scheduler restarted the same command.
         job: The agent's or scheduler's name for the restarted job; empty if it has none.
@@ -79,22 +77,21 @@ class ResumePlanner:
         self,
         config: RunConfig,
         mirrored: Mirrored | None,
-        mesh: Mesh,
-        group: Group,
+        ranks: Ranks,
         print_line: PrintLine,
         *,
         restarted: bool,
         job: str = "",
     ) -> None:
         self._resume, self._folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS_DIR
-        self._mirrored, self._mesh, self._group, self._print_line = mirrored, mesh, group, print_line
+        self._mirrored, self._ranks, self._print_line = mirrored, ranks, print_line
         self._chosen: Found | None = None
         self._unread = set[int]()
         # One restarted rank is enough: an agent that replaces another one has made no earlier start itself.
-        answers = gather((restarted, job), mesh, group)
+        answers = ranks.gather((restarted, job))
         is_restart, self._job = any(again for again, _ in answers), answers[0][1]
-        at_mirror = by_leader(self._aims_at_mirror, mesh, group, "cannot look for checkpoints")
-        records = self._records = RewindLog(config.run.dir, mirrored, mesh, group, takes_over=at_mirror)
+        at_mirror = ranks.on_leader(self._aims_at_mirror, "cannot look for checkpoints")
+        records = self._records = RewindLog(config.run.dir, mirrored, ranks, takes_over=at_mirror)
         has_returned = records.newest.has_returned(self._resume, self._job)
         self.own = self._resume == "auto" or (is_restart and has_returned)
         if is_restart and not self.own and records.damaged:
@@ -125,12 +122,7 @@ class ResumePlanner:
         self.own = False
         if self._resume != "never":
             self._chosen = Found(
-                by_leader(
-                    lambda: mirror.locate_checkpoint(self._resume),
-                    self._mesh,
-                    self._group,
-                    "cannot look for checkpoints",
-                )
+                self._ranks.on_leader(lambda: mirror.locate_checkpoint(self._resume), "cannot look for checkpoints")
             )
         return self._chosen
 
@@ -141,20 +133,20 @@ class ResumePlanner:
         either, the storage has failed rather than the files.
         """
         failure = f"cannot put aside {found.place}"
-        if by_leader(lambda: error.unread, self._mesh, self._group, failure):
+        if self._ranks.on_leader(lambda: error.unread, failure):
             self._unread.add(int(found.place.name.removeprefix("step-")))
             return "the one before it is tried"
         if self._mirrored is None:
             assert isinstance(found.place, Path)
             path = found.place
-            aside = by_leader(lambda: directory.quarantine(path), self._mesh, self._group, failure).name
+            aside = self._ranks.on_leader(lambda: directory.quarantine(path), failure).name
             return f"the checkpoint is put aside as {aside}, and the one before it is tried"
         step = int(found.place.name.removeprefix("step-"))
         local, there = directory.step_path(self._folder, step), self._mirrored.mirror
-        self._mirrored.disk.on_each(
-            lambda: directory.is_checkpoint(local) and directory.quarantine(local), self._mesh, self._group, failure
+        self._mirrored.scope.over(self._ranks).on_each(
+            lambda: directory.is_checkpoint(local) and directory.quarantine(local), failure
         )
-        by_leader(lambda: step in there.steps() and there.quarantine(step), self._mesh, self._group, failure)
+        self._ranks.on_leader(lambda: step in there.steps() and there.quarantine(step), failure)
         return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
 
     def begin(self) -> None:
@@ -162,8 +154,8 @@ class ResumePlanner:
 
         The record comes last: if the start is interrupted before it, a restart rewinds again.
         """
-        keeps, in_folder, in_mirror = by_leader(
-            self._keeps, self._mesh, self._group, f"cannot look for checkpoints in {self._folder}"
+        keeps, in_folder, in_mirror = self._ranks.on_leader(
+            self._keeps, f"cannot look for checkpoints in {self._folder}"
         )
         gone = list[int]()
         if not self.own:  # a place that missed earlier rewinds keeps its checkpoints if the chosen one is among them
@@ -193,7 +185,7 @@ class ResumePlanner:
     def _newest_own(self) -> Found | None:
         if self._mirrored is not None:
             return self._newest(self._mirrored)
-        place = by_leader(self._newest_here, self._mesh, self._group, "cannot look for checkpoints")
+        place = self._ranks.on_leader(self._newest_here, "cannot look for checkpoints")
         return Found(place) if place is not None else None
 
     def _newest_here(self) -> Path | None:
@@ -228,7 +220,7 @@ class ResumePlanner:
     def _newest(self, mirrored: Mirrored) -> Found | None:
         there = mirrored.mirror
         here = self._on_disks(self._held, dict[int, int]())
-        copied = by_leader(self._mirror_held, self._mesh, self._group, f"cannot look for checkpoints in {there}")
+        copied = self._ranks.on_leader(self._mirror_held, f"cannot look for checkpoints in {there}")
         self._print_lines(copied[1])
         # If a step was written twice, the version on the disks is the later one.
         candidates = {
@@ -239,9 +231,9 @@ class ResumePlanner:
         }
         for step, only_here, seal in sorted(candidates, reverse=True):
             if not only_here or self._complete(mirrored, step, seal):
-                return self._found(mirrored, step, seal, only_here=only_here and mirrored.disk.number == 1)
+                return self._found(mirrored, step, seal, only_here=only_here and mirrored.scope.number == 1)
         aside = self._on_disks(lambda notes: [path.name for path in directory.quarantined(self._folder)], list[str]())
-        spoilt = by_leader(there.spoilt, self._mesh, self._group, f"cannot look for checkpoints in {there}")
+        spoilt = self._ranks.on_leader(there.spoilt, f"cannot look for checkpoints in {there}")
         self._refuse_scratch(sorted({name for names in aside for name in names}) + spoilt)
         return None
 
@@ -273,47 +265,47 @@ class ResumePlanner:
             reason = f"no disk holds its {absent[0]} whole" if absent else "its manifest is damaged"
             self._print_lines([f"step {step} is not in {there}, and {reason}; the one before it is tried"])
             return False
-        if mirrored.disk.number == 1:
+        if mirrored.scope.number == 1:
             return True
 
         def check() -> None:
-            for name in holdings[self._mesh.rank].present:
-                if holders[name] == self._mesh.rank and manifest is not None:
+            for name in holdings[self._ranks.mesh.rank].present:
+                if holders[name] == self._ranks.mesh.rank and manifest is not None:
                     verify(path / name, manifest.files[name].stored)
 
         def add() -> None:
-            for name in holdings[self._mesh.rank].present:
-                if holders[name] == self._mesh.rank and manifest is not None:
+            for name in holdings[self._ranks.mesh.rank].present:
+                if holders[name] == self._ranks.mesh.rank and manifest is not None:
                     there.add(step, path / name, manifest.files[name].stored)
 
         def finish() -> None:
-            if self._mesh.rank == sealers[0]:
+            if self._ranks.mesh.rank == sealers[0]:
                 there.finish(step, path)
 
         failure = f"cannot copy {path.name} to {there}, and nodes cannot read each other's disks"
         try:
-            together(check, self._mesh, self._group, failure)  # before `begin` deletes the mirror's version of the step
+            self._ranks.on_all(check, failure)  # before `begin` deletes the mirror's version of the step
         except DamagedError as error:
             unsteady.hold(error)
             self._print_lines([f"WARNING: {error}; step {step} is not in {there}, so that the one before it is tried"])
             return False
         # A failure from here on is no damage, and ends the start: a resume from an earlier step would abandon this one.
-        by_leader(lambda: there.begin(step), self._mesh, self._group, failure)
-        together(add, self._mesh, self._group, failure)
-        together(finish, self._mesh, self._group, failure)
+        self._ranks.on_leader(lambda: there.begin(step), failure)
+        self._ranks.on_all(add, failure)
+        self._ranks.on_all(finish, failure)
         return True
 
     def _on_disks(self, action: Callable[[list[str]], T], otherwise: T) -> list[T]:
         """Run an action on the leader of each disk; return the result of each rank, and print the lines of notes."""
         assert self._mirrored is not None
-        leads, notes, mine = self._mirrored.disk.leads, list[str](), [otherwise]
+        leads, notes, mine = self._mirrored.scope.leads, list[str](), [otherwise]
 
         def act() -> None:
             if leads:
                 mine[0] = action(notes)
 
-        together(act, self._mesh, self._group, f"cannot look for checkpoints in {self._folder}")
-        found = gather((mine[0], notes), self._mesh, self._group)
+        self._ranks.on_all(act, f"cannot look for checkpoints in {self._folder}")
+        found = self._ranks.gather((mine[0], notes))
         self._print_lines([note for _, noted in found for note in noted])
         return [result for result, _ in found]
 

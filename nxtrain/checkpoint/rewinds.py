@@ -10,23 +10,18 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.distributed.agreement import Group, by_leader, gather, shared_disk, together
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.io.atomic import sync_folder, write_durably
 from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.read_retry import damage, unsteady
-from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
-
-T = TypeVar("T")
 
 FILE = "lineage.json"
 _SEAL = "crc32"
@@ -110,8 +105,7 @@ class RewindLog:
     Args:
         run_dir: Folder of the run.
         mirrored: Mirror of the run, if it has one.
-        mesh: The axes of this rank.
-        group: Group of all ranks that can carry host objects; None for the default group.
+        ranks: All ranks of the run.
         takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
 
     Attributes:
@@ -126,21 +120,20 @@ class RewindLog:
         self,
         run_dir: Path,
         mirrored: Mirrored | None,
-        mesh: Mesh,
-        group: Group,
+        ranks: Ranks,
         *,
         takes_over: bool,
     ) -> None:
-        self._folder, self._mirrored, self._mesh, self._group = run_dir / CHECKPOINTS_DIR, mirrored, mesh, group
-        self._disk = mirrored.disk if mirrored else shared_disk(mesh)
+        self._folder, self._mirrored, self._ranks = run_dir / CHECKPOINTS_DIR, mirrored, ranks
+        self._scope = mirrored.scope.over(ranks) if mirrored else StorageScope(ranks)
         self._there: RunHistory | DamagedError | None = None
         if mirrored is not None:
             root = mirrored.mirror.store.root
-            self._there = by_leader(lambda: _read(root), mesh, group, f"cannot read {root / FILE}")
-        mine, disks = self._on_each(lambda: _read(self._folder), f"cannot read {self._folder / FILE}")
-        self._here = mine[0] if mine else None
+            self._there = ranks.on_leader(lambda: _read(root), f"cannot read {root / FILE}")
+        held = self._scope.on_each(lambda: _read(self._folder), f"cannot read {self._folder / FILE}")
+        self._here, disks = held.get(self._scope.leader), [*held.values()]
         self.damaged = [found for found in (self._there, *disks) if isinstance(found, DamagedError)]
-        folder, new = by_leader(lambda: (os.path.abspath(run_dir), uuid.uuid4().hex), mesh, group, "no name for a run")
+        folder, new = ranks.on_leader(lambda: (os.path.abspath(run_dir), uuid.uuid4().hex), "no name for a run")
         fresh = RunHistory(run=new, run_dir=folder)
         known = [found for found in (self._there, *disks) if isinstance(found, RunHistory)]
         self._is_new = self._belongs_to_others([found for found in disks if isinstance(found, RunHistory)], fresh)
@@ -187,9 +180,9 @@ class RewindLog:
         if mirrored is not None and is_due(self._there):
             store = mirrored.mirror.store
             failure = f"cannot write {store.root / FILE}"
-            by_leader(lambda: store.put(FILE, newest.sealed()), self._mesh, self._group, failure)
+            self._ranks.on_leader(lambda: store.put(FILE, newest.sealed()), failure)
             self._there = newest
-        self._disk.on_each(write_here, self._mesh, self._group, f"cannot write {self._folder / FILE}")
+        self._scope.on_each(write_here, f"cannot write {self._folder / FILE}")
 
     def _missed(self, record: RunHistory | DamagedError | None) -> int | None:
         # An unreadable record alone does not mean that the place has missed a rewind.
@@ -199,13 +192,14 @@ class RewindLog:
 
     def _abandon(self, here: int | None, there: int | None, *, damaged: bool) -> list[int]:
         failure = f"cannot put aside what is no longer part of the run in {self._folder}"
-        _, gone = self._on_each(
+        abandoned = self._scope.on_each(
             lambda: [] if here is None else directory.abandon(self._folder, here, damaged=damaged), failure
         )
+        gone = [*abandoned.values()]
         if self._mirrored is not None and there is not None:
             mirror, last = self._mirrored.mirror, there
             failure = f"cannot put aside what is no longer part of the run in {mirror}"
-            gone.append(by_leader(lambda: mirror.abandon(last, damaged=damaged), self._mesh, self._group, failure))
+            gone.append(self._ranks.on_leader(lambda: mirror.abandon(last, damaged=damaged), failure))
         return sorted({step for steps in gone for step in steps})
 
     def _belongs_to_others(self, disks: list[RunHistory], fresh: RunHistory) -> bool:
@@ -234,17 +228,6 @@ class RewindLog:
             f"run.dir={fresh.run_dir} now. Use another checkpoint.mirror, {same}or checkpoint.resume={mirror} to go on "
             "from there on purpose"
         )
-
-    def _on_each(self, action: Callable[[], T], failure: str) -> tuple[list[T], list[T]]:
-        """Run an action on the leader of each disk; return this rank's result, if it leads, and those of all disks."""
-        mine = list[T]()
-
-        def act() -> None:
-            if self._disk.leads:
-                mine.append(action())
-
-        together(act, self._mesh, self._group, failure)
-        return mine, [each for some in gather(mine, self._mesh, self._group) for each in some]
 
 
 def _read(root: Location) -> RunHistory | DamagedError | None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
-from nxtrain.checkpoint.save import Retention
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.compatibility import RunInputs, meta_at
@@ -53,21 +54,21 @@ class Checkpoints:
         self._failed = ""
         retention, mesh = Retention(config.checkpoint.keep, config.checkpoint.keep_every), state.mesh
         uploader = (
-            MirrorUploader(mirrored, retention, mesh, backend.background_group(TIMEOUT_S), backend.host_group)
+            MirrorUploader(mirrored.mirror, retention, Ranks(mesh, backend.background_group(TIMEOUT_S)))
             if mirrored
             else None
         )
+        writers = Ranks(mesh, backend.background_group(config.recovery.hang_timeout_s))
         self._saver = AsyncCheckpointWriter(
             config.run.dir / CHECKPOINTS_DIR,
             state.layout,
             retention=retention,
             tokenizer=tokenizer,
-            group=backend.background_group(config.recovery.hang_timeout_s),
-            talk=backend.host_group,
+            scope=mirrored.scope.over(writers) if mirrored else StorageScope(writers),
+            ranks=state.ranks,
             background=config.checkpoint.async_,
             told=self._on_saved,
             copies=uploader,
-            disk=mirrored.disk if mirrored else None,
             copied=self._on_uploaded,
         )
 

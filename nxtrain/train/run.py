@@ -12,13 +12,14 @@ from typing import Literal
 
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import AttentionShape, Backend
-from nxtrain.checkpoint.directory import clear, prune
+from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.mirror import open_mirrored
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump
 from nxtrain.data import Loader, Samples, open_data, unigram_entropy
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import CheckpointError, DivergedError, RestartError, StoppedBySignal
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.attempts import Attempts, Reached
@@ -129,7 +130,10 @@ def train_on(
     attempts = Attempts(config.run.dir, dump(config))
     mirrored = (
         open_mirrored(
-            config.checkpoint.mirror, config.run.dir / CHECKPOINTS_DIR, mesh, backend.local_rank, backend.host_group
+            config.checkpoint.mirror,
+            config.run.dir / CHECKPOINTS_DIR,
+            Ranks(mesh, backend.host_group),
+            backend.local_rank,
         )
         if config.checkpoint.mirror
         else None
@@ -142,7 +146,7 @@ def train_on(
         seq_len=batches.seq_len,
         vocab_size=plan.model.vocab_size,
         workdir=config.run.dir / DATA_DIR,
-        leader=mirrored.disk.leads if mirrored else leader,
+        leader=mirrored.scope.leads if mirrored else leader,
         barrier=backend.collectives.barrier,
         of_weights=lambda: tokenizer_of_weights(config, config.run.dir / DATA_DIR),
     )
@@ -164,7 +168,7 @@ def train_on(
     if leader and config.checkpoint.every:
         # The remains of a killed start, and the checkpoints due for deletion, must not fill the disk of this start.
         clear(config.run.dir / CHECKPOINTS_DIR)
-        prune(config.run.dir / CHECKPOINTS_DIR, config.checkpoint.keep, config.checkpoint.keep_every)
+        prune(config.run.dir / CHECKPOINTS_DIR, Retention(config.checkpoint.keep, config.checkpoint.keep_every))
         check_space(config.run.dir, state)
     if leader:  # only here: a refused start must not overwrite the run's recorded settings with its own
         (config.run.dir / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
@@ -186,7 +190,7 @@ def train_on(
     peak = backend.peak_flops()
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     goodput = GoodputMeter(config.run.dir / LOGS_DIR, print_line, began) if leader else None
-    other_disk = Reached(config.run.dir) if mirrored and mirrored.disk.leads and not leader else None
+    other_disk = Reached(config.run.dir) if mirrored and mirrored.scope.leads and not leader else None
     course = Course(meta.step, watchdog, attempts if leader else None, goodput, other_disk, backend.failed)
     guard = NumericsGuard(config, state)
     guard.begin(meta.step, meta.stability)

@@ -17,7 +17,7 @@ from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.resume import Found, ResumePlanner
 from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.agreement import Group, by_leader, gather
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import DamagedError
 from nxtrain.io.object_store import Location, place_of
 from nxtrain.io.read_retry import unsteady
@@ -57,9 +57,9 @@ def start(
 
     # Ranks whose shards are loaded wait for the ranks that still read, so the group's timeout must fit remote storage.
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
-    group = (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group
+    ranks = Ranks(mesh, (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group)
     restarted, job = is_restart(os.environ), job_of(os.environ)
-    resumption = ResumePlanner(plan.config, mirrored, mesh, group, print_line, restarted=restarted, job=job)
+    resumption = ResumePlanner(plan.config, mirrored, ranks, print_line, restarted=restarted, job=job)
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     if checkpoint is None and first == "hf":
@@ -69,12 +69,12 @@ def start(
     while checkpoint is not None:
         try:
             meta = _resume(
-                state, checkpoint, fresh, plan, group, print_line if mirrored else None, trained=inputs.trained
+                state, checkpoint, fresh, plan, ranks, print_line if mirrored else None, trained=inputs.trained
             )
         except DamagedError as error:
             if not resumption.own:
                 raise
-            by_leader(partial(unsteady.hold, error), mesh, group, f"cannot load {checkpoint.place}")
+            ranks.on_leader(partial(unsteady.hold, error), f"cannot load {checkpoint.place}")
             print_line(f"{error}; {resumption.quarantine(checkpoint, error)}")
         else:
             resumption.begin()
@@ -101,18 +101,18 @@ def _resume(
     checkpoint: Found,
     fresh: Meta,
     plan: Resolved,
-    group: Group,
+    ranks: Ranks,
     print_line: Callable[[str], None] | None,
     *,
     trained: bool,
 ) -> Meta:
     backend, place = state.backend, checkpoint.place
-    meta = by_leader(lambda: read_known(place), state.mesh, group, f"cannot load {place}")
+    meta = ranks.on_leader(lambda: read_known(place), f"cannot load {place}")
     refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan, trained=trained)
     weights_only = meta.step == 0  # it is a conversion
-    damaged = restore(state, place, weights_only=weights_only, group=group, copies=checkpoint.copies)
+    damaged = restore(state, place, weights_only=weights_only, ranks=ranks, fallbacks=checkpoint.copies)
     if print_line is not None:  # there is a mirror
-        for each in (each for some in gather(damaged, state.mesh, group) for each in some):
+        for each in (each for some in ranks.gather(damaged) for each in some):
             print_line(f"WARNING: {each}; it was read from the mirror instead")
     if meta.step == 0:
         return fresh
@@ -127,16 +127,21 @@ def shards_of(state: TrainState) -> Shards:
 
 
 def restore(
-    state: TrainState, checkpoint: Location, *, weights_only: bool, group: Group = None, copies: Sequence[Location] = ()
+    state: TrainState,
+    checkpoint: Location,
+    *,
+    weights_only: bool,
+    ranks: Ranks | None = None,
+    fallbacks: Sequence[Location] = (),
 ) -> list[DamagedError]:
-    """Fill a state from a checkpoint; other copies replace files that are damaged or absent.
+    """Fill a state from a checkpoint; fallbacks replace files that are damaged or absent.
 
     Args:
         state: Train state to fill.
         checkpoint: Location of the checkpoint.
         weights_only: Load no optimizer state, and reset the optimizer.
-        group: Group of all ranks that can carry host objects; None: the backend's host group.
-        copies: Other locations of the same checkpoint.
+        ranks: All ranks of the run; None: those of the state.
+        fallbacks: Other locations of the same checkpoint.
 
     Returns:
         Damage that was found in one location and replaced from another.
@@ -148,8 +153,8 @@ def restore(
     shards = shards_of(state)
     kinds = {MODEL: shards[MODEL]} if weights_only else shards
     damaged = list[DamagedError]()
-    group = group or state.backend.host_group
-    load(checkpoint, kinds, state.layout, process_group=group, copies=copies, told=damaged.append)
+    ranks = ranks or state.ranks
+    load(checkpoint, kinds, state.layout, ranks=ranks, fallbacks=fallbacks, on_damage=damaged.append)
     settle(state, shards, weights_only=weights_only)
     return damaged
 

@@ -10,9 +10,10 @@ import pytest
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.manifest import DTYPES, StoredShard, header, read_manifest
-from nxtrain.checkpoint.save import Retention, save
+from nxtrain.checkpoint.save import save
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout

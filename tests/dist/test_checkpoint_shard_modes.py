@@ -13,8 +13,9 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory as folders
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.manifest import DTYPES, read_manifest
-from nxtrain.checkpoint.save import Retention, save
+from nxtrain.checkpoint.save import save
 from nxtrain.config.check import Resolved
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint.save import Retention, save
+from nxtrain.checkpoint.directory import Retention
+from nxtrain.checkpoint.save import save
 from nxtrain.errors import ConfigError
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step

@@ -15,12 +15,12 @@ import torch
 
 from nxtrain.checkpoint import directory, rewinds
 from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.mirror import Mirror, Mirrored, locate_checkpoint, open_mirrored
+from nxtrain.checkpoint.mirror import Mirror, locate_checkpoint, open_mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.rewinds import Rewind, RunHistory
-from nxtrain.checkpoint.save import Retention
-from nxtrain.distributed.agreement import Disk
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import BackendError, CheckpointError, ConfigError, DamagedError
 from nxtrain.io import checksummed_file, object_store
 from nxtrain.io.checksummed_file import TransferCounter, transferred
@@ -32,6 +32,7 @@ from tests.support.s3 import BUCKET, drop_bucket, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 
+ONE = Ranks(Mesh(1, 0))
 SHAPE = (4, 2)
 FILE = "rank-00000.safetensors"
 WRITE = checksummed_file.ChecksummedWriter.write
@@ -55,15 +56,15 @@ class Run:
         self.cut = Layout(ParamTable({"a.weight": ShardSpec(shape, dim=0)}), Mesh(1, 0))
         self.shape = shape
         self.copied = list[tuple[int, str]]()
-        retention, mirrored = Retention(keep, keep_every), Mirrored(self.mirror, Disk(True, 1))
-        self.copies = MirrorUploader(mirrored, retention, self.cut.mesh, None, None)
+        retention, ranks = Retention(keep, keep_every), ONE
+        self.copies = MirrorUploader(self.mirror, retention, ranks)
         self.saver = AsyncCheckpointWriter(
             folder,
             self.cut,
             retention=retention,
             tokenizer=None,
-            group=None,
-            talk=None,
+            scope=StorageScope(ranks),
+            ranks=ranks,
             background=True,
             told=self.told.append,
             copies=self.copies,
@@ -75,7 +76,7 @@ class Run:
             weight = torch.arange(step, step + self.shape[0] * self.shape[1]).reshape(self.shape).float()
             self.saver.save(lambda weight=weight: {"model": {"a.weight": weight}}, meta(step))  # type: ignore[misc]
             self.saver.settle()
-            assert self.copies.wait(UploadDeadline(60.0), lambda: None)
+            assert self.copies.wait(UploadDeadline(60.0), ONE, lambda: None)
             self.saver.report_copies()
 
     @property
@@ -85,8 +86,8 @@ class Run:
 
     def load(self, *places: Any) -> tuple[torch.Tensor, list[DamagedError]]:
         read, damaged = torch.full(self.shape, -1.0), list[DamagedError]()
-        first, *copies = places
-        load(first, {"model": {"a.weight": read}}, self.cut, copies=copies, told=damaged.append)
+        first, *fallbacks = places
+        load(first, {"model": {"a.weight": read}}, self.cut, fallbacks=fallbacks, on_damage=damaged.append)
         return read, damaged
 
     def flip(self, step: int) -> None:
@@ -352,10 +353,10 @@ def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
     assert [outcome.problem for outcome in run.told] == [""] * 6
     assert local() == [1, 5, 6]
     began = time.monotonic()
-    assert not run.copies.wait(UploadDeadline(0.3), lambda: None)
+    assert not run.copies.wait(UploadDeadline(0.3), ONE, lambda: None)
     assert 0.3 < time.monotonic() - began < 3.0
     gate.set()
-    assert run.copies.wait(UploadDeadline(20.0), lambda: None)
+    assert run.copies.wait(UploadDeadline(20.0), ONE, lambda: None)
     run.saver.report_copies()
     assert [step for step, problem in run.copied if not problem] == [1, 6], "the newest takes the place of others"
     assert [step for step, problem in run.copied if "took too long" in problem] == [2, 3, 4, 5]
@@ -377,8 +378,10 @@ def test_the_end_waits_for_a_mirror_while_bytes_come(tmp_path: Path, monkeypatch
     monkeypatch.setattr(run.mirror, "add", slowly)
     run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
     run.saver.settle()
-    assert not run.copies.wait(UploadDeadline(1.0, 0.3), lambda: None), "in all"
-    assert not run.copies.wait(UploadDeadline(1.0, asked_s=0.1), lambda: None, lambda: True), "asked to stop meanwhile"
+    assert not run.copies.wait(UploadDeadline(1.0, 0.3), ONE, lambda: None), "in all"
+    assert not run.copies.wait(UploadDeadline(1.0, asked_s=0.1), ONE, lambda: None, lambda: True), (
+        "asked to stop meanwhile"
+    )
     run.saver.close(UploadDeadline(1.0), lambda: alive.append(time.monotonic()))
     assert run.copied == [(1, "")]
     assert max(after - before for before, after in pairwise(alive)) < 1.0
@@ -386,7 +389,7 @@ def test_the_end_waits_for_a_mirror_while_bytes_come(tmp_path: Path, monkeypatch
 
 def test_what_cannot_be_a_mirror_is_told_before_the_first_step(s3: Any, tmp_path: Path) -> None:
     def reach(address: str) -> None:
-        open_mirrored(address, tmp_path / "run", Mesh(1, 0), 0, None)
+        open_mirrored(address, tmp_path / "run", Ranks(Mesh(1, 0)), 0)
 
     with pytest.raises(BackendError, match=r"s3://absent/x: .*NoSuchBucket.*aws s3 ls s3://absent/"):
         reach("s3://absent/x")

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.checkpoint.save import Retention, save
+from nxtrain.checkpoint.save import save
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec

@@ -12,8 +12,10 @@ import torch
 from nxtrain.checkpoint import async_writer, directory
 from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
 from nxtrain.checkpoint.dcp_storage import Staged
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.save import Retention, write_state
+from nxtrain.checkpoint.save import write_state
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
@@ -40,8 +42,8 @@ def make(folder: Path, told: Callable[[Outcome], None], *, background: bool = Tr
         CUT,
         retention=Retention(3),
         tokenizer=None,
-        group=None,
-        talk=None,
+        scope=StorageScope(Ranks(CUT.mesh)),
+        ranks=Ranks(CUT.mesh),
         background=background,
         told=told,
     )

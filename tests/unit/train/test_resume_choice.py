@@ -12,12 +12,12 @@ import torch
 
 from nxtrain.checkpoint import directory, rewinds
 from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.mirror import Mirror, Mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.resume import ResumePlanner
-from nxtrain.checkpoint.save import Retention
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Disk
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError
 from nxtrain.io.object_store import FolderStore
 from nxtrain.mesh import Mesh
@@ -27,6 +27,7 @@ from nxtrain.train.start import is_restart, job_of
 from tests.support.checkpoints import meta
 
 CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))
+ALONE = Ranks(Mesh(1, 0))
 RANK_FILE = "rank-00000.safetensors"
 
 
@@ -42,7 +43,7 @@ class Run:
     def __init__(self, folder: Path, mirror: Path | None = None, name: str = "run") -> None:
         self.dir, self.mirror, self.said = folder / name, mirror, list[str]()
         self.folder = self.dir / CHECKPOINTS_DIR
-        self.mirrored = Mirrored(Mirror(FolderStore(mirror)), Disk(True, 1)) if mirror else None
+        self.mirrored = Mirrored(Mirror(FolderStore(mirror)), StorageScope(ALONE)) if mirror else None
 
     def start(
         self, resume: str | Path = "auto", *, restarted: bool = False, job: str = "", killed: bool = False
@@ -50,9 +51,7 @@ class Run:
         """What a start takes; one that is killed has chosen it and done nothing else."""
         config = RunConfig.model_validate({"run": {"dir": self.dir}, "checkpoint": {"resume": str(resume)}})
         self.said.clear()
-        resumption = ResumePlanner(
-            config, self.mirrored, Mesh(1, 0), None, self.said.append, restarted=restarted, job=job
-        )
+        resumption = ResumePlanner(config, self.mirrored, ALONE, self.said.append, restarted=restarted, job=job)
         found = resumption.choose()
         if not killed:
             resumption.begin()
@@ -69,11 +68,11 @@ class Run:
             CUT,
             retention=retention,
             tokenizer=None,
-            group=None,
-            talk=None,
+            scope=StorageScope(ALONE),
+            ranks=ALONE,
             background=False,
             told=lambda outcome: None,
-            copies=MirrorUploader(copied, retention, CUT.mesh, None, None) if copied else None,
+            copies=MirrorUploader(copied.mirror, retention, ALONE) if copied else None,
         )
         for step in steps:
             saver.save(lambda step=step: {"model": {"a.weight": torch.full((4, 2), step)}}, meta(step))  # type: ignore[misc]
@@ -329,7 +328,7 @@ def test_what_is_later_than_the_step_gone_on_from_is_put_aside(far: Run) -> None
         "step-00000008, step-00000012, step-00000016"
     )
     far.save(6)
-    directory.prune(far.folder, keep=1)
+    directory.prune(far.folder, Retention(keep=1))
     assert far.steps() == [4, 6]
 
 
@@ -381,7 +380,7 @@ def test_a_mirror_that_takes_nothing_is_no_reason_to_go_back(far: Run, monkeypat
     far.start()
     far.save(2)
     far.save(4, mirrored=False)
-    far.mirrored = Mirrored(far.mirrored.mirror, Disk(True, 2))
+    far.mirrored = Mirrored(far.mirrored.mirror, StorageScope(ALONE, number=2))
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
