@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nxtrain.errors import CheckpointError
 from nxtrain.io.atomic import sync_folder, write_durably
+from nxtrain.io.object_store import Location
 from nxtrain.run_folder import CHECKPOINTS_DIR
 
 META = "meta.json"
@@ -86,9 +87,9 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def step_of(path: Path) -> int:
-    """Step of a checkpoint in a `checkpoints` folder."""
-    return int(path.name.removeprefix("step-"))
+def step_of(path: Location) -> int:
+    """Step of a checkpoint in a `checkpoints` folder or a mirror; suffixes such as `.corrupt` are ignored."""
+    return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def draft_of(path: Path) -> Path:
@@ -170,7 +171,7 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
     """
     found = [path for path in list_checkpoints(directory) if step_of(path) > after]
     for path in quarantined(directory) if damaged else ():
-        if int(path.name.removeprefix("step-").partition(".")[0]) > after:
+        if step_of(path) > after:
             _add_suffix(path, "abandoned")
     for path in found:
         _add_suffix(path, "abandoned")

@@ -10,18 +10,18 @@ import json
 import os
 import uuid
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.distributed.agreement import Ranks, StorageScope
-from nxtrain.errors import CheckpointError, DamagedError
+from nxtrain.checkpoint.mirror import Mirror
+from nxtrain.distributed.agreement import StorageScope
+from nxtrain.errors import DamagedError
 from nxtrain.io.atomic import sync_folder, write_durably
 from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.read_retry import damage, unsteady
-from nxtrain.run_folder import CHECKPOINTS_DIR
 
 FILE = "lineage.json"
 _SEAL = "crc32"
@@ -99,138 +99,134 @@ def write(folder: Path, history: RunHistory) -> None:
     sync_folder(folder)
 
 
-class RewindLog:
-    """Records of a run on its disks and in its mirror. Every rank makes one log, and makes the same calls.
+Record = RunHistory | DamagedError | None
+"""Record of one location; None: the location has none."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records of all locations of a run.
 
     Args:
-        run_dir: Folder of the run.
-        mirrored: Mirror of the run, if it has one.
-        ranks: All ranks of the run.
-        takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
-
-    Attributes:
-        newest: The record with the most rewinds of all places.
-        damaged: Damage of the records that cannot be read.
-
-    Raises:
-        CheckpointError: The mirror, or a disk, belongs to another run.
+        disks: Record of each disk, by its leader.
+        mirror: Record of the mirror.
+        fresh: Record of a new run in the run folder.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        mirrored: Mirrored | None,
-        ranks: Ranks,
-        *,
-        takes_over: bool,
-    ) -> None:
-        self._folder, self._mirrored, self._ranks = run_dir / CHECKPOINTS_DIR, mirrored, ranks
-        self._scope = mirrored.scope.over(ranks) if mirrored else StorageScope(ranks)
-        self._there: RunHistory | DamagedError | None = None
-        if mirrored is not None:
-            root = mirrored.mirror.store.root
-            self._there = ranks.on_leader(lambda: _read(root), f"cannot read {root / FILE}")
-        held = self._scope.on_each(lambda: _read(self._folder), f"cannot read {self._folder / FILE}")
-        self._here, disks = held.get(self._scope.leader), [*held.values()]
-        self.damaged = [found for found in (self._there, *disks) if isinstance(found, DamagedError)]
-        folder, new = ranks.on_leader(lambda: (os.path.abspath(run_dir), uuid.uuid4().hex), "no name for a run")
-        fresh = RunHistory(run=new, run_dir=folder)
-        known = [found for found in (self._there, *disks) if isinstance(found, RunHistory)]
-        self._is_new = self._belongs_to_others([found for found in disks if isinstance(found, RunHistory)], fresh)
-        if self._is_new and not takes_over:
-            self._refuse(fresh)
-        newest = fresh if self._is_new else max(known, key=lambda each: len(each.returns), default=fresh)
-        self.newest = newest.model_copy(update={"run_dir": folder})
+    disks: Mapping[int, Record]
+    mirror: Record
+    fresh: RunHistory
 
-    def abandon_missed(self, *, on_disks: bool = True, in_mirror: bool = True) -> list[int]:
-        """Abandon the checkpoints of rewinds that a disk or the mirror has missed; returns their steps."""
-        here = -1 if self._is_new else self._missed(self._here)
-        there = self._missed(self._there)
-        return self._abandon(here if on_disks else None, there if in_mirror else None, damaged=True)
+    @property
+    def damaged(self) -> list[DamagedError]:
+        """Damage of the records that cannot be read."""
+        return [found for found in (self.mirror, *self.disks.values()) if isinstance(found, DamagedError)]
 
-    def abandon(self, after: int, *, damaged: bool) -> list[int]:
-        """Abandon the checkpoints after a step, on all disks and in the mirror; returns their steps.
+    @property
+    def newest(self) -> RunHistory:
+        """The record with the most rewinds of all locations; a new one if the mirror belongs to another run."""
+        known = [] if self.is_foreign else [each for each in (self.mirror, *self._on_disks) if each is not None]
+        newest = max((each for each in known if isinstance(each, RunHistory)), key=_num_returns, default=self.fresh)
+        return newest.model_copy(update={"run_dir": self.fresh.run_dir})
 
-        Args:
-            after: The last step that stays.
-            damaged: Abandon quarantined checkpoints too.
-        """
-        return self._abandon(after, after, damaged=damaged)
+    @property
+    def is_foreign(self) -> bool:
+        """True if the mirror belongs to another run."""
+        if not isinstance(self.mirror, RunHistory):
+            return False
+        if not self._on_disks:  # nodes were replaced, if the mirror's run has the same folder
+            return self.mirror.run_dir != self.fresh.run_dir
+        return self.mirror.run not in self._runs
 
-    def add(self, rewind: Rewind) -> None:
-        """Add a rewind, or the request of one; `write` makes it durable."""
-        self.newest = self.newest.model_copy(update={"returns": (*self.newest.returns, rewind)})
-
-    def write(self, known: int = 0) -> None:
-        """Update the records: the mirror's first, so that the loss of a disk loses no rewind.
-
-        Args:
-            known: Update only records with at least this many rewinds; the others must keep what they have missed.
-        """
-        newest, mirrored = self.newest, self._mirrored
-
-        def is_due(record: RunHistory | DamagedError | None) -> bool:
-            return record != newest and (not known or (isinstance(record, RunHistory) and len(record.returns) >= known))
-
-        def write_here() -> None:
-            if is_due(self._here):
-                write(self._folder, newest)
-                self._here = newest
-
-        if mirrored is not None and is_due(self._there):
-            store = mirrored.mirror.store
-            failure = f"cannot write {store.root / FILE}"
-            self._ranks.on_leader(lambda: store.put(FILE, newest.sealed()), failure)
-            self._there = newest
-        self._scope.on_each(write_here, f"cannot write {self._folder / FILE}")
-
-    def _missed(self, record: RunHistory | DamagedError | None) -> int | None:
+    def missed(self, record: Record) -> int | None:
+        """Last step that stays in a location, by the rewinds that its record lacks; None: all steps stay."""
         # An unreadable record alone does not mean that the place has missed a rewind.
-        if isinstance(record, DamagedError):
-            return None
-        return self.newest.keeps(len(record.returns) if record else 0)
+        return None if isinstance(record, DamagedError) else self.newest.keeps(len(record.returns) if record else 0)
 
-    def _abandon(self, here: int | None, there: int | None, *, damaged: bool) -> list[int]:
-        failure = f"cannot put aside what is no longer part of the run in {self._folder}"
-        abandoned = self._scope.on_each(
-            lambda: [] if here is None else directory.abandon(self._folder, here, damaged=damaged), failure
-        )
-        gone = [*abandoned.values()]
-        if self._mirrored is not None and there is not None:
-            mirror, last = self._mirrored.mirror, there
-            failure = f"cannot put aside what is no longer part of the run in {mirror}"
-            gone.append(self._ranks.on_leader(lambda: mirror.abandon(last, damaged=damaged), failure))
-        return sorted({step for steps in gone for step in steps})
+    def conflict(self, folder: Path, mirror: str, *, takes_over: bool) -> str:
+        """Error for locations of different runs; empty if there is none.
 
-    def _belongs_to_others(self, disks: list[RunHistory], fresh: RunHistory) -> bool:
-        """True if the mirror belongs to another run; disks of different runs end the start."""
-        there = self._there if isinstance(self._there, RunHistory) else None
-        if there is not None and not disks:  # nodes were replaced, if the mirror's run has the same folder
-            return there.run_dir != fresh.run_dir
-        if there is not None and there.run not in {each.run for each in disks}:
-            return True
-        if len({each.run for each in disks}) > 1:
-            raise CheckpointError(
-                f"{self._folder} holds checkpoints of different runs on different nodes: "
-                f"{', '.join(sorted({f'{each.run} of {each.run_dir}' for each in disks}))} (the field run of its "
-                f"{FILE}). Use another run.dir, or move that folder aside on the nodes where it is another run's"
+        Args:
+            folder: The `checkpoints` folder.
+            mirror: Address of the mirror.
+            takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
+        """
+        if self.is_foreign:
+            assert isinstance(self.mirror, RunHistory)
+            other, ours = self.mirror.run_dir, self.fresh.run_dir
+            which = f"run.dir={other}" if other != ours else f"an earlier run of run.dir={other}"
+            same = f"run.dir={other} to go on with that run, " if other != ours else ""
+            refused = (
+                f"checkpoint.mirror={mirror} belongs to another run: it mirrors {which}, not what is in "
+                f"run.dir={ours} now. Use another checkpoint.mirror, {same}or checkpoint.resume={mirror} to go on "
+                "from there on purpose"
             )
-        return False
-
-    def _refuse(self, fresh: RunHistory) -> None:
-        assert self._mirrored is not None
-        assert isinstance(self._there, RunHistory)
-        other, mirror = self._there.run_dir, self._mirrored.mirror
-        which = f"run.dir={other}" if other != fresh.run_dir else f"an earlier run of run.dir={other}"
-        same = f"run.dir={other} to go on with that run, " if other != fresh.run_dir else ""
-        raise CheckpointError(
-            f"checkpoint.mirror={mirror} belongs to another run: it mirrors {which}, not what is in "
-            f"run.dir={fresh.run_dir} now. Use another checkpoint.mirror, {same}or checkpoint.resume={mirror} to go on "
-            "from there on purpose"
+            return "" if takes_over else refused
+        if len(self._runs) < 2:  # noqa: PLR2004
+            return ""
+        return (
+            f"{folder} holds checkpoints of different runs on different nodes: "
+            f"{', '.join(sorted({f'{each.run} of {each.run_dir}' for each in self._on_disks}))} (the field run of its "
+            f"{FILE}). Use another run.dir, or move that folder aside on the nodes where it is another run's"
         )
 
+    @property
+    def _on_disks(self) -> list[RunHistory]:
+        return [each for _, each in sorted(self.disks.items()) if isinstance(each, RunHistory)]
 
-def _read(root: Location) -> RunHistory | DamagedError | None:
+    @property
+    def _runs(self) -> set[str]:
+        return {each.run for each in self._on_disks}
+
+
+def _num_returns(history: RunHistory) -> int:
+    return len(history.returns)
+
+
+def read_records(folder: Path, mirror: Mirror | None, scope: StorageScope) -> Records:
+    """Read the records of all locations. Every rank calls this.
+
+    Args:
+        folder: The `checkpoints` folder.
+        mirror: The mirror of the run; None: there is none.
+        scope: The ranks, and their folders.
+    """
+    ranks, root = scope.ranks, mirror.store.root if mirror else None
+    there = ranks.on_leader(lambda: _read(root), f"cannot read {root / FILE}") if root is not None else None
+    disks = scope.on_each(lambda: _read(folder), f"cannot read {folder / FILE}")
+    fresh = ranks.on_leader(
+        lambda: RunHistory(run=uuid.uuid4().hex, run_dir=os.path.abspath(folder.parent)), "no name for a run"
+    )
+    return Records(disks, there, fresh)
+
+
+def write_records(
+    records: Records, newest: RunHistory, folder: Path, mirror: Mirror | None, scope: StorageScope, *, known: int = 0
+) -> Records:
+    """Update the records: the mirror's first, so that the loss of a disk loses no rewind. Every rank calls this.
+
+    Args:
+        records: The records of all locations.
+        newest: The new record.
+        folder: The `checkpoints` folder.
+        mirror: The mirror of the run; None: there is none.
+        scope: The ranks, and their folders.
+        known: Update only records with at least this many rewinds; the others must keep what they have missed.
+    """
+
+    def is_due(record: Record) -> bool:
+        return record != newest and (not known or (isinstance(record, RunHistory) and len(record.returns) >= known))
+
+    there = records.mirror
+    if mirror is not None and is_due(there):
+        store, there = mirror.store, newest
+        scope.ranks.on_leader(lambda: store.put(FILE, newest.sealed()), f"cannot write {store.root / FILE}")
+    due = {leader for leader, record in records.disks.items() if is_due(record)}
+    scope.on_each(lambda: write(folder, newest) if scope.leader in due else None, f"cannot write {folder / FILE}")
+    return replace(records, mirror=there, disks={**records.disks, **dict.fromkeys(due, newest)})
+
+
+def _read(root: Location) -> Record:
     try:
         return read(root)
     except DamagedError as error:

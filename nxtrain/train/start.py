@@ -110,7 +110,7 @@ def _resume(
     meta = ranks.on_leader(lambda: read_known(place), f"cannot load {place}")
     refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan, trained=trained)
     weights_only = meta.step == 0  # it is a conversion
-    damaged = restore(state, place, weights_only=weights_only, ranks=ranks, fallbacks=checkpoint.copies)
+    damaged = restore(state, place, weights_only=weights_only, ranks=ranks, fallbacks=checkpoint.fallbacks)
     if print_line is not None:  # there is a mirror
         for each in (each for some in ranks.gather(damaged) for each in some):
             print_line(f"WARNING: {each}; it was read from the mirror instead")
