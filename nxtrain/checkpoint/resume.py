@@ -134,7 +134,7 @@ class ResumePlanner:
         """
         step, failure = directory.step_of(found.place), f"cannot put aside {found.place}"
         if self._ranks.on_leader(lambda: error.unread, failure):
-            self._survey = replace(self._survey, unread=self._survey.unread | {step})
+            self._survey = replace(self._survey, unread=self._survey.unread | {step}, uploaded=None)
             return "the one before it is tried"
         local, there = directory.step_path(self._folder, step), self._there
         on_disks = self._scope.on_each(
@@ -282,7 +282,7 @@ class ResumePlanner:
         self._ranks.on_all(add, failure)
         is_finisher = scope.leads and scope.leader == plan.finisher
         self._ranks.on_all(lambda: there.finish(step, path) if is_finisher else None, failure)
-        return self._survey.uploaded(plan.version)
+        return self._survey.with_upload(plan.version)
 
     def _locate(self) -> Located:
         place = mirror.locate_checkpoint(self._request.resume)

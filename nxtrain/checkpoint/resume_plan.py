@@ -119,6 +119,7 @@ class Survey:
         copies: Checkpoints of the mirror.
         holdings: Files of a version on each disk, by leader; of versions whose manifests are read.
         rejected: Versions that are incomplete or damaged.
+        uploaded: The version that this start copied to the mirror.
         unread: Steps that this start failed to read.
         located: The requested checkpoint, once found.
     """
@@ -131,6 +132,7 @@ class Survey:
     copies: Held = Held()
     holdings: Mapping[Version, Mapping[int, Holding]] = field(default_factory=dict)
     rejected: frozenset[Version] = frozenset()
+    uploaded: Version | None = None
     unread: frozenset[int] = frozenset()
     located: Located | None = None
 
@@ -163,9 +165,10 @@ class Survey:
         holdings = {leader: each if isinstance(each, Holding) else Holding() for leader, each in found.items()}
         return replace(self, disks=disks, holdings={**self.holdings, version: holdings})
 
-    def uploaded(self, version: Version) -> Survey:
+    def with_upload(self, version: Version) -> Survey:
         """The survey after a version is copied to the mirror."""
-        return replace(self, copies=replace(self.copies, seals={**self.copies.seals, version[0]: version[1]}))
+        seals = {**self.copies.seals, version[0]: version[1]}
+        return replace(self, copies=replace(self.copies, seals=seals), uploaded=version)
 
     def passed_over(self, version: Version) -> Survey:
         """The survey after a version is found incomplete or damaged."""
@@ -173,7 +176,8 @@ class Survey:
 
     def given_up(self, step: int) -> Survey:
         """The survey after all versions of a step are damaged."""
-        return replace(self, rejected=self.rejected | {each for each in self.holdings if each[0] == step})
+        versions = {each for each in self.holdings if each[0] == step}
+        return replace(self, rejected=self.rejected | versions, uploaded=None)
 
 
 @dataclass(frozen=True)
@@ -299,7 +303,10 @@ def plan_resume(survey: Survey, request: Request) -> Plan:
     if own:
         if survey.disks is None:
             return Look(lines)
-        if plan := _catch_up(survey) or _quarantine(survey) or _newest_own(survey, request):
+        # Only before the first upload, which a mirror that has missed a rewind receives in full.
+        if not survey.holdings and (abandon := _catch_up(survey)):
+            return abandon
+        if plan := _quarantine(survey) or _newest_own(survey, request):
             return plan
         if problem := _scratch_problem(survey, resume):
             return Refuse(problem)
@@ -341,7 +348,8 @@ def _newest_own(survey: Survey, request: Request) -> Inspect | PassOver | Upload
     ]
     if not candidates:
         return None
-    step, only_here, seal = max(candidates)
+    # Another version of the step on another disk is no better than the uploaded one.
+    step, only_here, seal = (survey.uploaded[0], False, survey.uploaded[1]) if survey.uploaded else max(candidates)
     version = step, seal
     if survey.mirror and version not in survey.holdings:
         return Inspect(version)
