@@ -29,7 +29,7 @@ from nxtrain.process.deadlines import CLOSING_S, close_with_deadline, open_with_
 from nxtrain.process.placement import Placement
 from nxtrain.process.signals import Signals
 from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR, SUMMARY_FILE
-from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import extract_graphs
@@ -164,10 +164,9 @@ def _train(
     goodput = None
     if context.is_leader:
         goodput = GoodputMeter(logs, context.print_line, context.began, config=fingerprint(dump(config)))
-    saved = (goodput.saved,) if goodput else ()
-    checkpoints = Checkpoints(
-        context.plan, state, inputs, meta, data.tokenizer, guard.kept, context.print_line, mirrored, *saved
-    )
+    on_saved = (goodput.saved,) if goodput else ()
+    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept)
+    checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, *on_saved)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     starts: RunObserver = goodput or RunObserver()
     if mirrored and mirrored.scope.leads and not context.is_leader:
@@ -194,7 +193,7 @@ def _train(
             val_loss = trainer.run(meta.step)
             recompiles.settle()
             context.drain()
-            checkpoints.close(alive=context.drain, asked=lambda: context.is_stop_requested)
+            checkpoints.close(heartbeat=context.drain, stop_requested=lambda: context.is_stop_requested)
             return val_loss
     finally:
         for sink in sinks:
@@ -227,13 +226,13 @@ def _draining(context: RunContext, checkpoints: Checkpoints) -> Iterator[None]:
     except (DivergedError, RestartError) as ended:
         context.drain()
         try:
-            checkpoints.close(soon=True, alive=context.drain)
+            checkpoints.close(is_urgent=True, heartbeat=context.drain)
         except CheckpointError as error:
             context.print_line(f"WARNING: {error}")
         raise ended from None
     except StoppedBySignal:
         context.drain()
-        checkpoints.close(soon=True, alive=context.drain)  # a stop without its checkpoint is a failure
+        checkpoints.close(is_urgent=True, heartbeat=context.drain)  # a stop without its checkpoint is a failure
         raise
 
 

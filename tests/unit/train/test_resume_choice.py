@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import directory, rewinds
-from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter
+from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.mirror import Mirror, Mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
@@ -60,22 +60,13 @@ class Run:
 
     def save(self, *steps: int, mirrored: bool = True) -> None:
         """Reach some steps."""
-        retention = Retention(9)
+        to = Destination(self.folder, StorageScope(ALONE), Retention(9))
         copied = self.mirrored if mirrored else None
-        saver = AsyncCheckpointWriter(
-            self.folder,
-            CUT,
-            retention=retention,
-            tokenizer=None,
-            scope=StorageScope(ALONE),
-            ranks=ALONE,
-            background=False,
-            told=lambda outcome: None,
-            copies=MirrorUploader(copied.mirror, retention, ALONE) if copied else None,
-        )
+        uploader = MirrorUploader(copied.mirror, to.retention, ALONE) if copied else None
+        saver = CheckpointWriter(to, CUT, ALONE, background=False, uploader=uploader)
         for step in steps:
             saver.save(lambda step=step: {"model": {"a.weight": torch.full((4, 2), step)}}, meta(step))  # type: ignore[misc]
-        saver.close(UploadDeadline(20.0))
+        saver.drain(UploadDeadline(20.0))
 
     def at(self, step: int) -> Path:
         return directory.step_path(self.folder, step)
