@@ -355,6 +355,57 @@ def replace_returns(history: RunHistory) -> RunHistory:
     return history.model_copy(update={"returns": ()})
 
 
+def two_disks(
+    first: Mapping[int, Stored], second: Mapping[int, Stored], mirror: Mapping[int, Stored], records: Records
+) -> World:
+    quarantined: dict[int, dict[str, int]] = {-1: {}, 0: {}, 1: {}}
+    return World({0: first, 1: second}, mirror, quarantined, records, frozenset(), is_shared=False)
+
+
+@pytest.mark.parametrize("behind", ["a disk", "the mirror"])
+def test_a_location_that_missed_a_rewind_gives_up_what_is_later(behind: str) -> None:
+    before = RunHistory(run="one", run_dir="/run")
+    after = before.model_copy(update={"returns": (Rewind(told="/a", keeps=1),)})
+    own, other = {1: Stored(1)}, {1: Stored(1), 3: Stored(1)}
+    on_disk = behind == "a disk"
+    records = Records({0: after, 1: before if on_disk else after}, after if on_disk else before, FRESH)
+    world = two_disks(own, other if on_disk else own, own if on_disk else other, records)
+    survey, end, plans = decide(world, Request("auto"))
+    assert plans[1] == (Abandon({1: 1}, None) if on_disk else Abandon({}, 1))
+    assert (survey.listed[1].last, survey.copies.last) == (1, 1)
+    assert isinstance(end, Start)
+    assert (end.step, end.sources) == (1, {0: ("disk", "mirror"), 1: ("disk", "mirror")})
+
+
+def test_a_mirror_that_missed_a_rewind_keeps_what_this_start_copies_to_it() -> None:
+    before = RunHistory(run="one", run_dir="/run")
+    after = before.model_copy(update={"returns": (Rewind(told="/a", keeps=1),)})
+    world = two_disks({4: Stored(1)}, {}, {3: Stored(1)}, Records({0: after, 1: after}, before, FRESH))
+    _, end, plans = decide(world, Request("auto"))
+    assert [type(plan) for plan in plans] == [Look, Abandon, Inspect, Upload, Start]
+    assert isinstance(end, Start)
+    assert (end.step, end.sources) == (4, {0: ("disk", "mirror"), 1: ("mirror",)})
+
+
+def test_of_two_versions_of_a_step_on_disks_that_share_nothing_one_is_copied_and_taken() -> None:
+    world = two_disks({4: Stored(1)}, {4: Stored(2)}, {}, Records({0: FRESH, 1: FRESH}, FRESH, FRESH))
+    _, end, plans = decide(world, Request("auto"))
+    assert [plan.version for plan in plans if isinstance(plan, Upload)] == [(4, 2)]
+    assert isinstance(end, Start)
+    assert (end.step, end.sources) == (4, {0: ("mirror",), 1: ("disk", "mirror")})
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_conversion_is_no_start_from_scratch(resume: str) -> None:
+    history = FRESH.model_copy(update={"returns": (Rewind(told="never", keeps=0),)})
+    world = World(
+        {0: {0: Stored(1)}}, None, {0: {}, -1: {}}, Records({0: history}, None, FRESH), frozenset(), is_shared=True
+    )
+    _, end, _ = decide(world, Request(resume, is_restart=True))
+    assert isinstance(end, Start)
+    assert (end.own, end.step) == ((True, 0) if resume == "auto" else (False, None))
+
+
 def test_the_version_of_the_disks_wins_over_that_of_the_mirror() -> None:
     records = Records({0: FRESH}, FRESH, FRESH)
     world = World({0: {4: Stored(1)}}, {4: Stored(2)}, {0: {}}, records, frozenset(), is_shared=True)
