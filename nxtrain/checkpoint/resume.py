@@ -7,33 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from nxtrain.checkpoint import directory, mirror
+from nxtrain.checkpoint import directory, mirror, resume_plan
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.resume_plan import (
-    Abandon,
-    Held,
-    Holding,
-    Inspect,
-    Locate,
-    Located,
-    Look,
-    PassOver,
-    Plan,
-    Quarantine,
-    Refuse,
-    Repeat,
-    Request,
-    Start,
-    Survey,
-    Upload,
-    Version,
-    named,
-    plan_resume,
-)
-from nxtrain.checkpoint.rewinds import read_records, write_records
+from nxtrain.checkpoint.resume_plan import Held, Holding, Located, Request, Start, Survey, Version, named, plan_resume
+from nxtrain.checkpoint.rewinds import MIRROR, read_records, write_records
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError, DamagedError
@@ -43,6 +23,9 @@ from nxtrain.io.read_retry import unsteady
 from nxtrain.run_folder import CHECKPOINTS_DIR
 
 T = TypeVar("T")
+
+LOOKING = "cannot look for checkpoints"
+"""Start of the message of a failed survey."""
 
 PrintLine = Callable[[str], None]
 
@@ -95,11 +78,11 @@ class ResumePlanner:
             resume,
             is_restart=any(again for again, _ in answers),
             job=answers[0][1],
-            aims_at_mirror=ranks.on_leader(lambda: self._aims_at_mirror(resume), "cannot look for checkpoints"),
+            aims_at_mirror=ranks.on_leader(lambda: self._aims_at_mirror(resume), LOOKING),
         )
         records = read_records(self._folder, self._there, self._scope)
         self._survey = Survey(self._folder, str(self._there or ""), records, self._scope.number == 1)
-        self._start = Start(own=False, abandon=Abandon(), history=records.newest)
+        self._start = Start(own=False, abandon=resume_plan.Abandon({}), history=records.newest)
         self._chosen: Found | None = None
 
     @property
@@ -119,7 +102,7 @@ class ResumePlanner:
         """
         while True:
             plan = plan_resume(self._survey, self._request)
-            for line in plan.lines if isinstance(plan, Look | Locate | Start) else ():
+            for line in plan.lines if isinstance(plan, resume_plan.Look | resume_plan.Locate | Start) else ():
                 self._print_line(line)
             if isinstance(plan, Start):
                 self._start, self._chosen = plan, self._found(plan)
@@ -137,17 +120,14 @@ class ResumePlanner:
             self._survey = replace(self._survey, unread=self._survey.unread | {step}, uploaded=None)
             return "the one before it is tried"
         local, there = directory.step_path(self._folder, step), self._there
-        on_disks = self._scope.on_each(
-            lambda: directory.quarantine(local).name if directory.is_checkpoint(local) else "", failure
+        names = self._on_places(
+            lambda: {step: directory.quarantine(local).name} if directory.is_checkpoint(local) else {},
+            lambda there: {step: there.quarantine(step)} if step in there.steps() else {},
+            f"cannot put aside {local.name}",
         )
-        in_mirror = ""
-        if there is not None:
-            in_mirror = self._ranks.on_leader(lambda: there.quarantine(step) if step in there.steps() else "", failure)
-        self._survey = self._survey.quarantined(
-            {leader: {step: name} for leader, name in on_disks.items() if name}, {step: in_mirror} if in_mirror else {}
-        ).given_up(step)
+        self._survey = self._survey.quarantined(names).given_up(step)
         if there is None:
-            return f"the checkpoint is put aside as {on_disks[0]}, and the one before it is tried"
+            return f"the checkpoint is put aside as {names[0][step]}, and the one before it is tried"
         return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
 
     def begin(self) -> None:
@@ -174,74 +154,72 @@ class ResumePlanner:
         located = None if start.own else self._survey.located
         return Found(located.place) if located else None
 
-    def _carry_out(self, plan: Plan) -> Survey:
+    def _carry_out(self, plan: resume_plan.Plan) -> Survey:
         """Carry out a plan, and return the survey that it leads to."""
         survey = self._survey
-        if isinstance(plan, Refuse):
+        if isinstance(plan, resume_plan.Refuse):
             raise CheckpointError(plan.error)
-        if isinstance(plan, Repeat):
+        if isinstance(plan, resume_plan.Repeat):
             return self._write_records(plan, known=plan.known)
-        if isinstance(plan, Look):
+        if isinstance(plan, resume_plan.Look):
             return self._look()
-        if isinstance(plan, Abandon):
+        if isinstance(plan, resume_plan.Abandon):
             self._abandon(plan, "the run went back where this was not seen")
             return survey.abandoned(plan)
-        if isinstance(plan, Quarantine):
+        if isinstance(plan, resume_plan.Quarantine):
             return self._quarantine(plan)
-        if isinstance(plan, Inspect):
-            found = self._on_each(lambda: self._inspect(plan.version))
+        if isinstance(plan, resume_plan.Inspect):
+            found = self._scope.on_each(lambda: self._inspect(plan.version), f"{LOOKING} in {self._folder}")
             return survey.inspected(plan.version, found)
-        if isinstance(plan, PassOver):
+        if isinstance(plan, resume_plan.PassOver):
             self._print_line(plan.line)
             return survey.passed_over(plan.version)
-        if isinstance(plan, Upload):
+        if isinstance(plan, resume_plan.Upload):
             return self._upload(plan)
-        assert isinstance(plan, Locate)
-        return replace(survey, located=self._ranks.on_leader(self._locate, "cannot look for checkpoints"))
+        assert isinstance(plan, resume_plan.Locate)
+        return replace(survey, located=self._ranks.on_leader(self._locate, LOOKING))
+
+    def _on_places(
+        self, on_disk: Callable[[], T], in_mirror: Callable[[mirror.Mirror], T], failure: str
+    ) -> dict[int, T]:
+        """Act on each disk, by its leader, and then in the mirror."""
+        results, there = self._scope.on_each(on_disk, f"{failure} in {self._folder}"), self._there
+        if there is not None:
+            results[MIRROR] = self._ranks.on_leader(lambda: in_mirror(there), f"{failure} in {there}")
+        return results
 
     def _look(self) -> Survey:
-        there = self._there
-        disks = self._on_each(lambda: _list_disk(self._folder, is_mirrored=there is not None))
-        if there is None:
-            return replace(self._survey, disks=disks)
-        copies = self._ranks.on_leader(lambda: _list_mirror(there), f"cannot look for checkpoints in {there}")
-        return replace(self._survey, disks=disks, copies=copies)
+        is_mirrored = self._there is not None
+        places = self._on_places(lambda: _list_disk(self._folder, is_mirrored=is_mirrored), _list_mirror, LOOKING)
+        return replace(self._survey, places=places)
 
-    def _abandon(self, plan: Abandon, why: str) -> None:
-        folder, there, last = self._folder, self._there, plan.disks.get(self._scope.leader)
-        failure = "cannot put aside what is no longer part of the run in"
-        abandoned = self._scope.on_each(
-            lambda: [] if last is None else directory.abandon(folder, last, damaged=plan.damaged), f"{failure} {folder}"
+    def _abandon(self, plan: resume_plan.Abandon, why: str) -> None:
+        last, copied = plan.after.get(self._scope.leader), plan.after.get(MIRROR)
+        abandoned = self._on_places(
+            lambda: [] if last is None else directory.abandon(self._folder, last, damaged=plan.damaged),
+            lambda there: [] if copied is None else there.abandon(copied, damaged=plan.damaged),
+            "cannot put aside what is no longer part of the run",
         )
-        gone = {step for steps in abandoned.values() for step in steps}
-        if there is not None and (after := plan.mirror) is not None:
-            gone |= {*self._ranks.on_leader(lambda: there.abandon(after, damaged=plan.damaged), f"{failure} {there}")}
-        if gone:
+        if gone := {step for steps in abandoned.values() for step in steps}:
             steps = named(sorted(gone))
             self._print_line(f"{why}: put aside as abandoned, since no part of it any more: {steps}")
 
-    def _write_records(self, plan: Repeat | Start, known: int = 0) -> Survey:
+    def _write_records(self, plan: resume_plan.Repeat | Start, known: int = 0) -> Survey:
         records = write_records(self._survey.records, plan.history, self._folder, self._there, self._scope, known=known)
         return replace(self._survey, records=records)
 
-    def _quarantine(self, plan: Quarantine) -> Survey:
-        folder, there, mine = self._folder, self._there, plan.disks.get(self._scope.leader, {})
-        disks = self._on_each(
-            lambda: _put_aside(mine, lambda step: directory.quarantine(directory.step_path(folder, step)).name)
+    def _quarantine(self, plan: resume_plan.Quarantine) -> Survey:
+        folder, mine = self._folder, plan.damaged.get(self._scope.leader, {})
+        names = self._on_places(
+            lambda: _put_aside(mine, lambda step: directory.quarantine(directory.step_path(folder, step)).name),
+            lambda there: _put_aside(plan.damaged.get(MIRROR, {}), there.quarantine),
+            LOOKING,
         )
-        copies = dict[int, str]()
-        if there is not None:
-            copies = self._ranks.on_leader(
-                lambda: _put_aside(plan.mirror, there.quarantine), f"cannot look for checkpoints in {there}"
-            )
-        for leader, names in sorted(disks.items()):
-            self._report(plan.disks.get(leader, {}), names, "it is put aside as {}")
-        self._report(plan.mirror, copies, "{} is put aside")
-        return self._survey.quarantined(disks, copies)
-
-    def _report(self, damaged: Mapping[int, DamagedError], names: Mapping[int, str], done: str) -> None:
-        for step, name in names.items():
-            self._print_line(f"{damaged[step]}; {done.format(name) if name else 'it is passed over'}")
+        for where, steps in sorted(names.items(), key=lambda each: (each[0] == MIRROR, each[0])):
+            for step, name in steps.items():
+                aside = f"{name} is put aside" if where == MIRROR else f"it is put aside as {name}"
+                self._print_line(f"{plan.damaged[where][step]}; {aside if name else 'it is passed over'}")
+        return self._survey.quarantined(names)
 
     def _inspect(self, version: Version) -> Holding | DamagedError:
         path = directory.step_path(self._folder, version[0])
@@ -255,7 +233,7 @@ class ResumePlanner:
         sizes = {name: (path / name).stat().st_size for name in files if (path / name).is_file()}
         return Holding(tuple(files), tuple(name for name, each in files.items() if sizes.get(name) == each.num_bytes))
 
-    def _upload(self, plan: Upload) -> Survey:
+    def _upload(self, plan: resume_plan.Upload) -> Survey:
         there, scope, step = self._there, self._scope, plan.version[0]
         assert there is not None
         path = directory.step_path(self._folder, step)
@@ -288,9 +266,6 @@ class ResumePlanner:
         place = mirror.locate_checkpoint(self._request.resume)
         copied = mirror.step_in(self._there.store.root, place) if self._there else None
         return Located(place, mirror.step_in(self._folder, place), copied)
-
-    def _on_each(self, action: Callable[[], T]) -> dict[int, T]:
-        return self._scope.on_each(action, f"cannot look for checkpoints in {self._folder}")
 
 
 def _put_aside(damaged: Mapping[int, DamagedError], rename: Callable[[int], str]) -> dict[int, str]:

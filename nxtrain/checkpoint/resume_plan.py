@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from nxtrain.checkpoint.directory import step_path
-from nxtrain.checkpoint.rewinds import Records, Rewind, RunHistory
+from nxtrain.checkpoint.rewinds import MIRROR, Records, Rewind, RunHistory
 from nxtrain.errors import DamagedError
 from nxtrain.io.object_store import Location
 
@@ -115,8 +115,7 @@ class Survey:
         mirror: Address of the mirror; empty: there is none.
         records: Rewinds of the run.
         is_shared: All ranks see the same folder.
-        disks: Checkpoints of each disk, by its leader; None: not listed yet.
-        copies: Checkpoints of the mirror.
+        places: Checkpoints of each disk, by its leader, and of the mirror as `MIRROR`; None: not listed yet.
         holdings: Files of a version on each disk, by leader; of versions whose manifests are read.
         rejected: Versions that are incomplete or damaged.
         uploaded: The version that this start copied to the mirror.
@@ -128,8 +127,7 @@ class Survey:
     mirror: str
     records: Records
     is_shared: bool = True
-    disks: Mapping[int, Held] | None = None
-    copies: Held = Held()
+    places: Mapping[int, Held] | None = None
     holdings: Mapping[Version, Mapping[int, Holding]] = field(default_factory=dict)
     rejected: frozenset[Version] = frozenset()
     uploaded: Version | None = None
@@ -138,37 +136,37 @@ class Survey:
 
     @property
     def listed(self) -> Mapping[int, Held]:
-        """Checkpoints of each disk."""
-        assert self.disks is not None
-        return self.disks
+        """Checkpoints of each location."""
+        assert self.places is not None
+        return self.places
+
+    @property
+    def in_mirror(self) -> Mapping[int, int]:
+        """Checksum of the manifest of each checkpoint of the mirror, by step."""
+        return self.listed.get(MIRROR, Held()).seals
 
     def abandoned(self, plan: Abandon) -> Survey:
         """The survey after checkpoints are abandoned."""
-        disks = {
-            leader: held.until(plan.disks[leader], damaged=plan.damaged) if leader in plan.disks else held
-            for leader, held in self.listed.items()
-        }
-        copies = self.copies if plan.mirror is None else self.copies.until(plan.mirror, damaged=plan.damaged)
-        return replace(self, disks=disks, copies=copies)
+        after = {where: self.listed[where].until(last, damaged=plan.damaged) for where, last in plan.after.items()}
+        return replace(self, places={**self.listed, **after})
 
-    def quarantined(self, disks: Mapping[int, Mapping[int, str]], mirror: Mapping[int, str]) -> Survey:
+    def quarantined(self, names: Mapping[int, Mapping[int, str]]) -> Survey:
         """The survey after a quarantine: the new name of each step in each location; no name: it is unread."""
-        after = {leader: held.without(disks.get(leader, {})) for leader, held in self.listed.items()}
-        return replace(self, disks=after, copies=self.copies.without(mirror))
+        return replace(self, places={where: each.without(names.get(where, {})) for where, each in self.listed.items()})
 
     def inspected(self, version: Version, found: Mapping[int, Holding | DamagedError]) -> Survey:
         """The survey after the manifests of a version are read."""
-        step, disks = version[0], dict(self.listed)
+        step, places = version[0], dict(self.listed)
         for leader, each in found.items():
             if isinstance(each, DamagedError):
-                disks[leader] = replace(disks[leader], damaged={**disks[leader].damaged, step: each})
+                places[leader] = replace(places[leader], damaged={**places[leader].damaged, step: each})
         holdings = {leader: each if isinstance(each, Holding) else Holding() for leader, each in found.items()}
-        return replace(self, disks=disks, holdings={**self.holdings, version: holdings})
+        return replace(self, places=places, holdings={**self.holdings, version: holdings})
 
     def with_upload(self, version: Version) -> Survey:
         """The survey after a version is copied to the mirror."""
-        seals = {**self.copies.seals, version[0]: version[1]}
-        return replace(self, copies=replace(self.copies, seals=seals), uploaded=version)
+        copies = replace(self.listed[MIRROR], seals={**self.in_mirror, version[0]: version[1]})
+        return replace(self, places={**self.listed, MIRROR: copies}, uploaded=version)
 
     def passed_over(self, version: Version) -> Survey:
         """The survey after a version is found incomplete or damaged."""
@@ -207,13 +205,11 @@ class Abandon:
     """Abandonment of the checkpoints after a step.
 
     Args:
-        disks: The last step that stays on a disk, by leader.
-        mirror: The last step that stays in the mirror; None: all stay.
+        after: The last step that stays, by location; all steps stay in other locations.
         damaged: Abandon quarantined checkpoints too.
     """
 
-    disks: Mapping[int, int] = field(default_factory=dict)
-    mirror: int | None = None
+    after: Mapping[int, int]
     damaged: bool = True
 
 
@@ -221,8 +217,7 @@ class Abandon:
 class Quarantine:
     """Quarantine of damaged checkpoints, by location and step; unreadable ones are passed over."""
 
-    disks: Mapping[int, Mapping[int, DamagedError]]
-    mirror: Mapping[int, DamagedError]
+    damaged: Mapping[int, Mapping[int, DamagedError]]
 
 
 @dataclass(frozen=True)
@@ -301,7 +296,7 @@ def plan_resume(survey: Survey, request: Request) -> Plan:
         )
     lines = tuple(f"WARNING: {error}; it is written anew" for error in records.damaged)
     if own:
-        if survey.disks is None:
+        if survey.places is None:
             return Look(lines)
         # Only before the first upload, which a mirror that has missed a rewind receives in full.
         if not survey.holdings and (abandon := _catch_up(survey)):
@@ -311,7 +306,7 @@ def plan_resume(survey: Survey, request: Request) -> Plan:
         if problem := _scratch_problem(survey, resume):
             return Refuse(problem)
         if resume == "auto":
-            return Start(own=True, abandon=_everywhere(survey, 0, damaged=False), history=newest)
+            return Start(own=True, abandon=_everywhere(survey, 0), history=newest)
         lines = (f"nothing that the run reached since is left: it goes back to {resume} again",)
     elif has_returned:  # by an earlier start with the same request, which a restart must not take for this one's
         return Repeat(_with(newest, Rewind(told="", job=request.job)), known=len(newest.returns))
@@ -322,26 +317,25 @@ def plan_resume(survey: Survey, request: Request) -> Plan:
 
 def _catch_up(survey: Survey) -> Abandon | None:
     """Abandon the checkpoints of rewinds that a location has missed."""
-    records = survey.records
-    missed = {leader: records.missed(record) for leader, record in records.disks.items()}
-    disks = {leader: last for leader, last in missed.items() if last is not None and survey.listed[leader].last > last}
-    mirror = records.missed(records.mirror) if survey.mirror else None
-    if mirror is not None and survey.copies.last <= mirror:
-        mirror = None
-    return Abandon(disks, mirror) if disks or mirror is not None else None
+    missed = {where: survey.records.missed(where) for where in survey.records.places}
+    after = {where: last for where, last in missed.items() if last is not None and survey.listed[where].last > last}
+    return Abandon(after) if after else None
 
 
 def _quarantine(survey: Survey) -> Quarantine | None:
-    disks = {leader: held.damaged for leader, held in survey.listed.items() if held.damaged}
-    return Quarantine(disks, survey.copies.damaged) if disks or survey.copies.damaged else None
+    damaged = {where: held.damaged for where, held in survey.listed.items() if held.damaged}
+    return Quarantine(damaged) if damaged else None
 
 
 def _newest_own(survey: Survey, request: Request) -> Inspect | PassOver | Upload | Start | None:
     """Plan for the newest version that may be complete; None: the run has none."""
-    in_mirror = survey.copies.seals
-    versions = {version for held in (*survey.listed.values(), survey.copies) for version in held.seals.items()}
+    versions = {version for held in survey.listed.values() for version in held.seals.items()}
     candidates = [
-        (step, in_mirror.get(step) != seal, seal)  # if a step was written twice, the disks' version is the later one
+        (
+            step,
+            survey.in_mirror.get(step) != seal,
+            seal,
+        )  # if a step was written twice, the disks' version is the later one
         for step, seal in (versions | survey.holdings.keys()) - survey.rejected
         # With resume=never, a converted checkpoint of step 0 is not a start from scratch.
         if step not in survey.unread and (step > 0 or request.resume != "never")
@@ -356,10 +350,11 @@ def _newest_own(survey: Survey, request: Request) -> Inspect | PassOver | Upload
     if survey.mirror and only_here and (plan := _complete(survey, version)):
         return plan
     sources: dict[int, tuple[Literal["disk", "mirror"], ...]] = {}
-    for leader, held in survey.listed.items():
+    for leader in survey.listed.keys() - {MIRROR}:
+        held = survey.listed[leader]
         on_disk: tuple[Literal["disk"], ...] = ("disk",) if held.seals.get(step) == seal else ()
         sources[leader] = (*on_disk, "mirror") if not only_here and survey.mirror else on_disk
-    abandon = _everywhere(survey, step, damaged=False)
+    abandon = _everywhere(survey, step)
     return Start(own=True, step=step, sources=sources, abandon=abandon, history=survey.records.newest)
 
 
@@ -384,36 +379,31 @@ def _rewind(survey: Survey, request: Request, located: Located | None, lines: tu
 
     A location that missed earlier rewinds keeps its checkpoints if the requested one is among them.
     """
-    records, newest = survey.records, survey.records.newest
-    inside = [step for step in (located.step_on_disk, located.step_in_mirror) if step is not None] if located else [0]
-    keeps = inside[0] if inside else -1
+    records = survey.records
     on_disk, in_mirror = (located.step_on_disk, located.step_in_mirror) if located else (None, None)
-    missed = {leader: records.missed(record) for leader, record in records.disks.items()} if on_disk is None else {}
-    if records.is_foreign and on_disk is None:
-        missed = dict.fromkeys(records.disks, -1)
-    everywhere = _everywhere(survey, keeps, damaged=True)
-    disks = {leader: _least(last, missed.get(leader)) for leader, last in everywhere.disks.items()}
-    mirror = None
-    if everywhere.mirror is not None:
-        mirror = _least(everywhere.mirror, records.missed(records.mirror) if in_mirror is None else None)
-    history = _with(newest, Rewind(told=request.resume, job=request.job, keeps=keeps))
-    return Start(own=False, abandon=Abandon(disks, mirror), history=history, lines=lines)
+    inside = [step for step in (on_disk, in_mirror) if step is not None] if located else [0]
+    keeps, after = inside[0] if inside else -1, dict[int, int]()
+    for where in records.places:
+        missed = -1 if records.is_foreign and where != MIRROR else records.missed(where)
+        holds_it = (in_mirror if where == MIRROR else on_disk) is not None
+        after[where] = keeps if holds_it or missed is None else min(keeps, missed)
+    history = _with(records.newest, Rewind(told=request.resume, job=request.job, keeps=keeps))
+    return Start(own=False, abandon=Abandon(after), history=history, lines=lines)
 
 
-def _everywhere(survey: Survey, last: int, *, damaged: bool) -> Abandon:
-    return Abandon(dict.fromkeys(survey.records.disks, last), last if survey.mirror else None, damaged)
+def _everywhere(survey: Survey, last: int) -> Abandon:
+    return Abandon(dict.fromkeys(survey.records.places, last), damaged=False)
 
 
 def _scratch_problem(survey: Survey, resume: str) -> str:
     """Error that keeps a run with damaged checkpoints from a start from scratch; empty if there is none."""
-    places = (*survey.listed.values(), survey.copies)
-    if unread := sorted({*survey.unread, *(step for held in places for step in held.unread)}):
+    if unread := sorted(survey.unread.union(*(held.unread for held in survey.listed.values()))):
         return (
             f"{named(unread)} of {survey.folder} cannot be read, and there is none before it. Start again when the "
             "storage is back, or use checkpoint.resume=PATH of another one, or never to start from scratch"
         )
-    damaged = [*sorted({name for held in survey.listed.values() for name in held.quarantined})]
-    damaged += [*survey.copies.quarantined]
+    on_disks = {name for where, held in survey.listed.items() if where != MIRROR for name in held.quarantined}
+    damaged = [*sorted(on_disks), *survey.listed.get(MIRROR, Held()).quarantined]
     if damaged and resume in {"auto", "never"}:
         return (
             f"every checkpoint of {survey.folder} is damaged: {', '.join(damaged)}. Use "
@@ -433,7 +423,3 @@ def _with(history: RunHistory, rewind: Rewind) -> RunHistory:
 
 def _until(steps: Mapping[int, T], last: int) -> dict[int, T]:
     return {step: value for step, value in steps.items() if step <= last}
-
-
-def _least(one: int, other: int | None) -> int:
-    return one if other is None else min(one, other)

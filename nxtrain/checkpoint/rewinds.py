@@ -99,6 +99,9 @@ def write(folder: Path, history: RunHistory) -> None:
     sync_folder(folder)
 
 
+MIRROR = -1
+"""Key of the mirror among the locations of a run; disks have the rank of their leader."""
+
 Record = RunHistory | DamagedError | None
 """Record of one location; None: the location has none."""
 
@@ -108,38 +111,38 @@ class Records:
     """Records of all locations of a run.
 
     Args:
-        disks: Record of each disk, by its leader.
-        mirror: Record of the mirror.
+        places: Record of each disk, by its leader, and of the mirror as `MIRROR`, if the run has one.
         fresh: Record of a new run in the run folder.
     """
 
-    disks: Mapping[int, Record]
-    mirror: Record
+    places: Mapping[int, Record]
     fresh: RunHistory
 
     @property
     def damaged(self) -> list[DamagedError]:
         """Damage of the records that cannot be read."""
-        return [found for found in (self.mirror, *self.disks.values()) if isinstance(found, DamagedError)]
+        return [found for _, found in sorted(self.places.items()) if isinstance(found, DamagedError)]
 
     @property
     def newest(self) -> RunHistory:
         """The record with the most rewinds of all locations; a new one if the mirror belongs to another run."""
-        known = [] if self.is_foreign else [each for each in (self.mirror, *self._on_disks) if each is not None]
-        newest = max((each for each in known if isinstance(each, RunHistory)), key=_num_returns, default=self.fresh)
+        known = [] if self.is_foreign else [each for _, each in self._known]
+        newest = max(known, key=lambda each: len(each.returns), default=self.fresh)
         return newest.model_copy(update={"run_dir": self.fresh.run_dir})
 
     @property
     def is_foreign(self) -> bool:
         """True if the mirror belongs to another run."""
-        if not isinstance(self.mirror, RunHistory):
+        mirror = dict(self._known).get(MIRROR)
+        if mirror is None:
             return False
-        if not self._on_disks:  # nodes were replaced, if the mirror's run has the same folder
-            return self.mirror.run_dir != self.fresh.run_dir
-        return self.mirror.run not in self._runs
+        if not self._runs:  # nodes were replaced, if the mirror's run has the same folder
+            return mirror.run_dir != self.fresh.run_dir
+        return mirror.run not in self._runs
 
-    def missed(self, record: Record) -> int | None:
+    def missed(self, where: int) -> int | None:
         """Last step that stays in a location, by the rewinds that its record lacks; None: all steps stay."""
+        record = self.places[where]
         # An unreadable record alone does not mean that the place has missed a rewind.
         return None if isinstance(record, DamagedError) else self.newest.keeps(len(record.returns) if record else 0)
 
@@ -152,8 +155,7 @@ class Records:
             takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
         """
         if self.is_foreign:
-            assert isinstance(self.mirror, RunHistory)
-            other, ours = self.mirror.run_dir, self.fresh.run_dir
+            other, ours = dict(self._known)[MIRROR].run_dir, self.fresh.run_dir
             which = f"run.dir={other}" if other != ours else f"an earlier run of run.dir={other}"
             same = f"run.dir={other} to go on with that run, " if other != ours else ""
             refused = (
@@ -166,21 +168,18 @@ class Records:
             return ""
         return (
             f"{folder} holds checkpoints of different runs on different nodes: "
-            f"{', '.join(sorted({f'{each.run} of {each.run_dir}' for each in self._on_disks}))} (the field run of its "
+            f"{', '.join(sorted(f'{run} of {run_dir}' for run, run_dir in self._runs.items()))} (the field run of its "
             f"{FILE}). Use another run.dir, or move that folder aside on the nodes where it is another run's"
         )
 
     @property
-    def _on_disks(self) -> list[RunHistory]:
-        return [each for _, each in sorted(self.disks.items()) if isinstance(each, RunHistory)]
+    def _known(self) -> list[tuple[int, RunHistory]]:
+        return [(where, each) for where, each in sorted(self.places.items()) if isinstance(each, RunHistory)]
 
     @property
-    def _runs(self) -> set[str]:
-        return {each.run for each in self._on_disks}
-
-
-def _num_returns(history: RunHistory) -> int:
-    return len(history.returns)
+    def _runs(self) -> dict[str, str]:
+        """Folders of the runs on the disks, by identity."""
+        return {each.run: each.run_dir for where, each in self._known if where != MIRROR}
 
 
 def read_records(folder: Path, mirror: Mirror | None, scope: StorageScope) -> Records:
@@ -191,13 +190,15 @@ def read_records(folder: Path, mirror: Mirror | None, scope: StorageScope) -> Re
         mirror: The mirror of the run; None: there is none.
         scope: The ranks, and their folders.
     """
-    ranks, root = scope.ranks, mirror.store.root if mirror else None
-    there = ranks.on_leader(lambda: _read(root), f"cannot read {root / FILE}") if root is not None else None
-    disks = scope.on_each(lambda: _read(folder), f"cannot read {folder / FILE}")
+    ranks, places = scope.ranks, dict[int, Record]()
+    if mirror is not None:
+        root = mirror.store.root
+        places[MIRROR] = ranks.on_leader(lambda: _read(root), f"cannot read {root / FILE}")
+    places |= scope.on_each(lambda: _read(folder), f"cannot read {folder / FILE}")
     fresh = ranks.on_leader(
         lambda: RunHistory(run=uuid.uuid4().hex, run_dir=os.path.abspath(folder.parent)), "no name for a run"
     )
-    return Records(disks, there, fresh)
+    return Records(places, fresh)
 
 
 def write_records(
@@ -217,13 +218,12 @@ def write_records(
     def is_due(record: Record) -> bool:
         return record != newest and (not known or (isinstance(record, RunHistory) and len(record.returns) >= known))
 
-    there = records.mirror
-    if mirror is not None and is_due(there):
-        store, there = mirror.store, newest
+    due = {where for where, record in records.places.items() if is_due(record)}
+    if mirror is not None and MIRROR in due:
+        store = mirror.store
         scope.ranks.on_leader(lambda: store.put(FILE, newest.sealed()), f"cannot write {store.root / FILE}")
-    due = {leader for leader, record in records.disks.items() if is_due(record)}
     scope.on_each(lambda: write(folder, newest) if scope.leader in due else None, f"cannot write {folder / FILE}")
-    return replace(records, mirror=there, disks={**records.disks, **dict.fromkeys(due, newest)})
+    return replace(records, places={**records.places, **dict.fromkeys(due, newest)})
 
 
 def _read(root: Location) -> Record:

@@ -31,7 +31,7 @@ from nxtrain.checkpoint.resume_plan import (
     Version,
     plan_resume,
 )
-from nxtrain.checkpoint.rewinds import Record, Records, Rewind, RunHistory
+from nxtrain.checkpoint.rewinds import MIRROR, Record, Records, Rewind, RunHistory
 from nxtrain.errors import DamagedError
 
 K = TypeVar("K")
@@ -100,13 +100,13 @@ def carry_out(world: World, survey: Survey, plan: Plan) -> Survey:
     """What the effects would find, on locations that are as drawn."""
     if isinstance(plan, Look):
         mirrored = world.mirror is not None
-        disks = {n: held(each, world.quarantined[n], is_mirrored=mirrored) for n, each in world.disks.items()}
-        copies = held(world.mirror or {}, world.quarantined.get(-1, {}), is_mirrored=True)
-        return replace(survey, disks=disks, copies=copies)
+        places = world.disks if world.mirror is None else {**world.disks, MIRROR: world.mirror}
+        listed = {n: held(each, world.quarantined[n], is_mirrored=mirrored) for n, each in places.items()}
+        return replace(survey, places=listed)
     if isinstance(plan, Abandon):
         return survey.abandoned(plan)
     if isinstance(plan, Quarantine):
-        return survey.quarantined({n: names(each, n) for n, each in plan.disks.items()}, names(plan.mirror, "mirror"))
+        return survey.quarantined({n: names(each, n) for n, each in plan.damaged.items()})
     if isinstance(plan, Inspect):
         step = plan.version[0]
         there = {n: each.get(step) if step in survey.listed[n].seals else None for n, each in world.disks.items()}
@@ -123,8 +123,7 @@ def carry_out(world: World, survey: Survey, plan: Plan) -> Survey:
         def due(each: Record) -> Record:
             return plan.history if isinstance(each, RunHistory) and len(each.returns) >= plan.known else each
 
-        disks_after = {n: due(each) for n, each in records.disks.items()}
-        return replace(survey, records=replace(records, disks=disks_after, mirror=due(records.mirror)))
+        return replace(survey, records=replace(records, places={n: due(each) for n, each in records.places.items()}))
     assert isinstance(plan, Locate)
     return replace(survey, located=Located(Path("/other/step-00000003")))
 
@@ -135,10 +134,10 @@ def reversed_order(survey: Survey) -> Survey:
     def back(found: Held) -> Held:
         return replace(found, seals=turned(found.seals), damaged=turned(found.damaged))
 
-    records = replace(survey.records, disks=turned(survey.records.disks))
-    disks = None if survey.disks is None else {n: back(each) for n, each in turned(survey.disks).items()}
+    records = replace(survey.records, places=turned(survey.records.places))
+    places = None if survey.places is None else {n: back(each) for n, each in turned(survey.places).items()}
     holdings = {version: turned(each) for version, each in turned(survey.holdings).items()}
-    return replace(survey, records=records, disks=disks, copies=back(survey.copies), holdings=holdings)
+    return replace(survey, records=records, places=places, holdings=holdings)
 
 
 def turned(mapping: Mapping[K, V]) -> dict[K, V]:
@@ -180,14 +179,14 @@ def worlds(draw: st.DrawFn) -> World:
         return {f"step-{step:08d}.corrupt@{where}": step for step in draw(st.sets(STEPS, max_size=1))}
 
     whole = RunHistory(run="one", run_dir="/run", returns=returns)
-    records = Records({leader: record() for leader in leaders}, whole if mirrored else None, FRESH)
+    places = {leader: record() for leader in leaders} | ({MIRROR: whole} if mirrored else {})
     if draw(st.booleans()):
-        records = replace(records, mirror=record() if mirrored else None, disks={**records.disks, leaders[-1]: whole})
+        places |= {leaders[-1]: whole} | ({MIRROR: record()} if mirrored else {})
     return World(
         {leader: draw(st.dictionaries(STEPS, STORED, max_size=3)) for leader in leaders},
         draw(st.dictionaries(STEPS, STORED, max_size=3)) if mirrored else None,
-        {where: aside(where) for where in (-1, *leaders)} if draw(st.booleans()) else {n: {} for n in (-1, *leaders)},
-        records,
+        {where: aside(where) if draw(st.booleans()) else {} for where in (MIRROR, *leaders)},
+        Records(places, FRESH),
         frozenset(draw(st.sets(st.tuples(STEPS, st.integers(1, 2)), max_size=2))),
         is_shared=len(leaders) == 1,
     )
@@ -199,9 +198,9 @@ REQUESTS = st.builds(
 drawn = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 
 
-def stays(world: World, record: Record) -> int:
+def stays(world: World, where: int) -> int:
     """Last step of a location that no missed rewind abandoned."""
-    missed = world.records.missed(record)
+    missed = world.records.missed(where)
     return 99 if missed is None else missed
 
 
@@ -210,12 +209,12 @@ def expected(world: World, request: Request, unread: frozenset[int] = frozenset(
     copies = {
         step: each.seal
         for step, each in (world.mirror or {}).items()
-        if each.metadata == "whole" and step <= stays(world, world.records.mirror)
+        if each.metadata == "whole" and step <= stays(world, MIRROR)
     }
     found = {(step, 1, seal): {*FILES} for step, seal in copies.items()}  # the disks' version of a step is preferred
     for leader, stored in world.disks.items():
         for step, each in stored.items():
-            if step > stays(world, world.records.disks[leader]):
+            if step > stays(world, leader):
                 continue
             if world.mirror is None:
                 found[step, 2, 0] = {*FILES}
@@ -259,7 +258,7 @@ def test_the_newest_complete_checkpoint_wins(world: World, request: Request, unr
         if "disk" in sources:
             assert stored is not None
             assert stored == replace(stored, seal=wanted[1], metadata="whole", manifest="whole")
-            assert wanted[0] <= stays(world, world.records.disks[leader])
+            assert wanted[0] <= stays(world, leader)
         assert sources[-1:] == ("mirror",) or world.is_shared
 
 
@@ -271,16 +270,16 @@ def test_nothing_that_was_abandoned_or_put_aside_is_read(world: World, request: 
         return
     uploads = {plan.version[0] for plan in plans if isinstance(plan, Upload)}
     damaged = {
-        (n, step) for plan in plans if isinstance(plan, Quarantine) for n in plan.disks for step in plan.disks[n]
+        (n, step) for plan in plans if isinstance(plan, Quarantine) for n in plan.damaged for step in plan.damaged[n]
     }
     for leader, sources in end.sources.items():
         if "disk" in sources:
-            assert end.step <= stays(world, world.records.disks[leader])
+            assert end.step <= stays(world, leader)
             assert (leader, end.step) not in damaged
             assert end.step in survey.listed[leader].seals
         if "mirror" in sources:
-            assert end.step <= stays(world, world.records.mirror) or end.step in uploads
-            assert end.step in survey.copies.seals
+            assert end.step <= stays(world, MIRROR) or end.step in uploads
+            assert end.step in survey.in_mirror
 
 
 @drawn
@@ -290,8 +289,9 @@ def test_no_start_from_scratch_while_checkpoints_are_damaged_or_unread(
 ) -> None:
     assume(own_start(world, request) and request.resume in {"auto", "never"})
     survey, end, _ = decide(world, request, replace(world.survey, unread=unread))
-    places = (*survey.listed.values(), survey.copies)
-    spoilt = unread | {step for each in places for step in (*each.quarantined.values(), *each.unread, *each.damaged)}
+    spoilt = unread | {
+        step for each in survey.listed.values() for step in (*each.quarantined.values(), *each.unread, *each.damaged)
+    }
     if isinstance(end, Refuse):
         assert spoilt
         assert "cannot be read" in end.error or "is damaged" in end.error
@@ -312,9 +312,7 @@ def test_a_rewind_looks_at_no_checkpoint_and_abandons_what_is_later_everywhere(w
     keeps = 0 if request.resume == "never" else -1
     assert (end.own, end.step, end.abandon.damaged) == (False, None, True)
     assert end.history.returns[-1] == Rewind(told=request.resume, job=request.job, keeps=keeps)
-    for leader, record in world.records.disks.items():
-        assert end.abandon.disks[leader] == min(keeps, stays(world, record))
-    assert end.abandon.mirror == (None if world.mirror is None else min(keeps, stays(world, world.records.mirror)))
+    assert end.abandon.after == {where: min(keeps, stays(world, where)) for where in world.records.places}
     is_repeated = world.records.newest.has_returned(request.resume, request.job)
     assert any(isinstance(plan, Repeat) for plan in plans) == is_repeated
     assert not survey.records.newest.has_returned(request.resume, request.job)
@@ -327,8 +325,7 @@ def test_a_resume_abandons_what_is_later_and_adds_no_rewind(world: World, reques
     assume(isinstance(end, Start) and end.own)
     assert isinstance(end, Start)
     last = end.step or 0
-    mirror = None if world.mirror is None else last
-    assert end.abandon == Abandon(dict.fromkeys(world.disks, last), mirror, damaged=False)
+    assert end.abandon == Abandon(dict.fromkeys(world.records.places, last), damaged=False)
     assert end.history == world.records.newest
 
 
@@ -340,7 +337,7 @@ def test_a_requested_checkpoint_of_the_run_stays(on_disk: int | None, in_mirror:
     survey = Survey(
         Path("/run"),
         "/mirror",
-        Records({0: before, 1: before}, history, FRESH),
+        Records({0: before, 1: before, MIRROR: history}, FRESH),
         is_shared=False,
         located=Located(Path("/a"), on_disk, in_mirror),
     )
@@ -348,7 +345,7 @@ def test_a_requested_checkpoint_of_the_run_stays(on_disk: int | None, in_mirror:
     assert isinstance(end, Start)
     assert end.history.returns[-1].keeps == keeps
     disks = keeps if on_disk is not None else min(keeps, 1)
-    assert end.abandon == Abandon({0: disks, 1: disks}, keeps, damaged=True)
+    assert end.abandon == Abandon({0: disks, 1: disks, MIRROR: keeps}, damaged=True)
 
 
 def replace_returns(history: RunHistory) -> RunHistory:
@@ -358,7 +355,7 @@ def replace_returns(history: RunHistory) -> RunHistory:
 def two_disks(
     first: Mapping[int, Stored], second: Mapping[int, Stored], mirror: Mapping[int, Stored], records: Records
 ) -> World:
-    quarantined: dict[int, dict[str, int]] = {-1: {}, 0: {}, 1: {}}
+    quarantined: dict[int, dict[str, int]] = {MIRROR: {}, 0: {}, 1: {}}
     return World({0: first, 1: second}, mirror, quarantined, records, frozenset(), is_shared=False)
 
 
@@ -368,11 +365,11 @@ def test_a_location_that_missed_a_rewind_gives_up_what_is_later(behind: str) -> 
     after = before.model_copy(update={"returns": (Rewind(told="/a", keeps=1),)})
     own, other = {1: Stored(1)}, {1: Stored(1), 3: Stored(1)}
     on_disk = behind == "a disk"
-    records = Records({0: after, 1: before if on_disk else after}, after if on_disk else before, FRESH)
-    world = two_disks(own, other if on_disk else own, own if on_disk else other, records)
+    places = {0: after, 1: before if on_disk else after, MIRROR: after if on_disk else before}
+    world = two_disks(own, other if on_disk else own, own if on_disk else other, Records(places, FRESH))
     survey, end, plans = decide(world, Request("auto"))
-    assert plans[1] == (Abandon({1: 1}, None) if on_disk else Abandon({}, 1))
-    assert (survey.listed[1].last, survey.copies.last) == (1, 1)
+    assert plans[1] == Abandon({1 if on_disk else MIRROR: 1})
+    assert (survey.listed[1].last, survey.listed[MIRROR].last) == (1, 1)
     assert isinstance(end, Start)
     assert (end.step, end.sources) == (1, {0: ("disk", "mirror"), 1: ("disk", "mirror")})
 
@@ -380,7 +377,7 @@ def test_a_location_that_missed_a_rewind_gives_up_what_is_later(behind: str) -> 
 def test_a_mirror_that_missed_a_rewind_keeps_what_this_start_copies_to_it() -> None:
     before = RunHistory(run="one", run_dir="/run")
     after = before.model_copy(update={"returns": (Rewind(told="/a", keeps=1),)})
-    world = two_disks({4: Stored(1)}, {}, {3: Stored(1)}, Records({0: after, 1: after}, before, FRESH))
+    world = two_disks({4: Stored(1)}, {}, {3: Stored(1)}, Records({0: after, 1: after, MIRROR: before}, FRESH))
     _, end, plans = decide(world, Request("auto"))
     assert [type(plan) for plan in plans] == [Look, Abandon, Inspect, Upload, Start]
     assert isinstance(end, Start)
@@ -388,7 +385,7 @@ def test_a_mirror_that_missed_a_rewind_keeps_what_this_start_copies_to_it() -> N
 
 
 def test_of_two_versions_of_a_step_on_disks_that_share_nothing_one_is_copied_and_taken() -> None:
-    world = two_disks({4: Stored(1)}, {4: Stored(2)}, {}, Records({0: FRESH, 1: FRESH}, FRESH, FRESH))
+    world = two_disks({4: Stored(1)}, {4: Stored(2)}, {}, Records({0: FRESH, 1: FRESH, MIRROR: FRESH}, FRESH))
     _, end, plans = decide(world, Request("auto"))
     assert [plan.version for plan in plans if isinstance(plan, Upload)] == [(4, 2)]
     assert isinstance(end, Start)
@@ -398,17 +395,15 @@ def test_of_two_versions_of_a_step_on_disks_that_share_nothing_one_is_copied_and
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_conversion_is_no_start_from_scratch(resume: str) -> None:
     history = FRESH.model_copy(update={"returns": (Rewind(told="never", keeps=0),)})
-    world = World(
-        {0: {0: Stored(1)}}, None, {0: {}, -1: {}}, Records({0: history}, None, FRESH), frozenset(), is_shared=True
-    )
+    world = World({0: {0: Stored(1)}}, None, {0: {}}, Records({0: history}, FRESH), frozenset(), is_shared=True)
     _, end, _ = decide(world, Request(resume, is_restart=True))
     assert isinstance(end, Start)
     assert (end.own, end.step) == ((True, 0) if resume == "auto" else (False, None))
 
 
 def test_the_version_of_the_disks_wins_over_that_of_the_mirror() -> None:
-    records = Records({0: FRESH}, FRESH, FRESH)
-    world = World({0: {4: Stored(1)}}, {4: Stored(2)}, {0: {}}, records, frozenset(), is_shared=True)
+    records = Records({0: FRESH, MIRROR: FRESH}, FRESH)
+    world = World({0: {4: Stored(1)}}, {4: Stored(2)}, {0: {}, MIRROR: {}}, records, frozenset(), is_shared=True)
     _, end, _ = decide(world, Request("auto"))
     assert isinstance(end, Start)
     assert (end.step, end.sources) == (4, {0: ("disk",)})
@@ -418,19 +413,19 @@ def test_the_version_of_the_disks_wins_over_that_of_the_mirror() -> None:
 def test_a_mirror_of_another_run_is_refused_unless_it_is_asked_for(other: str) -> None:
     mirror = RunHistory(run="two", run_dir=other)
     ours = RunHistory(run="one", run_dir="/run")
-    survey = Survey(Path("/run"), "/mirror", Records({0: ours}, mirror, FRESH))
+    survey = Survey(Path("/run"), "/mirror", Records({0: ours, MIRROR: mirror}, FRESH))
     refused = plan_resume(survey, Request("auto"))
     assert isinstance(refused, Refuse)
     assert "belongs to another run" in refused.error
     survey = replace(survey, located=Located(Path("/mirror/step-00000003"), None, 3))
     taken = plan_resume(survey, Request("/mirror", aims_at_mirror=True))
     assert isinstance(taken, Start)
-    assert taken.abandon == Abandon({0: -1}, 3, damaged=True)
+    assert taken.abandon == Abandon({0: -1, MIRROR: 3}, damaged=True)
     assert taken.history.run == "fresh"
 
 
 def test_disks_of_different_runs_are_refused() -> None:
-    disks: dict[int, Record] = {0: RunHistory(run="one", run_dir="/run"), 1: RunHistory(run="two", run_dir="/run")}
-    refused = plan_resume(Survey(Path("/run"), "/mirror", Records(disks, None, FRESH)), Request("auto"))
+    places: dict[int, Record] = {0: RunHistory(run="one", run_dir="/run"), 1: RunHistory(run="two", run_dir="/run")}
+    refused = plan_resume(Survey(Path("/run"), "/mirror", Records(places, FRESH)), Request("auto"))
     assert isinstance(refused, Refuse)
     assert "different runs on different nodes" in refused.error
