@@ -84,7 +84,7 @@ class CheckpointWriter:
     ) -> None:
         self._destination, self._ranks, self._background, self._uploader = destination, ranks, background, uploader
         self._staging = Staging(layout)
-        self._underway: _Write | None = None
+        self._underway: Task[SaveOutcome] | None = None
         self._ended: list[SaveOutcome | UploadOutcome] = []
         self._written: int | None = None
         self._failed = False
@@ -109,25 +109,25 @@ class CheckpointWriter:
             return
         state = shards()
         meta, staged = meta.model_copy(update={"kinds": tuple(state)}), self._staging.fill(state)
-        self._underway = _Write(meta.step, began, Task("nxtrain-checkpoint", partial(self._write, staged, meta)))
+        self._underway = Task("nxtrain-checkpoint", partial(self._write, staged, meta, began))
         if wait or not self._background:
-            self._underway.task.run()
+            self._underway.run()
             self.settle()
         else:
-            self._underway.task.start()
+            self._underway.start()
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
         if self._underway is None:
             return
-        outcome = self._underway.outcome()
+        outcome = self._underway.result()
         self._underway, self._failed = None, bool(outcome.problem)
         self._written = None if outcome.problem else outcome.step
         self._ended.append(outcome)
 
     def poll(self) -> list[SaveOutcome | UploadOutcome]:
         """Saves and uploads that ended since the last call; never waits."""
-        if self._underway is not None and self._underway.task.done:
+        if self._underway is not None and self._underway.done:
             self.settle()
         ended, self._ended = self._ended, []
         return [*ended, *(self._uploader.poll() if self._uploader else ())]
@@ -159,38 +159,18 @@ class CheckpointWriter:
     def _is_busy(self) -> bool:
         # The leader ends last: it commits and deletes old checkpoints after all others have written.
         return self._ranks.on_leader(
-            lambda: self._underway is not None and not self._underway.task.done, "cannot ask for the checkpoint before"
+            lambda: self._underway is not None and not self._underway.done, "cannot ask for the checkpoint before"
         )
 
-    def _write(self, staged: Staged, meta: Meta) -> tuple[str, ...]:
-        """Write a checkpoint, and return failures after the commit."""
-        to = self._destination
+    def _write(self, staged: Staged, meta: Meta, began: float) -> SaveOutcome:
+        stall_s, staged_at, untidy, problem = time.monotonic() - began, time.monotonic(), list[str](), ""
+        to, uploader = self._destination, self._uploader
         path = directory.step_path(to.folder, meta.step)
-        written = write_state(path, staged, meta, to.scope, to.tokenizer)
-        failed = tidy(path, to.retention, to.scope, self._uploader.underway if self._uploader else ())
-        if self._uploader is not None:
-            self._uploader.offer(path, written, to.scope.ranks)
-        return tuple(failed)
-
-
-class _Write:
-    """Write of one checkpoint.
-
-    Args:
-        step: Step of the checkpoint.
-        began: Time at which training began to wait for the checkpoint.
-        task: Writes the checkpoint; the result is the failures after the commit.
-    """
-
-    def __init__(self, step: int, began: float, task: Task[tuple[str, ...]]) -> None:
-        self._step, self._stall_s, self._staged = step, time.monotonic() - began, time.monotonic()
-        self.task = task
-
-    def outcome(self) -> SaveOutcome:
-        """Wait for the end of the write, and return its outcome."""
-        problem, untidy = "", tuple[str, ...]()
         try:
-            untidy = self.task.result()
+            written = write_state(path, staged, meta, to.scope, to.tokenizer)
+            untidy = tidy(path, to.retention, to.scope, uploader.underway if uploader else ())
+            if uploader is not None:
+                uploader.offer(path, written, to.scope.ranks)
         except CheckpointError as error:
             problem = str(error)
-        return SaveOutcome(self._step, self._stall_s, self.task.ended - self._staged, problem, untidy)
+        return SaveOutcome(meta.step, stall_s, time.monotonic() - staged_at, problem, tuple(untidy))

@@ -44,9 +44,6 @@ class Retention:
     keep_every: int = 0
 
 
-KEEP_ALL = Retention()
-
-
 def step_path(directory: Path, step: int) -> Path:
     """Folder of the checkpoint of one step inside a `checkpoints` folder."""
     return directory / f"step-{step:08d}"

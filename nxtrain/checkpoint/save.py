@@ -11,43 +11,14 @@ import torch.distributed.checkpoint as dcp
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.dcp_planner import ChunkSavePlanner
-from nxtrain.checkpoint.dcp_storage import FileWriter, Staged, Staging
-from nxtrain.checkpoint.directory import KEEP_ALL, Retention
+from nxtrain.checkpoint.dcp_storage import FileWriter, Staged
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.shards import Shards
-from nxtrain.distributed.agreement import Ranks, StorageScope, collective
+from nxtrain.distributed.agreement import StorageScope, collective
 from nxtrain.errors import CheckpointError
 from nxtrain.io.atomic import write_durably
 from nxtrain.io.checksummed_file import FileDigest, verify
 from nxtrain.io.regular import read_bytes
-from nxtrain.sharding import Layout
-
-
-def save(
-    path: Path,
-    shards: Shards,
-    layout: Layout,
-    meta: Meta,
-    *,
-    tokenizer: Path | None = None,
-    retention: Retention = KEEP_ALL,
-) -> None:
-    """Write a checkpoint to a folder that all ranks see, atomically. Every rank of the world calls this.
-
-    Args:
-        path: Folder of the checkpoint, `directory.step_path(...)`; an existing checkpoint is replaced.
-        shards: Kind to parameter name to local tensor, on any device.
-        layout: Entries of the model's tensors that this rank holds.
-        meta: The rest of the state; `mesh`, `kinds` and the checksum are filled in.
-        tokenizer: A `tokenizer.json` to save with the checkpoint.
-        retention: Checkpoints of the folder that stay.
-
-    Raises:
-        CheckpointError: Any rank failed to write; older checkpoints are untouched.
-    """
-    scope, staged = StorageScope(Ranks(layout.mesh)), Staging(layout).fill(shards)
-    write_state(path, staged, meta.model_copy(update={"kinds": tuple(shards)}), scope, tokenizer)
-    tidy(path, retention, scope)
 
 
 def write_state(

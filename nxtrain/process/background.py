@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from threading import Thread
 from typing import Generic, TypeVar
@@ -19,7 +18,6 @@ class Task(Thread, Generic[T]):
 
     Attributes:
         done: The work has ended.
-        ended: Time of the end, by `time.monotonic`; before it, the time of creation.
     """
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
@@ -27,7 +25,6 @@ class Task(Thread, Generic[T]):
         self._work: Callable[[], T] | None = work
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self.ended = time.monotonic()
         self.done = False
 
     def run(self) -> None:
@@ -38,7 +35,6 @@ class Task(Thread, Generic[T]):
         except BaseException as error:  # `result` raises it
             self._error = error
         self._work = None  # work that waited for an earlier task must not keep all of them in memory
-        self.ended = time.monotonic()
         self.done = True
 
     def result(self) -> T:

@@ -13,11 +13,10 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.manifest import DTYPES, StoredShard, header, read_manifest
-from nxtrain.checkpoint.save import save
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
-from tests.support.checkpoints import KINDS, blank, cut, meta, same, table
+from tests.support.checkpoints import KINDS, blank, cut, meta, same, save, table
 from tests.support.ranks import RankPool
 
 Degrees = tuple[int, int]  # tp, dp

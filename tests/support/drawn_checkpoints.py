@@ -13,11 +13,10 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.directory import Retention
-from nxtrain.checkpoint.save import save
 from nxtrain.errors import ConfigError
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
-from tests.support.checkpoints import Shards, meta
+from tests.support.checkpoints import Shards, meta, save
 from tests.support.drawn import TRIES, Degrees, Drawn, draw
 from tests.support.parity import Course, local_pair, start
 

@@ -337,15 +337,15 @@ def test_a_requested_checkpoint_of_the_run_stays(on_disk: int | None, in_mirror:
     survey = Survey(
         Path("/run"),
         "/mirror",
-        Records({0: before, 1: before, MIRROR: history}, FRESH),
+        Records({0: history, 1: before, MIRROR: before}, FRESH),
         is_shared=False,
         located=Located(Path("/a"), on_disk, in_mirror),
     )
     end = plan_resume(survey, Request("/a"))
     assert isinstance(end, Start)
     assert end.history.returns[-1].keeps == keeps
-    disks = keeps if on_disk is not None else min(keeps, 1)
-    assert end.abandon == Abandon({0: disks, 1: disks, MIRROR: keeps}, damaged=True)
+    after = {place: keeps if kept is not None else min(keeps, 1) for place, kept in ((1, on_disk), (MIRROR, in_mirror))}
+    assert end.abandon == Abandon({0: keeps, **after}, damaged=True)
 
 
 def replace_returns(history: RunHistory) -> RunHistory:
@@ -407,6 +407,17 @@ def test_the_version_of_the_disks_wins_over_that_of_the_mirror() -> None:
     _, end, _ = decide(world, Request("auto"))
     assert isinstance(end, Start)
     assert (end.step, end.sources) == (4, {0: ("disk",)})
+
+
+def test_no_restart_guesses_without_a_record_whether_it_went_back() -> None:
+    damaged = DamagedError("lineage.json", "its content is not what was written")
+    survey = Survey(Path("/run"), "", Records({0: damaged}, FRESH))
+    refused = plan_resume(survey, Request("never", is_restart=True))
+    assert isinstance(refused, Refuse)
+    assert "is still to" in refused.error
+    started = plan_resume(survey, Request("never"))
+    assert isinstance(started, Start)
+    assert started.lines == (f"WARNING: {damaged}; it is written anew",)
 
 
 @pytest.mark.parametrize("other", ["/run", "/elsewhere"])
