@@ -27,8 +27,6 @@ T = TypeVar("T")
 LOOKING = "cannot look for checkpoints"
 """Start of the message of a failed survey."""
 
-PrintLine = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Found:
@@ -62,7 +60,7 @@ class ResumePlanner:
         config: RunConfig,
         mirrored: Mirrored | None,
         ranks: Ranks,
-        print_line: PrintLine,
+        print_line: Callable[[str], None],
         *,
         restarted: bool,
         job: str = "",
@@ -115,7 +113,7 @@ class ResumePlanner:
         A checkpoint that cannot be read at all keeps its name, and the previous one is tried. If that cannot be read
         either, the storage has failed rather than the files.
         """
-        step, failure = directory.step_of(found.place), f"cannot put aside {found.place}"
+        step, failure = directory.step_of(found.place), f"cannot put aside {found.place.name}"
         if self._ranks.on_leader(lambda: error.unread, failure):
             self._survey = replace(self._survey, unread=self._survey.unread | {step}, uploaded=None)
             return "the one before it is tried"
@@ -123,7 +121,7 @@ class ResumePlanner:
         names = self._on_places(
             lambda: {step: directory.quarantine(local).name} if directory.is_checkpoint(local) else {},
             lambda there: {step: there.quarantine(step)} if step in there.steps() else {},
-            f"cannot put aside {local.name}",
+            failure,
         )
         self._survey = self._survey.quarantined(names).given_up(step)
         if there is None:
@@ -237,8 +235,8 @@ class ResumePlanner:
         there, scope, step = self._there, self._scope, plan.version[0]
         assert there is not None
         path = directory.step_path(self._folder, step)
-        files = self._manifests[plan.version].files if scope.leads and plan.senders.get(scope.leader) else {}
-        stored = {name: files[name].stored for name in plan.senders.get(scope.leader, ()) if files}
+        mine = plan.senders.get(scope.leader, ()) if scope.leads else ()
+        stored = {name: self._manifests[plan.version].files[name].stored for name in mine}
 
         def check() -> None:
             for name, each in stored.items():
@@ -258,8 +256,7 @@ class ResumePlanner:
         # A failure from here on is no damage, and ends the start: a resume from an earlier step would abandon this one.
         self._ranks.on_leader(lambda: there.begin(step), failure)
         self._ranks.on_all(add, failure)
-        is_finisher = scope.leads and scope.leader == plan.finisher
-        self._ranks.on_all(lambda: there.finish(step, path) if is_finisher else None, failure)
+        scope.on_each(lambda: there.finish(step, path) if scope.leader == plan.finisher else None, failure)
         return self._survey.with_upload(plan.version)
 
     def _locate(self) -> Located:
