@@ -44,7 +44,7 @@ FRESH = RunHistory(run="fresh", run_dir="/run")
 
 @dataclass(frozen=True)
 class Stored:
-    """One checkpoint on one disk or in the mirror, as it really is."""
+    """True state of one checkpoint on one disk or in the mirror."""
 
     seal: int
     metadata: State = "whole"
@@ -54,12 +54,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class World:
-    """What all locations really hold.
+    """True content of all locations.
 
     Args:
         disks: Checkpoints by leader and step.
         mirror: Checkpoints of the mirror; None: there is none.
+        quarantined: Names of quarantined checkpoints, by location.
+        records: Rewinds of the run.
         spoilt: Versions whose files differ from what was written.
+        is_shared: All ranks see one folder.
     """
 
     disks: Mapping[int, Mapping[int, Stored]]
@@ -97,7 +100,7 @@ def names(damaged: Mapping[int, DamagedError], where: object) -> dict[int, str]:
 
 
 def carry_out(world: World, survey: Survey, plan: Plan) -> Survey:
-    """What the effects would find, on locations that are as drawn."""
+    """Survey after a plan is carried out on the drawn locations."""
     if isinstance(plan, Look):
         mirrored = world.mirror is not None
         places = world.disks if world.mirror is None else {**world.disks, MIRROR: world.mirror}
