@@ -331,11 +331,8 @@ def _newest_own(survey: Survey, request: Request) -> Inspect | PassOver | Upload
     """Plan for the newest version that may be complete; None: the run has none."""
     versions = {version for held in survey.listed.values() for version in held.seals.items()}
     candidates = [
-        (
-            step,
-            survey.in_mirror.get(step) != seal,
-            seal,
-        )  # if a step was written twice, the disks' version is the later one
+        # If a step was written twice, the version on the disks is the later one.
+        (step, survey.in_mirror.get(step) != seal, seal)
         for step, seal in (versions | survey.holdings.keys()) - survey.rejected
         # With resume=never, a converted checkpoint of step 0 is not a start from scratch.
         if step not in survey.unread and (step > 0 or request.resume != "never")
@@ -351,11 +348,9 @@ def _newest_own(survey: Survey, request: Request) -> Inspect | PassOver | Upload
         return plan
     sources: dict[int, tuple[Literal["disk", "mirror"], ...]] = {}
     for leader in survey.listed.keys() - {MIRROR}:
-        held = survey.listed[leader]
-        on_disk: tuple[Literal["disk"], ...] = ("disk",) if held.seals.get(step) == seal else ()
+        on_disk: tuple[Literal["disk"], ...] = ("disk",) if survey.listed[leader].seals.get(step) == seal else ()
         sources[leader] = (*on_disk, "mirror") if not only_here and survey.mirror else on_disk
-    abandon = _everywhere(survey, step)
-    return Start(own=True, step=step, sources=sources, abandon=abandon, history=survey.records.newest)
+    return Start(True, _everywhere(survey, step), survey.records.newest, step, sources)
 
 
 def _complete(survey: Survey, version: Version) -> PassOver | Upload | None:
