@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from nxtrain.checkpoint.mirror import Mirror
 from nxtrain.distributed.agreement import StorageScope
 from nxtrain.errors import DamagedError
-from nxtrain.io.atomic import sync_folder, write_durably
+from nxtrain.io.atomic import replace_bytes
 from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.read_retry import damage, unsteady
 
@@ -93,10 +93,7 @@ def read(root: Location) -> RunHistory | None:
 def write(folder: Path, history: RunHistory) -> None:
     """Write the record of a `checkpoints` folder, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{FILE}"
-    write_durably(draft, lambda file: file.write_bytes(history.sealed()))
-    draft.replace(folder / FILE)
-    sync_folder(folder)
+    replace_bytes(folder / FILE, history.sealed(), durable=True)
 
 
 MIRROR = -1
