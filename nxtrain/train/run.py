@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 from nxtrain.backends import choose, choose_layers, open_backend
-from nxtrain.checkpoint.directory import clear, prune
+from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
 from nxtrain.config.check import resolve_config
@@ -27,7 +27,7 @@ from nxtrain.process.deadlines import CLOSING_S, close_with_deadline, open_with_
 from nxtrain.process.placement import Placement
 from nxtrain.process.signals import Signals
 from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR
-from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import extract_graphs
@@ -100,7 +100,7 @@ def train_on(context: RunContext, reason: str) -> None:
     data = _open_data(context, mirrored)
     inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
     context.enter(0, "restore")
-    state, meta = start(context.plan, context.backend, context.mesh, inputs, context.print_line, mirrored)
+    state, meta = start(context, inputs, mirrored)
     context.enter(meta.step, "start")
     _announce_start(context, data, meta)
     _prepare_folder(context, state)
@@ -115,8 +115,7 @@ def _claim_folder(context: RunContext) -> Mirrored | None:
     config, mirrored = context.config, None
     if config.checkpoint.mirror:
         folder = config.run.dir / CHECKPOINTS_DIR
-        backend = context.backend
-        mirrored = open_mirrored(config.checkpoint.mirror, folder, context.mesh, backend.local_rank, backend.host_group)
+        mirrored = open_mirrored(config.checkpoint.mirror, folder, context.ranks, context.backend.local_rank)
     if context.is_leader:
         check_folder(config.run.dir)
         refuse_crash_loop(config.run.dir / LOGS_DIR, fingerprint(dump(config)), config.recovery.max_same_step)
@@ -131,7 +130,7 @@ def _open_data(context: RunContext, mirrored: Mirrored | None) -> Data:
         seq_len=config.train.seq_len,
         vocab_size=context.plan.model.vocab_size,
         workdir=workdir,
-        leader=mirrored.disk.leads if mirrored else context.is_leader,
+        leader=mirrored.scope.leads if mirrored else context.is_leader,
         barrier=context.backend.collectives.barrier,
         of_weights=lambda: tokenizer_of_weights(config, workdir),
     )
@@ -150,7 +149,7 @@ def _prepare_folder(context: RunContext, state: TrainState) -> None:
     if config.checkpoint.every:
         # The remains of a killed start, and the checkpoints due for deletion, must not fill the disk of this start.
         clear(folder / CHECKPOINTS_DIR)
-        prune(folder / CHECKPOINTS_DIR, config.checkpoint.keep, config.checkpoint.keep_every)
+        prune(folder / CHECKPOINTS_DIR, Retention(config.checkpoint.keep, config.checkpoint.keep_every))
         check_space(folder, state)
     (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
 
@@ -165,13 +164,12 @@ def _train(
     goodput = None
     if context.is_leader:
         goodput = GoodputMeter(logs, context.print_line, context.began, config=fingerprint(dump(config)))
-    saved = (goodput.saved,) if goodput else ()
-    checkpoints = Checkpoints(
-        context.plan, state, inputs, meta, data.tokenizer, guard.kept, context.print_line, mirrored, *saved
-    )
+    on_saved = (goodput.saved,) if goodput else ()
+    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept)
+    checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, *on_saved)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     starts: RunObserver = goodput or RunObserver()
-    if mirrored and mirrored.disk.leads and not context.is_leader:
+    if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
     observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints)
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
@@ -195,7 +193,7 @@ def _train(
             val_loss = trainer.run(meta.step)
             recompiles.settle()
             context.drain()
-            checkpoints.close(alive=context.drain, asked=lambda: context.is_stop_requested)
+            checkpoints.close(heartbeat=context.drain, stop_requested=lambda: context.is_stop_requested)
             return val_loss
     finally:
         for sink in sinks:
@@ -228,13 +226,13 @@ def _draining(context: RunContext, checkpoints: Checkpoints) -> Iterator[None]:
     except (DivergedError, RestartError) as ended:
         context.drain()
         try:
-            checkpoints.close(soon=True, alive=context.drain)
+            checkpoints.close(is_urgent=True, heartbeat=context.drain)
         except CheckpointError as error:
             context.print_line(f"WARNING: {error}")
         raise ended from None
     except StoppedBySignal:
         context.drain()
-        checkpoints.close(soon=True, alive=context.drain)  # a stop without its checkpoint is a failure
+        checkpoints.close(is_urgent=True, heartbeat=context.drain)  # a stop without its checkpoint is a failure
         raise
 
 
