@@ -111,6 +111,27 @@ def pretend() -> None:
         sys.modules[unused] = _Unused(unused)
 
 
+def command(*argv: str) -> None:
+    """`nxtrain ARGV` on the machine that the variables name, in a fork of a process that has imported torch-xla."""
+    from nxtrain.cli.main import main
+
+    stand_on(Path(os.environ[FOLDER]))
+    _start_runtime()
+    sys.argv = ["nxtrain", *argv]
+    main()
+
+
+def rank_variables(rank: int, world: int, port: int, *, nodes: int = 1) -> dict[str, str]:
+    """What torchrun's agent, on whose first machine the store is at a port, tells a rank."""
+    local = world // nodes
+    place: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world}
+    place |= {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    place |= {"GROUP_RANK": rank // local, "GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_RUN_ID": "none"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {name: str(value) for name, value in place.items()}
+
+
 def stand_on(folder: Path) -> None:
     """Let this process find packages and device nodes in a folder; devices and their runtime are the caller's."""
     sys.path.append(str(folder / "site"))
