@@ -117,7 +117,7 @@ class Machine:
             place = rank_variables(rank, world, store.port) if world > 1 else {}
             env = {**self.env, **variables, **place}
             argv = ("train", str(self.config), *overrides)
-            ranks.append(start(neuron_machine.command, *argv, env=env, log=self.folder / f"train-{rank}.log"))
+            ranks.append(start(neuron_machine.command, env, *argv, env=env, log=self.folder / f"train-{rank}.log"))
         ended = [rank.ended(280) for rank in ranks]
         printed = "".join(each.printed for each in ended)
         assert [each.code for each in ended] == [0] * world, printed[-6000:]

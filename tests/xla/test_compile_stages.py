@@ -66,7 +66,7 @@ class Machine(NamedTuple):
         """Start `nxtrain train` as the one rank of this machine, which holds the stage of that number."""
         env = {**self.env, **rank_variables(rank, 2, port, nodes=2)}
         argv = ("train", str(CONFIG), *self.values)
-        return start(command, *argv, env=env, log=self.folder / f"rank-{rank}.log")
+        return start(command, env, *argv, env=env, log=self.folder / f"rank-{rank}.log")
 
 
 class Cluster(NamedTuple):
