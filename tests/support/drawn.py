@@ -33,7 +33,7 @@ MOST_TOKENS = 1536
 """Of a drawn global batch, as far as one row for each rank of the data axis allows; more rows repeat what few prove."""
 
 MOST_PASSES = 60
-"""Of micro-batches through blocks, in one step on all ranks; a run of more has the fewest steps that a draw may have."""
+"""Of micro-batches through blocks, in one step on all ranks; a run of more has the fewest steps of a draw."""
 
 STEPS = (3, 5)
 """Fewest and most."""
