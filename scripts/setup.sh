@@ -6,20 +6,17 @@
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 5; }
 
-# What NeuronX Distributed 0.18 imports and does not declare, in the releases that it was made for.
-NXD_NEEDS="transformers==4.51.3 tenacity boto3 setuptools<81"
-
 NEEDED_GB=9  # torch's CUDA libraries, and the downloads beside them
 
 # Print the first Python that suits.
 find_python() {
     local candidate seen=""
-    for candidate in ${PYTHON:+"$PYTHON"} $([ -n "${PYTHON:-}" ] || echo python3 python3.12 python3.11 python3.10); do
+    for candidate in ${PYTHON:+"$PYTHON"} $([ -n "${PYTHON:-}" ] || echo python3 python3.13 python3.12 python3.11 python3.10); do
         command -v "$candidate" >/dev/null || continue
-        "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' && command -v "$candidate" && return
+        "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' && command -v "$candidate" && return
         seen="$seen $candidate ($("$candidate" -V 2>&1))"
     done
-    die "nxtrain needs Python 3.10, 3.11 or 3.12; found:${seen:- none}. Install one, or name it: PYTHON=/path/to/python3.12"
+    die "the extra xla, which tests need, is for Python 3.10 to 3.13; found:${seen:- none}. Install one, or name it: PYTHON=/path/to/python3.12"
 }
 
 # What the environment must have been made from to be used as it is.
@@ -67,7 +64,7 @@ install_packages() {
 
 setup() {
     if [ "${1:-}" = nxd ]; then
-        venv=".venv-nxd" packages=".[xla,dev] $NXD_NEEDS"
+        venv=".venv-nxd" packages=".[xla,nxd,dev]"
     elif [ -n "${NXTRAIN_TORCH:-}" ]; then
         venv=".venv-torch-$NXTRAIN_TORCH" packages=".[dev] torch==$NXTRAIN_TORCH"
     else

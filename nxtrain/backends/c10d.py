@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -19,27 +17,7 @@ from nxtrain.distributed.heartbeats import HeartbeatStore
 from nxtrain.distributed.rendezvous import meet
 from nxtrain.mesh import Mesh
 from nxtrain.process.greetings import without_greetings
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Place of this process among the ranks, set by torchrun; a process started alone is rank 0 of 1."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-
-    @staticmethod
-    def read() -> Placement:
-        """Read torchrun's variables."""
-        get = os.environ.get
-        return Placement(
-            rank=int(get("RANK", "0")),
-            world=int(get("WORLD_SIZE", "1")),
-            local_rank=int(get("LOCAL_RANK", "0")),
-            local_world=int(get("LOCAL_WORLD_SIZE", "1")),
-        )
+from nxtrain.process.placement import Placement
 
 
 class C10dBackend(Backend):

@@ -18,6 +18,7 @@ from nxtrain.cli.convert import convert
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
+from nxtrain.process.placement import Placement
 from nxtrain.process.streams import pipe_safe_streams
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def main() -> None:
             app()
         except Exception as error:
             if known := explained(error):
-                _report(known, os.environ.get("RANK"), os.environ.get("LOCAL_RANK"))
+                _report(known, _place())
                 _end(known.exit_code)
             sys.excepthook(*sys.exc_info())
             if not isinstance(error, MemoryError):  # with code 1 the launcher restarts, and may find enough memory
@@ -89,7 +90,7 @@ def main() -> None:
 
 def _end(code: int) -> NoReturn:
     """End the process, at once if an orderly end would wait for a collective with other ranks or for an upload."""
-    if _is_alone() and not _has_uploads_underway():
+    if _place().is_alone and not _has_uploads_underway():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the reader may be gone, and a scheduler needs the exit code
@@ -97,8 +98,12 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _is_alone() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") == "1"
+def _place() -> Placement:
+    """Place of this process; that of a process started alone if a variable is spoilt, which its user reports."""
+    try:
+        return Placement.read()
+    except NxtrainError:
+        return Placement()
 
 
 def _has_uploads_underway() -> bool:
@@ -107,7 +112,7 @@ def _has_uploads_underway() -> bool:
     return uploads is not None and uploads.are_underway()
 
 
-def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> None:
+def _report(error: NxtrainError, place: Placement) -> None:
     try:
         from rich.text import Text
 
@@ -116,15 +121,16 @@ def _report(error: NxtrainError, rank: str | None, local_rank: str | None) -> No
         print(f"error: {error}", file=sys.stderr)
         return
     # Every rank of a node finds the same problem of configuration and environment; other failures differ by rank.
-    if isinstance(error, ConfigError) and (local_rank or rank) not in {None, "0"}:
+    if isinstance(error, ConfigError) and not place.speaks_for_node:
         return
     # All ranks stop together, which is no error.
     if isinstance(error, StoppedBySignal):
-        if rank in {None, "0"}:
+        if place.is_leader:
             standard_error().print(str(error), markup=False)
         return
     console = standard_error()
-    prefix = "" if rank is None or (isinstance(error, ConfigError) and rank == "0") else f"rank {rank}: "
+    is_of_all = not place.is_launched or (isinstance(error, ConfigError) and place.is_leader)
+    prefix = "" if is_of_all else f"rank {place.rank}: "
     for block in error.problems if isinstance(error, ConfigError) else (error,):
         console.print(Text.assemble(("error: ", "bold red"), f"{prefix}{block}"))
 
@@ -140,7 +146,7 @@ def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
 
 def _advise(config: RunConfig) -> None:
     """Print an advice if another checkpoint interval would save much time."""
-    from nxtrain.metrics.goodput_log import read
+    from nxtrain.metrics.start_log import read
     from nxtrain.plan.goodput import advice
     from nxtrain.run_folder import LOGS_DIR
 
@@ -166,12 +172,13 @@ def _options(
 @app.command(epilog="Example: torchrun --nproc-per-node 2 -m nxtrain train configs/demo.toml train.steps=20")
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
-    loaded = _load(config, overrides, world=int(os.environ.get("WORLD_SIZE", "1")))
+    place = Placement.read()
+    loaded = _load(config, overrides, world=place.world)
     from nxtrain.launch.neuron import reexec_with_environment
     from nxtrain.process.clock import process_began
     from nxtrain.process.signals import noted
 
-    reexec_with_environment(loaded.config, os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    reexec_with_environment(loaded.config, os.environ, place.local_world)
     with noted() as signals:  # from here on, since torch takes seconds to import
         from nxtrain.compile.miss_watch import watch_misses
         from nxtrain.train.run import train
@@ -179,10 +186,10 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         if faults := os.environ.get("NXTRAIN_FAULTS"):
             from nxtrain.testing.faults import arm
 
-            arm(faults, loaded.config.run.dir, int(os.environ.get("RANK", "0")))
+            arm(faults, loaded.config.run.dir, place.rank)
         with watch_misses(loaded, os.environ):
             train(loaded, signals, process_began())
-    if os.environ.get("RANK", "0") == "0":
+    if place.is_leader:
         _advise(loaded.config)
     if _has_uploads_underway():
         _end(0)

@@ -10,6 +10,7 @@ from threading import Thread
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from nxtrain.errors import BackendError
+from nxtrain.process.placement import Placement
 
 LATE_S = 1.0
 """Seconds beyond the limit for an attempt to reach the store; torch's own attempt may never end."""
@@ -40,8 +41,9 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
     store = _within(timeout, host, port, rank)
     try:
         store.set_timeout(timeout)
-        if os.environ.get("GROUP_WORLD_SIZE") == "1" and "TORCHELASTIC_RESTART_COUNT" in os.environ:
-            store = PrefixStore(f"nxtrain/start/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        place = Placement.read()
+        if place.is_only_agent:
+            store = PrefixStore(f"nxtrain/start/{place.restarts}", store)
         refusal = _refusal(store, rank, world, timeout)
     except DistError as error:
         raise _no_way(_first_line(error)) from error
@@ -52,7 +54,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> Store:
 
 def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
     """Connect to the store at an address; without an agent of torch, rank 0 makes the store."""
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_agents = Placement.read().uses_agents_store
     makes = rank == 0 and not is_agents
     # No count of ranks to wait for: `_refusal` waits instead, and names the missing ranks.
     return TCPStore(host, port, is_master=makes, timeout=timeout, wait_for_workers=False, multi_tenant=not is_agents)

@@ -26,12 +26,13 @@ from nxtrain.graphs.hlo import Graph, Groups, parse
 from nxtrain.graphs.recording import Cut, Read, Recording
 from nxtrain.graphs.report import report
 from nxtrain.mesh import Axis, Mesh
+from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.schedule import Action
 from nxtrain.sharding import ParamTable
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.graph_extraction import EVALUATED_BATCHES, trainer
-from nxtrain.train.trainer import Work
+from nxtrain.train.health.recompiles import GRAPHS
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def trace(
 
 
 @dataclass
-class _Tape:
+class _Tape(RunObserver):
     """Recording in progress, with the rank, step and work that it records."""
 
     rank: int = 0
@@ -123,8 +124,9 @@ class _Tape:
     graphs: dict[str, Graph] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
-    def begin(self, step: int, work: Work) -> None:
-        self.step, self.work = step, work
+    def enter(self, step: int, work: Work) -> None:
+        if work in GRAPHS:
+            self.step, self.work = step, work
 
     @contextmanager
     def act(self, action: Action) -> Iterator[None]:
@@ -169,7 +171,7 @@ def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> 
     )
     short = config.model_copy(update={"train": train})
     with backend.recording():
-        trainer(plan, state, short, Schedule.of(plan.config), tape.begin).run(0)
+        trainer(plan, state, short, Schedule.of(plan.config), tape).run(0)
     return mesh, state.table
 
 

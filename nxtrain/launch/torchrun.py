@@ -53,9 +53,9 @@ from nxtrain.config.schema import RecoveryConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
 from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unmet
 from nxtrain.launch.loopback import unreachable
-from nxtrain.metrics.attempts import progress
+from nxtrain.metrics.start_log import last_step
 from nxtrain.process.signals import STOPPING
-from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
+from nxtrain.run_folder import LOGS_DIR
 
 FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
 """Exit codes of errors that a restart would repeat."""
@@ -118,14 +118,14 @@ class Agent(LocalElasticAgent):
 
     Attributes:
         recovery: Recovery settings with the time that ranks may take to stop, set before the agent is created.
-        progress: File with the last step of a run; None: there is none.
+        logs: Folder with the log of the run's starts; None: there is none.
         meeting: Rendezvous with the agents of other machines.
         stop: The stop signal that was received; 0: none.
         starts: Number of times that agents of this process have started ranks.
     """
 
     recovery = RecoveryConfig()
-    progress: Path | None = None
+    logs: Path | None = None
     meeting = AgentRendezvous()
     stop = 0
     starts = 0
@@ -217,7 +217,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _reached(self) -> int:
-        return -1 if self.progress is None else progress(self.progress)
+        return -1 if self.logs is None else last_step(self.logs)
 
     def _codes(self) -> list[int | None]:
         return [process.poll() for process in self._pcontext.processes] if isinstance(self._pcontext, Ranks) else []
@@ -340,7 +340,7 @@ def _configure(options: Namespace) -> None:
         return
     with suppress(ConfigError):  # the ranks report it
         config = load(Path(arguments[1]), arguments[2:]).config
-        Agent.recovery, Agent.progress = config.recovery, config.run.dir / LOGS_DIR / PROGRESS_FILE
+        Agent.recovery, Agent.logs = config.recovery, config.run.dir / LOGS_DIR
 
 
 def blame(exit_codes: Sequence[int]) -> int:

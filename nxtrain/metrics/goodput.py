@@ -1,6 +1,6 @@
 """Goodput: the productive share of the time since a run's first start, and the use of the rest.
 
-Time is productive in steps that no later start repeats. `goodput_meter` counts the time of a start, and `goodput_log`
+Time is productive in steps that no later start repeats. `goodput_meter` counts the time of a start, and `start_log`
 stores the counts in the run folder.
 """
 
@@ -57,6 +57,9 @@ class Start:
         spent: Time spent up to the last record.
         outcome: End of the start: `done`, `stopped`, `failed`, `killed`; empty while it runs.
         course: Finished steps at which the start saved, each with `train_s` up to the step; older ones are thinned.
+        config: Fingerprint of the configuration.
+        why: Message of the error that ended the start; empty if there was none or if the start was killed.
+        stop: Signal that asked the start to stop; empty if none did.
     """
 
     resumed: int
@@ -65,6 +68,9 @@ class Start:
     spent: Spent
     outcome: str = ""
     course: tuple[tuple[int, float], ...] = ()
+    config: str = ""
+    why: str = ""
+    stop: str = ""
 
     def train_s(self, step: int) -> float:
         """Seconds of training up to a finished step; interpolated linearly between known steps."""

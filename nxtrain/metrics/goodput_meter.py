@@ -1,4 +1,4 @@
-"""Meter of a run's goodput; the run reports its sections of work to it.
+"""Meter of a run's starts and of their goodput.
 
 On devices that compute asynchronously, a step that is not logged counts as finished when it is queued. For a killed
 start, the time after its last record counts as restart: its last work, and the time to detect its end.
@@ -7,49 +7,49 @@ start, the time after its last record counts as restart: its last work, and the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nxtrain.metrics.goodput import Goodput, Spent, Start, account, standing
-from nxtrain.metrics.goodput_log import GoodputLog, read
+from nxtrain.metrics.run_observer import Outcome, RunObserver, Work
+from nxtrain.metrics.start_log import REFRESH_S, StartLog, read
 from nxtrain.process.clock import Instant, now
-
-REFRESH_S = 1.0
-"""Seconds between records of the current start while no step is logged."""
 
 PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
 """Sections of work other than training, and the field of `Spent` that counts their time."""
 
 
 @dataclass
-class GoodputMeter:
-    """Counts the time of a run, and writes it to the run folder; only the leader has a meter.
+class GoodputMeter(RunObserver):
+    """Counts the time of a start, and writes it to the log of starts; only the leader of a run has a meter.
 
     Args:
-        logs: Folder of the files.
-        told: Prints a line for people.
+        logs: Folder of the log.
+        print_line: Prints a line for people.
         began: Start of this process; None: the begin of training.
         clock: Returns the current instant.
+        config: Fingerprint of the configuration, by which a crash loop is known.
     """
 
     logs: Path
-    told: Callable[[str], None] = lambda line: None
+    print_line: Callable[[str], None] = lambda line: None
     began: Instant | None = None
     clock: Callable[[], Instant] = now
-    _log: GoodputLog = field(init=False)
+    config: str = ""
+    _log: StartLog = field(init=False)
     _past: list[Start] = field(default_factory=list, init=False)
     _start: Start | None = field(default=None, init=False)
+    _stop: str = field(default="", init=False)
     _section: str = field(default="train_s", init=False)
     _settled: float = field(default=0.0, init=False)
     _next_beat: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._log = GoodputLog(self.logs)
+        self._log = StartLog(self.logs)
 
-    def begin(self, resumed: int) -> None:
-        """Record a start that resumes after a step."""
+    def begin(self, finished: int) -> None:
         self._past = read(self.logs)
         present = self.clock()
         began = self.began or present
@@ -61,14 +61,16 @@ class GoodputMeter:
             if began.boot and began.boot == last.seen.boot and began.up < last.seen.up:
                 began = last.seen  # one process that started a run twice
         self._settled = began.up
-        self._start = Start(resumed, began, present, Spent(resumed))
+        self._start = Start(finished, began, present, Spent(finished), config=self.config)
         # The last productive step of each earlier start is fixed from here on; its other points are not needed.
         stands = zip(self._past, standing([*self._past, self._start])[:-1], strict=True)
         self._past = [replace(past, course=((stood, past.train_s(stood)),)) for past, stood in stands]
-        self._log.add("start", self._start)
+        if problem := self._log.add("start", self._start):  # only the detection of crash loops is lost
+            self.print_line(f"warning: this start is not noted in {self.logs}: {problem}; training goes on")
+        self._write_present()
 
-    def enter(self, step: int, work: str) -> None:
-        """Begin a section of work; an evaluation or a checkpoint begins after its step."""
+    def enter(self, step: int, work: Work) -> None:
+        # An evaluation or a checkpoint begins after its step.
         if self._start is not None and work in PAUSES:
             self._finish(step)
             self._settle()
@@ -77,7 +79,6 @@ class GoodputMeter:
                 self._start = self._start.with_save()
 
     def finish(self, step: int) -> None:
-        """Record a finished step, with its evaluation and checkpoint; the next step begins."""
         if self._start is None:
             return
         saved = self._section == "stall_s"
@@ -87,13 +88,12 @@ class GoodputMeter:
         if saved:
             self._write_present()
 
-    def log(self, step: int) -> float:
-        """Record a finished step whose results were read; returns the goodput so far."""
+    def measure(self, step: int) -> Mapping[str, float]:
         if self._start is None:
-            return 0.0
+            return {}
         self.finish(step)
         self._write_present()
-        return self.read().goodput
+        return {"goodput": self.read().goodput}
 
     def saved(self, stall_s: float, write_s: float) -> None:
         """Record a committed checkpoint.
@@ -111,22 +111,26 @@ class GoodputMeter:
             )
 
     def beat(self) -> None:
-        """Heartbeat: write the current start for a later reader, at most every `REFRESH_S` seconds; from any thread."""
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + REFRESH_S
             self._write_present()
 
-    def end(self, outcome: str) -> None:
-        """Record the end: `done`, `stopped` or `failed`."""
+    def stopping(self, why: str) -> None:
+        # On disk at once: a start that is killed before its step ends was stopped, and has not failed.
+        self._stop = why
+        self._write_present()
+
+    def end(self, outcome: Outcome, why: str = "") -> None:
         if self._start is None:
             return
         if outcome != "failed" and self._section in PAUSES.values():
             self._settle()
-        self._start = replace(self._start, outcome=outcome, seen=self.clock())
+        self._start = replace(self._start, outcome=outcome, why=why, stop=self._stop, seen=self.clock())
         found = self.read()
         self._log.add("end", self._start, found.record())
+        self._log.replace(lambda: self._start)
         if outcome != "failed":  # after a failure the next start prints the line
-            self.told(str(found))
+            self.print_line(str(found))
 
     def read(self) -> Goodput:
         """Goodput up to now."""
@@ -143,7 +147,7 @@ class GoodputMeter:
         self._spend(step=step)
         self._settle()
         if first and self._past:
-            self.told(str(self.read()))
+            self.print_line(str(self.read()))
 
     def _settle(self) -> None:
         """Count the time since the last progress to the current section."""
@@ -163,4 +167,4 @@ class GoodputMeter:
     def _seen(self) -> Start | None:
         """Current start up to now; None before the start and after its end."""
         start = self._start
-        return replace(start, seen=self.clock()) if start and not start.outcome else None
+        return replace(start, stop=self._stop, seen=self.clock()) if start and not start.outcome else None

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from nxtrain.errors import HangError
 from nxtrain.process import stacks
+from nxtrain.process.placement import Placement
 from nxtrain.process.stacks import HardExitTimer, print_line
 
 Opened = TypeVar("Opened")
@@ -87,7 +88,7 @@ def bounded(seconds: float, message: str, code: int) -> Iterator[None]:
 
 
 def _me() -> str:
-    return f"rank {os.environ.get('RANK', '0')}"
+    return f"rank {Placement.read().rank}"
 
 
 class SingleTask:

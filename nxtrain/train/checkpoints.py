@@ -14,13 +14,14 @@ from nxtrain.checkpoint.save import Retention
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
+from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
 
-class Checkpoints:
+class Checkpoints(RunObserver):
     """Checkpoints of a run at its save steps. Every rank creates one and calls it at the same steps.
 
     Args:
@@ -86,7 +87,7 @@ class Checkpoints:
         if last and self._failed:
             raise CheckpointError(self._failed)
 
-    def report(self) -> None:
+    def enter(self, step: int, work: Work) -> None:
         """Report finished uploads, and the outcome of the last checkpoint once its write has ended.
 
         With `checkpoint.strict` a failed write is reported at the next save, where it ends the run on all ranks.

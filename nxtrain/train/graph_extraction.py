@@ -7,6 +7,7 @@ does each kind of work twice, the second time on the results of the first. It ne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,12 +19,14 @@ from nxtrain.data import Loader
 from nxtrain.data.samples import TableSamples
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
+from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.health.numerics import NumericsGuard
+from nxtrain.train.health.recompiles import GRAPHS
 from nxtrain.train.start import settle, shards_of
 from nxtrain.train.step import TrainState
-from nxtrain.train.trainer import Trainer, Work
+from nxtrain.train.trainer import Trainer
 
 STEPS = 4
 """The first step, a plain step, a step followed by all other work, and the last step, which repeats that work."""
@@ -48,9 +51,13 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
         # Finds different graphs hours before a run would, and keeps all ranks at the work that was just named.
         backend.compare_graphs(work)
 
-    def watch(step: int, work: Work) -> None:
-        done.append(work)
-        begin(f"step {step} ({work})")
+    class Announced(RunObserver):
+        """Announces each piece of work."""
+
+        def enter(self, step: int, work: Work) -> None:
+            if work in GRAPHS:
+                done.append(work)
+                begin(f"step {step} ({work})")
 
     print_line(
         "NEURON_EXTRACT_GRAPHS_ONLY=1: graphs are collected for compilation; nothing is computed, nothing is written"
@@ -64,13 +71,23 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
         begin(beginning)
         settle(state, shards_of(state), weights_only=weights_only)
         backend.step_boundary()
-    trainer(plan, state, _short(plan.config), Schedule(0.0, 0.0, 0, STEPS, "constant"), watch).run(0)
+    trainer(plan, state, _short(plan.config), Schedule(0.0, 0.0, 0, STEPS, "constant"), Announced()).run(0)
     print_line(f"reached the start, with and without a checkpoint, {_listed(done)}" + "".join(_left_out(plan.config)))
 
 
-def trainer(
-    plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, watch: Callable[[int, Work], None]
-) -> Trainer:
+@dataclass(frozen=True)
+class CastOnly:
+    """Saver that casts the tensors of a checkpoint on the device, and writes nothing."""
+
+    state: TrainState
+
+    def save(self, step: int, last: bool) -> None:
+        """Cast the tensors of a checkpoint."""
+        shards_of(self.state)
+        self.state.backend.step_boundary()
+
+
+def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, observer: RunObserver) -> Trainer:
     """Build the trainer of a run without data, records and files.
 
     Args:
@@ -78,13 +95,8 @@ def trainer(
         state: Model, optimizer and device.
         config: Number of steps, and the intervals of evaluation, checkpoints, votes and records.
         schedule: Learning rate of each step.
-        watch: Called with each piece of work and its step.
+        observer: Observer of each piece of work.
     """
-
-    def save(step: int, last: bool) -> None:
-        shards_of(state)
-        state.backend.step_boundary()
-
     return Trainer(
         config=config,
         state=state,
@@ -93,9 +105,9 @@ def trainer(
         schedule=schedule,
         meter=ThroughputMeter(plan.family.flops_per_token(plan.model, config.train.seq_len), None),
         sinks=(),
-        save=save,
+        checkpoints=CastOnly(state),
         guard=NumericsGuard(config, state, heeds=False),
-        watch=watch,
+        observers=observer,
     )
 
 

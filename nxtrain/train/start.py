@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from nxtrain.errors import DamagedError
 from nxtrain.io.object_store import Location, place_of
 from nxtrain.io.read_retry import unsteady
 from nxtrain.mesh import Mesh
+from nxtrain.process.placement import Placement
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from nxtrain.train.step import TrainState
@@ -58,8 +58,10 @@ def start(
     # Ranks whose shards are loaded wait for the ranks that still read, so the group's timeout must fit remote storage.
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
     group = (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group
-    restarted, job = is_restart(os.environ), job_of(os.environ)
-    resumption = ResumePlanner(plan.config, mirrored, mesh, group, print_line, restarted=restarted, job=job)
+    place = Placement.read()
+    resumption = ResumePlanner(
+        plan.config, mirrored, mesh, group, print_line, restarted=place.is_restart, job=place.job
+    )
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     if checkpoint is None and first == "hf":
@@ -84,16 +86,6 @@ def start(
         checkpoint = resumption.choose()
     resumption.begin()
     return state, fresh
-
-
-def is_restart(environ: Mapping[str, str]) -> bool:
-    """True if torchrun's agent or Slurm set a restart count, so the same command was started before."""
-    return any(environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-
-
-def job_of(environ: Mapping[str, str]) -> str:
-    """Job id of Slurm or run id of torchrun, which distinguishes two identical commands; empty if neither is set."""
-    return environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _resume(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Literal, NoReturn
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -17,25 +17,18 @@ from nxtrain.data.loader import Batch, Loader
 from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.retrying_sink import Sink
+from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.health.numerics import NumericsGuard, Verdict
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
-
-Work = Literal["training", "vote", "log", "evaluation", "checkpoint"]
-"""Kinds of work in a run; each kind has its own graphs on devices that compile."""
+from nxtrain.train.supervision.coordinated_stop import StepGate
 
 
-def unwatched(step: int, work: Work) -> None:
-    """Ignore the work: no watchdog is present."""
+class CheckpointWriter(Protocol):
+    """Writer of checkpoints of the train state."""
 
-
-def unmetered(step: int) -> None:
-    """Return no goodput: none is measured."""
-
-
-def unstopped(step: int) -> bool:
-    """Return False: the run never stops before its last step."""
-    return False
+    def save(self, step: int, last: bool) -> None:
+        """Save the state after a step; with `last`, wait until the write has ended."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +43,10 @@ class Trainer:
         schedule: Learning rate of each step.
         meter: Throughput meter.
         sinks: Destinations of the records.
-        save: Saves the state of a finished step; with True as second argument it waits until the write has ended.
+        checkpoints: Writer of checkpoints.
         guard: Decides about numbers that go wrong.
-        watch: Called with the step and the kind of each piece of work before the work begins.
-        goodput: Called with a finished step whose numbers were read; returns the goodput so far, None if unknown.
-        stops: True if the run stops after a finished step, or the step it continues from; equal on all ranks.
+        observers: Observers of the run.
+        gate: Gate before each step, at which a run that is asked to stop ends on all ranks alike.
     """
 
     config: RunConfig
@@ -64,11 +56,10 @@ class Trainer:
     schedule: Schedule
     meter: ThroughputMeter
     sinks: Sequence[Sink]
-    save: Callable[[int, bool], None]
+    checkpoints: CheckpointWriter
     guard: NumericsGuard
-    watch: Callable[[int, Work], None] = unwatched
-    goodput: Callable[[int], float | None] = unmetered
-    stops: Callable[[int], bool] = unstopped
+    observers: RunObserver = field(default_factory=RunObserver)
+    gate: StepGate = field(default_factory=StepGate)
 
     def run(self, finished: int) -> float | None:
         """Train from the step after `finished` to the last, and return the last held-out loss, if any.
@@ -85,11 +76,11 @@ class Trainer:
         val_loss = None
         # Loaded values become device buffers like a step's results, so the first step has the graph of all others.
         backend.step_boundary()
-        if finished < total and self.stops(finished):
+        if finished < total and self._finish(finished):
             raise StoppedBySignal(f"stopped before step {finished + 1}, the first of this start; start it again")
         with closing(self.train.prefetched(finished)) as batches:
             for step, batch in zip(range(finished + 1, total + 1), batches, strict=False):
-                self.watch(step, "training")
+                self.observers.enter(step, "training")
                 rate = self.schedule.at(step)
                 result = update(self.state, self._put(batch), rate)
                 self.meter.add_step(step_tokens)
@@ -109,17 +100,25 @@ class Trainer:
                             val_loss=val_loss,
                             skipped_steps=verdict.skipped_steps,
                             alarm=verdict.alarm,
-                            goodput=self.goodput(step),
                             **read,
+                            **self.observers.measure(step),
                         )
                         for sink in self.sinks:
                             sink.log(record.line())
                         if saves:
-                            self.watch(step, "checkpoint")
-                            self.save(step, step == total)
-                if self.stops(step) and step < total:
+                            self.observers.enter(step, "checkpoint")
+                            self.checkpoints.save(step, step == total)
+                if self._finish(step) and step < total:
                     self._stop(step, result, rate, logged=logs, saved=saves)
         return val_loss
+
+    def _finish(self, step: int) -> bool:
+        """Finish a step; True if the run stops after it, otherwise the wait for the next step's data begins."""
+        self.observers.finish(step)
+        if self.gate.stops(step):
+            return True
+        self.observers.enter(step + 1, "data")
+        return False
 
     def _stop(self, step: int, result: StepResult, lr: float, *, logged: bool, saved: bool) -> NoReturn:
         """Save the state and end the run; a step that is not due for a record is read but not recorded."""
@@ -129,15 +128,15 @@ class Trainer:
             self._compare(step, saves=True)
         if not logged:
             self._read(step, result, lr, recorded=False)
-        self.watch(step, "checkpoint")
-        self.save(step, True)
+        self.observers.enter(step, "checkpoint")
+        self.checkpoints.save(step, True)
         raise StoppedBySignal(f"stopped after step {step}, whose checkpoint is saved; start it again, and it goes on")
 
     def _read(
         self, step: int, result: StepResult, lr: float, *, recorded: bool = True
     ) -> tuple[dict[str, float], Verdict]:
         """Fetch the numbers of a step and the guard's verdict on them."""
-        self.watch(step, "log")
+        self.observers.enter(step, "log")
         found = {"loss": result.loss, "grad_norm": result.grad_norm, **self.guard.values()}
         read = self.state.backend.fetch({**found, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)
@@ -145,13 +144,13 @@ class Trainer:
     def _compare(self, step: int, *, saves: bool) -> None:
         """Compare the replicas if a vote is due."""
         if self.guard.votes_at(step, saves=saves):
-            self.watch(step, "vote")
+            self.observers.enter(step, "vote")
             self.guard.vote(step)
 
     def evaluate(self, step: int) -> float:
         """Mean loss over the held-out tokens after a step: always over the same first `eval_batches` global batches."""
         assert self.validation is not None
-        self.watch(step, "evaluation")
+        self.observers.enter(step, "evaluation")
         backend = self.state.backend
         loss, num_tokens = 0.0, 0.0
         for index in range(min(self.config.train.eval_batches, self.validation.steps_per_epoch)):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.metrics.goodput import account
-from nxtrain.metrics.goodput_log import read
+from nxtrain.metrics.start_log import read
 from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import write_config
 from tests.support.runs import records

@@ -16,8 +16,10 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.xla.environment import EXTRACTION
 from nxtrain.config.check import Resolved
+from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state, mesh_of
+from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import trainer
 from nxtrain.train.run import train_on
 from tests.support.models import changed
@@ -43,7 +45,7 @@ def graphs_of_runs(backend: Backend, runs: list[Resolved]) -> list[str]:
     tape = Hashes()
     with Runtime(tape.graph, runs=True):
         for run in runs:
-            train_on(opened(1, 0), run, "chosen by the test")
+            train_on(RunContext.open(opened(1, 0), run), "chosen by the test")
     return tape.graphs
 
 
@@ -55,7 +57,7 @@ def extracted(backend: Backend, run: Resolved, world: int, rank: int) -> tuple[l
         Runtime(tape.graph, runs=False, on_read=tape.host_read),
         redirect_stderr(said),
     ):
-        train_on(opened(world, rank), run, "chosen by the test")
+        train_on(RunContext.open(opened(world, rank), run), "chosen by the test")
     return tape.graphs, said.getvalue()
 
 
@@ -93,5 +95,5 @@ def course(run: Resolved, world: int, rank: int) -> set[str]:
     state = build_state(run, build_model(run, device, mesh, init="zeros"), device, mesh)
     device.step_boundary()
     with Runtime(tape.graph, runs=False):
-        trainer(run, state, run.config, Schedule.of(run.config), lambda step, work: None).run(0)
+        trainer(run, state, run.config, Schedule.of(run.config), RunObserver()).run(0)
     return set(tape.graphs)

@@ -13,6 +13,7 @@ from nxtrain.errors import NxtrainError
 from nxtrain.testing import faults
 from nxtrain.testing.fault_points import PatchPoint
 from nxtrain.train import run
+from nxtrain.train.context import RunContext
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def train_broken(backend: Backend, resolved: Resolved, text: str) -> str:
     """One rank of a run with faults; how it failed, empty if it did not."""
     with armed(text, resolved.config.run.dir, backend.rank):
         try:
-            run.train_on(backend, resolved, "chosen by the test")
+            run.train_on(RunContext.open(backend, resolved), "chosen by the test")
         except NxtrainError as error:
             return f"{type(error).__name__}: {error}"
     return ""

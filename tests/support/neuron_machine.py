@@ -190,9 +190,9 @@ def _show(folder: Path) -> None:
 def _start_runtime() -> None:
     import torch_xla.runtime as xr
 
-    from nxtrain.backends.c10d import Placement
     from nxtrain.backends.xla.environment import extracting
     from nxtrain.backends.xla.graphs import freeze_older_objects
+    from nxtrain.process.placement import Placement
     from tests.support.neuron_plugin import Plugin
     from tests.support.neuron_runtime import Runtime, Witness
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -46,7 +45,11 @@ def bind(backend: Backend) -> Binding:
     from nxtrain.backends.neuron.nxd import groups
     from nxtrain.backends.neuron.nxd.binding import NxdBinding
 
-    vars(groups)["initialize_model_parallel"] = partial(initialize_model_parallel, skip_collective_init=True)
+    def without_first_collective(**settings: Any) -> Any:
+        # The thread that comes first makes the groups; in NxD's initial all-reduce it would wait for the others.
+        return initialize_model_parallel(**{**settings, "skip_collective_init": True})
+
+    vars(groups)["initialize_model_parallel"] = without_first_collective
     binding = NxdBinding(backend.device)
     binding._owns_process_group = True
     return binding

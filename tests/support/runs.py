@@ -18,6 +18,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.train.compatibility import RunInputs
+from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on
 from nxtrain.train.start import shards_of, start
 from tests.support.models import BASE, plan
@@ -52,7 +53,7 @@ def run_plan(run_dir: Path, data: Mapping[str, Any], *, steps: int, **sections: 
 
 def train_rank(backend: Backend, resolved: Resolved) -> None:
     """One rank of a run."""
-    train_on(backend, resolved, "chosen by the test")
+    train_on(RunContext.open(backend, resolved), "chosen by the test")
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

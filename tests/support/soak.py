@@ -11,7 +11,7 @@ from random import Random
 
 from nxtrain.checkpoint import directory
 from nxtrain.metrics.goodput import account
-from nxtrain.metrics.goodput_log import read
+from nxtrain.metrics.start_log import read
 from nxtrain.plan.goodput import Failures
 from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import WORLD

@@ -15,6 +15,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.errors import NxtrainError
 from nxtrain.mesh import Mesh
+from nxtrain.metrics.run_observer import Observers, RunObserver, Work
 from nxtrain.optim.schedule import Schedule
 from nxtrain.process.signals import Signals
 from nxtrain.testing.fault_kinds import flip
@@ -25,7 +26,6 @@ from nxtrain.train.health.recompiles import WARM_UP, Recompiles
 from nxtrain.train.health.replica_check import ReplicaCheck, checksums, factors
 from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.supervision.watchdog import Watchdog
-from nxtrain.train.trainer import Work
 from tests.support.models import tokens
 from tests.support.parity import GLOBAL_BATCH, LR, batches, local_batch, start
 from tests.support.xla_bodies import Counts
@@ -123,12 +123,14 @@ def voted(backend: Backend, resolved: Resolved, flipped: tuple[int, int] | None 
     backend.step_boundary()
     recompiles = Recompiles(backend, resolved.config.compile.max_recompiles)
 
-    def watch(step: int, work: Work) -> None:
-        recompiles.enter(step, work)
-        if work == "vote" and (backend.rank, step) == flipped:
-            flip(state.model)
+    class Flip(RunObserver):
+        def enter(self, step: int, work: Work) -> None:
+            if work == "vote" and (backend.rank, step) == flipped:
+                flip(state.model)
 
-    loop = graph_extraction.trainer(resolved, state, resolved.config, Schedule(1e-3, 1e-3, 0, 8, "constant"), watch)
+    observers = Observers(recompiles, Flip())
+    schedule = Schedule(1e-3, 1e-3, 0, 8, "constant")
+    loop = graph_extraction.trainer(resolved, state, resolved.config, schedule, observers)
     loop = replace(loop, guard=NumericsGuard(resolved.config, state))
     backend.collectives.barrier()
     before, read = Counts.now(), _read()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.c10d import Placement
+from nxtrain.process.placement import Placement
 from tests.support.xla_processes import FAST, adopt
 
 NEVER = timedelta(days=1)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.c10d import Placement
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.xla import backend
 from nxtrain.backends.xla.world import join
@@ -21,8 +20,10 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import NxtrainError
 from nxtrain.graphs import trace
+from nxtrain.metrics.run_observer import Observers, RunObserver
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.grads import Gradients
+from nxtrain.process.placement import Placement
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.checkpoints import Checkpoints
@@ -32,7 +33,7 @@ from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import restore
 from nxtrain.train.step import TrainState
-from nxtrain.train.trainer import Trainer, Work
+from nxtrain.train.trainer import Trainer
 from tests.support.graph_mutants import MUTANTS
 from tests.support.neuron_machine import furnish, stand_on
 
@@ -57,16 +58,11 @@ def outcomes(place: Placement, plan: Resolved, steps: int, mutants: Sequence[str
 
 
 def _as_in_a_run(
-    plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, watch: Callable[[int, Work], None]
+    plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, observer: RunObserver
 ) -> Trainer:
     """The trainer on paper, watched as the one of a run is."""
     recompiles = Recompiles(state.backend, config.compile.max_recompiles)
-
-    def both(step: int, work: Work) -> None:
-        watch(step, work)
-        recompiles.enter(step, work)
-
-    return trainer(plan, state, config, schedule, both)
+    return trainer(plan, state, config, schedule, Observers(observer, recompiles))
 
 
 def _uneven_batch() -> AbstractContextManager[Any]:

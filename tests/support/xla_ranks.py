@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from nxtrain.backends.c10d import Placement
+from nxtrain.process.placement import Placement
 from tests.support.patience import patient_s
 from tests.support.xla_processes import FAST, start
 

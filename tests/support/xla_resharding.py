@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nxtrain.backends import open_backend
-from nxtrain.backends.c10d import Placement
+from nxtrain.process.placement import Placement
+from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on
 from tests.support.resharding import LAYOUTS, SAVED, continued, plan
 from tests.support.runs import train_rank
@@ -26,5 +27,7 @@ def go_on(folder: Path) -> None:
     backend = open_backend("xla")
     for name in LAYOUTS:
         checkpoint = folder / name / "checkpoints" / f"step-{SAVED:08d}"
-        train_on(backend, continued(folder / f"xla-{name}", ALONE, folder / ROWS, checkpoint), "this test")
+        train_on(
+            RunContext.open(backend, continued(folder / f"xla-{name}", ALONE, folder / ROWS, checkpoint)), "this test"
+        )
     backend.close()

@@ -21,8 +21,9 @@ from nxtrain.config.check import Resolved
 from nxtrain.convert.hf import nxtrain_to_hf
 from nxtrain.distributed.agreement import Disk
 from nxtrain.mesh import Mesh
-from nxtrain.metrics.attempts import progress
-from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
+from nxtrain.metrics.start_log import last_step
+from nxtrain.run_folder import LOGS_DIR, STARTS_FILE
+from nxtrain.train.context import RunContext
 from nxtrain.train.run import train_on
 from nxtrain.train.start import start
 from tests.support.ranks import RankPool
@@ -41,7 +42,7 @@ def node_rank(backend: Backend, plans: list[Resolved], variables: dict[str, str]
     backend.local_rank, backend.local_world = 0, 1
     told = io.StringIO()
     with redirect_stderr(told):
-        train_on(backend, plans[backend.rank % len(plans)], "chosen by the test")
+        train_on(RunContext.open(backend, plans[backend.rank % len(plans)]), "chosen by the test")
     return told.getvalue()
 
 
@@ -305,5 +306,5 @@ def test_each_node_knows_how_far_the_run_is(ranks: RankPool, tmp_path: Path) -> 
     """Its launcher counts restarts anew when the run gets further, and sees no other disk."""
     nodes = Nodes(ranks, tmp_path, str(tmp_path / "mirror"), {})
     nodes.run(2)
-    assert [progress(tmp_path / f"node-{node}" / LOGS_DIR / PROGRESS_FILE) for node in range(2)] == [2, 2]
-    assert not (tmp_path / "node-1" / LOGS_DIR / "attempts.jsonl").exists()
+    assert [last_step(tmp_path / f"node-{node}" / LOGS_DIR) for node in range(2)] == [2, 2]
+    assert not (tmp_path / "node-1" / LOGS_DIR / STARTS_FILE).exists()

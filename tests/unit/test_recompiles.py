@@ -11,8 +11,8 @@ from rich.console import Console
 
 from nxtrain.backends.base import Backend
 from nxtrain.errors import BackendError
+from nxtrain.metrics.run_observer import Work
 from nxtrain.train.health.recompiles import Recompiles
-from nxtrain.train.trainer import Work
 
 TRAINING: Work = "training"
 LOG: Work = "log"
@@ -43,7 +43,7 @@ def play(backend: CompilingBackend, work: Iterable[tuple[Work, int, int]], limit
     for kind, step, new in work:
         recompiles.enter(step, kind)
         backend.compiled += new
-    recompiles.end()
+    recompiles.settle()
     return out.getvalue()
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Backend, Support
-from nxtrain.backends.c10d import Placement
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import RoundingKey, round_one_by_one
 from nxtrain.backends.xla.environment import refuse_dead_variables
@@ -25,6 +24,7 @@ from nxtrain.distributed.failures import FailureReporter
 from nxtrain.distributed.heartbeats import HeartbeatStore
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
+from nxtrain.process.placement import Placement
 
 
 class XlaCollectives(Collectives):

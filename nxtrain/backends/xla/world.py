@@ -11,9 +11,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from nxtrain.backends.c10d import Placement
 from nxtrain.distributed.host_group import HostGroup
 from nxtrain.errors import BackendError, HangError
+from nxtrain.process.placement import Placement
 
 _PLACE, _NAME = "nxtrain/store", "nxtrain/name"
 _ANSWER = timedelta(seconds=5)
@@ -45,7 +45,7 @@ def join(place: Placement, hang_timeout_s: float) -> HostGroup:
     import torch_xla.runtime as xr
     from torch_xla._internal import rendezvous
 
-    if place.world > place.local_world and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if place.world > place.local_world and place.uses_agents_store:
         rendezvous._store = meet(os.environ, place.rank, hang_timeout_s)
     dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=hang_timeout_s))
     rank, world = xr.global_ordinal(), xr.world_size()

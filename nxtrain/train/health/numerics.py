@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -61,17 +60,24 @@ class NumericsGuard:
         state: Train state of the run.
         heeds: True if numbers have a meaning. While graphs are collected or traced they have none, and the guard
             neither acts on them nor reads or writes its files.
+        attempt: Number of restarts before this start, for the files.
         console: Console of the warnings; by default standard error.
     """
 
     def __init__(
-        self, config: RunConfig, state: TrainState, *, heeds: bool = True, console: Console | None = None
+        self,
+        config: RunConfig,
+        state: TrainState,
+        *,
+        heeds: bool = True,
+        attempt: int = 0,
+        console: Console | None = None,
     ) -> None:
         self.stability = Stability()
         self._config, self._state, self._heeds = config, state, heeds
         self._leads = state.mesh.rank == 0
         self._print = (console or standard_error(quiet=not self._leads)).print
-        self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._attempt = attempt
         self._last_read, self._in_a_row = 0, 0
         self._unrecorded: tuple[int, ...] = ()
         self._vote = ReplicaCheck(state) if config.recovery.vote_every else None

@@ -8,11 +8,14 @@ from rich.console import Console
 
 from nxtrain.backends.base import Backend
 from nxtrain.errors import BackendError
+from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.process.console import standard_error
-from nxtrain.train.trainer import Work
 
 WARM_UP = 2
 """Number of times that a kind of work may compile: the first, and the second on the results of the first."""
+
+GRAPHS: tuple[Work, ...] = ("training", "vote", "log", "evaluation", "checkpoint")
+"""Kinds of work that run on the device."""
 
 CAUSES = (
     "Usual causes: a tensor of another shape, a Python number that changed (bring it to the device with "
@@ -20,7 +23,7 @@ CAUSES = (
 )
 
 
-class Recompiles:
+class Recompiles(RunObserver):
     """Attribution of compilations to the current work; while the work is new, the ranks compare their graphs.
 
     Args:
@@ -38,19 +41,16 @@ class Recompiles:
         self._recompiled: list[str] = []
 
     def enter(self, step: int, work: Work) -> None:
-        """Begin a piece of work of a step, and end the previous piece.
-
-        Raises:
-            BackendError: The previous work exceeded the limit of recompilations.
-        """
-        self.end()
+        if work not in GRAPHS:
+            return
+        self.settle()
         self._work, self._step = work, step
         self._times[work] += 1
         if self._times[work] <= WARM_UP:
             self._backend.compare_graphs(str(self))
 
-    def end(self) -> None:
-        """End the current work.
+    def settle(self) -> None:
+        """Attribute the compilations up to here to the current work.
 
         Raises:
             BackendError: The work exceeded the limit of recompilations.

@@ -20,8 +20,10 @@ from nxtrain.distributed.failures import call_with_timeout, loss
 from nxtrain.distributed.heartbeats import PATIENCE_S, Beat, HeartbeatLink, HeartbeatStore
 from nxtrain.errors import HangError, StoppedBySignal
 from nxtrain.io.checksummed_file import transferred
+from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.process import stacks
 from nxtrain.process.deadlines import SingleTask
+from nxtrain.process.placement import Placement
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import print_line
 from nxtrain.train.health.recompiles import WARM_UP
@@ -71,14 +73,14 @@ COMPILE_PATIENCE = 4.0
 FILES_S = 5.0
 """Limit for each file written at a hang, since a disk may be its cause."""
 
-RESTORE = "restore"
-"""Section in which bytes transferred by any rank count as progress: a slow store is no hang."""
+RESTORE: Work = "restore"
+"""Work in which bytes transferred by any rank count as progress: a slow store is no hang."""
 
 TIMED = {"data", "training"}
 """Sections that are equal work on all ranks of a stage, so their times can be compared."""
 
 
-class Watchdog:
+class Watchdog(RunObserver):
     """Watchdog of this rank and, together with the other ranks' watchdogs, of the run; as a context.
 
     Args:
@@ -89,15 +91,10 @@ class Watchdog:
 
     Attributes:
         gate: Gate before each step.
-        on_hang: Called with the verdict before the process ends.
-        on_stop: Called with the reason once the run is to stop.
-        on_tick: Called repeatedly in a thread of its own; None: nothing is called.
     """
 
     def __init__(self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals) -> None:
-        self.on_hang: Callable[[str], None] = lambda verdict: None
-        self.on_stop: Callable[[str], None] = lambda why: None
-        self.on_tick: Callable[[], None] | None = None
+        self._observers = RunObserver()
         self._backend, self._limit_s, self._logs, self._signals = backend, hang_timeout_s, logs, signals
         self._link = HeartbeatLink(backend.heartbeat_store())
         self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._report_stop)
@@ -109,13 +106,14 @@ class Watchdog:
         self._times: Counter[str] = Counter()
         self._spent: dict[str, float] = {}
         self._at = (0, "start", time.monotonic(), 0.0)
+        self._finished = 0
         self._received = RestoreProgress(transferred)
         self._limited = not backend.extracts  # a run that extracts graphs is one long compilation
         self._late = self._hanging = False
         self._ended = threading.Event()
         self._next_beat = 0.0
         self._failures: set[str] = set()
-        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._agent = os.getppid() if Placement.read().has_agent else None
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._run, name="nxtrain-watchdog", daemon=True)
         stacks.answer_requests()
@@ -125,21 +123,32 @@ class Watchdog:
         """True if this process received a stop signal, even if the run goes on to its end."""
         return bool(self._signals.asked)
 
-    @property
-    def stopped_by(self) -> str:
-        """The signal that stops the run, and its rank; empty: none."""
-        return self._stop.why
+    def report_to(self, observers: RunObserver) -> None:
+        """Report to observers: `beat` again and again, `stopping` once the run is to stop, and the `end` by a hang."""
+        self._observers = observers
+        if self._stop.why:
+            observers.stopping(self._stop.why)
 
-    def enter(self, step: int, section: str) -> None:
-        """Record the step and section of the main thread; costs two clock reads."""
+    def enter(self, step: int, work: Work) -> None:
+        # Costs two clock reads.
         now, waited = time.monotonic(), self._backend.waited_s()
         _, before, since, waited_before = self._at
         if before in TIMED:
             spent = now - since - (waited - waited_before)
             self._spent = {**self._spent, before: self._spent.get(before, 0.0) + spent}
-        if section not in TIMED or self._times[section] <= WARM_UP:
-            self._times[section] += 1
-        self._at = (step, section, now, waited)
+        if work not in TIMED or self._times[work] <= WARM_UP:
+            self._times[work] += 1
+        self._at = (step, work, now, waited)
+
+    def begin(self, finished: int) -> None:
+        self._finished = finished
+
+    def finish(self, step: int) -> None:
+        self._finished = step
+
+    def drain(self) -> None:
+        """Enter the wait for the last checkpoint, or get on with it."""
+        self.enter(self._finished, "checkpoint")
 
     def lay_out(self, rank_name: Callable[[int], str], stages: Sequence[int]) -> None:
         """Set the names of the ranks and their pipeline stages.
@@ -242,8 +251,7 @@ class Watchdog:
             os._exit(1)
 
     def _tick(self) -> None:
-        if self.on_tick is not None:
-            self._ticking.start(self.on_tick)
+        self._ticking.start(self._observers.beat)
 
     def _look_at_myself(self) -> None:
         self._received.look()
@@ -299,7 +307,7 @@ class Watchdog:
             self._link.lose()
 
     def _report_stop(self, why: str) -> None:
-        self.on_stop(why)
+        self._observers.stopping(why)
 
     def _hang(self) -> None:
         """End the process: all ranks dump their stacks, and the first to find the hang names its cause."""
@@ -314,7 +322,7 @@ class Watchdog:
             if (board := self._link.store) is not None:
                 verdict = agree(board, beat, self._backend.world, self._rank_name, limit) or verdict
         call_with_timeout(FILES_S, self._dump)
-        call_with_timeout(FILES_S, lambda: self.on_hang(verdict))
+        call_with_timeout(FILES_S, lambda: self._observers.end("failed", verdict))
         print_line(f"error: rank {me}: {verdict}. Stacks of all ranks: {self._logs}/hang-rank-*.txt")
         with suppress(OSError, ValueError):  # the reader of the pipe may be gone
             sys.stdout.flush()

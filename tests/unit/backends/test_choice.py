@@ -7,7 +7,6 @@ import torch
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Support
-from nxtrain.backends.c10d import Placement
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import PEAK_FLOPS, CudaBackend
 from nxtrain.backends.neuron.backend import NeuronBackend
@@ -90,15 +89,6 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch,
     backend.device = torch.device("cuda", 0)
     assert backend.peak_flops() == peak
     assert peak in PEAK_FLOPS.values()
-
-
-def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert Placement.read() == Placement(rank=0, world=1, local_rank=0, local_world=1)
-    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
-        monkeypatch.setenv(name, value)
-    assert Placement.read() == Placement(rank=9, world=16, local_rank=1, local_world=8)
 
 
 def test_collectives_of_a_rank_alone_are_the_identity_and_copy_nothing() -> None:

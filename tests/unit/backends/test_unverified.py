@@ -24,6 +24,7 @@ from nxtrain.config.load import load
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.launch import neuron as launching
 from nxtrain.train import run
+from nxtrain.train.context import RunContext
 from tests.support.runs import run_plan, token_file
 
 READ = Package("neuronx-distributed", "0.18.31415")
@@ -139,7 +140,7 @@ def test_a_run_with_it_prints_the_warning_once(
     backend = kind()
     backend.binding = _Bound()
     allowed: dict[str, Any] = {"allow_unverified": True}
-    run.train_on(backend, run_plan(tmp_path / "run", data, steps=1, backend=allowed), "this test")
+    run.train_on(RunContext.open(backend, run_plan(tmp_path / "run", data, steps=1, backend=allowed)), "this test")
     assert backend.allow_unverified
     said = capsys.readouterr().err
     assert " ".join(said.split()).count(WARNING) == count
@@ -169,7 +170,7 @@ def test_a_run_takes_what_the_key_allows_and_says_why(
 
     monkeypatch.setattr(run, "choose", lambda name: ("neuron", "a Trainium"))
     monkeypatch.setattr(run, "open_backend", open_backend)
-    monkeypatch.setattr(run, "train_on", lambda backend, plan, reason, *_: told.append(reason))
+    monkeypatch.setattr(run, "train_on", lambda context, reason: told.append(reason))
     loaded = load(CONFIG, [f"run.dir={tmp_path}", "backend.name=auto", *overrides])
     if layers:
         run.train(loaded)

@@ -10,15 +10,17 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from nxtrain.metrics.goodput import EXACT_POINTS, MOST_POINTS, Goodput, account
-from nxtrain.metrics.goodput_log import read
 from nxtrain.metrics.goodput_meter import GoodputMeter
+from nxtrain.metrics.run_observer import Outcome
+from nxtrain.metrics.start_log import read
 from nxtrain.process import clock
 from nxtrain.process.clock import Instant, process_began
-from nxtrain.run_folder import GOODPUT_FILE, GOODPUT_LATEST_FILE
+from nxtrain.run_folder import START_FILE, STARTS_FILE
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Run:
             if step % 4 == 0:
                 meter.enter(step, "evaluation")
                 machine.wait(2.0)
-                told = meter.log(step)
+                told = meter.measure(step)["goodput"]
                 meter.enter(step, "checkpoint")
                 machine.wait(0.5)
                 meter.saved(0.5, 3.0)
@@ -67,7 +69,7 @@ class Run:
         meter._next_beat = 0.0
         meter.beat()
         if outcome != "killed":
-            meter.end(outcome)
+            meter.end(cast("Outcome", outcome))
         return told
 
     def parts(self) -> Goodput:
@@ -113,7 +115,7 @@ def test_parts_of_a_run_that_failed_once(run: Run, outcome: str) -> None:
         "goodput": round(10.0 / found.wall_s, 6),
     }
     assert told == 10.0 / (found.wall_s - 0.5 - 0.125)  # at step 12, before its checkpoint
-    assert json.loads((run.logs / GOODPUT_FILE).read_text().splitlines()[-1]).items() >= found.record().items()
+    assert json.loads((run.logs / STARTS_FILE).read_text().splitlines()[-1]).items() >= found.record().items()
 
 
 def test_people_get_a_line_at_a_restart_and_at_the_end(run: Run) -> None:
@@ -207,26 +209,26 @@ def test_the_time_of_a_step_that_nobody_logged_is_shared_out(run: Run) -> None:
     meter.begin(0)
     for step, seconds in ((1, 1.0), (2, 1.0), (8, 6.0)):
         machine.wait(seconds)
-        meter.log(step)
+        meter.measure(step)
     meter.end("failed")
     run.start(6, 8, "done")
     assert (run.parts().lost_steps, run.parts().lost_s) == (2, 2.0)
 
 
-@pytest.mark.parametrize("file", [GOODPUT_FILE, GOODPUT_LATEST_FILE])
+@pytest.mark.parametrize("file", [STARTS_FILE, START_FILE])
 def test_torn_and_foreign_lines_are_left_out(run: Run, file: str) -> None:
     run.start(0, 10, "killed")
     whole = (run.logs / file).read_bytes()
     for size in range(0, len(whole), 7):
         (run.logs / file).write_bytes(whole[:size])
         (start,) = read(run.logs)
-        assert start.spent.step == 10 * (file == GOODPUT_FILE)  # a file of the two has all that is known of a start
+        assert start.spent.step == 10 * (file == STARTS_FILE)  # a file of the two has all that is known of a start
     (run.logs / file).write_bytes(whole[:-20] + b'\xff\x00\n[]\n7\n{}\n{"event": "log"')
     run.start(8, 12, "done")
     found = run.parts()
     assert [start.outcome for start in read(run.logs)] == ["killed", "done"]
     assert found.wall_s == pytest.approx(total(found), abs=1e-9)
-    assert found.productive_s == (10.0 if file == GOODPUT_FILE else 3.0)
+    assert found.productive_s == (10.0 if file == STARTS_FILE else 3.0)
 
 
 @pytest.mark.parametrize("event", ["start", "end"])
@@ -234,10 +236,10 @@ def test_either_line_of_a_start_tells_all_of_it(run: Run, event: str) -> None:
     """An end that nobody tells is that of a start that was killed."""
     run.start(0, 8, "stopped")
     run.start(8, 12, "done")
-    before, lines = run.parts(), [line for line in (run.logs / GOODPUT_FILE).read_text().splitlines() if line]
+    before, lines = run.parts(), [line for line in (run.logs / STARTS_FILE).read_text().splitlines() if line]
     assert [json.loads(line)["event"] for line in lines] == ["start", "end"] * 2
     del lines[2 if event == "start" else 1]
-    (run.logs / GOODPUT_FILE).write_text("\n".join(lines))
+    (run.logs / STARTS_FILE).write_text("\n".join(lines))
     if event == "start":
         assert run.parts() == before
     else:
@@ -247,36 +249,35 @@ def test_either_line_of_a_start_tells_all_of_it(run: Run, event: str) -> None:
 def test_a_start_that_is_killed_as_it_writes_keeps_what_the_one_before_left(run: Run) -> None:
     """Whatever part of its first lines is there: its own, and that by which it closes the one before."""
     run.start(0, 10, "killed")
-    known, latest = (run.logs / GOODPUT_FILE).read_bytes(), (run.logs / GOODPUT_LATEST_FILE).read_bytes()
+    known, latest = (run.logs / STARTS_FILE).read_bytes(), (run.logs / START_FILE).read_bytes()
     (expected,) = read(run.logs)
     run.machine.wait(5.0)
     GoodputMeter(run.logs, clock=run.machine).begin(8)
-    added = (run.logs / GOODPUT_FILE).read_bytes()[len(known) :]
+    added = (run.logs / STARTS_FILE).read_bytes()[len(known) :]
     for size in range(0, len(added) + 1, 5):
-        (run.logs / GOODPUT_FILE).write_bytes(known + added[:size])
-        assert (run.logs / GOODPUT_LATEST_FILE).read_bytes() == latest
+        (run.logs / STARTS_FILE).write_bytes(known + added[:size])
+        (run.logs / START_FILE).write_bytes(latest)  # which is replaced after both lines
         first, *later = read(run.logs)
         assert replace(first, outcome="") == expected
         assert len(later) == (size >= len(added) - 1)
         GoodputMeter(run.logs, clock=run.machine).begin(8)
         assert read(run.logs)[0] == replace(expected, outcome="killed")
         assert all(not start.spent.total_s for start in read(run.logs)[1:])
-        (run.logs / GOODPUT_LATEST_FILE).write_bytes(latest)
 
 
 def test_what_cannot_be_written_now_is_before_anything_takes_its_place(run: Run) -> None:
     run.start(0, 10, "killed")
-    file = run.logs / GOODPUT_FILE
+    file = run.logs / STARTS_FILE
     begun = file.read_bytes()
     file.unlink()
     file.mkdir()  # no file can be opened there
     meter = GoodputMeter(run.logs, clock=run.machine)
     meter.begin(8)
-    meter.log(9)
+    meter.measure(9)
     assert read(run.logs)[-1].spent.step == 10
     file.rmdir()
     file.write_bytes(begun)
-    meter.log(10)
+    meter.measure(10)
     assert [(start.outcome, start.resumed, start.spent.step) for start in read(run.logs)] == [
         ("killed", 0, 10),
         ("", 8, 10),
@@ -289,12 +290,12 @@ def test_the_files_do_not_grow_with_the_run(run: Run) -> None:
     meter.begin(0)
     for step in range(1, 4_001):
         run.machine.wait(1.0 + step % 7 / 8)
-        meter.log(step)
+        meter.measure(step)
         if step % 4 == 0:
             meter.enter(step, "checkpoint")
             meter.saved(0.5, 3.0)
             meter.finish(step)
-    sizes = [(run.logs / name).stat().st_size for name in (GOODPUT_FILE, GOODPUT_LATEST_FILE)]
+    sizes = [(run.logs / name).stat().st_size for name in (STARTS_FILE, START_FILE)]
     assert max(sizes) < 2048, sizes
     (start,) = read(run.logs)
     assert len(start.course) <= MOST_POINTS
@@ -307,7 +308,7 @@ def test_the_files_do_not_grow_with_the_run(run: Run) -> None:
     lost_s = sum(1.0 + step % 7 / 8 for step in range(resumed + 1, 4_001))
     assert run.parts().lost_s == pytest.approx(lost_s, abs=1e-9)
     # Further back than checkpoints are kept, to within what a step differs from others.
-    (run.logs / GOODPUT_FILE).write_text((run.logs / GOODPUT_FILE).read_text().replace(f": {resumed}", ": 2002"))
+    (run.logs / STARTS_FILE).write_text((run.logs / STARTS_FILE).read_text().replace(f": {resumed}", ": 2002"))
     exact_s = sum(1.0 + step % 7 / 8 for step in range(2003, 4_001))
     assert run.parts().lost_s == pytest.approx(exact_s, abs=2.0)
 
@@ -320,7 +321,7 @@ meter.begin(int(sys.argv[2]))
 for step in range(int(sys.argv[2]) + 1, 1_000_000):
     if step % 5 == 0:
         meter.enter(step, "checkpoint")
-    meter.log(step)
+    meter.measure(step)
     print(step, flush=True)
 """
 
@@ -348,34 +349,6 @@ def test_a_process_that_is_killed_at_any_instant_has_told_each_step_that_it_logg
     assert [start.outcome for start in starts] == ["killed"] * 3 + [""]
 
 
-EARLIER = """
-{"event": "start", "boot": "b", "began": 0.0, "up": 9.0, "wall": 109.0, "step": 0, "start_s": 0.0, "train_s": 0.0, \
-"eval_s": 0.0, "stall_s": 0.0, "saves": 0, "save_stall_s": 0.0, "save_write_s": 0.0, "began_wall": 100.0, "resumed": 0}
-{"event": "saved", "boot": "b", "began": 0.0, "up": 15.5, "wall": 115.5, "step": 4, "start_s": 10.0, "train_s": 5.0, \
-"eval_s": 0.0, "stall_s": 0.5, "saves": 1, "save_stall_s": 0.5, "save_write_s": 1.0}
-{"event": "log", "boot": "b", "began": 0.0, "up": 16.5, "wall": 116.5, "step": 5, "start_s": 10.0, "train_s": 6.0, \
-"eval_s": 0.0, "stall_s": 0.5, "saves": 1, "save_stall_s": 0.5, "save_write_s": 1.0}
-{"event": "log", "boot": "b", "began":"""
-
-EARLIER_LATEST = """
-{"event": "beat", "boot": "b", "began": 0.0, "up": 19.5, "wall": 119.5, "step": 7, "start_s": 10.0, "train_s": 9.0, \
-"eval_s": 0.0, "stall_s": 0.5, "saves": 1, "save_stall_s": 0.5, "save_write_s": 1.0}
-"""
-
-
-def test_files_of_earlier_versions_tell_what_they_told(run: Run) -> None:
-    """With a line for each log and each checkpoint; torn by a kill."""
-    run.logs.mkdir()
-    (run.logs / GOODPUT_FILE).write_text(EARLIER)
-    (run.logs / GOODPUT_LATEST_FILE).write_text(EARLIER_LATEST)
-    run.machine = Machine("b", 21.5, 121.5)
-    run.start(4, 8, "done", tail_s=0.0)
-    found = run.parts()
-    assert (found.starts, found.start_s, found.lost_steps, found.lost_s) == (2, 10.0, 3, 4.0)
-    assert (found.productive_s, found.restart_s) == (5.0 + 3.0, 2.0 + 11.0)
-    assert total(found) == pytest.approx(found.wall_s, abs=1e-9)
-
-
 def test_a_disk_that_fails_costs_the_count_and_not_the_run(run: Run) -> None:
     run.logs.parent.mkdir(exist_ok=True)
     run.logs.write_text("a file where the folder should be")
@@ -398,7 +371,7 @@ def test_what_a_step_costs_the_meter_is_little(tmp_path: Path) -> None:
         meter.enter(step, "training")
         meter.finish(step)
     assert time.perf_counter() - began < 0.5  # measured: 0.02
-    assert len((tmp_path / GOODPUT_FILE).read_text().splitlines()) == 1
+    assert len((tmp_path / STARTS_FILE).read_text().splitlines()) == 1
 
 
 def test_a_start_keeps_of_earlier_ones_only_where_they_stand(run: Run) -> None:

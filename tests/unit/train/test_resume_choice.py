@@ -23,7 +23,6 @@ from nxtrain.io.object_store import FolderStore
 from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
-from nxtrain.train.start import is_restart, job_of
 from tests.support.checkpoints import meta
 
 CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))
@@ -363,16 +362,6 @@ def test_without_a_whole_record_no_restart_guesses_whether_it_went_back(run: Run
     with pytest.raises(CheckpointError, match=r"is damaged.*is still to.*checkpoint\.resume=auto to go on"):
         run.start("never", restarted=True)
     assert run.start("auto") == run.at(4)
-
-
-def test_agents_and_schedulers_tell_that_they_start_again_and_what() -> None:
-    assert not is_restart({})
-    assert not is_restart({"TORCHELASTIC_RESTART_COUNT": "0"})
-    assert is_restart({"TORCHELASTIC_RESTART_COUNT": "2"})
-    assert is_restart({"SLURM_RESTART_COUNT": "1"})
-    assert job_of({}) == ""
-    assert job_of({"TORCHELASTIC_RUN_ID": "a"}) == "a"
-    assert job_of({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "12"}) == "12"
 
 
 def test_a_mirror_that_takes_nothing_is_no_reason_to_go_back(far: Run, monkeypatch: pytest.MonkeyPatch) -> None:

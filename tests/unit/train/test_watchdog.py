@@ -15,15 +15,17 @@ import pytest
 from nxtrain.backends.base import Backend
 from nxtrain.distributed.heartbeats import HeartbeatStore
 from nxtrain.errors import HangError, LostPeerError
-from nxtrain.metrics.attempts import Attempts, Reached, progress
+from nxtrain.metrics.goodput_meter import GoodputMeter
+from nxtrain.metrics.run_observer import Outcome, RunObserver
+from nxtrain.metrics.start_log import StepFile, last_step, read
 from nxtrain.process import stacks
 from nxtrain.process.deadlines import SingleTask
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import print_line
-from nxtrain.run_folder import LOGS_DIR, PROGRESS_FILE
+from nxtrain.run_folder import LOGS_DIR, STARTS_FILE
 from nxtrain.train.supervision import watchdog as watchdogs
 from nxtrain.train.supervision.coordinated_stop import GIVE_UP_S
-from nxtrain.train.supervision.course import Course
+from nxtrain.train.supervision.crash_loop import refuse_crash_loop
 from nxtrain.train.supervision.watchdog import Watchdog
 
 
@@ -128,20 +130,22 @@ def test_without_the_store_no_rank_of_many_decides_alone(tmp_path: Path) -> None
 
 def test_a_run_that_is_killed_after_it_was_asked_to_stop_has_not_failed(tmp_path: Path) -> None:
     for _ in range(3):  # each killed in its first step
-        attempts, watchdog = Attempts(tmp_path, "config"), watch(tmp_path)
-        attempts.refuse_loop(2)
-        Course(0, watchdog, attempts, None).__enter__()
+        meter, watchdog = GoodputMeter(tmp_path / LOGS_DIR), watch(tmp_path)
+        refuse_crash_loop(tmp_path / LOGS_DIR, "", 2)
+        meter.begin(0)
+        watchdog.report_to(meter)
         watchdog._signals.asked = "SIGTERM"
         watchdog._stop.look(due=True)
         until(lambda: not any(thread.name == "nxtrain-note" for thread in threading.enumerate()))
 
 
-def test_a_stop_that_was_asked_for_before_the_first_step_is_noted_too(tmp_path: Path) -> None:
-    attempts, watchdog = Attempts(tmp_path, "config"), watch(tmp_path)
+def test_a_stop_that_was_requested_before_the_first_step_is_recorded_too(tmp_path: Path) -> None:
+    meter, watchdog = GoodputMeter(tmp_path / LOGS_DIR), watch(tmp_path)
     watchdog._signals.asked = "SIGTERM"
     watchdog._stop.look(due=True)
-    Course(0, watchdog, attempts, None).__enter__()
-    assert '"outcome": "stopped"' in (tmp_path / LOGS_DIR / "attempts.jsonl").read_text(encoding="utf-8")
+    meter.begin(0)
+    watchdog.report_to(meter)
+    assert read(tmp_path / LOGS_DIR)[-1].stop == "SIGTERM"
 
 
 def test_a_disk_that_does_not_answer_hides_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +160,15 @@ def test_a_disk_that_does_not_answer_hides_no_hang(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "_exit", leave)
 
-    def wait() -> None:
-        never.wait(10)
+    class DeadDisk(RunObserver):
+        def beat(self) -> None:
+            never.wait(10)
 
-    watchdog.on_tick = watchdog._dump = wait  # type: ignore[method-assign]
-    watchdog.on_hang = lambda verdict: wait()
+        def end(self, outcome: Outcome, why: str) -> None:
+            never.wait(10)
+
+    watchdog._dump = lambda: never.wait(10)  # type: ignore[method-assign,assignment]
+    watchdog.report_to(DeadDisk())
     with watchdog:
         until(lambda: bool(ended))
     never.set()
@@ -198,7 +206,6 @@ def test_a_watch_that_fails_says_so_once_and_goes_on(
         raise RuntimeError("can't start new thread")
 
     watchdog = watch(tmp_path, limit_s=1.5)
-    watchdog.on_tick = lambda: None
 
     def leave(code: int) -> None:
         ended.append(code)
@@ -241,17 +248,19 @@ def test_a_watch_that_ends_by_itself_ends_nothing_else(tmp_path: Path, monkeypat
     assert dismissed == [True]
 
 
-def test_the_rank_of_another_disk_tells_there_how_far_it_is(tmp_path: Path) -> None:
-    """By which the launcher of its node counts restarts."""
-    watchdog, reached = watch(tmp_path), Reached(tmp_path)
-    course, file = Course(3, watchdog, None, None, reached), tmp_path / LOGS_DIR / PROGRESS_FILE
-    with course:
-        assert progress(file) == 3
-        course.stops(5)
-        reached._next = 0.0
-        assert watchdog.on_tick is not None
-        watchdog.on_tick()
-        assert progress(file) == 5
-        course.stops(6)
-    assert progress(file) == 6
-    assert not (tmp_path / LOGS_DIR / "attempts.jsonl").exists()
+def test_the_rank_of_another_disk_writes_its_last_step_there(tmp_path: Path) -> None:
+    """The launcher of the disk's node counts restarts by this file."""
+    logs, file = tmp_path / LOGS_DIR, StepFile(tmp_path / LOGS_DIR)
+    file.begin(3)
+    assert last_step(logs) == 3
+    file.finish(5)
+    file.beat()
+    assert last_step(logs) == 3, "a beat within a second of the last writes nothing"
+    file._next_s = 0.0
+    file.beat()
+    assert last_step(logs) == 5
+    file.finish(6)
+    file.end("done", "")
+    assert last_step(logs) == 6
+    assert not (logs / STARTS_FILE).exists()
+    assert read(logs) == []

@@ -1,0 +1,97 @@
+"""Observers of a run: each learns the run's progress on one rank, and none changes what the run computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+Work = Literal["restore", "start", "data", "training", "vote", "log", "evaluation", "checkpoint"]
+"""Kinds of work in a run; on devices that compile, each kind from `training` to `checkpoint` has its own graphs."""
+
+Outcome = Literal["done", "stopped", "failed"]
+"""Ends of a run that the run itself can record."""
+
+
+class RunObserver:
+    """Observer of a run on one rank; a method that a subclass does not override does nothing.
+
+    The main thread calls all methods, except that the watchdog's threads call `beat` and `stopping`, and `end` after a
+    hang.
+    """
+
+    def begin(self, finished: int) -> None:
+        """Begin the training.
+
+        Args:
+            finished: Steps that were finished before this start.
+        """
+
+    def enter(self, step: int, work: Work) -> None:
+        """Enter a piece of work of a step; the previous piece has ended.
+
+        Raises:
+            NxtrainError: The run must end.
+        """
+
+    def finish(self, step: int) -> None:
+        """Finish a step with its evaluation and its checkpoint."""
+
+    def measure(self, step: int) -> Mapping[str, float]:
+        """Values to record with a step, after its numbers were read."""
+        return {}
+
+    def beat(self) -> None:
+        """Refresh files and displays; called a few times per second."""
+
+    def stopping(self, why: str) -> None:
+        """Learn that the run stops after a step that is still to be agreed on.
+
+        Args:
+            why: The signal, and the rank that received it.
+        """
+
+    def end(self, outcome: Outcome, why: str) -> None:
+        """End the run.
+
+        Args:
+            outcome: The first outcome counts if there are several.
+            why: Message of the error; empty if there is none.
+        """
+
+
+class Observers(RunObserver):
+    """Several observers as one; each call reaches them in their order.
+
+    Args:
+        observers: The observers.
+    """
+
+    def __init__(self, *observers: RunObserver) -> None:
+        self._observers = observers
+
+    def begin(self, finished: int) -> None:
+        for each in self._observers:
+            each.begin(finished)
+
+    def enter(self, step: int, work: Work) -> None:
+        for each in self._observers:
+            each.enter(step, work)
+
+    def finish(self, step: int) -> None:
+        for each in self._observers:
+            each.finish(step)
+
+    def measure(self, step: int) -> Mapping[str, float]:
+        return {name: value for each in self._observers for name, value in each.measure(step).items()}
+
+    def beat(self) -> None:
+        for each in self._observers:
+            each.beat()
+
+    def stopping(self, why: str) -> None:
+        for each in self._observers:
+            each.stopping(why)
+
+    def end(self, outcome: Outcome, why: str) -> None:
+        for each in self._observers:
+            each.end(outcome, why)

@@ -1,0 +1,153 @@
+"""Log of a run's starts, in the run folder: the end and the use of time of each; its size does not grow with the run.
+
+`logs/starts.jsonl` gets a line when a start begins and a line when it ends; the next start writes the end of a killed
+one. `logs/start.json` holds the current start so far, and is replaced as a whole. Each line describes a whole start.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from nxtrain.io import jsonl
+from nxtrain.io.jsonl import JsonlLog
+from nxtrain.io.regular import read_text
+from nxtrain.metrics.goodput import Spent, Start
+from nxtrain.metrics.run_observer import Outcome, RunObserver
+from nxtrain.process.clock import Instant
+from nxtrain.run_folder import START_FILE, STARTS_FILE
+
+REFRESH_S = 1.0
+"""Seconds between replacements of `start.json` while a start gets on."""
+
+SHOWN_CHARACTERS = 300
+"""Most characters of a start's last message that are recorded."""
+
+
+class StartLog:
+    """Writes the starts of a run; a failing disk loses lines of the log, but does not end the run.
+
+    Args:
+        logs: Folder of the files.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._current = logs / START_FILE
+        self._starts = JsonlLog(logs / STARTS_FILE)
+        self._writing = Lock()
+
+    def add(self, event: str, start: Start, more: Mapping[str, float] | None = None) -> str:
+        """Append the begin or the end of a start; return the error that keeps the line waiting, or an empty string."""
+        with self._writing:
+            return self._starts.add({"event": event, **_line(start), **(more or {})})
+
+    def replace(self, current: Callable[[], Start | None]) -> None:
+        """Replace `start.json` by the current start, if there is one; from any thread.
+
+        The file still describes the previous start until that start's end is in `starts.jsonl`.
+        """
+        with self._writing, suppress(OSError):
+            if not self._starts.write() and (start := current()):
+                _replace(self._current, {"event": "beat", **_line(start)})
+
+
+class StepFile(RunObserver):
+    """Last finished step in `start.json` on a disk without the log: that node's launcher counts restarts by it.
+
+    Args:
+        logs: Folder of the file.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._file = logs / START_FILE
+        self._finished = self._written = -1
+        self._next_s = 0.0
+
+    def begin(self, finished: int) -> None:
+        self._finished = finished
+        self._write()
+
+    def finish(self, step: int) -> None:
+        self._finished = step
+
+    def beat(self) -> None:
+        if time.monotonic() >= self._next_s:
+            self._write()
+
+    def end(self, outcome: Outcome, why: str) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if self._finished != self._written:
+            self._next_s = time.monotonic() + REFRESH_S
+            with suppress(OSError):  # a disk that fails must not end the run
+                _replace(self._file, {"step": self._finished})
+                self._written = self._finished
+
+
+def read(logs: Path) -> list[Start]:
+    """Read the starts of a folder; a last start without an end is known up to its last record.
+
+    Args:
+        logs: Folder of the files.
+    """
+    found: list[Start] = []
+    for name in (STARTS_FILE, START_FILE):
+        with suppress(OSError):
+            for line in jsonl.read(logs / name):
+                _take(found, line)
+    return found
+
+
+def last_step(logs: Path) -> int:
+    """Last finished step of the current start by its `start.json`; -1 if it is unknown."""
+    try:
+        return int(json.loads(read_text(logs / START_FILE))["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return -1
+
+
+def _replace(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".tmp")
+    new.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def _line(start: Start) -> dict[str, Any]:
+    spent = {key: round(value, 6) for key, value in asdict(start.spent).items()}
+    began, seen = start.began, start.seen
+    line: dict[str, Any] = {"boot": began.boot, "began": began.up, "began_wall": began.wall, "resumed": start.resumed}
+    line |= {"config": start.config, "up": seen.up, "wall": seen.wall, **spent}
+    line["course"] = [(step, round(train_s, 6)) for step, train_s in start.course]
+    ends = {"outcome": start.outcome, "why": start.why[:SHOWN_CHARACTERS], "stop": start.stop[:SHOWN_CHARACTERS]}
+    return line | {key: value for key, value in ends.items() if value}
+
+
+def _take(found: list[Start], line: Any) -> None:
+    """Add a line to the starts so far; a line of another format, or of an earlier start, is ignored."""
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        spent = Spent(**{key: line[key] for key in _SPENT})
+        seen, began = (
+            Instant(line["boot"], line["up"], line["wall"]),
+            Instant(line["boot"], line["began"], line["began_wall"]),
+        )
+        course = tuple((step, train_s) for step, train_s in line["course"])
+        ends = {key: str(line.get(key, "")) for key in ("outcome", "why", "stop")}
+        start = Start(int(line["resumed"]), began, seen, spent, course=course, config=str(line["config"]), **ends)
+        known = next((each for each in found if (each.began.boot, each.began.up) == (began.boot, began.up)), None)
+        if known is None:
+            if found and not found[-1].outcome:
+                found[-1] = replace(found[-1], outcome="killed")
+            found.append(start)
+        elif known is found[-1] and not known.outcome and seen.up >= known.seen.up:
+            found[-1] = replace(start, began=known.began, resumed=known.resumed)
+
+
+_SPENT = tuple(asdict(Spent(0)))

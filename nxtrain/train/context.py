@@ -1,0 +1,106 @@
+"""Context of a run on one rank: everything that is fixed once the rank's backend is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nxtrain.backends.base import AttentionShape, Backend
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
+from nxtrain.distributed.agreement import Ranks
+from nxtrain.mesh import Mesh
+from nxtrain.metrics.run_observer import Work
+from nxtrain.process.clock import Instant, now
+from nxtrain.process.console import standard_error
+from nxtrain.process.placement import Placement
+from nxtrain.train.build import mesh_of
+from nxtrain.train.supervision.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Context of a run on one rank; `open` makes it.
+
+    Args:
+        plan: The checked configuration.
+        backend: This rank's device.
+        mesh: The axes of this rank.
+        ranks: All ranks, for joint actions.
+        place: Place of this process in its job.
+        began: Time when this start of the run began.
+        print_line: Prints a line for the user, on the leader only.
+        watchdog: Watchdog of this rank; None: there is none.
+    """
+
+    plan: Resolved
+    backend: Backend
+    mesh: Mesh
+    ranks: Ranks
+    place: Placement
+    began: Instant
+    print_line: Callable[[str], None]
+    watchdog: Watchdog | None = None
+
+    @staticmethod
+    def open(
+        backend: Backend,
+        plan: Resolved,
+        *,
+        place: Placement | None = None,
+        began: Instant | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> RunContext:
+        """Lay the ranks out as configured, and prepare the backend for the model.
+
+        Args:
+            backend: This rank's device, open.
+            plan: The checked configuration.
+            place: Place of this process in its job; None: as the environment has it.
+            began: Time when this start of the run began; None: now.
+            watchdog: Watchdog of this rank; None: there is none.
+
+        Raises:
+            ConfigError: The degrees do not fit the world.
+            BackendError: The configured attention cannot run on the device.
+        """
+        mesh, config = mesh_of(plan, backend), plan.config
+        backend.allow_unverified = config.backend.allow_unverified
+        backend.choose_attention(config.backend.attention, AttentionShape.of(config, *plan.family.heads(plan.model)))
+        if watchdog is not None:
+            watchdog.lay_out(mesh.words, [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)])
+        return RunContext(
+            plan=plan,
+            backend=backend,
+            mesh=mesh,
+            ranks=Ranks(mesh, backend.host_group),
+            place=place or Placement.read(),
+            began=began or now(),
+            print_line=standard_error(quiet=mesh.rank != 0).print,
+            watchdog=watchdog,
+        )
+
+    @property
+    def config(self) -> RunConfig:
+        """Values of the configuration."""
+        return self.plan.config
+
+    @property
+    def is_leader(self) -> bool:
+        """True on rank 0, which writes the run's files."""
+        return self.ranks.is_leader
+
+    def enter(self, step: int, work: Work) -> None:
+        """Enter a piece of work that only the watchdog observes."""
+        if self.watchdog is not None:
+            self.watchdog.enter(step, work)
+
+    def drain(self) -> None:
+        """Tell the watchdog that this rank waits for the last checkpoint; called again and again during the wait."""
+        if self.watchdog is not None:
+            self.watchdog.drain()
+
+    @property
+    def is_stop_requested(self) -> bool:
+        """True if this process received a stop signal, even if the run goes on to its end."""
+        return self.watchdog is not None and self.watchdog.is_asked
