@@ -153,7 +153,7 @@ def _start_forked_runtime() -> None:
 
 
 def rank_variables(rank: int, world: int, port: int, *, nodes: int = 1) -> dict[str, str]:
-    """What torchrun's agent, on whose first machine the store is at a port, tells a rank."""
+    """Variables that torchrun's agent gives a rank; the first machine holds the store at a port."""
     local = world // nodes
     place: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world}
     place |= {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
