@@ -102,84 +102,62 @@ def _trainium(
 _CHIP_BYTES = {"trn1": 32 * GIB, "trn1n": 32 * GIB, "trn2": 96 * GIB}
 
 
-def _of_chips(
-    name: str,
-    kind: str,
-    source: str,
-    *,
-    chips: int,
-    ranks: int,
-    memory: float,
-    teraflops: float,
-    bandwidth: float,
-    link: float,
-    network: float,
-    host_gib: int,
-    threads: int,
-    price: float | None = None,
-    price_source: str = _SLIDES,
-) -> Machine:
-    """Machine of equal chips with `ranks` ranks each; values are those of a chip."""
+@dataclass(frozen=True)
+class _Chip:
+    """Chip and the source of its values: memory in bytes, teraflops, and bytes per second in one direction."""
+
+    kind: str
+    source: str
+    memory: float
+    teraflops: float
+    bandwidth: float
+    link: float
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Machine around chips: their number, the network in Gb/s, and the host."""
+
+    chips: int
+    network: float
+    host_gib: int
+    threads: int
+    price: float | None = None
+
+
+def _of_chips(name: str, chip: _Chip, box: _Box, *, ranks: int = 1) -> Machine:
+    """Machine of equal chips with `ranks` ranks each."""
+    machine = f"{chip.source} (device); {_EC2}{name.partition('.')[0]} (machine)" if ranks == 1 else chip.source
     named = ("devices", "device_bytes", "device_flops", "memory_bytes_s", "link_bytes_s", "network_bytes_s")
     return Machine(
         name=name,
-        kind=kind,
-        devices=chips * ranks,
-        device_bytes=int(memory / ranks),
-        device_flops=teraflops * 1e12 / ranks,
-        memory_bytes_s=bandwidth / ranks,
-        link_bytes_s=link / ranks,
-        network_bytes_s=network * GIGABIT,
-        host_bytes=host_gib * GIB,
-        host_threads=threads,
-        price_usd_h=price,
-        price_note=_PRICE if price else _ASKED,
+        kind=chip.kind,
+        devices=box.chips * ranks,
+        device_bytes=int(chip.memory / ranks),
+        device_flops=chip.teraflops * 1e12 / ranks,
+        memory_bytes_s=chip.bandwidth / ranks,
+        link_bytes_s=chip.link / ranks if box.chips * ranks > 1 else 0.0,
+        network_bytes_s=box.network * GIGABIT,
+        host_bytes=box.host_gib * GIB,
+        host_threads=box.threads,
+        price_usd_h=box.price,
+        price_note=_PRICE if box.price else _ASKED,
         sources=_sources(
-            **dict.fromkeys((*named, "host_bytes", "host_threads"), source),
-            **({"price_usd_h": price_source} if price else {}),
+            **dict.fromkeys((*named, "host_bytes", "host_threads"), machine),
+            **({"price_usd_h": _SLIDES} if box.price else {}),
         ),
     )
 
 
-def _gpus(
-    name: str,
-    kind: str,
-    data_sheet: str,
-    *,
-    gpus: int = 8,
-    memory: float,
-    teraflops: float,
-    bandwidth: float,
-    link: float,
-    network: float,
-    host_gib: int,
-    threads: int,
-    price: float | None = None,
-) -> Machine:
-    """Machine of GPUs; `link` is the data sheet's sum of both directions."""
-    return _of_chips(
-        name,
-        kind,
-        f"{data_sheet} (device); {_EC2}{name.partition('.')[0]} (machine)",
-        chips=gpus,
-        ranks=1,
-        memory=memory,
-        teraflops=teraflops,
-        bandwidth=bandwidth,
-        link=link / 2,
-        network=network,
-        host_gib=host_gib,
-        threads=threads,
-        price=price,
-    )
-
-
-_A100 = "NVIDIA A100 data sheet"
-_H100 = "NVIDIA H100 SXM data sheet"
-_H200 = "NVIDIA H200 SXM data sheet"
-_A10G = "NVIDIA A10 data sheet; AWS's A10G has 70e12 dense bf16 operations per second"
-_L40S = "NVIDIA L40S data sheet"
-_TRN3 = _ARCH + " (Trn3 UltraServers)"
+# A data sheet's bandwidth of links is the sum of both directions.
+_A100_40 = _Chip("a100", "NVIDIA A100 data sheet", 40 * GIB, 312, 1555 * GB, 300 * GB)
+_A100_80 = _Chip("a100", "NVIDIA A100 data sheet", 80 * GIB, 312, 2039 * GB, 300 * GB)
+_H100 = _Chip("hopper", "NVIDIA H100 SXM data sheet", 80 * GIB, 989, 3350 * GB, 450 * GB)
+_H200 = _Chip("hopper", "NVIDIA H200 SXM data sheet", 141 * GB, 989, 4800 * GB, 450 * GB)
+_A10G = _Chip("a10g", "NVIDIA A10 data sheet, with the A10G's 70e12 operations", 24 * GIB, 70, 600 * GB, 32 * GB)
+_L40S = _Chip("l40s", "NVIDIA L40S data sheet", 48 * GB, 362, 864 * GB, 32 * GB)
+_TRN2 = _Chip("trn2", _ARCH + "trn2-arch.rst", 96 * GIB, 667, 2900 * GB, 1024 * GB)
+_TRN3 = _Chip("trn3", _ARCH + " (Trn3 UltraServers)", 144 * GIB, 671, 4900 * GB, 2048 * GIB)
 
 MACHINES: dict[str, Machine] = {
     machine.name: machine
@@ -195,150 +173,23 @@ MACHINES: dict[str, Machine] = {
             price=21.50,
         ),
         _trainium("trn1n.32xlarge", "trn1-arch.rst", bandwidth=820 * GIB, link=768 * GIB, network=1600, host_gib=512),
-        _of_chips(
-            "trn2.3xlarge",
-            "trn2",
-            _ARCH + "trn2-arch.rst",
-            chips=1,
-            ranks=4,
-            memory=96 * GIB,
-            teraflops=667,
-            bandwidth=2900 * GB,
-            link=1024 * GB,
-            network=0,
-            host_gib=128,
-            threads=12,
-        ),
+        _of_chips("trn2.3xlarge", _TRN2, _Box(1, 0, 128, 12), ranks=4),
         _trainium("trn2.48xlarge", "trn2-arch.rst", bandwidth=2900 * GB, link=1024 * GB, network=3200, host_gib=2048),
         _trainium("trn2u.48xlarge", "trn2-arch.rst", bandwidth=2900 * GB, link=1024 * GB, network=3200, host_gib=2048),
-        _of_chips(
-            "trn2-ultraserver",
-            "trn2",
-            _ARCH + "trn2-arch.rst",
-            chips=64,
-            ranks=4,
-            memory=96 * GIB,
-            teraflops=667,
-            bandwidth=2900 * GB,
-            link=1024 * GB,
-            network=3200,
-            host_gib=8192,
-            threads=768,
-        ),
-        _of_chips(
-            "trn3-gen1-ultraserver",
-            "trn3",
-            _TRN3,
-            chips=64,
-            ranks=4,
-            memory=144 * GIB,
-            teraflops=671,
-            bandwidth=4900 * GB,
-            link=2048 * GIB,
-            network=12_800,
-            host_gib=8192,
-            threads=768,
-        ),
-        _of_chips(
-            "trn3-gen2-ultraserver",
-            "trn3",
-            _TRN3,
-            chips=144,
-            ranks=4,
-            memory=144 * GIB,
-            teraflops=671,
-            bandwidth=4900 * GB,
-            link=2048 * GIB,
-            network=28_800,
-            host_gib=27 * 1024,
-            threads=2304,
-        ),
-        _gpus(
-            "p4d.24xlarge",
-            "a100",
-            _A100,
-            memory=40 * GIB,
-            teraflops=312,
-            bandwidth=1555 * GB,
-            link=600 * GB,
-            network=400,
-            host_gib=1152,
-            threads=96,
-            price=32.77,
-        ),
-        _gpus(
-            "p4de.24xlarge",
-            "a100",
-            _A100,
-            memory=80 * GIB,
-            teraflops=312,
-            bandwidth=2039 * GB,
-            link=600 * GB,
-            network=400,
-            host_gib=1152,
-            threads=96,
-            price=40.96,
-        ),
-        _gpus(
-            "p5.48xlarge",
-            "hopper",
-            _H100,
-            memory=80 * GIB,
-            teraflops=989,
-            bandwidth=3350 * GB,
-            link=900 * GB,
-            network=3200,
-            host_gib=2048,
-            threads=192,
-            price=98.32,
-        ),
-        *(
-            _gpus(
-                name,
-                "hopper",
-                _H200,
-                memory=141 * GB,
-                teraflops=989,
-                bandwidth=4800 * GB,
-                link=900 * GB,
-                network=3200,
-                host_gib=2048,
-                threads=192,
-            )
-            for name in ("p5e.48xlarge", "p5en.48xlarge")
-        ),
-        *(
-            _gpus(
-                f"g5.{size}xlarge",
-                "a10g",
-                _A10G,
-                gpus=gpus,
-                memory=24 * GIB,
-                teraflops=70,
-                bandwidth=600 * GB,
-                link=64 * GB if gpus > 1 else 0,
-                network=network,
-                host_gib=16 * size,
-                threads=4 * size,
-            )
-            for size, gpus, network in ((2, 1, 10), (12, 4, 40), (48, 8, 100))
-        ),
-        *(
-            _gpus(
-                f"g6e.{size}xlarge",
-                "l40s",
-                _L40S,
-                gpus=gpus,
-                memory=48 * GB,
-                teraflops=362,
-                bandwidth=864 * GB,
-                link=64 * GB if gpus > 1 else 0,
-                network=network,
-                host_gib=32 * size,
-                threads=4 * size,
-            )
-            for size, gpus, network in ((2, 1, 20), (12, 4, 100), (48, 8, 400))
-        ),
+        _of_chips("trn2-ultraserver", _TRN2, _Box(64, 3200, 8192, 768), ranks=4),
+        _of_chips("trn3-gen1-ultraserver", _TRN3, _Box(64, 12_800, 8192, 768), ranks=4),
+        _of_chips("trn3-gen2-ultraserver", _TRN3, _Box(144, 28_800, 27 * 1024, 2304), ranks=4),
+        _of_chips("p4d.24xlarge", _A100_40, _Box(8, 400, 1152, 96, 32.77)),
+        _of_chips("p4de.24xlarge", _A100_80, _Box(8, 400, 1152, 96, 40.96)),
+        _of_chips("p5.48xlarge", _H100, _Box(8, 3200, 2048, 192, 98.32)),
+        _of_chips("p5e.48xlarge", _H200, _Box(8, 3200, 2048, 192)),
+        _of_chips("p5en.48xlarge", _H200, _Box(8, 3200, 2048, 192)),
+        _of_chips("g5.2xlarge", _A10G, _Box(1, 10, 32, 8)),
+        _of_chips("g5.12xlarge", _A10G, _Box(4, 40, 192, 48)),
+        _of_chips("g5.48xlarge", _A10G, _Box(8, 100, 768, 192)),
+        _of_chips("g6e.2xlarge", _L40S, _Box(1, 20, 64, 8)),
+        _of_chips("g6e.12xlarge", _L40S, _Box(4, 100, 384, 48)),
+        _of_chips("g6e.48xlarge", _L40S, _Box(8, 400, 1536, 192)),
     )
 }
 """Instances by name."""
