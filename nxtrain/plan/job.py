@@ -142,21 +142,36 @@ class Job:
             self.decoder, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
         )
 
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """Kind of every pipeline rank's stage."""
+        model = self.config.model
+        return [
+            Stage(
+                self.decoder,
+                tuple(len(part.blocks) for part in parts),
+                any(part.first for part in parts),
+                any(part.last for part in parts),
+                model.fused_qkv,
+                model.fused_gate_up,
+            )
+            for parts in self.parts
+        ]
+
     def stage(self, index: int) -> Stage:
         """Kind of a pipeline rank's stage."""
-        parts, model = self.parts[index], self.config.model
-        return Stage(
-            self.decoder,
-            tuple(len(part.blocks) for part in parts),
-            any(part.first for part in parts),
-            any(part.last for part in parts),
-            model.fused_qkv,
-            model.fused_gate_up,
-        )
+        return self.stages[index]
 
     def entries(self, index: int, shard: int = 0) -> Entries:
         """Entries of a stage's parameters; `shard=0` shares their rows as the run does."""
-        return stage_entries(self.stage(index), self.config.parallel.tp, shard or self.shard_size)
+        key = index, shard or self.shard_size
+        if key not in self._entries:  # every kind of memory asks for them
+            self._entries[key] = stage_entries(self.stages[index], self.config.parallel.tp, key[1])
+        return self._entries[key]
+
+    @cached_property
+    def _entries(self) -> dict[tuple[int, int], Entries]:
+        return {}
 
 
 CPU_BLOCK = 128
