@@ -7,11 +7,12 @@ under 1F1B and under zero_bubble. Each writes one SVG file, by hand, without a d
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nxtrain.io import jsonl
 
 if TYPE_CHECKING:
     from nxtrain.parallel.simulate import Span
@@ -34,8 +35,10 @@ def main() -> None:
     if options.picture == "loss":
         if options.run is None:
             parser.error("loss needs RUN, a run folder with metrics.jsonl")
-        lines = (options.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        svg = loss_curve([json.loads(line) for line in lines])
+        records = jsonl.read(options.run / "metrics.jsonl")
+        if not records:
+            parser.error(f"{options.run} has no metrics.jsonl with records")
+        svg = loss_curve(records)
     else:
         svg = pipelines(_measured())
     out = options.out or IMAGES / f"{options.picture}.svg"

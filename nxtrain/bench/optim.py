@@ -22,7 +22,7 @@ from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.bench.train import SHAPE
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import OptimConfig, RunConfig
 from nxtrain.family import find_family
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
@@ -138,9 +138,7 @@ def _ours(case: Case, layout: Layout, backend: Backend, grads: Mapping[str, Tens
         backend.put,
         precision=Precision(params, torch.float32, torch.float32, case.update, state),
         seed=0,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=WEIGHT_DECAY,
+        optim=OptimConfig(betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
     )
     lr, scale = backend.scalars(LR, 1.0)
     skip = backend.put(torch.zeros((), dtype=torch.bool))

@@ -90,9 +90,8 @@ def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str
 
     model = _Chunks(chunks, blank)
     comm: Any = Counted()
-    place = mesh.words(mesh.rank)
     later = WeightGradients(model) if work.schedule == "zero_bubble" else None
-    pipeline = Pipeline(cast(CausalLM, model), parts, mesh.pp, comm, backend.step_boundary, blank, place, later)
+    pipeline = Pipeline(cast(CausalLM, model), parts, mesh, comm, backend.step_boundary, blank, later)
     pipeline.watch = watch
     tokens = torch.zeros(1, work.seq_len, dtype=torch.int64)
     batch = [(tokens, tokens)] * work.micro

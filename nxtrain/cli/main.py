@@ -23,6 +23,7 @@ from nxtrain.process.placement import Placement
 from nxtrain.process.streams import pipe_safe_streams
 
 if TYPE_CHECKING:
+    from nxtrain.config.check import Resolved
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
@@ -137,13 +138,13 @@ def _report(error: NxtrainError, place: Placement) -> None:
         console.print(Text.assemble(("error: ", "bold red"), f"{prefix}{block}"))
 
 
-def _load(path: Path, overrides: list[str] | None, world: int | None) -> Loaded:
+def _load(path: Path, overrides: list[str] | None, world: int | None) -> tuple[Loaded, Resolved]:
+    """Load and check a configuration, before torch is imported."""
     from nxtrain.config.check import resolve_config
     from nxtrain.config.load import load
 
     loaded = load(path, overrides or ())
-    resolve_config(loaded, world)
-    return loaded
+    return loaded, resolve_config(loaded, world)
 
 
 def _advise(config: RunConfig) -> None:
@@ -175,7 +176,7 @@ def _options(
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     place = Placement.read()
-    loaded = _load(config, overrides, world=place.world)
+    loaded, plan = _load(config, overrides, world=place.world)
     from nxtrain.launch.neuron import reexec_with_environment
     from nxtrain.process.clock import process_began
     from nxtrain.process.signals import noted
@@ -189,7 +190,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
             from nxtrain.testing.faults import arm
 
             arm(faults, loaded.config.run.dir, place.rank)
-        with watch_misses(loaded, os.environ):
+        with watch_misses(plan, os.environ):
             train(loaded, signals, process_began())
     if place.is_leader:
         _advise(loaded.config)

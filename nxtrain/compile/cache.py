@@ -131,7 +131,6 @@ class Cache:
             sync_folder(folder)
             with self._alone():
                 is_new = self._publish(folder, key)
-        self._empty_trash()
         return is_new
 
     @contextmanager
@@ -174,7 +173,6 @@ class Cache:
             stale = [entry for entry in self.entries() if entry.state is State.STALE]
             for entry in stale:
                 self._unlock(entry.folder)
-        self._empty_trash()
         return [entry.key for entry in stale]
 
     def disown(self, key: Key) -> None:
@@ -193,7 +191,6 @@ class Cache:
         with self._alone():
             failed = [entry.key for entry in self.entries() if entry.state is State.FAILED]
             moved = [key for key in failed if self._quarantine(key)]
-        self._empty_trash()
         return moved
 
     def evict(self, max_bytes: int) -> list[Key]:
@@ -215,7 +212,6 @@ class Cache:
                 if self._move(entry.folder, self._trash()):
                     removed.append(entry.key)
                     total -= entry.size_bytes
-        self._empty_trash()
         return removed
 
     def sweep(self) -> None:
@@ -302,7 +298,7 @@ class Cache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Exclude other nxtrain processes from changing this cache, at most until this process ends."""
+        """Exclude other nxtrain processes from changing this cache, at most until this process ends; then tidy up."""
         self._own.mkdir(parents=True, exist_ok=True)
         with (self._own / "mutex").open("w") as file:
             try:
@@ -313,6 +309,7 @@ class Cache:
                     "mount it with them (Lustre: -o flock), or use another folder"
                 ) from error
             yield
+        self._empty_trash()  # without the lock, since large folders take long
 
 
 def _fingerprint(folder: Path) -> list[tuple[str, int, int]]:

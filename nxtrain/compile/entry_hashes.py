@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.compile.entries import DONE, NEFF, SEAL, content, is_content
+from nxtrain.io.atomic import replace_text
 
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -67,10 +68,8 @@ def hash_folder(folder: Path) -> Seal:
 def write_seal(folder: Path, seal: Seal) -> None:
     """Write the seal of a complete entry beside its files atomically, without marking the entry as used."""
     used = folder.stat()
-    draft = folder / f".{SEAL}.{os.getpid()}"
     record = {"done_ns": _done_ns(folder), "files": to_json(seal)}
-    draft.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    draft.replace(folder / SEAL)
+    replace_text(folder / SEAL, json.dumps(record, indent=1), durable=False, shared=True)
     os.utime(folder, ns=(used.st_atime_ns, used.st_mtime_ns))
 
 

@@ -12,7 +12,6 @@ on a shared folder, without the locks that network file systems answer late, and
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from glob import escape
@@ -21,10 +20,11 @@ from typing import Any
 
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key, State, parse_key
-from nxtrain.config.cache_dir import fill, host_name
+from nxtrain.config.cache_dir import fill
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.host_group import spans
 from nxtrain.errors import BackendError, ConfigError
+from nxtrain.io.atomic import replace_text
 from nxtrain.io.regular import read_text
 
 _VERSION = 1
@@ -113,12 +113,10 @@ def other_manifests(config: RunConfig, file: Path) -> list[Path]:
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """Write a manifest, in one step and always the same way; nodes that share the folder may do so at once."""
+    """Write a manifest atomically and always the same way; nodes that share the folder may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{host_name()}.{os.getpid()}")
     record = {"version": _VERSION, **asdict(manifest)}
-    draft.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    draft.replace(path)
+    replace_text(path, json.dumps(record, indent=2, sort_keys=True) + "\n", durable=False, shared=True)
 
 
 def read_manifest(path: Path) -> Manifest:

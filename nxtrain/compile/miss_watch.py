@@ -42,11 +42,12 @@ from nxtrain.compile.manifest import (
     stage_words,
 )
 from nxtrain.config.cache_dir import cache_folder
-from nxtrain.config.check import resolve_config
-from nxtrain.config.load import Loaded
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.launch.neuron import compiles_ahead
 from nxtrain.mesh import Mesh
+from nxtrain.process.placement import Placement
 
 INTERVAL_S = 0.5
 PATIENCE_S = 15.0
@@ -60,69 +61,81 @@ OnMiss = Callable[[Key, Sequence[int]], None]
 
 
 @contextmanager
-def watch_misses(loaded: Loaded, environ: Mapping[str, str]) -> Iterator[None]:
+def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
     """Hold a run to its manifest while it lasts; on one rank per node, and under PyTorch/XLA on Neuron devices only.
 
     Args:
-        loaded: The run.
+        plan: The checked configuration of the run.
         environ: Variables of this rank.
 
     Raises:
         ConfigError: `compile.on_miss=stop`, and the manifest is none.
         BackendError: The same, and there is no manifest, or this node lacks graphs of it.
     """
-    config = loaded.config
-    if environ.get("LOCAL_RANK", "0") != "0" or not compiles_ahead(config) or extracting(environ):
+    watch = _watch_of(plan, environ)
+    if watch is None:
         yield
         return
-    cache = Cache(cache_folder(config.compile))
-    for key in cache.break_locks():
-        _say(f"broke the lock of {key}, whose owner is gone")
-    world = int(environ.get("WORLD_SIZE", "1"))
-    build = build_of(resolve_config(loaded, world), world, environ, _compiler())
-    stops = config.compile.on_miss == "stop"
-    rank, parallel = int(environ.get("RANK", "0")), config.parallel
-    # No library's order of ranks, which goes within a machine, changes the stages that it holds.
-    mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp)
-    stages = mesh.stages_held(rank, int(environ.get("LOCAL_WORLD_SIZE", "1")))
-    file = manifest_file(config, stages)
-    if not file.exists():
-        absent = f"there is no {file}"
-        if stages:
-            absent += f", the manifest of a machine that holds {stage_words(stages, parallel.pp)}"
-        if others := other_manifests(config, file):
-            absent += f", but {', '.join(map(str, others))}"
-        if stops:
-            raise BackendError(f"compile.on_miss=stop, but {absent}; write it with: nxtrain compile CONFIG")
-        _say(f"{absent}: every graph that {cache} lacks is compiled when it is met; see nxtrain compile --help")
-        yield
-        return
-    try:
-        manifest = read_manifest(file)
-    except ConfigError as error:
-        if stops:
-            raise
-        _say(f"warning: {error}")
-        yield
-        return
-    try:
-        check_ready(manifest, cache)
-    except BackendError as error:
-        if stops:
-            raise
-        _say(f"warning: {error}")
-    if different := [f"    {difference}" for difference in differ(manifest.build, build)]:
-        _say("\n".join(["warning: this run is not what was compiled, and may need other graphs:", *different]))
-    # Ranks of one node have one parent, the agent, from which all their compilers descend.
-    run = os.getppid() if int(environ.get("LOCAL_WORLD_SIZE", "1")) > 1 else os.getpid()
-    known = {Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
-    report = partial(_stop if stops else _warn, cache, manifest, build)
-    watch = Watch(cache.root, known, run, report)
     watch.start()
     try:
         yield
     finally:
         watch.stop()
+
+
+def _watch_of(plan: Resolved, environ: Mapping[str, str]) -> Watch | None:
+    """Watch of this rank, not yet started; None if the rank watches nothing."""
+    config, place = plan.config, Placement.read(environ)
+    if place.local_rank or not compiles_ahead(config) or extracting(environ):
+        return None
+    cache = Cache(cache_folder(config.compile))
+    for key in cache.break_locks():
+        _say(f"broke the lock of {key}, whose owner is gone")
+    stops = config.compile.on_miss == "stop"
+    build = build_of(plan, place.world, environ, _compiler())
+    parallel = config.parallel
+    # No library's order of ranks, which goes within a machine, changes the stages that it holds.
+    mesh = Mesh.build(place.world, place.rank, tp=parallel.tp, pp=parallel.pp)
+    manifest = _manifest_of(config, mesh.stages_held(place.rank, place.local_world), cache, stops=stops)
+    if manifest is None:
+        return None
+    if different := [f"    {difference}" for difference in differ(manifest.build, build)]:
+        _say("\n".join(["warning: this run is not what was compiled, and may need other graphs:", *different]))
+    # Ranks of one node have one parent, the agent, from which all their compilers descend.
+    run = os.getppid() if place.local_world > 1 else os.getpid()
+    known = {Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
+    return Watch(cache.root, known, run, partial(_stop if stops else _warn, cache, manifest, build))
+
+
+def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stops: bool) -> Manifest | None:
+    """Manifest of the stages of this machine; None if it is absent or damaged.
+
+    Args:
+        config: The run.
+        stages: Pipeline stages of the machine; empty if it holds all.
+        cache: The machine's cache.
+        stops: Raise errors for an unusable manifest and for missing graphs, instead of warnings.
+    """
+    file = manifest_file(config, stages)
+    if not file.exists():
+        absent = f"there is no {file}"
+        if stages:
+            absent += f", the manifest of a machine that holds {stage_words(stages, config.parallel.pp)}"
+        if others := other_manifests(config, file):
+            absent += f", but {', '.join(map(str, others))}"
+        if stops:
+            raise BackendError(f"compile.on_miss=stop, but {absent}; write it with: nxtrain compile CONFIG")
+        _say(f"{absent}: every graph that {cache} lacks is compiled when it is met; see nxtrain compile --help")
+        return None
+    manifest: Manifest | None = None
+    try:
+        manifest = read_manifest(file)
+        check_ready(manifest, cache)
+    except (ConfigError, BackendError) as error:
+        if stops:
+            raise
+        _say(f"warning: {error}")
+    return manifest
 
 
 class Watch(threading.Thread):

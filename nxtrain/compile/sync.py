@@ -14,6 +14,7 @@ from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
 from nxtrain.compile.entries import Key
 from nxtrain.errors import ConfigError
+from nxtrain.io.object_store import open_store
 from nxtrain.io.paths import local_path
 from nxtrain.io.s3 import SCHEME
 
@@ -63,7 +64,7 @@ def open_place(text: str | Path) -> CacheLocation:
         ConfigError: The address names no bucket.
         BackendError: S3 cannot be reached from here.
     """
-    return Bucket(str(text)) if str(text).startswith(SCHEME) else Cache(local_path(str(text)))
+    return Bucket(open_store(str(text))) if str(text).startswith(SCHEME) else Cache(local_path(str(text)))
 
 
 def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:

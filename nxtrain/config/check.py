@@ -57,6 +57,8 @@ class Resolved:
 def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
     """Check a configuration by every rule between its keys.
 
+    A command checks once, before torch is imported. Training checks again, once its backend is known.
+
     Args:
         loaded: The configuration and its provenance.
         world: Number of ranks; None if unknown, then dp=0 counts as 1.

@@ -1,13 +1,10 @@
-"""Atomic file writes, and token arrays that need not fit in memory."""
+"""Prepared files, written atomically, and token arrays that need not fit in memory."""
 
 from __future__ import annotations
 
 import io
-import os
-import re
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,9 +13,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from nxtrain.data.checksums import Checksums, Summing, checksums_of
 from nxtrain.errors import DataError, NxtrainError, StorageError
+from nxtrain.io import atomic
 from nxtrain.io.regular import NotRegularError, read_bytes, require_regular
-
-_DRAFT = re.compile(r"\..+\.[0-9a-f]{32}")
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -30,27 +26,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         DataError: The folder cannot be made, or the disk is full or read-only.
     """
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with draft.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with atomic.replacing(path, durable=True, shared=True) as draft, draft.open("wb") as file:
+            yield file
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}; free space or choose another run.dir") from error
-
-
-def clear_drafts(folder: Path) -> None:
-    """Delete the drafts of `replacing` that killed processes left in a folder; no other process may write there."""
-    for path in folder.glob(".*"):
-        if _DRAFT.fullmatch(path.name):
-            with suppress(OSError):  # an unwritable folder is reported by the next write
-                path.unlink(missing_ok=True)
 
 
 @contextmanager

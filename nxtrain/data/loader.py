@@ -31,6 +31,30 @@ class Batch:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class BatchShare:
+    """One data parallel rank's share of a global batch.
+
+    Args:
+        global_batch: Rows in a step, over all ranks.
+        micro_batch: Rows in a micro-batch of one rank; with dp_size it divides global_batch.
+        dp_rank, dp_size: This rank's place in the data parallel axis.
+    """
+
+    global_batch: int
+    micro_batch: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.global_batch % (self.micro_batch * self.dp_size) == 0, self
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank in a step."""
+        return self.global_batch // self.dp_size
+
+
 class Loader:
     """Assigns the endless order of rows to steps and ranks.
 
@@ -40,11 +64,9 @@ class Loader:
 
     Args:
         samples: The rows.
+        share: This rank's share of each global batch.
         seed: Seed of the order of every epoch.
         shuffle: True for a new random order in each epoch; False for the order of storage.
-        global_batch: Rows in a step, over all ranks.
-        micro_batch: Rows in a micro-batch of one rank; with dp_size it divides global_batch.
-        dp_rank, dp_size: This rank's place in the data parallel axis.
         origin: Position of step 0; other than 0 after a change of the global batch in the middle of a run.
         past_end: Rows after the last one: the next epoch (`wrap`), or rows without targets (`pad`). With `pad` an
             evaluation counts each row once, and every batch keeps its shape.
@@ -53,43 +75,34 @@ class Loader:
     def __init__(
         self,
         samples: Samples,
+        share: BatchShare,
         *,
         seed: int,
         shuffle: bool,
-        global_batch: int,
-        micro_batch: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
         origin: int = 0,
         past_end: Literal["wrap", "pad"] = "wrap",
     ) -> None:
-        assert global_batch % (micro_batch * dp_size) == 0, (global_batch, micro_batch, dp_size)
-        self._samples = samples
-        self._seed = seed
-        self._shuffle = shuffle
-        self._global_batch = global_batch
-        self._micro_batch = micro_batch
-        self._dp_rank = dp_rank
-        self._rank_batch = global_batch // dp_size
-        self._origin = origin
-        self._past_end = past_end
+        self._samples, self._share = samples, share
+        self._seed, self._shuffle = seed, shuffle
+        self._origin, self._past_end = origin, past_end
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps that cover every row at least once."""
-        return -(-self._samples.num_rows // self._global_batch)
+        return -(-self._samples.num_rows // self._share.global_batch)
 
     def batch(self, step: int) -> Batch:
         """Batch of this rank for a step, counted from 0."""
-        start = self._origin + step * self._global_batch + self._dp_rank * self._rank_batch
-        positions = np.arange(start, start + self._rank_batch)
+        share = self._share
+        start = self._origin + step * share.global_batch + share.dp_rank * share.num_rows
+        positions = np.arange(start, start + share.num_rows)
         num_rows = self._samples.num_rows
         indices = shuffled(positions, num_rows, self._seed) if self._shuffle else positions % num_rows
         rows = self._samples.rows(indices)
         targets = rows[:, 1:].copy()
         if self._past_end == "pad":
             targets[positions >= num_rows] = IGNORE_INDEX
-        shape = (-1, self._micro_batch, self._samples.seq_len)
+        shape = (-1, share.micro_batch, self._samples.seq_len)
         num_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
         return Batch(rows[:, :-1].copy().reshape(shape), targets.reshape(shape), num_tokens)
 

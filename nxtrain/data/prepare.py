@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
-from nxtrain.data.files import clear_drafts, read_array, read_checksums, writing_tokens
+from nxtrain.data.files import read_array, read_checksums, writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_table, probe
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import DataError
+from nxtrain.io.atomic import clear_drafts
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig

@@ -1,15 +1,73 @@
-"""Durable writes: files and folder entries synced to the disk."""
+"""Atomic writes: a file is written as a hidden draft beside its name, and renamed when it is complete.
+
+A reader sees the old content or the new content. A process that is killed leaves a draft, which no reader opens.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_DRAFT = re.compile(r"\..+\.(draft|[0-9a-f]{32})")
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Path]:
+    """Draft of a file, which is renamed to the file when the context ends, and deleted when the context fails.
+
+    Args:
+        path: The file; its folder exists.
+        durable: Sync the content to the disk before the rename, and the name after the rename.
+        shared: Several processes may write the file at once, so that each draft has a name of its own, which stays if
+            the process is killed. Otherwise the next write replaces the draft of a killed process.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex if shared else 'draft'}")
+    try:
+        yield draft
+        if durable:
+            sync_file(draft)
+        draft.replace(path)
+    finally:
+        with suppress(OSError):  # an error of the write counts more
+            draft.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
+
+
+def replace_bytes(path: Path, content: bytes, *, durable: bool, shared: bool = False) -> None:
+    """Write a file, or replace it; see `replacing`."""
+    with replacing(path, durable=durable, shared=shared) as draft:
+        draft.write_bytes(content)
+
+
+def replace_text(path: Path, text: str, *, durable: bool, shared: bool = False) -> None:
+    """Write a text in UTF-8, or replace it; see `replacing`."""
+    replace_bytes(path, text.encode(), durable=durable, shared=shared)
+
+
+def clear_drafts(folder: Path) -> None:
+    """Delete the drafts that killed processes left in a folder; no other process may write there."""
+    for path in folder.glob(".*"):
+        if _DRAFT.fullmatch(path.name):
+            with suppress(OSError):  # an unwritable folder is reported by the next write
+                path.unlink(missing_ok=True)
 
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file and sync its content to the disk."""
     write(path)
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Sync the content of a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

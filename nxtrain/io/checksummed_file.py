@@ -325,16 +325,28 @@ class ChecksummedReader:
 
     def _verified(self, source: ByteSource, index: int, view: memoryview) -> memoryview:
         start, stop = self._stored.block(index)
-        received = 0
-        while received < stop - start:
-            count = source.read(view[received:], start + received)
-            if count == 0:
-                raise DamagedError(source.name, "it became shorter while it was read")
-            received += count
-        content = view[: stop - start]
+        content = _filled(source, view, start, stop - start)
         if xxh3_64_hexdigest(content) != self._stored.checksums[index]:
             raise DamagedError(source.name, f"bytes {start:,} to {stop:,} are not those that were written")
         return content
+
+
+def digest_of(path: Path) -> FileDigest:
+    """Read a file from the disk, and return its digest.
+
+    Raises:
+        DamagedError: The file is absent, or became shorter while it was read.
+    """
+    source, checksums = FileSource(path), list[str]()
+    try:
+        view = memoryview(aligned_memory(BLOCK_BYTES))
+        for start in range(0, source.num_bytes, BLOCK_BYTES):
+            checksums.append(
+                xxh3_64_hexdigest(_filled(source, view, start, min(BLOCK_BYTES, source.num_bytes - start)))
+            )
+    finally:
+        source.close()
+    return FileDigest(source.num_bytes, BLOCK_BYTES, tuple(checksums))
 
 
 def verify(path: Path, stored: FileDigest) -> None:
@@ -354,6 +366,17 @@ def aligned_memory(num_bytes: int) -> mmap.mmap:
     with suppress(AttributeError, OSError):  # on systems without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # mapped and pinned in a few steps, not in thousands
     return memory
+
+
+def _filled(source: ByteSource, view: memoryview, start: int, length: int) -> memoryview:
+    """Read `length` bytes from `start` on into the begin of `view`, and return that part of it."""
+    received = 0
+    while received < length:
+        count = source.read(view[received:], start + received)
+        if count == 0:
+            raise DamagedError(source.name, "it became shorter while it was read")
+        received += count
+    return view[:length]
 
 
 def _address(array: np.ndarray) -> int:

@@ -1,19 +1,21 @@
-"""Storage of checkpoints other than this node's disk: S3 addresses that are read like paths, and stores for mirrors.
+"""Storage other than this node's disk: S3 addresses that are read like paths, and stores of files.
 
-A mirror holds a file completely or not at all. S3 shows complete objects only; in a folder, a file gets its name after
+A store holds a file completely or not at all. S3 shows complete objects only; in a folder, a file gets its name after
 it was read back and verified.
 """
 
 from __future__ import annotations
 
+import errno
 import io
-import uuid
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from nxtrain.errors import CheckpointError, DamagedError, StorageError
-from nxtrain.io.atomic import sync_folder, write_durably
+from nxtrain.io.atomic import replacing, write_durably
 from nxtrain.io.checksummed_file import (
     ByteSource,
     ChecksummedReader,
@@ -24,7 +26,7 @@ from nxtrain.io.checksummed_file import (
     verify,
 )
 from nxtrain.io.paths import local_path
-from nxtrain.io.regular import read_bytes
+from nxtrain.io.regular import read_bytes, require_regular
 from nxtrain.io.s3 import SCHEME, explained, is_missing, open_client, split
 
 _CHECKSUM = {"ChecksumAlgorithm": "CRC32"}
@@ -72,13 +74,8 @@ class S3Path(str):
 
     def read_bytes(self) -> bytes:
         """Whole content."""
-        with explained(self):
-            try:
-                return bytes(self.client.get_object(**self.object)["Body"].read())
-            except self.client.exceptions.ClientError as error:
-                if is_missing(error):
-                    raise FileNotFoundError(2, "there is no such object", str(self)) from error
-                raise
+        with explained(self), _absent_as_such(self):
+            return bytes(self.client.get_object(**self.object)["Body"].read())
 
     def is_file(self) -> bool:
         """True if the object exists."""
@@ -94,7 +91,7 @@ Location = Path | S3Path
 
 def place_of(text: str) -> Location:
     """Location of an address or a path."""
-    return S3Path(text.rstrip("/")) if text.startswith(SCHEME) else local_path(text)
+    return S3Path(SCHEME + text.removeprefix(SCHEME).rstrip("/")) if text.startswith(SCHEME) else local_path(text)
 
 
 def content_of(place: Location) -> bytes:
@@ -127,13 +124,11 @@ class S3Source:
 
     def __init__(self, address: S3Path) -> None:
         self.name = address
-        with explained(address):
-            try:
+        try:
+            with explained(address), _absent_as_such(address):
                 self.num_bytes = int(address.client.head_object(**address.object)["ContentLength"])
-            except address.client.exceptions.ClientError as error:
-                if is_missing(error):
-                    raise DamagedError(address, "it is absent") from error
-                raise
+        except FileNotFoundError as error:
+            raise DamagedError(address, "it is absent") from error
 
     def read(self, view: memoryview, start: int) -> int:
         """See `ByteSource`."""
@@ -161,8 +156,8 @@ class ObjectStore(Protocol):
     def root(self) -> Location:
         """The folder or prefix."""
 
-    def sizes(self) -> dict[str, int]:
-        """Length of every file, by name."""
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Length of every file, or of those below a folder, by name."""
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, or replace it."""
@@ -172,6 +167,13 @@ class ObjectStore(Protocol):
 
         Raises:
             DamagedError: The file, or the uploaded copy, differs from the digest.
+        """
+
+    def download(self, name: str, target: Path) -> None:
+        """Copy a file to this node's disk; the content is not verified.
+
+        Raises:
+            FileNotFoundError: The store has no such file.
         """
 
     def delete(self, names: Iterable[str]) -> None:
@@ -199,26 +201,30 @@ class FolderStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, folder: str = "") -> dict[str, int]:
         """See `ObjectStore`."""
-        files = [path for path in self.root.glob("*/*") if path.is_file()]
+        # Checkpoints lie one folder deep; other folders of a shared disk, which may be large, are not walked.
+        files = [path for path in self.root.glob(f"{folder}/**/*" if folder else "*/*") if path.is_file()]
         return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
 
     def put(self, name: str, content: bytes) -> None:
         """See `ObjectStore`."""
-        self._add(name, lambda draft: _write(draft, content))
+        with self._draft(name) as draft:
+            _write(draft, content)
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
         """See `ObjectStore`."""
-
-        def copy(draft: Path) -> None:
+        with self._draft(name) as draft:
             with ChecksummedReader(file, stored) as reader, ChecksummedWriter(draft) as writer:
                 for _, content in reader.blocks(range(len(stored.checksums))):
                     writer.write(content)
                 writer.close()
             verify(draft, stored)
 
-        self._add(name, copy)
+    def download(self, name: str, target: Path) -> None:
+        """See `ObjectStore`."""
+        require_regular(self.root / name)
+        shutil.copyfile(self.root / name, target)
 
     def delete(self, names: Iterable[str]) -> None:
         """See `ObjectStore`."""
@@ -227,16 +233,10 @@ class FolderStore:
             if path.parent.is_dir() and not any(path.parent.iterdir()):
                 path.parent.rmdir()
 
-    def _add(self, name: str, write: Callable[[Path], None]) -> None:
+    def _draft(self, name: str) -> AbstractContextManager[Path]:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-        try:
-            write(draft)
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        return replacing(path, durable=True, shared=True)
 
 
 class S3Store:
@@ -252,10 +252,11 @@ class S3Store:
         self._bucket, prefix = split(root)
         self._prefix = f"{prefix}/" if prefix else ""
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, folder: str = "") -> dict[str, int]:
         """See `ObjectStore`."""
+        below = f"{self._prefix}{folder}/" if folder else self._prefix
         with explained(self.root):
-            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
+            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=below)
             found = [item for page in pages for item in page.get("Contents", ())]
         return {item["Key"].removeprefix(self._prefix): item["Size"] for item in found}
 
@@ -280,6 +281,13 @@ class S3Store:
             )
         if (found := S3Source(target).num_bytes) != stored.num_bytes:
             raise DamagedError(target, f"it has {found:,} bytes instead of {stored.num_bytes:,}")
+
+    def download(self, name: str, target: Path) -> None:
+        """See `ObjectStore`."""
+        address = self.root / name
+        bucket, key = split(address)
+        with explained(self.root), _absent_as_such(address):
+            self._client.download_file(bucket, key, str(target), Callback=transferred.note)
 
     def delete(self, names: Iterable[str]) -> None:
         """See `ObjectStore`."""
@@ -313,6 +321,17 @@ class _Stream(io.RawIOBase):
             found += taken
             self._rest = self._rest[len(taken) :]
         return bytes(found)
+
+
+@contextmanager
+def _absent_as_such(address: S3Path) -> Iterator[None]:
+    """Raise FileNotFoundError for the error that the object does not exist."""
+    try:
+        yield
+    except address.client.exceptions.ClientError as error:
+        if is_missing(error):
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", str(address)) from error
+        raise
 
 
 def _receive(body: Any, view: memoryview) -> int:

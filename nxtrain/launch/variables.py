@@ -99,7 +99,6 @@ def _compiler_flags(config: RunConfig, instance: Instance, *, flash: bool) -> li
 
 
 def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[Variable]:
-    stochastic = config.precision.update == "bf16_stochastic"
     variables = [
         Variable(
             "PJRT_DEVICE",
@@ -108,27 +107,7 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
             "https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/runtime.py",
             "unset it, or use backend.name=xla",
         ),
-        Variable(
-            ROUNDING,
-            "1" if stochastic else "0",
-            "the hardware rounds every cast to bf16 at random, as precision.update=bf16_stochastic asks"
-            if stochastic
-            else f"precision.update={config.precision.update} is made for rounding to nearest",
-            _ENVVARS,
-            "unset it; precision.update=bf16_stochastic alone rounds at random",
-        ),
-    ]
-    if stochastic:
-        variables.append(
-            Variable(
-                "NEURON_RT_STOCHASTIC_ROUNDING_SEED",
-                str(config.run.seed),
-                "run.seed on every rank, so that copies of a parameter round alike and a run repeats",
-                _ENVVARS,
-                "unset it and use run.seed",
-            )
-        )
-    variables += [
+        *_rounding(config),
         Variable(
             "XLA_DISABLE_FUNCTIONALIZATION",
             "0",
@@ -160,6 +139,27 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
         reason = "little host memory: a graph that did not compile beside others is tried alone"
         variables.append(Variable("NEURON_PARALLEL_COMPILE_MAX_RETRIES", "1", reason, _ENVVARS))
     return [*variables, *_network(config, instance)]
+
+
+def _rounding(config: RunConfig) -> list[Variable]:
+    stochastic = config.precision.update == "bf16_stochastic"
+    rounding = Variable(
+        ROUNDING,
+        "1" if stochastic else "0",
+        "the hardware rounds every cast to bf16 at random, as precision.update=bf16_stochastic asks"
+        if stochastic
+        else f"precision.update={config.precision.update} is made for rounding to nearest",
+        _ENVVARS,
+        "unset it; precision.update=bf16_stochastic alone rounds at random",
+    )
+    seed = Variable(
+        "NEURON_RT_STOCHASTIC_ROUNDING_SEED",
+        str(config.run.seed),
+        "run.seed on every rank, so that copies of a parameter round alike and a run repeats",
+        _ENVVARS,
+        "unset it and use run.seed",
+    )
+    return [rounding, seed] if stochastic else [rounding]
 
 
 def _hang_timeout(config: RunConfig) -> Variable:

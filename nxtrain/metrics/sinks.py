@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from nxtrain.errors import BackendError
-from nxtrain.io.regular import open_regular
+from nxtrain.io import jsonl
 from nxtrain.metrics.progress import open_progress
 from nxtrain.metrics.retrying_sink import RetryingSink, Sink, refuse_deleted
 from nxtrain.run_folder import METRICS_FILE, TENSORBOARD_DIR
@@ -40,9 +39,9 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         if path.exists():
-            _forget_after(path, resume_step)
+            jsonl.keep_up_to(path, "step", resume_step)
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._file = jsonl.open_to_append(path)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append the record in one write. JSON knows no NaN: a value that is not finite becomes null.
@@ -52,8 +51,7 @@ class JsonlSink:
         """
         refuse_deleted(self._file.fileno(), self._path)
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        jsonl.write_line(self._file, json.dumps(finite, allow_nan=False))
 
     def close(self) -> None:
         """Close the file."""
@@ -104,46 +102,3 @@ def _event_sink() -> type[TensorBoardSink]:
 
 def _tensorboard(kind: type[TensorBoardSink], folder: Path, resume_step: int) -> Sink:
     return kind(folder, resume_step=resume_step)
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Remove all but the whole lines up to `step`, each step once.
-
-    Lines at the end are truncated in place, which needs no disk space. Otherwise the file is replaced atomically, so
-    that a crash loses no line.
-    """
-    whole, is_whole = 0, True
-    with open(open_regular(path), "rb") as old:
-        for start, line in _standing(old, step):
-            is_whole = start == whole and line.endswith(b"\n")
-            if not is_whole:
-                break
-            whole += len(line)
-    if is_whole:
-        os.truncate(path, whole)
-        return
-    repaired = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, repaired.open("wb") as new:
-        new.writelines(line.rstrip(b"\n") + b"\n" for _, line in _standing(old, step))
-        new.flush()
-        os.fsync(new.fileno())
-    repaired.replace(path)
-
-
-def _standing(file: BinaryIO, step: int) -> Iterator[tuple[int, bytes]]:
-    """Each line that stays, with its offset in the file."""
-    start, last = 0, -1
-    for line in file:
-        found = _step_of(line)
-        if last < found <= step:
-            last = found
-            yield start, line
-        start += len(line)
-
-
-def _step_of(line: bytes) -> int:
-    """Step of a line; -1 if the line is no record."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return -1

@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any
 
 from nxtrain.io import jsonl
+from nxtrain.io.atomic import replace_text
 from nxtrain.io.jsonl import JsonlLog
 from nxtrain.io.regular import read_text
 from nxtrain.metrics.goodput import Spent, Start
@@ -115,9 +116,7 @@ def last_step(logs: Path) -> int:
 
 def _replace(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".tmp")
-    new.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    new.replace(path)
+    replace_text(path, json.dumps(content) + "\n", durable=False)
 
 
 def _line(start: Start) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from nxtrain.backends.base import AdamStep, Kernels, Rows
 from nxtrain.backends.kernels import bias_correction
 from nxtrain.backends.rounding import RoundingKey, step_hash
+from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.optim.update_rules import Compensated, Copied, InPlace, Nearest, ParamStorage, Stochastic
 from nxtrain.precision import Precision
@@ -45,7 +46,7 @@ class AdamW:
         put: Copies a host tensor to the device.
         precision: The update rule and the types of the state.
         seed: Seed of the run, for stochastic rounding.
-        betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101).
+        optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
 
     @torch.no_grad()
@@ -58,12 +59,10 @@ class AdamW:
         *,
         precision: Precision,
         seed: int,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        optim: OptimConfig,
     ) -> None:
         self._shards, self._layout, self._kernels, self._precision = shards, layout, kernels, precision
-        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._betas, self._eps, self._weight_decay = optim.betas, optim.eps, optim.weight_decay
         # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
         # that of all steps.
         self.num_updates = put(torch.zeros(2))
@@ -79,7 +78,7 @@ class AdamW:
             self._keys = {kind: rounding_keys(layout, shards, kind, seed, put) for kind in rounded}
         self._groups = [
             ([self._tile(rows) for rows in call], decay)
-            for decays, decay in ((True, weight_decay), (False, 0.0))
+            for decays, decay in ((True, optim.weight_decay), (False, 0.0))
             for call in kernels.tiles({n: s.shape for n, s in shards.items() if layout.table[n].decay == decays})
         ]
         self.reset()

@@ -97,7 +97,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # 9 arguments: autograd passes its inputs one by one
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,

@@ -32,7 +32,7 @@ from torch import Tensor
 from nxtrain.distributed.collectives import Collectives, Done, Pending
 from nxtrain.errors import NxtrainError
 from nxtrain.family import CausalLM
-from nxtrain.mesh import Axis
+from nxtrain.mesh import Mesh
 from nxtrain.parallel.saved_tensors import save_copies_of_views
 from nxtrain.parallel.schedule import Action, Order, Schedule, evaluation_schedule, schedule, with_exchanges
 from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
@@ -113,11 +113,10 @@ class Pipeline:
     Args:
         model: Model built of this rank's parts.
         parts: The parts, by chunk.
-        pp: Pipeline axis.
+        mesh: Mesh of the run.
         comm: Collectives.
         boundary: Step boundary of the device: runs the recorded graph.
         blank: Tensor of the shape and type of transfers, (S/tp, B, D); its values are not used.
-        place: Name of this rank in messages.
         weight_grads: Postponed weight gradients of the layers, for the ZB-H1 schedule; None: 1F1B.
 
     Attributes:
@@ -128,15 +127,15 @@ class Pipeline:
         self,
         model: CausalLM,
         parts: Sequence[StagePart],
-        pp: Axis,
+        mesh: Mesh,
         comm: Collectives,
         boundary: Callable[[], None],
         blank: Tensor,
-        place: str,
         weight_grads: WeightGradients | None = None,
     ) -> None:
-        self._model, self._parts, self._pp, self._comm = model, parts, pp, comm
-        self._boundary, self._blank, self._place, self._weight_grads = boundary, blank, place, weight_grads
+        self._model, self._parts, self._comm, self._boundary = model, parts, comm, boundary
+        self._blank, self._weight_grads = blank, weight_grads
+        self._pp, self._place = mesh.pp, mesh.words(mesh.rank)
         self.watch: Callable[[Action], AbstractContextManager[object]] = nullcontext
 
     def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], found: Found) -> None:

@@ -184,9 +184,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         put,
         precision=precision,
         seed=run.run.seed,
-        betas=run.optim.betas,
-        eps=run.optim.eps,
-        weight_decay=run.optim.weight_decay,
+        optim=run.optim,
     )
     return TrainState(
         model=model,
@@ -229,11 +227,10 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
     return Pipeline(
         cast(CausalLM, model),
         parts_of(plan, mesh),
-        mesh.pp,
+        mesh,
         backend.collectives,
         backend.step_boundary,
         backend.put(blank),
-        mesh.words(mesh.rank),
         WeightGradients(model) if run.parallel.schedule == "zero_bubble" else None,
     )
 

@@ -15,7 +15,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.environment import EXTRACTING, HOLDING
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.data import Loader
+from nxtrain.data import BatchShare, Loader
 from nxtrain.data.samples import TableSamples
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.meters import ThroughputMeter
@@ -130,12 +130,9 @@ def _short(config: RunConfig) -> RunConfig:
 def _loader(config: RunConfig, mesh: Mesh) -> Loader:
     return Loader(
         TableSamples(np.zeros((config.train.global_batch * EVALUATED_BATCHES, config.train.seq_len + 1), np.int8)),
+        BatchShare(config.train.global_batch, config.train.micro_batch, mesh.dp.rank, mesh.dp.size),
         seed=0,
         shuffle=False,
-        global_batch=config.train.global_batch,
-        micro_batch=config.train.micro_batch,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp.size,
     )
 
 

@@ -15,7 +15,7 @@ from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
-from nxtrain.data import Data, Loader, Samples, open_data, unigram_entropy
+from nxtrain.data import BatchShare, Data, Loader, Samples, open_data, unigram_entropy
 from nxtrain.errors import CheckpointError, DivergedError, NxtrainError, RestartError, StoppedBySignal
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
@@ -244,12 +244,9 @@ def _loader(
     config, dp = context.config, context.mesh.dp
     return Loader(
         samples,
+        BatchShare(config.train.global_batch, config.train.micro_batch, dp.rank, dp.size),
         seed=config.run.seed,
         shuffle=shuffle,
-        global_batch=config.train.global_batch,
-        micro_batch=config.train.micro_batch,
-        dp_rank=dp.rank,
-        dp_size=dp.size,
         origin=origin,
         past_end=past_end,
     )

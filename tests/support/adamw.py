@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Kernels
+from nxtrain.config.schema import OptimConfig
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.update_rules import Stochastic
@@ -22,7 +23,7 @@ STEPS = 50
 TABLE = ParamTable(
     {"matrix": ShardSpec((9, 5)), "vector": ShardSpec((7,)), "norm": ShardSpec((6,), decay=False, init=Init("ones"))}
 )
-RULE: dict[str, Any] = {"seed": 0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+RULE = OptimConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 LAYOUT = Layout(TABLE, Mesh.build(1, 0))
 SCALE = 0.25
 """Factor of every gradient, as clipping gives."""
@@ -58,7 +59,7 @@ def ours(
 ) -> tuple[AdamW, Mapping[str, nn.Parameter]]:
     """Our optimizer after its steps, and the parameters."""
     parameters = {name: nn.Parameter(put(p.detach())) for name, p in first(dtype).items()}
-    optimizer = AdamW(parameters, LAYOUT, kernels, put, precision=precision(dtype, update), **RULE)
+    optimizer = AdamW(parameters, LAYOUT, kernels, put, precision=precision(dtype, update), seed=0, optim=RULE)
     for step in range(STEPS):
         grads = {name: put(grad) for name, grad in grads_of(step, dtype).items()}
         optimizer.step(grads, put(torch.tensor(lr_of(step))), put(torch.tensor(SCALE)))
@@ -71,7 +72,7 @@ def torchs(dtype: torch.dtype) -> tuple[torch.optim.AdamW, dict[str, nn.Paramete
     decayed = [p for name, p in parameters.items() if TABLE[name].decay]
     plain = [p for name, p in parameters.items() if not TABLE[name].decay]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    rule = {key: value for key, value in RULE.items() if key != "seed"}
+    rule: dict[str, Any] = {"betas": RULE.betas, "eps": RULE.eps, "weight_decay": RULE.weight_decay}
     optimizer = torch.optim.AdamW(groups, lr=0.0, foreach=False, **rule)
     for step in range(STEPS):
         for name, grad in grads_of(step, dtype).items():

@@ -63,7 +63,11 @@ COVERED: dict[str, Stages] = {
     "nxtrain/nn/*": (("tests/unit/nn", "tests/unit/models"), ("tests/dist/test_logits.py", _PARITY)),
     "nxtrain/checkpoint/nxd_*": (_UNIT_CHECKPOINT, ("tests/train/test_nxd_conversion.py",)),
     "nxtrain/checkpoint/mirror.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
-    "nxtrain/io/object_store.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
+    "nxtrain/io/object_store.py": (
+        ("tests/unit/checkpoint/test_mirror.py", "tests/unit/compile/test_sync.py"),
+        _UNIT_CHECKPOINT,
+        ("tests/train/test_mirror_runs.py",),
+    ),
     "nxtrain/checkpoint/*": (_UNIT_CHECKPOINT, _RESHARDING, ("tests/train/test_resume.py",)),
 }
 """By source file, the tests that should notice a defect in it; the first pattern that fits counts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -163,3 +164,130 @@ def test_no_modules_import_each_other_not_even_for_types() -> None:
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     assert not circles({name: _imported(path, modules) - {name} for name, path in modules.items()})
+
+
+MAX_CODE_LINES = 60
+MAX_ARGUMENTS = 7
+
+COMMANDS = "nxtrain/cli"
+"""Typer commands, whose arguments are the options."""
+
+NOT_YET = {
+    *("nxtrain/checkpoint/async_writer.py", "nxtrain/checkpoint/mirror.py", "nxtrain/checkpoint/save.py"),
+    "nxtrain/train/checkpoints.py",
+}
+"""Files with functions that are too long, or take too much."""
+
+
+def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, source: str) -> int:
+    """Lines of a function that are neither blank, comment nor docstring."""
+    numbers = set(range(function.lineno, (function.end_lineno or 0) + 1))
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        numbers -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    lines = source.splitlines()
+    return sum(bool(line := lines[number - 1].strip()) and not line.startswith("#") for number in numbers)
+
+
+def num_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    taken = function.args
+    every = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
+    return sum(argument is not None and argument.arg not in {"self", "cls"} for argument in every)
+
+
+def has_reason(function: ast.FunctionDef | ast.AsyncFunctionDef, source: str) -> bool:
+    """True if the line of a function, or the line above, has a comment such as `# 9 arguments: as the kernel's`."""
+    lines = source.splitlines()
+    near = lines[max(0, function.lineno - 2) : function.lineno]
+    return any(re.search(rf"# {num_arguments(function)} arguments: \w+", line) for line in near)
+
+
+def too_large(source: str) -> list[str]:
+    """Functions over the limits, with the excess."""
+    found = []
+    for function in functions(source):
+        if (count := code_lines(function, source)) > MAX_CODE_LINES:
+            found.append(f"{function.name}: {count} lines")
+        if (count := num_arguments(function)) > MAX_ARGUMENTS and not has_reason(function, source):
+            found.append(f"{function.name}: {count} arguments")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f(a, b, c, d, e, f, g): pass", []),
+        ("def f(self, a, b, c, d, e, f, g): pass", []),
+        ("def f(a, b, c, d, e, f, g, h): pass", ["f: 8 arguments"]),
+        ("def f(a, /, b, c, *d, e, f, g, **h): pass", ["f: 8 arguments"]),
+        ("class A:\n    def __init__(\n        self, a, b, c, d,\n e, f, g, h): pass", ["__init__: 8 arguments"]),
+        ("def f(a, b, c, d, e, f, g, h):  # 8 arguments: a kernel's\n    pass", []),
+        ("# 8 arguments: a kernel's\ndef f(a, b, c, d, e, f, g, h): pass", []),
+        ("# 9 arguments: a kernel's\ndef f(a, b, c, d, e, f, g, h): pass", ["f: 8 arguments"]),
+        ("def f(a, b, c, d, e, f, g, h):  # 8 arguments:\n    pass", ["f: 8 arguments"]),
+        ("def f():\n" + "    pass\n" * 59, []),
+        ("def f():\n" + "    pass\n" * 60, ["f: 61 lines"]),
+        ("def f():\n    'One.\\\n" + "more\\\n" * 9 + "    '\n" + "    pass\n\n    # why\n" * 59, []),
+        ("async def f():\n" + "    pass\n" * 60, ["f: 61 lines"]),
+    ],
+)
+def test_a_function_over_the_limits_is_seen(code: str, expected: list[str]) -> None:
+    assert too_large(code) == expected
+
+
+def test_functions_are_short_and_take_few_arguments_or_give_a_reason() -> None:
+    paths = [path for path in LIBRARY if not inside(path, COMMANDS) and name(path) not in NOT_YET]
+    sources = {name(path): path.read_text(encoding="utf-8") for path in paths}
+    assert {path: found for path, source in sources.items() if (found := too_large(source))} == {}
+
+
+RENAMES = {
+    "nxtrain/io/atomic.py": "the one place that writes a draft of a file and renames it",
+    "nxtrain/compile/cache.py": "folders of entries, and locks, whose owner is looked at after the rename",
+    "nxtrain/checkpoint/directory.py": "folders of checkpoints: published, quarantined, abandoned",
+    "nxtrain/checkpoint/save.py": "a folder of a checkpoint that another replaces",
+    "nxtrain/metrics/goodput_meter.py": "no path: a method of the log",
+}
+"""Files that rename, with the reason."""
+
+RENAMES_NOT_YET = {"nxtrain/checkpoint/rewinds.py"}
+"""Files that write drafts of their own."""
+
+
+def renames(node: ast.AST) -> bool:
+    """True if a call renames a file or a folder; `str.replace` and `dataclasses.replace` do not."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    owner, method = ast.unparse(node.func.value), node.func.attr
+    if owner in {"os", "shutil"}:
+        return method in {"replace", "rename", "renames", "move"}
+    return method == "rename" or (method == "replace" and len(node.args) == 1 and not node.keywords)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("draft.replace(path)", True),
+        ("path.with_name('a').rename(path)", True),
+        ("os.replace(a, b)", True),
+        ("os.rename(a, b)", True),
+        ("shutil.move(a, b)", True),
+        ("text.replace('a', 'b')", False),
+        ("dataclasses.replace(a, b=1)", False),
+        ("replace(a, b=1)", False),
+        ("os.path.join(a, b)", False),
+    ],
+)
+def test_a_rename_is_seen_in_every_form(code: str, expected: bool) -> None:
+    assert any(map(renames, ast.walk(ast.parse(code)))) is expected
+
+
+def test_drafts_are_renamed_by_the_atomic_write_only() -> None:
+    found = {name(path) for path in LIBRARY if any(map(renames, expressions(path)))}
+    assert found - RENAMES_NOT_YET == RENAMES.keys()

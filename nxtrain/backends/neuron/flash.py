@@ -18,7 +18,7 @@ from nxtrain.errors import BackendError
 class FlashFunction(Protocol):
     """`nki_flash_attn_func` of NxD 0.16 to 0.18, with the arguments that nxtrain passes."""
 
-    def __call__(
+    def __call__(  # 8 arguments: those of the kernel
         self,
         q: Tensor,
         k: Tensor,

@@ -181,6 +181,16 @@ def test_verify_takes_damaged_entries_out_of_use(cache: Cache, harm: Callable[[P
     assert (cache.entries(), [entry.key for entry in cache.quarantined()]) == ([], [key(1)])
 
 
+def test_an_entry_that_is_damaged_again_replaces_the_quarantined_one_and_leaves_no_trash(cache: Cache) -> None:
+    for _ in range(2):
+        folder = add_done(cache.root, key(1))
+        list(cache.verify())
+        (folder / NEFF).write_bytes(neff(key(2)))
+        list(cache.verify())
+    assert [entry.key for entry in cache.quarantined()] == [key(1)]
+    assert leftovers(cache) == []
+
+
 def test_an_entry_compiled_anew_is_not_held_to_its_old_seal(cache: Cache) -> None:
     folder = add_done(cache.root, key(1))
     list(cache.verify())

@@ -21,8 +21,8 @@ from nxtrain.compile.entries import LOCK, Key, State
 from nxtrain.compile.lock_owners import descends, naming, this_process
 from nxtrain.compile.manifest import Graph, Manifest, read_manifest, write_manifest
 from nxtrain.compile.miss_watch import Watch, watch_misses
-from nxtrain.config.check import resolve_config
-from nxtrain.config.load import Loaded, load
+from nxtrain.config.check import Resolved, resolve_config
+from nxtrain.config.load import load
 from nxtrain.errors import BackendError, ConfigError
 from tests.support.caches import COMPILER, add_done, add_locked, add_pending, compiling, key
 
@@ -143,13 +143,13 @@ def neuron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miss_watch, "_compiler", lambda: "")
 
 
-def run(folder: Path, *overrides: str) -> Loaded:
+def run(folder: Path, *overrides: str, world: int = 1) -> Resolved:
     own = (f"compile.cache_dir={folder / 'cache'}", f"compile.manifest={folder / 'manifest.json'}")
-    return load(TINY, (*own, *overrides))
+    return resolve_config(load(TINY, (*own, *overrides)), world)
 
 
 def compiled(folder: Path) -> None:
-    build = build_of(resolve_config(run(folder), 1), 1, {}, COMPILER)
+    build = build_of(run(folder), 1, {}, COMPILER)
     manifest = Manifest("tiny_cpu", build, (Graph("step 1 #1", key(1).module, 1.0),))
     write_manifest(manifest, folder / "manifest.json")
 
@@ -170,8 +170,8 @@ def test_a_run_that_must_not_compile_needs_its_manifest_and_its_graphs(tmp_path:
 
 @pytest.mark.usefixtures("neuron")
 def test_a_machine_of_some_stages_needs_the_graphs_of_these_only(tmp_path: Path) -> None:
-    stops = run(tmp_path, "compile.on_miss=stop", "parallel.pp=2", "train.micro_batch=1")
-    build = build_of(resolve_config(stops, 4), 4, {}, COMPILER)
+    stops = run(tmp_path, "compile.on_miss=stop", "parallel.pp=2", "train.micro_batch=1", world=4)
+    build = build_of(stops, 4, {}, COMPILER)
     write_manifest(
         Manifest("tiny_cpu", build, (Graph("step 1 #1", key(1).module, 1.0),), (0,)),
         tmp_path / "manifest.stages-0.json",

@@ -5,13 +5,10 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache, UnusableEntryError
@@ -19,40 +16,17 @@ from nxtrain.compile.entries import DONE, LOCK, NEFF, Entry, Key
 from nxtrain.compile.entry_hashes import Seal
 from nxtrain.compile.sync import CacheLocation, Step, open_place, sync
 from nxtrain.errors import BackendError, ConfigError, StorageError
+from nxtrain.io.object_store import S3Path, S3Store, open_store
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
+from tests.support.s3 import BUCKET, s3, s3_variables
 
-BUCKET = "graphs"
+__all__ = ["s3", "s3_variables"]
+
 PREFIX = "llama/7b"
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of a server with one empty bucket; AWS's own variables lead everybody there."""
-    variables = {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
-    yield client
-    for item in client.list_objects_v2(Bucket=BUCKET).get("Contents", ()):
-        client.delete_object(Bucket=BUCKET, Key=item["Key"])
-    client.delete_bucket(Bucket=BUCKET)
-    client.close()
+def bucket_at(address: str) -> Bucket:
+    return Bucket(open_store(address))
 
 
 @pytest.fixture
@@ -145,21 +119,21 @@ def test_what_a_neighbour_works_on_is_left_to_him(node: Cache, tmp_path: Path) -
 
 
 def test_in_a_bucket_an_entry_shows_only_once_all_its_files_are_there(node: Cache, s3: Any) -> None:
-    class Torn(Bucket):
-        def _entry(self, key: Key) -> str:
+    class Torn(S3Store):
+        def put(self, name: str, content: bytes) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sync(node, Torn(f"s3://{BUCKET}/{PREFIX}"))
+        sync(node, Bucket(Torn(S3Path(f"s3://{BUCKET}/{PREFIX}"))))
     assert any("/objects/" in item["Key"] for item in s3.list_objects_v2(Bucket=BUCKET)["Contents"])
-    assert Bucket(f"s3://{BUCKET}/{PREFIX}").done() == set()
+    assert bucket_at(f"s3://{BUCKET}/{PREFIX}").done() == set()
 
 
 def test_two_nodes_with_different_builds_of_a_graph_leave_one_whole_entry(node: Cache, s3: Any, tmp_path: Path) -> None:
     """A NEFF holds the time of its build, so that two nodes never make the same bytes."""
     second = Cache(tmp_path / "second")
     (add_done(second.root, key(1)) / NEFF).write_bytes(b"built elsewhere")
-    bucket = Bucket(f"s3://{BUCKET}/{PREFIX}")
+    bucket = bucket_at(f"s3://{BUCKET}/{PREFIX}")
     folders: dict[str, tuple[Path, Seal]] = {}
     for name, cache in (("a", node), ("b", second)):
         (tmp_path / name).mkdir()
@@ -173,13 +147,17 @@ def test_two_nodes_with_different_builds_of_a_graph_leave_one_whole_entry(node: 
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [(b"torn", "damaged: model.neff has 4 bytes"), (None, "damaged: llama/7b/objects/"), ("rotten", "has SHA-256")],
+    [
+        (b"torn", "damaged: model.neff has 4 bytes"),
+        (None, f"damaged: s3://{BUCKET}/{PREFIX}/objects/"),
+        ("rotten", "has SHA-256"),
+    ],
     ids=["cut short", "missing", "changed"],
 )
 def test_an_object_that_is_not_what_it_should_be_is_not_taken(
     node: Cache, s3: Any, tmp_path: Path, body: bytes | str | None, reason: str
 ) -> None:
-    bucket, other = Bucket(f"s3://{BUCKET}/{PREFIX}"), Cache(tmp_path / "other")
+    bucket, other = bucket_at(f"s3://{BUCKET}/{PREFIX}"), Cache(tmp_path / "other")
     sync(node, bucket)
     listed = json.loads(s3.get_object(Bucket=BUCKET, Key=f"{PREFIX}/entries/{key(1)}.json")["Body"].read())
     name = f"{PREFIX}/objects/{listed['files'][NEFF]['sha256']}"
@@ -208,27 +186,27 @@ def test_a_list_of_files_that_leads_elsewhere_or_lacks_some_is_not_believed(
     body = json.dumps({"files": files}).encode()
     s3.put_object(Bucket=BUCKET, Key=f"{PREFIX}/entries/{key(1)}.json", Body=body)
     s3.put_object(Bucket=BUCKET, Key=f"{PREFIX}/entries/neuronxcc-2/../../MODULE_1.json", Body=body)
-    report = sync(Bucket(f"s3://{BUCKET}/{PREFIX}/"), Cache(tmp_path / "other"))
+    report = sync(bucket_at(f"s3://{BUCKET}/{PREFIX}/"), Cache(tmp_path / "other"))
     assert "is no list of files" in report.unusable[key(1)]
     assert len(report.unusable) == 1
 
 
 def test_prefixes_do_not_see_each_other(node: Cache, s3: Any) -> None:
-    sync(node, Bucket(f"s3://{BUCKET}/a"))
-    assert Bucket(f"s3://{BUCKET}/a").done() == set(DONE_KEYS)
-    assert (Bucket(f"s3://{BUCKET}/aa").done(), Bucket(f"s3://{BUCKET}").done()) == (set(), set())
+    sync(node, bucket_at(f"s3://{BUCKET}/a"))
+    assert bucket_at(f"s3://{BUCKET}/a").done() == set(DONE_KEYS)
+    assert (bucket_at(f"s3://{BUCKET}/aa").done(), bucket_at(f"s3://{BUCKET}").done()) == (set(), set())
 
 
 @pytest.mark.usefixtures("s3")
 def test_a_bucket_that_is_not_there_is_one_message(node: Cache) -> None:
     with pytest.raises(BackendError, match=r"s3://absent/x: .*NoSuchBucket.*aws s3 ls s3://absent/"):
-        sync(node, Bucket("s3://absent/x"))
+        sync(node, bucket_at("s3://absent/x"))
 
 
 def test_a_server_that_does_not_answer_is_one_message(s3: Any, node: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match="Could not connect to the endpoint URL"):
-        sync(node, Bucket(f"s3://{BUCKET}"))
+        sync(node, bucket_at(f"s3://{BUCKET}"))
 
 
 def test_without_boto3_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from nxtrain.data import Loader
+from nxtrain.data import BatchShare, Loader
 from nxtrain.data.samples import TableSamples
 from tests.support.drawn import SEED
 
@@ -33,15 +33,7 @@ def test_the_ranks_of_a_drawn_layout_read_what_one_rank_reads() -> None:
             shuffle: bool = shuffle,
             batch: int = batch,
         ) -> Loader:
-            return Loader(
-                TableSamples(table),
-                seed=seed,
-                shuffle=shuffle,
-                global_batch=batch,
-                micro_batch=rows,
-                dp_rank=rank,
-                dp_size=size,
-            )
+            return Loader(TableSamples(table), BatchShare(batch, rows, rank, size), seed=seed, shuffle=shuffle)
 
         said = f"seed {SEED}, case {index}"
         steps = range(first, first + 4)

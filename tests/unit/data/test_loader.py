@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nxtrain.data import Loader
+from nxtrain.data import BatchShare, Loader
 from nxtrain.data.samples import TableSamples
 from nxtrain.family import IGNORE_INDEX
 
@@ -21,15 +21,7 @@ def rows_of_step(step: int, *, shuffle: bool, micro_batch: int, dp_size: int) ->
     """Row numbers of a global batch of 8, ranks joined in order."""
     parts = []
     for dp_rank in range(dp_size):
-        loader = Loader(
-            TableSamples(TABLE),
-            seed=3,
-            shuffle=shuffle,
-            global_batch=8,
-            micro_batch=micro_batch,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-        )
+        loader = Loader(TableSamples(TABLE), BatchShare(8, micro_batch, dp_rank, dp_size), seed=3, shuffle=shuffle)
         batch = loader.batch(step)
         assert batch.inputs.shape == batch.targets.shape == (8 // dp_size // micro_batch, micro_batch, SEQ_LEN)
         assert batch.inputs.dtype == batch.targets.dtype == np.int64
@@ -66,16 +58,7 @@ def test_padded_pass_counts_every_row_once() -> None:
     samples = TableSamples(TABLE)
     counted, num_tokens = [], 0
     for dp_rank in (0, 1):
-        loader = Loader(
-            samples,
-            seed=0,
-            shuffle=False,
-            global_batch=8,
-            micro_batch=2,
-            dp_rank=dp_rank,
-            dp_size=2,
-            past_end="pad",
-        )
+        loader = Loader(samples, BatchShare(8, 2, dp_rank, 2), seed=0, shuffle=False, past_end="pad")
         assert loader.steps_per_epoch == 3
         for step in range(3):
             batch = loader.batch(step)
@@ -86,7 +69,7 @@ def test_padded_pass_counts_every_row_once() -> None:
 
 
 def test_prefetched_batches_equal_direct_ones_from_any_step() -> None:
-    loader = Loader(TableSamples(TABLE), seed=1, shuffle=True, global_batch=4, micro_batch=2)
+    loader = Loader(TableSamples(TABLE), BatchShare(4, 2), seed=1, shuffle=True)
     for start in (0, 5):
         for step, batch in enumerate(islice(loader.prefetched(start), 9), start):
             np.testing.assert_array_equal(batch.inputs, loader.batch(step).inputs)
@@ -104,7 +87,7 @@ class FailingSamples(TableSamples):
 
 
 def test_read_error_reaches_the_consumer_at_its_step() -> None:
-    loader = Loader(FailingSamples(TABLE), seed=0, shuffle=False, global_batch=4, micro_batch=4)
+    loader = Loader(FailingSamples(TABLE), BatchShare(4, 4), seed=0, shuffle=False)
     batches = loader.prefetched(0)
     for _ in range(3):
         next(batches)
@@ -113,7 +96,7 @@ def test_read_error_reaches_the_consumer_at_its_step() -> None:
 
 
 def test_closing_ends_the_thread() -> None:
-    loader = Loader(TableSamples(TABLE), seed=0, shuffle=False, global_batch=4, micro_batch=4)
+    loader = Loader(TableSamples(TABLE), BatchShare(4, 4), seed=0, shuffle=False)
     batches = loader.prefetched(0)
     next(batches)
     assert any(thread.name.startswith("nxtrain-data") for thread in threading.enumerate())
@@ -123,8 +106,8 @@ def test_closing_ends_the_thread() -> None:
 
 def test_after_a_change_of_the_batch_the_order_goes_on_where_it_stood() -> None:
     """Ten steps of 4 rows, then steps of 6: as `origin`, the position at which steps of 6 would have begun."""
-    narrow = Loader(TableSamples(TABLE), seed=1, shuffle=True, global_batch=4, micro_batch=2)
-    wide = Loader(TableSamples(TABLE), seed=1, shuffle=True, global_batch=6, micro_batch=2, origin=10 * 4 - 10 * 6)
+    narrow = Loader(TableSamples(TABLE), BatchShare(4, 2), seed=1, shuffle=True)
+    wide = Loader(TableSamples(TABLE), BatchShare(6, 2), seed=1, shuffle=True, origin=10 * 4 - 10 * 6)
 
     def first_ids(loader: Loader, steps: range) -> list[int]:
         return [int(i) for step in steps for i in loader.batch(step).inputs[..., 0].ravel()]

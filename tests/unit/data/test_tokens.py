@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nxtrain.data import Loader, unigram_entropy
+from nxtrain.data import BatchShare, Loader, unigram_entropy
 from nxtrain.data import samples as samples_module
 from nxtrain.data.samples import TableSamples
 from nxtrain.errors import DataError
@@ -24,7 +24,7 @@ def test_step_takes_its_rows_of_the_file(tmp_path: Path, open_alone: OpenAlone, 
     data = open_alone(source="tokens", path=str(tmp_path / "ids.npy"), shuffle=False)
     assert (data.validation, data.tokenizer) == (None, None)
     for dp_rank in (0, 1):
-        loader = Loader(data.train, seed=0, shuffle=False, global_batch=4, micro_batch=1, dp_rank=dp_rank, dp_size=2)
+        loader = Loader(data.train, BatchShare(4, 1, dp_rank, 2), seed=0, shuffle=False)
         for step in range(3):
             expected = table[step * 4 + dp_rank * 2 :][:2].astype(np.int64)
             batch = loader.batch(step)

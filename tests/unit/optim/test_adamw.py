@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -51,9 +49,9 @@ def test_masters_keep_updates_that_bf16_would_lose() -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     layout = Layout(ParamTable({"w": ShardSpec((4,))}), Mesh.build(1, 0))
     kernels = KERNELS["fused"]
-    rule: dict[str, Any] = {**RULE, "weight_decay": 0.0}
+    rule = RULE.model_copy(update={"weight_decay": 0.0})
     optimizer = AdamW(
-        {"w": parameter}, layout, kernels, host, precision=precision(torch.bfloat16, "fp32_master"), **rule
+        {"w": parameter}, layout, kernels, host, precision=precision(torch.bfloat16, "fp32_master"), seed=0, optim=rule
     )
     for _ in range(16):  # each update is the learning rate, a quarter of the distance to the next smaller bf16 number
         grads = {"w": torch.ones(4, dtype=torch.bfloat16)}
@@ -66,11 +64,13 @@ def test_masters_keep_updates_that_bf16_would_lose() -> None:
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.99, 0.9999), (0.0, 0.0)])
 def test_the_first_updates_are_exact_whatever_the_decay(kernels: Kernels, betas: tuple[float, float]) -> None:
     """From weights of zero, so that no digit of an update is lost; against the formula in float64."""
-    rule: dict[str, Any] = {**RULE, "weight_decay": 0.0, "betas": betas, "eps": 1e-12}
+    rule = RULE.model_copy(update={"weight_decay": 0.0, "betas": betas, "eps": 1e-12})
     layout = Layout(ParamTable({"w": ShardSpec((16,))}), Mesh.build(1, 0))
     before = torch.zeros(16)
     parameter = nn.Parameter(torch.zeros(16))
-    optimizer = AdamW({"w": parameter}, layout, kernels, host, precision=precision(torch.float32, "fp32"), **rule)
+    optimizer = AdamW(
+        {"w": parameter}, layout, kernels, host, precision=precision(torch.float32, "fp32"), seed=0, optim=rule
+    )
     mean, mean_sq = torch.zeros(16).double(), torch.zeros(16).double()
     for step in range(1, 5):
         grad = torch.randn(16, generator=torch.Generator().manual_seed(step))
@@ -85,6 +85,6 @@ def test_the_first_updates_are_exact_whatever_the_decay(kernels: Kernels, betas:
 @EVERY
 def test_a_rate_of_zero_changes_no_parameter(kernels: Kernels) -> None:
     parameters = first(torch.float32)
-    optimizer = AdamW(parameters, LAYOUT, kernels, host, precision=precision(torch.float32, "fp32"), **RULE)
+    optimizer = AdamW(parameters, LAYOUT, kernels, host, precision=precision(torch.float32, "fp32"), seed=0, optim=RULE)
     optimizer.step(grads_of(0, torch.float32), torch.tensor(0.0), torch.tensor(1.0))
     assert all(torch.equal(parameters[name], p) for name, p in first(torch.float32).items())

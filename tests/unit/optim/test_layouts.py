@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuKernels
+from nxtrain.config.schema import OptimConfig
 from nxtrain.mesh import Mesh
 from nxtrain.optim import adamw as adamw_module
 from nxtrain.optim.adamw import AdamW
@@ -19,7 +20,7 @@ from tests.support.adamw import cut, host, part, precision
 from tests.support.layers import random
 
 STEPS = 4
-ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAM = OptimConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 WHOLE = {
     "a.q_proj.weight": (24, 10),
@@ -65,7 +66,9 @@ def trained(update: Update, state: torch.dtype, *, tp: int, shard: int, fused: b
     for rank in range(tp * shard):
         layout = Layout(table(replicas=replicas, fused=fused), Mesh.build(tp * shard, rank, tp=tp, shard=shard))
         shards = cut(layout, start, shapes(layout))
-        adamw = AdamW(shards, layout, CpuKernels(), host, precision=precision(params, update, state), seed=7, **ADAM)
+        adamw = AdamW(
+            shards, layout, CpuKernels(), host, precision=precision(params, update, state), seed=7, optim=ADAM
+        )
         for step in range(STEPS):
             grads = {name: random(*shape, seed=100 * step + i) for i, (name, shape) in enumerate(WHOLE.items())}
             adamw.step(cut(layout, grads, shards), torch.tensor(1e-3), torch.tensor(0.7))

@@ -29,7 +29,7 @@ def optimizer(
     kernels: Kernels, update: Update, params: torch.dtype, state: torch.dtype
 ) -> tuple[AdamW, dict[str, Tensor]]:
     shards = {name: p.detach() for name, p in first(params).items()}
-    return AdamW(shards, LAYOUT, kernels, host, precision=precision(params, update, state), **RULE), shards
+    return AdamW(shards, LAYOUT, kernels, host, precision=precision(params, update, state), seed=0, optim=RULE), shards
 
 
 def step(adamw: AdamW, grads: dict[str, Tensor], scale: float, skip: bool | None) -> None:

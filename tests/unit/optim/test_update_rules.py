@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuKernels
+from nxtrain.config.schema import OptimConfig
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.precision import Update
@@ -17,14 +18,15 @@ from tests.support.adamw import host, precision, rounding_to_nearest
 from tests.support.layers import random
 
 BF16, FP32 = torch.bfloat16, torch.float32
-ADAM: dict[str, Any] = {"seed": 0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+ADAM = OptimConfig(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
 
 
-def optimizer(param: Tensor, update: Update, state: torch.dtype = FP32, **changes: Any) -> AdamW:
+def optimizer(param: Tensor, update: Update, state: torch.dtype = FP32, seed: int = 0, **changes: Any) -> AdamW:
     """AdamW of one parameter `w`."""
     layout = Layout(ParamTable({"w": ShardSpec(tuple(param.shape))}), Mesh.build(1, 0))
     types = precision(param.dtype, update, state)
-    return AdamW({"w": param}, layout, CpuKernels(), host, precision=types, **{**ADAM, **changes})
+    optim = ADAM.model_copy(update=changes)
+    return AdamW({"w": param}, layout, CpuKernels(), host, precision=types, seed=seed, optim=optim)
 
 
 def step(adamw: AdamW, grad: Tensor, lr: float) -> None:
