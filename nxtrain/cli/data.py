@@ -73,9 +73,10 @@ def prepare(
     """
     from nxtrain.data.arrow.preparation import Request, prepare_corpus
     from nxtrain.data.arrow.presentation import ConsoleWatcher
+    from nxtrain.process.signals import noted
 
     request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart)
-    with ConsoleWatcher() as watcher:
+    with noted() as signals, ConsoleWatcher(signals) as watcher:
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)
 

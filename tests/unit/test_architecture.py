@@ -252,6 +252,7 @@ RENAMES = {
     "nxtrain/compile/cache.py": "folders of entries, and locks, whose owner is looked at after the rename",
     "nxtrain/checkpoint/directory.py": "folders of checkpoints: published, quarantined, abandoned",
     "nxtrain/checkpoint/save.py": "a folder of a checkpoint that another replaces",
+    "nxtrain/data/arrow/work.py": "shards and bad rows, which grow over many starts before they get their names",
     "nxtrain/metrics/goodput_meter.py": "no path: a method of the log",
 }
 """Files that rename, with the reason."""

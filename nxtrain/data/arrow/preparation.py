@@ -25,7 +25,7 @@ from nxtrain.data.arrow.rows import BadRow, Progress, Row, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
-from nxtrain.errors import ConfigError, DataError
+from nxtrain.errors import ConfigError, DataError, StoppedBySignal
 
 BATCH_BYTES = 16 << 20
 """Bytes of text after which a batch ends."""
@@ -80,6 +80,10 @@ class Watcher:
     def bad(self, text: str) -> None:
         """A row is skipped."""
 
+    def asked_to_stop(self) -> str:
+        """Name of the signal that asks for a stop; empty: none."""
+        return ""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -103,6 +107,7 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
         ConfigError: Arguments that cannot be.
         DataError: A bad row under the policy `stop`, an unknown format, no document at all, or results of other input.
         StorageError: The storage fails.
+        StoppedBySignal: The watcher was asked to stop.
     """
     outputs = Outputs(request.out)
     _check(request)
@@ -182,6 +187,8 @@ def _copy(request: Request, sources: Sequence[Source], column: Column, work: Wor
         texts.clear()
         num_bytes = 0
         watcher.advance(num_read, counts)
+        if name := watcher.asked_to_stop():
+            raise StoppedBySignal(f"stopped by {name}; the same command goes on from {counts.documents:,} documents")
 
     for number, source, found in source_rows(sources, request.field, request.lines, position, progress):
         if isinstance(found, BadRow):

@@ -14,15 +14,21 @@ from rich.table import Table
 from nxtrain.data.arrow.preparation import Outcome, Watcher
 from nxtrain.data.arrow.work import Counts
 from nxtrain.process.console import standard_error
+from nxtrain.process.signals import Signals
 
 _LINE_SECONDS = 10.0
 """Time between two plain lines."""
 
 
 class ConsoleWatcher(Watcher):
-    """Progress on standard error: a bar on a terminal, else a line every ten seconds; leaving the context ends it."""
+    """Progress on standard error: a bar on a terminal, else a line every ten seconds; leaving the context ends it.
 
-    def __init__(self) -> None:
+    Args:
+        signals: Stop requests of this process.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
         self._console = standard_error()
         self._bar: Progress | None = None
         self._total, self._shown = 0, time.monotonic()
@@ -60,6 +66,10 @@ class ConsoleWatcher(Watcher):
     def bad(self, text: str) -> None:
         """Print a skipped row."""
         self._console.print(f"skipped: {text}", markup=False)
+
+    def asked_to_stop(self) -> str:
+        """Name of the first signal."""
+        return self._signals.asked
 
     def end(self, outcome: Outcome) -> None:
         """Print the counts of the result."""

@@ -23,7 +23,7 @@ from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Column, Settings, schema_of
 from nxtrain.data.arrow.ipc import Block
 from nxtrain.errors import DataError
-from nxtrain.io.atomic import sync_folder
+from nxtrain.io.atomic import replace_bytes, replace_text, sync_folder
 from nxtrain.io.jsonl import append, read
 from nxtrain.io.regular import read_bytes
 
@@ -187,7 +187,7 @@ class Work:
             "shard": self._shard,
             "block": block,
             "bad_bytes": self._bad.tell(),
-            "counts": asdict(self.counts),
+            "counts": vars(self.counts),
         }
         append(self._outputs.work / _JOURNAL, json.dumps(line))
 
@@ -198,12 +198,7 @@ class Work:
         self._bad.flush()
         os.fsync(self._bad.fileno())
         content = {**summary, "shards": self._shard + 1}
-        draft = folder / f"{_SUMMARY}.draft"
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(folder / _SUMMARY)
+        replace_text(folder / _SUMMARY, f"{json.dumps(content, indent=2)}\n", durable=True)
         self.publish()
 
     def publish(self) -> None:
@@ -212,7 +207,7 @@ class Work:
         bad = folder / _BAD
         if bad.exists() and bad.stat().st_size:
             bad.replace(outputs.bad)
-        shutil.copyfile(folder / _SUMMARY, outputs.summary)
+        replace_bytes(outputs.summary, read_bytes(folder / _SUMMARY), durable=True)
         shards = folder / _SHARDS
         if shards.exists():
             sync_folder(shards)
