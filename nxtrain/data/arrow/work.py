@@ -265,6 +265,7 @@ def _cut(path: Path, size: int) -> BinaryIO:
         file.close()
         raise DataError(f"{path} has {found:,} bytes of {size:,} that were written; begin again with --restart")
     file.truncate(size)
+    file.seek(size)  # the position was that of the old end
     return file
 
 
