@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nxtrain.config.bounds import MAX_SIZE
+from nxtrain.config.bounds import MAX_INT, MAX_SIZE
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local
 
@@ -29,10 +29,11 @@ def _path(text: str) -> Path:
 
 def _num_bytes(text: str | int) -> int:
     """Number of bytes, such as 512MiB or 2GB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?i?)b?", str(text).lower())
-    if not found or found[2] not in _UNITS:
-        raise ConfigError(f"--shard-bytes {text} is no size; give a number of bytes, or one such as 512MiB or 2GB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([kmgt]?i?)b?", str(text).lower())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else -1
+    if not 0 <= size <= MAX_INT:
+        raise typer.BadParameter(f"{text} is no size; give a number of bytes, or one such as 512MiB or 2GB")
+    return size
 
 
 Tokenizer = Annotated[

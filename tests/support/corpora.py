@@ -61,7 +61,7 @@ def compressed(content: bytes, codec: str) -> bytes:
     return bytes(sink.getvalue())
 
 
-def write_corpus(folder: Path, name: str, texts: Sequence[str]) -> Path:
+def write_corpus(folder: Path, name: str, texts: Sequence[str], row_group_size: int = 10) -> Path:
     """Write documents in a format of `FORMATS`, and return the path to read."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
@@ -74,7 +74,7 @@ def write_corpus(folder: Path, name: str, texts: Sequence[str]) -> Path:
         codec = {".gz": gzip.compress, ".zst": lambda plain: compressed(plain, "zstd")}.get(path.suffix)
         path.write_bytes(codec(content) if codec else content)
     elif name == "a.parquet":
-        pq.write_table(table(texts), path, row_group_size=10)
+        pq.write_table(table(texts), path, row_group_size=row_group_size)
     elif name == "save_to_disk":
         path.mkdir()
         half = len(texts) // 2

@@ -26,7 +26,7 @@ TEXT, IDS = "text", "ids"
 SECTION_CHARS = 1 << 20
 """Longest text that is encoded as one; a longer document is cut at ends of lines, which bounds the memory."""
 
-_ENCODE_BYTES = 4 << 20  # an encoding takes some 100 bytes a token
+_ENCODE_BYTES = 1 << 20  # an encoding takes some 100 bytes a token
 
 _ANY_VOCABULARY = 1 << 32
 

@@ -27,7 +27,7 @@ from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
 from nxtrain.errors import ConfigError, DataError, StoppedBySignal
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 8 << 20
 """Bytes of text after which a batch ends."""
 
 BATCH_ROWS = 1 << 17

@@ -305,7 +305,7 @@ def refuse(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> No
         if key not in wanted or found.get(key) == wanted[key]:
             continue
         if key == "settings" and found.get(key):
-            old, new = json.loads(found[key]), json.loads(wanted[key])
+            old, new = _object(found[key]), _object(wanted[key])
             lines += [
                 f"{each}: {old.get(each)!r} there, {new[each]!r} here" for each in new if old.get(each) != new[each]
             ]
@@ -318,7 +318,15 @@ def refuse(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> No
 def read_summary(path: Path) -> dict[str, Any]:
     """Summary of a finished preparation; empty if there is none."""
     try:
-        content = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
+        return _object(read_bytes(path))
+    except OSError:
+        return {}
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    """Object of a JSON text; empty for any other text."""
+    try:
+        content = json.loads(text)
+    except (RecursionError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
