@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def encode(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> Iterator[np.ndar
     for batch in _batches(texts):
         encoded = tokenizer.tokenizer.encode_batch_fast([section for section, _ in batch], add_special_tokens=False)
         for encoding, (_, is_last) in zip(encoded, batch, strict=True):
-            held.append(np.array(encoding.ids, np.uint32))
+            held.append(np.frombuffer(array("I", encoding.ids), np.uint32))  # three times as fast as numpy.array
             if is_last:
                 yield np.concatenate([*held, end])
                 held.clear()
