@@ -21,8 +21,14 @@ rm -rf "$run"
 
 say "=== training; tp=2 with sequence parallelism"
 "$nxtrain" launch configs/demo.toml --nproc 2 "run.dir=$run" checkpoint.resume=never ${overrides[@]+"${overrides[@]}"}
-say "=== what it writes after \"def \""
-"$nxtrain" generate "$run" --prompt "def "
 say "=== export to Hugging Face, loaded by transformers, logits compared"
 "$nxtrain" convert nxtrain-to-hf "$run" "$run/huggingface" --verify
-say "=== done; the run folder is $run, its curves: $venv/bin/tensorboard --logdir $run"
+prompt="    def __init__(self"
+say "=== what it writes after \"$prompt\""
+"$nxtrain" generate "$run" --prompt "$prompt" --max-new-tokens 120 --temperature 0.5
+say "=== how it learned"
+"$venv/bin/python" -m nxtrain.metrics.loss_chart "$run"
+say "=== done; the run folder is $run. Three commands to try next, in $PWD:"
+say "$nxtrain generate $run --prompt class --max-new-tokens 120 --temperature 0.5"
+say "$nxtrain launch configs/demo.toml run.name=mine data.source=text data.path=docs  # or your own text"
+say "$venv/bin/tensorboard --logdir $run  # the curves, in a browser"

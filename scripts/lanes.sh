@@ -1,8 +1,9 @@
 # Sourced by test.sh. The order of the lanes on the cores of this machine.
 #
-# Lanes come one after the other, and each keeps the cores busy: `unit` with a test per core, `train` and `faults` with
-# one more, since their tests wait for processes. `xla` computes on one core and `dist` waits for ranks, so `xla` runs
-# behind `dist` and what follows it, which then takes one core less. Tests marked `alone` come last, with nothing beside.
+# Lanes come one after the other, and each keeps the cores busy: `unit` and `dist` with a test per core, `train` with one
+# more, since its tests wait for processes, and `faults` with two, since its tests also wait for limits. `xla` computes
+# on one core, so it runs behind `dist` and what follows, which then takes one test less, but never less than two. Tests
+# of `train` and `faults` marked `alone` come last, with nothing beside.
 
 cores=$(getconf _NPROCESSORS_ONLN)
 at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes, each of half a gigabyte
@@ -47,10 +48,12 @@ run_lane() {
     case $lane in
         lint) lint ;;
         nxd) nxd_run "$nxd_src" "$@" ;;
-        dist | xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest "tests/$lane" "$@" ;;
+        xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest tests/xla "$@" ;;
         unit) at_once "$at_once" tests/unit ${quick[@]+"${quick[@]}"} "$@" ;;
+        dist) at_once "$at_once" tests/dist "$@" ;;
         smokes) at_once "$at_once" "${smokes[@]}" "$@" ;;
-        train | faults) at_once $((at_once + 1)) "tests/$lane" --alone=without "$@" ;;
+        train) at_once $((at_once + 1)) tests/train --alone=without "$@" ;;
+        faults) at_once $((at_once + 2)) tests/faults --alone=without "$@" ;;
         *) "$venv/bin/python" -m pytest "tests/$lane" "$@" ;;
     esac
 }

@@ -54,9 +54,9 @@ install_packages() {
     local requirements
     read -ra requirements <<<"$packages"
     # Compiled at once: where PYTHONDONTWRITEBYTECODE is set, each process would compile torch anew, for seconds.
-    if "$venv/bin/python" -m pip install --quiet uv; then
+    if "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv; then
         (pass_pip_settings_to_uv
-         "$venv/bin/uv" pip install --compile-bytecode --python "$venv/bin/python" -e "${requirements[@]}") && return
+         "$venv/bin/uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" -e "${requirements[@]}") && return
         say "uv could not install the packages; trying pip"
     fi
     "$venv/bin/python" -m pip install -e "${requirements[@]}"
@@ -77,7 +77,7 @@ setup() {
 }
 
 create() {
-    say "setting up $venv, once: torch and its libraries are several GB"
+    say "setting up $venv, once: torch and its libraries are several GB, which take minutes"
     make_venv
     install_packages || die "the packages could not be installed; the lines above say why. Run the script again to go on"
     mkdir -p build/typing

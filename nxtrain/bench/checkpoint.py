@@ -29,9 +29,12 @@ from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import read_back, write
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.io.checksummed_file import BLOCK_BYTES
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
+
+ALONE = StorageScope(Ranks(Mesh(1, 0)))
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 ROWS = 1024
@@ -180,11 +183,11 @@ class State:
         """A checkpoint, until it is committed."""
         tensors = self._staged.tensors
         planner = ChunkSavePlanner(tuple(tensors), tensors.__getitem__)
-        self._written = write(directory.step_path(self._place, 1), planner, self._meta, Mesh(1, 0), staged=self._staged)
+        self._written = write(directory.step_path(self._place, 1), planner, self._meta, ALONE, staged=self._staged)
 
     def read_back(self) -> None:
         """Read the checkpoint back, which proves that the disk holds it."""
-        read_back(directory.step_path(self._place, 1), self._written, Mesh(1, 0), None)
+        read_back(directory.step_path(self._place, 1), self._written, ALONE)
 
     def load(self) -> None:
         """Load the whole checkpoint, verified."""

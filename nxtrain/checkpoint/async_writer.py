@@ -5,24 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import torch.distributed as dist
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.dcp_storage import Staged, Staging
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
-from nxtrain.checkpoint.save import Retention, tidy, write_state
+from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
+from nxtrain.checkpoint.save import tidy, write_state
 from nxtrain.checkpoint.shards import Shards
-from nxtrain.distributed.agreement import Disk, Group, by_leader
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError
+from nxtrain.process.background import Task
 from nxtrain.sharding import Layout
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """Result of saving one checkpoint.
 
     Args:
@@ -40,176 +42,135 @@ class Outcome:
     untidy: tuple[str, ...] = ()
 
 
-class AsyncCheckpointWriter:
+@dataclass(frozen=True)
+class Destination:
+    """Folder of a run's checkpoints.
+
+    Args:
+        folder: The `checkpoints` folder.
+        scope: The ranks and their folders, over a group beside the collectives of training. A group of None: there is
+            only this rank, or no group can; checkpoints are then written while training waits.
+        retention: Checkpoints that stay.
+        tokenizer: A `tokenizer.json` to save with each checkpoint.
+    """
+
+    folder: Path
+    scope: StorageScope
+    retention: Retention
+    tokenizer: Path | None = None
+
+
+class CheckpointWriter:
     """Writes checkpoints of a run, one at a time. Every rank makes one writer, and calls it at the same steps.
 
     A failed write loses only that checkpoint: training goes on, and older checkpoints are untouched.
 
     Args:
-        folder: The `checkpoints` folder.
+        destination: Folder of the checkpoints.
         layout: Entries of the model's tensors that this rank holds.
-        retention: Checkpoints that stay.
-        tokenizer: A `tokenizer.json` to save with each checkpoint.
-        group: Group of all ranks that carries host objects beside the collectives of training. None: there is only this
-            rank, or no group can; checkpoints are then written while training waits.
-        talk: Group on which the ranks agree before they go on; None for the default group.
+        ranks: All ranks, over the group on which they agree before they go on.
         background: Write while training goes on.
-        told: Called between steps with the outcome of each checkpoint.
-        copies: Uploader of saved checkpoints to a mirror; None: the run has no mirror.
-        disk: The ranks that act in the folder; None: rank 0 for all.
-        copied: Called between steps with the step of each upload and the reason why it failed; empty if it succeeded.
+        uploader: Uploader of saved checkpoints to a mirror; None: the run has no mirror.
     """
 
     def __init__(
         self,
-        folder: Path,
+        destination: Destination,
         layout: Layout,
+        ranks: Ranks,
         *,
-        retention: Retention,
-        tokenizer: Path | None,
-        group: Group,
-        talk: Group,
-        background: bool,
-        told: Callable[[Outcome], None],
-        copies: MirrorUploader | None = None,
-        disk: Disk | None = None,
-        copied: Callable[[int, str], None] = lambda step, problem: None,
+        background: bool = True,
+        uploader: MirrorUploader | None = None,
     ) -> None:
-        self._folder, self._layout, self._retention, self._tokenizer = folder, layout, retention, tokenizer
-        self._group, self._talk, self._on_outcome = group, talk, told
-        self._background, self._uploader, self._disk, self._on_upload = background, copies, disk, copied
+        self._destination, self._ranks, self._background, self._uploader = destination, ranks, background, uploader
         self._staging = Staging(layout)
-        self._underway: _Writing | None = None
+        self._underway: Task[SaveOutcome] | None = None
+        self._ended: list[SaveOutcome | UploadOutcome] = []
         self._written: int | None = None
+        self._failed = False
 
-    def save(self, shards: Callable[[], Shards], meta: Meta, *, must: bool = False) -> None:
+    def save(self, shards: Callable[[], Shards], meta: Meta, *, wait: bool = False, after_failure: bool = True) -> None:
         """Save the state after a step, unless the previous checkpoint is still being written.
 
         Args:
             shards: Returns the local tensors by kind and parameter.
             meta: The rest of the state.
-            must: Wait for the previous checkpoint instead, and until this one is written. A step that is saved already
+            wait: Wait for the previous checkpoint instead, and until this one is written. A step that is saved already
                 is not saved again.
+            after_failure: Save even if the previous checkpoint could not be written.
         """
         began = time.monotonic()
-        if not must and self._is_busy():
+        if not wait and self._is_busy():
             problem = "the one before it is still being written"
-            self._on_outcome(Outcome(meta.step, time.monotonic() - began, problem=problem))
+            self._ended.append(SaveOutcome(meta.step, time.monotonic() - began, problem=problem))
             return
         self.settle()
-        if self._written == meta.step:
+        if self._written == meta.step or (self._failed and not after_failure):
             return
         state = shards()
-        staged = self._staging.fill(state)
-        self._underway = _Writing(meta.step, began, lambda: self._write(staged, meta, tuple(state)))
-        if must or not self._background:
+        meta, staged = meta.model_copy(update={"kinds": tuple(state)}), self._staging.fill(state)
+        self._underway = Task("nxtrain-checkpoint", partial(self._write, staged, meta, began))
+        if wait or not self._background:
             self._underway.run()
             self.settle()
         else:
             self._underway.start()
 
-    def settle(self) -> Outcome | None:
-        """Wait for the checkpoint that is being written, if any, and report its outcome."""
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
         if self._underway is None:
-            return None
-        outcome = self._underway.outcome()
-        self._underway = None
+            return
+        outcome = self._underway.result()
+        self._underway, self._failed = None, bool(outcome.problem)
         self._written = None if outcome.problem else outcome.step
-        self._on_outcome(outcome)
-        return outcome
+        self._ended.append(outcome)
 
-    def report(self) -> None:
-        """Report the outcome of the last checkpoint, if its write has ended; never waits."""
+    def poll(self) -> list[SaveOutcome | UploadOutcome]:
+        """Saves and uploads that ended since the last call; never waits."""
         if self._underway is not None and self._underway.done:
             self.settle()
+        ended, self._ended = self._ended, []
+        return [*ended, *(self._uploader.poll() if self._uploader else ())]
 
-    def report_copies(self) -> None:
-        """Report the uploads that have ended; never waits."""
-        for step, problem in self._uploader.ended() if self._uploader is not None else ():
-            self._on_upload(step, problem)
-
-    def close(
+    def drain(
         self,
-        patience: UploadDeadline,
-        alive: Callable[[], None] = lambda: None,
-        asked: Callable[[], bool] = lambda: False,
+        deadline: UploadDeadline,
+        heartbeat: Callable[[], None] = lambda: None,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for the last checkpoint, and for its upload until a deadline; nothing can be saved afterwards.
+        """Wait for the last checkpoint, and for its upload until a deadline.
 
         Args:
-            patience: Deadline of the uploads.
-            alive: Heartbeat; called again and again during the wait for uploads.
-            asked: True once this rank is asked to stop.
+            deadline: Deadline of the uploads.
+            heartbeat: Called repeatedly during the wait for uploads.
+            stop_requested: True once this rank is asked to stop.
         """
-        try:
-            self.settle()
-            if self._uploader is not None:
-                self._finish_uploads(self._uploader, patience, alive, asked)
-        finally:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
+        self.settle()
+        if (uploader := self._uploader) is not None:
+            uploader.drain(deadline, self._ranks, heartbeat, stop_requested)
+            problem = "the run ends, and its copy is still under way"
+            self._ended += [*uploader.poll(), *(UploadOutcome(step, problem) for step in sorted(uploader.underway))]
 
-    def _finish_uploads(
-        self, uploader: MirrorUploader, deadline: UploadDeadline, alive: Callable[[], None], asked: Callable[[], bool]
-    ) -> None:
-        uploader.wait(deadline, alive, asked)
-        self.report_copies()
-        for step in sorted(uploader.underway):
-            self._on_upload(step, "the run ends, and its copy is still under way")
+    def close(self) -> None:
+        """Destroy the writer's process group; nothing can be saved afterwards."""
+        if (group := self._destination.scope.ranks.group) is not None:
+            dist.destroy_process_group(group)
 
     def _is_busy(self) -> bool:
         # The leader ends last: it commits and deletes old checkpoints after all others have written.
-        return by_leader(
-            lambda: self._underway is not None and not self._underway.done,
-            self._layout.mesh,
-            self._talk,
-            "cannot ask for the checkpoint before",
+        return self._ranks.on_leader(
+            lambda: self._underway is not None and not self._underway.done, "cannot ask for the checkpoint before"
         )
 
-    def _write(self, staged: Staged, meta: Meta, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        path, mesh, group = directory.step_path(self._folder, meta.step), self._layout.mesh, self._group
-        written = write_state(path, staged, mesh, meta, kinds, self._tokenizer, group, self._disk)
-        underway = self._uploader.underway if self._uploader is not None else ()
-        failed = tidy(path, self._retention, mesh, group, self._disk, underway)
-        if self._uploader is not None:
-            self._uploader.offer(meta.step, path, written, group)
-        return tuple(failed)
-
-
-class _Writing(Thread):
-    """Thread that writes one checkpoint.
-
-    Args:
-        step: Step of the checkpoint.
-        began: Time at which training began to wait for the checkpoint.
-        write: Writes the checkpoint; returns failures after the commit.
-    """
-
-    def __init__(self, step: int, began: float, write: Callable[[], tuple[str, ...]]) -> None:
-        # A process that ends early, because a rank failed, does not wait: an uncommitted checkpoint does not count.
-        super().__init__(name="nxtrain-checkpoint", daemon=True)
-        self._step, self._began, self._work = step, began, write
-        self._staged = time.monotonic()
-        self._error: BaseException | None = None
-        self._untidy: tuple[str, ...] = ()
-        self._ended = self._staged
-        self.done = False
-
-    def run(self) -> None:
-        """Write the checkpoint."""
+    def _write(self, staged: Staged, meta: Meta, began: float) -> SaveOutcome:
+        stall_s, staged_at, untidy, problem = time.monotonic() - began, time.monotonic(), list[str](), ""
+        to, uploader = self._destination, self._uploader
+        path = directory.step_path(to.folder, meta.step)
         try:
-            self._untidy = self._work()
-        except BaseException as error:  # `outcome` raises it in the thread of training
-            self._error = error
-        self._ended = time.monotonic()
-        self.done = True
-
-    def outcome(self) -> Outcome:
-        """Wait for the end of the write, and return its outcome."""
-        if self.is_alive():
-            self.join()
-        if self._error is not None and not isinstance(self._error, CheckpointError):
-            raise self._error
-        problem = str(self._error or "")
-        stall_s, write_s = self._staged - self._began, self._ended - self._staged
-        return Outcome(self._step, stall_s, write_s, problem, self._untidy)
+            written = write_state(path, staged, meta, to.scope, to.tokenizer)
+            untidy = tidy(path, to.retention, to.scope, uploader.underway if uploader else ())
+            if uploader is not None:
+                uploader.offer(path, written, to.scope.ranks)
+        except CheckpointError as error:
+            problem = str(error)
+        return SaveOutcome(meta.step, stall_s, time.monotonic() - staged_at, problem, tuple(untidy))

@@ -38,12 +38,12 @@ class SharedPlan:
     """Shards that all ranks write, gathered once: a run writes the same shards in each checkpoint.
 
     Attributes:
-        told: The coordinator has this rank's shards already.
+        is_planned: The coordinator has this rank's shards already.
         tensors: Tensors of all ranks, by key; on the coordinator, once gathered.
     """
 
     def __init__(self) -> None:
-        self.told = False
+        self.is_planned = False
         self.tensors: dict[str, TensorEntry] = {}
 
 
@@ -81,14 +81,14 @@ class FileWriter(StorageWriter):
         # Wide types first, so that the offset of every entry is a multiple of its size.
         self._items = sorted(plan.items, key=lambda item: -_stored_shard(item).dtype.itemsize)
         self._header, starts = header([_stored_shard(item) for item in self._items])
-        if self._joint.told:
+        if self._joint.is_planned:
             return SavePlan([])
         placed = [_placed(item, start) for item, start in zip(self._items, starts, strict=True)]
         return SavePlan([], planner_data=placed)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Join the lists of all ranks, and assert that they add up to whole tensors."""
-        if not self._joint.told:
+        if not self._joint.is_planned:
             self._joint.tensors = _join([plan.planner_data for plan in plans])
         return [SavePlan([]) for _ in plans]
 
@@ -150,16 +150,16 @@ class FileReader(StorageReader):
         folder: Folder of the checkpoint.
         manifest: Manifest of the checkpoint.
         wanted: The shards to read.
-        copies: Other places of the same checkpoint, for blocks that are missing or damaged in `folder`.
+        fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `folder`.
 
     Attributes:
         damage: Damage in one place that another place could replace.
     """
 
     def __init__(
-        self, folder: Location, manifest: Manifest, wanted: Iterable[TensorShard], copies: Sequence[Location] = ()
+        self, folder: Location, manifest: Manifest, wanted: Iterable[TensorShard], fallbacks: Sequence[Location] = ()
     ) -> None:
-        self._places = (folder, *copies)
+        self._places = (folder, *fallbacks)
         self.damage: list[DamagedError] = []
         self._manifest = manifest
         boxes: dict[str, list[Box]] = defaultdict(list)

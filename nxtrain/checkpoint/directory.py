@@ -6,10 +6,12 @@ import re
 import shutil
 import uuid
 from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
 
 from nxtrain.errors import CheckpointError
 from nxtrain.io.atomic import sync_folder, write_durably
+from nxtrain.io.object_store import Location
 from nxtrain.run_folder import CHECKPOINTS_DIR
 
 META = "meta.json"
@@ -27,6 +29,19 @@ _COMMITTED = re.compile(r"step-\d{8,}")
 _TEMPORARY = re.compile(r"(tmp|old)-\w+")
 """Suffix of a folder's name: `tmp` while it is written or deleted, `old` while it is replaced."""
 _CORRUPT = re.compile(r"step-\d{8,}\.corrupt(-\d+)?")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Checkpoints that stay.
+
+    Args:
+        keep: Number of the newest that stay; 0: all.
+        keep_every: Steps that are multiples of this number stay; 0: no step stays for this reason.
+    """
+
+    keep: int = 0
+    keep_every: int = 0
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -69,9 +84,9 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def step_of(path: Path) -> int:
-    """Step of a checkpoint in a `checkpoints` folder."""
-    return int(path.name.removeprefix("step-"))
+def step_of(path: Location) -> int:
+    """Step of a checkpoint in a `checkpoints` folder or a mirror; suffixes such as `.corrupt` are ignored."""
+    return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def draft_of(path: Path) -> Path:
@@ -153,7 +168,7 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
     """
     found = [path for path in list_checkpoints(directory) if step_of(path) > after]
     for path in quarantined(directory) if damaged else ():
-        if int(path.name.removeprefix("step-").partition(".")[0]) > after:
+        if step_of(path) > after:
             _add_suffix(path, "abandoned")
     for path in found:
         _add_suffix(path, "abandoned")
@@ -170,30 +185,33 @@ def mark_verified(path: Path) -> None:
     (path / VERIFIED).touch()
 
 
-def doomed(checkpoints: list[Path], keep: int, keep_every: int = 0) -> list[Path]:
-    """Checkpoints that retention deletes, oldest first.
+def doomed(steps: list[int], verified: Container[int], retention: Retention) -> set[int]:
+    """Steps that retention deletes.
 
     Args:
-        checkpoints: All checkpoints, oldest first.
-        keep: Number of the newest that stay; 0: all.
-        keep_every: Steps that are multiples of this number stay; 0: no step stays for this reason.
+        steps: All steps, oldest first.
+        verified: Steps that were read back and are whole.
+        retention: Checkpoints that stay.
     """
-    verified = {step_of(path) for path in checkpoints if (path / VERIFIED).exists()}
-    steps = doomed_steps([step_of(path) for path in checkpoints], verified, keep, keep_every)
-    return [path for path in checkpoints if step_of(path) in steps]
-
-
-def doomed_steps(steps: list[int], verified: Container[int], keep: int, keep_every: int = 0) -> set[int]:
-    """Steps that retention deletes, as `doomed`; `verified` holds the steps that were read back and are whole."""
     whole = [step for step in steps if step in verified]
-    stay = {*steps[-keep:], *whole[-MIN_VERIFIED:]}
-    return {step for step in steps if step not in stay and not (keep_every and step % keep_every == 0)}
+    stay = {*steps[-retention.keep :], *whole[-MIN_VERIFIED:]}
+    every = retention.keep_every
+    return {step for step in steps if step not in stay and not (every and step % every == 0)}
 
 
-def prune(directory: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete the checkpoints of a `checkpoints` folder that retention does not keep; see `doomed`."""
-    for path in doomed(list_checkpoints(directory), keep, keep_every):
-        discard(_set_aside(path, "tmp"))
+def prune(directory: Path, retention: Retention, in_use: Container[int] = ()) -> None:
+    """Delete the checkpoints of a `checkpoints` folder that retention does not keep.
+
+    Args:
+        directory: A `checkpoints` folder.
+        retention: Checkpoints that stay.
+        in_use: Steps that stay in any case: an upload still reads them.
+    """
+    found = {step_of(path): path for path in list_checkpoints(directory)}
+    verified = {step for step, path in found.items() if (path / VERIFIED).exists()}
+    for step in sorted(doomed([*found], verified, retention)):
+        if step not in in_use:
+            discard(_set_aside(found[step], "tmp"))
 
 
 def _add_suffix(path: Path, suffix: str) -> Path:

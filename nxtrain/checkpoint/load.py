@@ -16,7 +16,7 @@ from nxtrain.checkpoint.directory import MANIFEST
 from nxtrain.checkpoint.manifest import Manifest, read_manifest
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.shards import Shards, TensorShard, tensor_shards
-from nxtrain.distributed.agreement import Group, by_leader, collective, is_distributed
+from nxtrain.distributed.agreement import Ranks, collective
 from nxtrain.errors import DamagedError
 from nxtrain.io.object_store import Location, content_of
 from nxtrain.sharding import Layout
@@ -41,9 +41,9 @@ def load(
     shards: Shards,
     layout: Layout,
     *,
-    process_group: Group = None,
-    copies: Sequence[Location] = (),
-    told: Callable[[DamagedError], None] = lambda damaged: None,
+    ranks: Ranks | None = None,
+    fallbacks: Sequence[Location] = (),
+    on_damage: Callable[[DamagedError], None] = lambda damaged: None,
 ) -> Meta:
     """Fill local tensors from a checkpoint, padding with zeros. Every rank calls this.
 
@@ -53,16 +53,16 @@ def load(
         path: Folder of the checkpoint.
         shards: Kind to parameter name to local tensor, on any device. Other kinds are not read.
         layout: Entries of the model's tensors that this rank holds.
-        process_group: Group of all ranks that can carry host objects; None for the default group.
-        copies: Other places of the same checkpoint, for blocks that are missing or damaged in `path`.
-        told: Called with each damage in `path` that another place could replace.
+        ranks: All ranks of the run; None: those of the layout, over the default group.
+        fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `path`.
+        on_damage: Called with each damage in `path` that a fallback could replace.
 
     Raises:
         DamagedError: A file's content differs from the written bytes; the local tensors then have no meaning.
         CheckpointError: The checkpoint's tensors differ from the model's in name, shape or type; no tensor was touched.
     """
-    action = f"cannot load {path}"
-    meta, manifest = by_leader(lambda: open_checkpoint(path), layout.mesh, process_group, action)
+    action, ranks = f"cannot load {path}", ranks or Ranks(layout.mesh)
+    meta, manifest = ranks.on_leader(lambda: open_checkpoint(path), action)
     buffers = {kind: {name: _host(local) for name, local in tensors.items()} for kind, tensors in shards.items()}
     targets: dict[TensorShard, Tensor] = {
         chunk: chunk.of(buffers[chunk.kind][chunk.parameter]) for chunk in tensor_shards(shards, layout)
@@ -77,17 +77,17 @@ def load(
         if filled[kind, name] < buffer.numel()
     ]
     planner = ChunkLoadPlanner(targets, complete=tuple(shards), padded=padded)
-    reader = FileReader(path, manifest, targets, copies)
+    reader = FileReader(path, manifest, targets, fallbacks)
     with collective(action):
         dcp.load(
             {},
             storage_reader=reader,
             planner=planner,
-            process_group=process_group,
-            no_dist=not is_distributed(layout.mesh),
+            process_group=ranks.group,
+            no_dist=not ranks.are_connected,
         )
     for damaged in reader.damage:
-        told(damaged)
+        on_damage(damaged)
     with torch.no_grad():
         for kind, tensors in shards.items():
             for name, local in tensors.items():

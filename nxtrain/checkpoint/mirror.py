@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nxtrain.checkpoint import directory
-from nxtrain.distributed.agreement import Disk, Group, by_leader, gather, together
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError, NxtrainError
 from nxtrain.io.checksummed_file import FileDigest
 from nxtrain.io.object_store import Location, ObjectStore, content_of, open_store, place_of
-from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
 
 _CORRUPT = "meta.corrupt.json"
@@ -98,11 +97,11 @@ class Mirror:
                 self._rename(step, name, _ABANDONED)
         return [step for step, names in files.items() if directory.META in names]
 
-    def prune(self, keep: int, keep_every: int) -> None:
+    def prune(self, retention: directory.Retention) -> None:
         """Delete the checkpoints that retention does not keep; see `directory.doomed`."""
         files = self._files()
         whole = sorted(step for step, names in files.items() if directory.META in names)
-        for step in sorted(directory.doomed_steps(whole, whole, keep, keep_every)):
+        for step in sorted(directory.doomed(whole, whole, retention)):
             self._remove(step, files[step])
 
     def _rename(self, step: int, name: str, new: str) -> None:
@@ -168,26 +167,25 @@ TIMEOUT_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Mirrored:
-    """Mirror of a run, and this rank's role in the mirrored folder.
+    """Mirror of a run, and the mirrored folder.
 
     Args:
         mirror: The mirror.
-        disk: Role of this rank in the mirrored folder, of which each node may have its own.
+        scope: Sight of the mirrored folder, of which each node may have its own.
     """
 
     mirror: Mirror
-    disk: Disk
+    scope: StorageScope
 
 
-def open_mirrored(address: str, folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Mirrored:
+def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> Mirrored:
     """Open a mirror on every node, and find the nodes that share the mirrored folder. Every rank calls this.
 
     Args:
         address: A folder, or `s3://bucket/prefix`.
         folder: The mirrored `checkpoints` folder.
-        mesh: The axes of this rank.
+        ranks: All ranks of the run.
         local_rank: This rank among those of its node.
-        group: Group of all ranks that can carry host objects; None for the default group.
 
     Raises:
         ConfigError: The address names no bucket.
@@ -201,37 +199,26 @@ def open_mirrored(address: str, folder: Path, mesh: Mesh, local_rank: int, group
         if local_rank == 0:
             opened[0].check()
 
-    together(reach, mesh, group, f"cannot use checkpoint.mirror={address}")
-    return Mirrored(opened[0], _find_disk(folder, mesh, local_rank, group))
+    ranks.on_all(reach, f"cannot use checkpoint.mirror={address}")
+    return Mirrored(opened[0], _find_scope(folder, ranks, local_rank))
 
 
 def copy(
-    mirrored: Mirrored,
-    step: int,
-    path: Path,
-    written: Mapping[str, FileDigest],
-    mesh: Mesh,
-    group: Group,
-    *,
-    keep: int,
-    keep_every: int,
+    mirror: Mirror, path: Path, written: Mapping[str, FileDigest], retention: directory.Retention, ranks: Ranks
 ) -> str:
     """Copy a checkpoint of this node's disk to the mirror. Every rank calls this.
 
     Args:
-        mirrored: The mirror.
-        step: Step of the checkpoint.
+        mirror: The mirror.
         path: Folder of the checkpoint.
         written: The files that this rank copies.
-        mesh: The axes of this rank.
-        group: Group of all ranks that can carry host objects.
-        keep, keep_every: Retention of the mirror; see `directory.doomed`.
+        retention: Checkpoints of the mirror that stay.
+        ranks: All ranks of the run.
 
     Returns:
         Reason why the copy failed; empty if it succeeded.
     """
-    mirror = mirrored.mirror
-    failure = f"cannot copy {path.name} to {mirror}"
+    step, failure = directory.step_of(path), f"cannot copy {path.name} to {mirror}"
 
     def add() -> None:
         for name, stored in written.items():
@@ -239,44 +226,40 @@ def copy(
 
     def finish() -> None:
         mirror.finish(step, path)
-        mirror.prune(keep, keep_every)
+        mirror.prune(retention)
 
     try:
-        by_leader(lambda: mirror.begin(step), mesh, group, failure)
-        together(add, mesh, group, failure)
-        by_leader(finish, mesh, group, failure)
+        ranks.on_leader(lambda: mirror.begin(step), failure)
+        ranks.on_all(add, failure)
+        ranks.on_leader(finish, failure)
     except NxtrainError as error:
         return str(error)
     return ""
 
 
-def _find_disk(folder: Path, mesh: Mesh, local_rank: int, group: Group) -> Disk:
+def _find_scope(folder: Path, ranks: Ranks, local_rank: int) -> StorageScope:
     """Find the nodes that share a folder.
 
-    The first rank of each node makes a file named after its rank. The lowest rank whose file a node can open leads the
-    disk. Files are opened by name, for which a network file system asks its server; a listing may come from a cache.
+    The first rank of each node makes a file named after its rank. The lowest rank whose file a rank can open leads its
+    folder. Files are opened by name, for which a network file system asks its server; a listing may come from a cache.
     """
     failure = f"cannot write in {folder}"
-    sign = by_leader(lambda: f".disk-{uuid.uuid4().hex[:8]}-", mesh, group, failure)
-    mine, leads = folder / f"{sign}{mesh.rank}", [False]
+    sign = ranks.on_leader(lambda: f".disk-{uuid.uuid4().hex[:8]}-", failure)
+    mine = folder / f"{sign}{ranks.mesh.rank}"
 
-    def make_sign() -> None:
+    def make_sign() -> bool:
         if local_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             mine.touch()
-
-    def look() -> None:
-        if local_rank == 0:
-            leads[0] = next(rank for rank in nodes if _can_open(folder / f"{sign}{rank}")) == mesh.rank
+        return local_rank == 0
 
     try:
-        together(make_sign, mesh, group, failure)
-        nodes = [rank for rank, first in enumerate(gather(local_rank == 0, mesh, group)) if first]
-        together(look, mesh, group, failure)
+        nodes = [rank for rank, is_first in enumerate(ranks.on_all(make_sign, failure)) if is_first]
+        leaders = ranks.on_all(lambda: next(rank for rank in nodes if _can_open(folder / f"{sign}{rank}")), failure)
     finally:
         if local_rank == 0:
             mine.unlink(missing_ok=True)
-    return Disk(leads[0], sum(gather(leads[0], mesh, group)))
+    return StorageScope(ranks, leaders[ranks.mesh.rank], len({*leaders}))
 
 
 def _can_open(path: Path) -> bool:

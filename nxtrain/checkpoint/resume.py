@@ -1,30 +1,31 @@
-"""Choice of the checkpoint to resume from, and of the place where each rank reads it: local disk, mirror, or both."""
+"""Survey of the checkpoints that a run may resume from, and the effects of the plans that the survey leads to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from nxtrain.checkpoint import directory, mirror
+from nxtrain.checkpoint import directory, mirror, resume_plan
 from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.rewinds import Rewind, RewindLog
+from nxtrain.checkpoint.resume_plan import Held, Holding, Located, Request, Start, Survey, Version, named, plan_resume
+from nxtrain.checkpoint.rewinds import MIRROR, read_records, write_records
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Group, by_leader, gather, together
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.io.checksummed_file import verify
 from nxtrain.io.object_store import Location, place_of
 from nxtrain.io.read_retry import unsteady
-from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR
 
 T = TypeVar("T")
 
-PrintLine = Callable[[str], None]
+LOOKING = "cannot look for checkpoints"
+"""Start of the message of a failed survey."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,11 @@ class Found:
 
     Args:
         place: Location from which this rank reads.
-        copies: Other locations for blocks that are missing or damaged in `place`.
+        fallbacks: Other locations for blocks that are missing or damaged in `place`.
     """
 
     place: Location
-    copies: tuple[Location, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Holding:
-    """Files of a checkpoint on one disk.
-
-    Args:
-        wanted: Names of the files of all ranks; empty if the disk has no manifest.
-        present: Names of the files on this disk that have the right length.
-    """
-
-    wanted: tuple[str, ...] = ()
-    present: tuple[str, ...] = ()
+    fallbacks: tuple[Location, ...] = ()
 
 
 class ResumePlanner:
@@ -61,78 +49,63 @@ class ResumePlanner:
     Args:
         config: Configuration of the run.
         mirrored: Mirror of the run, if it has one.
-        mesh: The axes of this rank.
-        group: Group of all ranks that can carry host objects; None for the default group.
+        ranks: All ranks of the run.
         print_line: Prints a line for people.
         restarted: True if, by this rank's environment, an agent or a scheduler restarted the same command.
         job: The agent's or scheduler's name for the restarted job; empty if it has none.
-
-    Attributes:
-        own: The run resumes from its own newest checkpoint: damaged ones are quarantined. False if the run starts from
-            another run's checkpoint, or rewinds on purpose.
-
-    Raises:
-        CheckpointError: The mirror, or a disk, belongs to another run.
     """
 
     def __init__(
         self,
         config: RunConfig,
         mirrored: Mirrored | None,
-        mesh: Mesh,
-        group: Group,
-        print_line: PrintLine,
+        ranks: Ranks,
+        print_line: Callable[[str], None],
         *,
         restarted: bool,
         job: str = "",
     ) -> None:
-        self._resume, self._folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS_DIR
-        self._mirrored, self._mesh, self._group, self._print_line = mirrored, mesh, group, print_line
-        self._chosen: Found | None = None
-        self._unread = set[int]()
+        self._folder, self._ranks, self._print_line = config.run.dir / CHECKPOINTS_DIR, ranks, print_line
+        self._there = mirrored.mirror if mirrored else None
+        self._scope = mirrored.scope.over(ranks) if mirrored else StorageScope(ranks)
+        self._manifests: dict[Version, Manifest] = {}
         # One restarted rank is enough: an agent that replaces another one has made no earlier start itself.
-        answers = gather((restarted, job), mesh, group)
-        is_restart, self._job = any(again for again, _ in answers), answers[0][1]
-        at_mirror = by_leader(self._aims_at_mirror, mesh, group, "cannot look for checkpoints")
-        records = self._records = RewindLog(config.run.dir, mirrored, mesh, group, takes_over=at_mirror)
-        has_returned = records.newest.has_returned(self._resume, self._job)
-        self.own = self._resume == "auto" or (is_restart and has_returned)
-        if is_restart and not self.own and records.damaged:
-            raise CheckpointError(
-                f"{records.damaged[0]}; it would tell whether the run went back as checkpoint.resume={self._resume} "
-                "says, or is still to. Start it anew with the same to go back, or with checkpoint.resume=auto to go on "
-                "from its newest checkpoint"
-            )
-        self._print_lines(f"WARNING: {error}; it is written anew" for error in records.damaged)
-        if self.own:
-            self._report_abandoned(records.abandon_missed(), "the run went back where this was not seen")
-        elif has_returned:  # by an earlier start with the same request, which a restart must not take for this one's
-            known = len(records.newest.returns)
-            records.add(Rewind(told="", job=self._job))
-            records.write(known)
+        answers = ranks.gather((restarted, job))
+        resume = config.checkpoint.resume
+        self._request = Request(
+            resume,
+            is_restart=any(again for again, _ in answers),
+            job=answers[0][1],
+            aims_at_mirror=ranks.on_leader(lambda: self._aims_at_mirror(resume), LOOKING),
+        )
+        records = read_records(self._folder, self._there, self._scope)
+        self._survey = Survey(self._folder, str(self._there or ""), records, self._scope.number == 1)
+        self._start = Start(own=False, abandon=resume_plan.Abandon({}), history=records.newest)
+        self._chosen: Found | None = None
+
+    @property
+    def own(self) -> bool:
+        """True if the run resumes from its own newest checkpoint, and damaged ones are quarantined.
+
+        False if the run starts from another run's checkpoint, or rewinds on purpose.
+        """
+        return self._start.own
 
     def choose(self) -> Found | None:
         """Choose the checkpoint to resume from; None: start from scratch.
 
         Raises:
-            CheckpointError: The requested path has no checkpoint, or all checkpoints of the run are damaged.
+            CheckpointError: The mirror or a disk belongs to another run, the requested path has no checkpoint, or all
+                checkpoints of the run are damaged.
         """
-        self._chosen = self._newest_own() if self.own else None
-        if self._chosen is not None or self._resume == "auto":
-            return self._chosen
-        if self.own:
-            self._print_line(f"nothing that the run reached since is left: it goes back to {self._resume} again")
-        self.own = False
-        if self._resume != "never":
-            self._chosen = Found(
-                by_leader(
-                    lambda: mirror.locate_checkpoint(self._resume),
-                    self._mesh,
-                    self._group,
-                    "cannot look for checkpoints",
-                )
-            )
-        return self._chosen
+        while True:
+            plan = plan_resume(self._survey, self._request)
+            for line in plan.lines if isinstance(plan, resume_plan.Look | resume_plan.Locate | Start) else ():
+                self._print_line(line)
+            if isinstance(plan, Start):
+                self._start, self._chosen = plan, self._found(plan)
+                return self._chosen
+            self._survey = self._carry_out(plan)
 
     def quarantine(self, found: Found, error: DamagedError) -> str:
         """Quarantine a damaged checkpoint, and return a description for people.
@@ -140,21 +113,19 @@ class ResumePlanner:
         A checkpoint that cannot be read at all keeps its name, and the previous one is tried. If that cannot be read
         either, the storage has failed rather than the files.
         """
-        failure = f"cannot put aside {found.place}"
-        if by_leader(lambda: error.unread, self._mesh, self._group, failure):
-            self._unread.add(int(found.place.name.removeprefix("step-")))
+        step, failure = directory.step_of(found.place), f"cannot put aside {found.place.name}"
+        if self._ranks.on_leader(lambda: error.unread, failure):
+            self._survey = replace(self._survey, unread=self._survey.unread | {step}, uploaded=None)
             return "the one before it is tried"
-        if self._mirrored is None:
-            assert isinstance(found.place, Path)
-            path = found.place
-            aside = by_leader(lambda: directory.quarantine(path), self._mesh, self._group, failure).name
-            return f"the checkpoint is put aside as {aside}, and the one before it is tried"
-        step = int(found.place.name.removeprefix("step-"))
-        local, there = directory.step_path(self._folder, step), self._mirrored.mirror
-        self._mirrored.disk.on_each(
-            lambda: directory.is_checkpoint(local) and directory.quarantine(local), self._mesh, self._group, failure
+        local, there = directory.step_path(self._folder, step), self._there
+        names = self._on_places(
+            lambda: {step: directory.quarantine(local).name} if directory.is_checkpoint(local) else {},
+            lambda there: {step: there.quarantine(step)} if step in there.steps() else {},
+            failure,
         )
-        by_leader(lambda: step in there.steps() and there.quarantine(step), self._mesh, self._group, failure)
+        self._survey = self._survey.quarantined(names).given_up(step)
+        if there is None:
+            return f"the checkpoint is put aside as {names[0][step]}, and the one before it is tried"
         return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
 
     def begin(self) -> None:
@@ -162,200 +133,166 @@ class ResumePlanner:
 
         The record comes last: if the start is interrupted before it, a restart rewinds again.
         """
-        keeps, in_folder, in_mirror = by_leader(
-            self._keeps, self._mesh, self._group, f"cannot look for checkpoints in {self._folder}"
-        )
-        gone = list[int]()
-        if not self.own:  # a place that missed earlier rewinds keeps its checkpoints if the chosen one is among them
-            gone += self._records.abandon_missed(on_disks=not in_folder, in_mirror=not in_mirror)
-            self._records.add(Rewind(told=self._resume, job=self._job, keeps=keeps))
-        gone += self._records.abandon(keeps, damaged=not self.own)
         where = self._chosen.place if self._chosen else "scratch"
-        self._report_abandoned(sorted({*gone}), f"the run goes on from {where}")
-        self._records.write()
+        self._abandon(self._start.abandon, f"the run goes on from {where}")
+        self._write_records(self._start)
 
-    def _keeps(self) -> tuple[int, bool, bool]:
-        """Last step that stays part of the run; True if the chosen checkpoint is in the folder, and in the mirror."""
-        if self._chosen is None:
-            return 0, False, False
-        place, there = self._chosen.place, self._mirrored.mirror.store.root if self._mirrored else None
-        here = mirror.step_in(self._folder, place)
-        copied = mirror.step_in(there, place) if there is not None else None
-        inside = [step for step in (here, copied) if step is not None]
-        return inside[0] if inside else -1, here is not None, copied is not None
-
-    def _aims_at_mirror(self) -> bool:
-        if self._mirrored is None or self._resume in {"auto", "never"}:
+    def _aims_at_mirror(self, resume: str) -> bool:
+        if self._there is None or resume in {"auto", "never"}:
             return False
-        place, root = place_of(self._resume), self._mirrored.mirror.store.root
+        place, root = place_of(resume), self._there.store.root
         return mirror.is_same(place, root) or mirror.step_in(root, place) is not None
 
-    def _newest_own(self) -> Found | None:
-        if self._mirrored is not None:
-            return self._newest(self._mirrored)
-        place = by_leader(self._newest_here, self._mesh, self._group, "cannot look for checkpoints")
-        return Found(place) if place is not None else None
+    def _found(self, start: Start) -> Found | None:
+        if start.own and start.step is not None:
+            step, there = start.step, self._there
+            places = {"disk": directory.step_path(self._folder, step), "mirror": there and there.place(step)}
+            place, *fallbacks = [found for each in start.sources[self._scope.leader] if (found := places[each])]
+            return Found(place, tuple(fallbacks))
+        located = None if start.own else self._survey.located
+        return Found(located.place) if located else None
 
-    def _newest_here(self) -> Path | None:
-        for found in reversed(directory.list_checkpoints(self._folder)):
-            if directory.step_of(found) not in self._unread and self._is_own(directory.step_of(found)):
-                return found
-        self._refuse_scratch([path.name for path in directory.quarantined(self._folder)])
-        return None
+    def _carry_out(self, plan: resume_plan.Plan) -> Survey:
+        """Carry out a plan, and return the survey that it leads to."""
+        survey = self._survey
+        if isinstance(plan, resume_plan.Refuse):
+            raise CheckpointError(plan.error)
+        if isinstance(plan, resume_plan.Repeat):
+            return self._write_records(plan, known=plan.known)
+        if isinstance(plan, resume_plan.Look):
+            return self._look()
+        if isinstance(plan, resume_plan.Abandon):
+            self._abandon(plan, "the run went back where this was not seen")
+            return survey.abandoned(plan)
+        if isinstance(plan, resume_plan.Quarantine):
+            return self._quarantine(plan)
+        if isinstance(plan, resume_plan.Inspect):
+            found = self._scope.on_each(lambda: self._inspect(plan.version), f"{LOOKING} in {self._folder}")
+            return survey.inspected(plan.version, found)
+        if isinstance(plan, resume_plan.PassOver):
+            self._print_line(plan.line)
+            return survey.passed_over(plan.version)
+        if isinstance(plan, resume_plan.Upload):
+            return self._upload(plan)
+        assert isinstance(plan, resume_plan.Locate)
+        return replace(survey, located=self._ranks.on_leader(self._locate, LOOKING))
 
-    def _is_own(self, step: int) -> bool:
-        """False for step 0 with `checkpoint.resume=never`: a converted checkpoint there is not a start from scratch."""
-        return step > 0 or self._resume != "never"
+    def _on_places(
+        self, on_disk: Callable[[], T], in_mirror: Callable[[mirror.Mirror], T], failure: str
+    ) -> dict[int, T]:
+        """Act on each disk, by its leader, and then in the mirror."""
+        results, there = self._scope.on_each(on_disk, f"{failure} in {self._folder}"), self._there
+        if there is not None:
+            results[MIRROR] = self._ranks.on_leader(lambda: in_mirror(there), f"{failure} in {there}")
+        return results
 
-    def _report_abandoned(self, steps: list[int], why: str) -> None:
-        if steps:
-            named = ", ".join(directory.step_path(Path(), step).name for step in steps)
-            self._print_line(f"{why}: put aside as abandoned, since no part of it any more: {named}")
+    def _look(self) -> Survey:
+        is_mirrored = self._there is not None
+        places = self._on_places(lambda: _list_disk(self._folder, is_mirrored=is_mirrored), _list_mirror, LOOKING)
+        return replace(self._survey, places=places)
 
-    def _refuse_scratch(self, damaged: list[str]) -> None:
-        if self._unread:
-            named = ", ".join(directory.step_path(Path(), step).name for step in sorted(self._unread))
-            raise CheckpointError(
-                f"{named} of {self._folder} cannot be read, and there is none before it. Start again when the storage "
-                "is back, or use checkpoint.resume=PATH of another one, or never to start from scratch"
-            )
-        if damaged and self._resume in {"auto", "never"}:
-            raise CheckpointError(
-                f"every checkpoint of {self._folder} is damaged: {', '.join(damaged)}. Use "
-                "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
-            )
+    def _abandon(self, plan: resume_plan.Abandon, why: str) -> None:
+        last, copied = plan.after.get(self._scope.leader), plan.after.get(MIRROR)
+        abandoned = self._on_places(
+            lambda: [] if last is None else directory.abandon(self._folder, last, damaged=plan.damaged),
+            lambda there: [] if copied is None else there.abandon(copied, damaged=plan.damaged),
+            "cannot put aside what is no longer part of the run",
+        )
+        if gone := {step for steps in abandoned.values() for step in steps}:
+            steps = named(sorted(gone))
+            self._print_line(f"{why}: put aside as abandoned, since no part of it any more: {steps}")
 
-    def _newest(self, mirrored: Mirrored) -> Found | None:
-        there = mirrored.mirror
-        here = self._on_disks(self._held, dict[int, int]())
-        copied = by_leader(self._mirror_held, self._mesh, self._group, f"cannot look for checkpoints in {there}")
-        self._print_lines(copied[1])
-        # If a step was written twice, the version on the disks is the later one.
-        candidates = {
-            (step, copied[0].get(step) != seal, seal)
-            for held in (*here, copied[0])
-            for step, seal in held.items()
-            if step not in self._unread and self._is_own(step)
-        }
-        for step, only_here, seal in sorted(candidates, reverse=True):
-            if not only_here or self._complete(mirrored, step, seal):
-                return self._found(mirrored, step, seal, only_here=only_here and mirrored.disk.number == 1)
-        aside = self._on_disks(lambda notes: [path.name for path in directory.quarantined(self._folder)], list[str]())
-        spoilt = by_leader(there.spoilt, self._mesh, self._group, f"cannot look for checkpoints in {there}")
-        self._refuse_scratch(sorted({name for names in aside for name in names}) + spoilt)
-        return None
+    def _write_records(self, plan: resume_plan.Repeat | Start, known: int = 0) -> Survey:
+        records = write_records(self._survey.records, plan.history, self._folder, self._there, self._scope, known=known)
+        return replace(self._survey, records=records)
 
-    def _found(self, mirrored: Mirrored, step: int, seal: int, *, only_here: bool) -> Found:
-        self._on_disks(lambda notes: self._manifest(step, seal, notes) is not None, False)
-        local, there = directory.step_path(self._folder, step), mirrored.mirror.place(step)
-        if only_here:
-            return Found(local)
-        is_here = directory.is_checkpoint(local) and read_meta(local).manifest_crc32 == seal
-        return Found(local, (there,)) if is_here else Found(there)
+    def _quarantine(self, plan: resume_plan.Quarantine) -> Survey:
+        folder, mine = self._folder, plan.damaged.get(self._scope.leader, {})
+        names = self._on_places(
+            lambda: _put_aside(mine, lambda step: directory.quarantine(directory.step_path(folder, step)).name),
+            lambda there: _put_aside(plan.damaged.get(MIRROR, {}), there.quarantine),
+            LOOKING,
+        )
+        for where, steps in sorted(names.items(), key=lambda each: (each[0] == MIRROR, each[0])):
+            for step, name in steps.items():
+                aside = f"{name} is put aside" if where == MIRROR else f"it is put aside as {name}"
+                self._print_line(f"{plan.damaged[where][step]}; {aside if name else 'it is passed over'}")
+        return self._survey.quarantined(names)
 
-    def _complete(self, mirrored: Mirrored, step: int, seal: int) -> bool:
-        """True if the disks together hold a checkpoint that the mirror lacks; several disks first copy it there."""
-        path, there = directory.step_path(self._folder, step), mirrored.mirror
-        manifest: Manifest | None = None
+    def _inspect(self, version: Version) -> Holding | DamagedError:
+        path = directory.step_path(self._folder, version[0])
+        try:
+            if not directory.is_checkpoint(path) or read_meta(path).manifest_crc32 != version[1]:
+                return Holding()
+            files = (manifest := open_checkpoint(path)[1]).files
+        except DamagedError as error:
+            return error
+        self._manifests[version] = manifest
+        sizes = {name: (path / name).stat().st_size for name in files if (path / name).is_file()}
+        return Holding(tuple(files), tuple(name for name, each in files.items() if sizes.get(name) == each.num_bytes))
 
-        def look(notes: list[str]) -> _Holding:
-            nonlocal manifest
-            manifest = self._manifest(step, seal, notes)
-            files = manifest.files if manifest else {}
-            sizes = {name: (path / name).stat().st_size for name in files if (path / name).is_file()}
-            return _Holding(tuple(files), tuple(n for n, file in files.items() if sizes.get(n) == file.num_bytes))
-
-        holdings = self._on_disks(look, _Holding())
-        holders = {name: rank for rank, holding in reversed(list(enumerate(holdings))) for name in holding.present}
-        sealers = [rank for rank, holding in enumerate(holdings) if holding.wanted]
-        absent = sorted({name for holding in holdings for name in holding.wanted} - holders.keys())
-        if absent or not sealers:
-            reason = f"no disk holds its {absent[0]} whole" if absent else "its manifest is damaged"
-            self._print_lines([f"step {step} is not in {there}, and {reason}; the one before it is tried"])
-            return False
-        if mirrored.disk.number == 1:
-            return True
+    def _upload(self, plan: resume_plan.Upload) -> Survey:
+        there, scope, step = self._there, self._scope, plan.version[0]
+        assert there is not None
+        path = directory.step_path(self._folder, step)
+        mine = plan.senders.get(scope.leader, ()) if scope.leads else ()
+        stored = {name: self._manifests[plan.version].files[name].stored for name in mine}
 
         def check() -> None:
-            for name in holdings[self._mesh.rank].present:
-                if holders[name] == self._mesh.rank and manifest is not None:
-                    verify(path / name, manifest.files[name].stored)
+            for name, each in stored.items():
+                verify(path / name, each)
 
         def add() -> None:
-            for name in holdings[self._mesh.rank].present:
-                if holders[name] == self._mesh.rank and manifest is not None:
-                    there.add(step, path / name, manifest.files[name].stored)
-
-        def finish() -> None:
-            if self._mesh.rank == sealers[0]:
-                there.finish(step, path)
+            for name, each in stored.items():
+                there.add(step, path / name, each)
 
         failure = f"cannot copy {path.name} to {there}, and nodes cannot read each other's disks"
         try:
-            together(check, self._mesh, self._group, failure)  # before `begin` deletes the mirror's version of the step
+            self._ranks.on_all(check, failure)  # before `begin` deletes the mirror's version of the step
         except DamagedError as error:
             unsteady.hold(error)
-            self._print_lines([f"WARNING: {error}; step {step} is not in {there}, so that the one before it is tried"])
-            return False
+            self._print_line(f"WARNING: {error}; step {step} is not in {there}, so that the one before it is tried")
+            return self._survey.passed_over(plan.version)
         # A failure from here on is no damage, and ends the start: a resume from an earlier step would abandon this one.
-        by_leader(lambda: there.begin(step), self._mesh, self._group, failure)
-        together(add, self._mesh, self._group, failure)
-        together(finish, self._mesh, self._group, failure)
-        return True
+        self._ranks.on_leader(lambda: there.begin(step), failure)
+        self._ranks.on_all(add, failure)
+        scope.on_each(lambda: there.finish(step, path) if scope.leader == plan.finisher else None, failure)
+        return self._survey.with_upload(plan.version)
 
-    def _on_disks(self, action: Callable[[list[str]], T], otherwise: T) -> list[T]:
-        """Run an action on the leader of each disk; return the result of each rank, and print the lines of notes."""
-        assert self._mirrored is not None
-        leads, notes, mine = self._mirrored.disk.leads, list[str](), [otherwise]
+    def _locate(self) -> Located:
+        place = mirror.locate_checkpoint(self._request.resume)
+        copied = mirror.step_in(self._there.store.root, place) if self._there else None
+        return Located(place, mirror.step_in(self._folder, place), copied)
 
-        def act() -> None:
-            if leads:
-                mine[0] = action(notes)
 
-        together(act, self._mesh, self._group, f"cannot look for checkpoints in {self._folder}")
-        found = gather((mine[0], notes), self._mesh, self._group)
-        self._print_lines([note for _, noted in found for note in noted])
-        return [result for result, _ in found]
+def _put_aside(damaged: Mapping[int, DamagedError], rename: Callable[[int], str]) -> dict[int, str]:
+    """Quarantine damaged checkpoints, but not unreadable ones; return the new name of each step, or none."""
+    names = {}
+    for step, error in damaged.items():
+        unsteady.hold(error)
+        names[step] = "" if error.unread else rename(step)
+    return names
 
-    def _print_lines(self, notes: Iterable[str]) -> None:
-        for note in notes:
-            self._print_line(note)
 
-    def _held(self, notes: list[str]) -> dict[int, int]:
-        """Checkpoints of this disk, as step and checksum of the manifest; damaged ones are quarantined."""
-        held = {}
-        for path in directory.list_checkpoints(self._folder):
-            try:
-                held[directory.step_of(path)] = read_meta(path).manifest_crc32
-            except DamagedError as error:
-                notes.append(f"{error}; {_quarantine(path, error)}")
-        return held
+def _list_disk(folder: Path, *, is_mirrored: bool) -> Held:
+    """Checkpoints of a disk. A run without mirror reads the metadata of the one checkpoint that it loads."""
+    steps = [directory.step_of(path) for path in directory.list_checkpoints(folder)]
+    names = {path.name: directory.step_of(path) for path in directory.quarantined(folder)}
+    if not is_mirrored:
+        return Held(dict.fromkeys(steps, 0), quarantined=names)
+    return _with_metadata({step: directory.step_path(folder, step) for step in steps}, names)
 
-    def _mirror_held(self) -> tuple[dict[int, int], list[str]]:
-        """Checkpoints of the mirror, as step and checksum of the manifest, and lines to print."""
-        assert self._mirrored is not None
-        there, held, notes = self._mirrored.mirror, dict[int, int](), list[str]()
-        for step in there.steps():
-            try:
-                held[step] = read_meta(there.place(step)).manifest_crc32
-            except DamagedError as error:
-                unsteady.hold(error)
-                done = "it is passed over" if error.unread else f"{there.quarantine(step)} is put aside"
-                notes.append(f"{error}; {done}")
-        return held, notes
 
-    def _manifest(self, step: int, seal: int, notes: list[str]) -> Manifest | None:
-        """Manifest of a checkpoint on this disk; None if missing or damaged. Damage quarantines the checkpoint."""
-        path = directory.step_path(self._folder, step)
+def _list_mirror(there: mirror.Mirror) -> Held:
+    names = {place: directory.step_of(place_of(place)) for place in there.spoilt()}
+    return _with_metadata({step: there.place(step) for step in there.steps()}, names)
+
+
+def _with_metadata(places: Mapping[int, Location], quarantined: Mapping[str, int]) -> Held:
+    seals, damaged = dict[int, int](), dict[int, DamagedError]()
+    for step, place in places.items():
         try:
-            if directory.is_checkpoint(path) and read_meta(path).manifest_crc32 == seal:
-                return open_checkpoint(path)[1]
+            seals[step] = read_meta(place).manifest_crc32
         except DamagedError as error:
-            notes.append(f"{error}; {_quarantine(path, error)}")
-        return None
-
-
-def _quarantine(path: Path, error: DamagedError) -> str:
-    """Quarantine a damaged checkpoint, but not an unreadable one; return a description for people."""
-    unsteady.hold(error)
-    return "it is passed over" if error.unread else f"it is put aside as {directory.quarantine(path).name}"
+            damaged[step] = error
+    return Held(seals, damaged, quarantined=quarantined)

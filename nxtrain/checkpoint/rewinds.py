@@ -10,23 +10,18 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.distributed.agreement import Group, by_leader, gather, shared_disk, together
-from nxtrain.errors import CheckpointError, DamagedError
-from nxtrain.io.atomic import sync_folder, write_durably
+from nxtrain.checkpoint.mirror import Mirror
+from nxtrain.distributed.agreement import StorageScope
+from nxtrain.errors import DamagedError
+from nxtrain.io.atomic import replace_bytes
 from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.read_retry import damage, unsteady
-from nxtrain.mesh import Mesh
-from nxtrain.run_folder import CHECKPOINTS_DIR
-
-T = TypeVar("T")
 
 FILE = "lineage.json"
 _SEAL = "crc32"
@@ -98,156 +93,137 @@ def read(root: Location) -> RunHistory | None:
 def write(folder: Path, history: RunHistory) -> None:
     """Write the record of a `checkpoints` folder, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{FILE}"
-    write_durably(draft, lambda file: file.write_bytes(history.sealed()))
-    draft.replace(folder / FILE)
-    sync_folder(folder)
+    replace_bytes(folder / FILE, history.sealed(), durable=True)
 
 
-class RewindLog:
-    """Records of a run on its disks and in its mirror. Every rank makes one log, and makes the same calls.
+MIRROR = -1
+"""Key of the mirror among the locations of a run; disks have the rank of their leader."""
+
+Record = RunHistory | DamagedError | None
+"""Record of one location; None: the location has none."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records of all locations of a run.
 
     Args:
-        run_dir: Folder of the run.
-        mirrored: Mirror of the run, if it has one.
-        mesh: The axes of this rank.
-        group: Group of all ranks that can carry host objects; None for the default group.
-        takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
-
-    Attributes:
-        newest: The record with the most rewinds of all places.
-        damaged: Damage of the records that cannot be read.
-
-    Raises:
-        CheckpointError: The mirror, or a disk, belongs to another run.
+        places: Record of each disk, by its leader, and of the mirror as `MIRROR`, if the run has one.
+        fresh: Record of a new run in the run folder.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        mirrored: Mirrored | None,
-        mesh: Mesh,
-        group: Group,
-        *,
-        takes_over: bool,
-    ) -> None:
-        self._folder, self._mirrored, self._mesh, self._group = run_dir / CHECKPOINTS_DIR, mirrored, mesh, group
-        self._disk = mirrored.disk if mirrored else shared_disk(mesh)
-        self._there: RunHistory | DamagedError | None = None
-        if mirrored is not None:
-            root = mirrored.mirror.store.root
-            self._there = by_leader(lambda: _read(root), mesh, group, f"cannot read {root / FILE}")
-        mine, disks = self._on_each(lambda: _read(self._folder), f"cannot read {self._folder / FILE}")
-        self._here = mine[0] if mine else None
-        self.damaged = [found for found in (self._there, *disks) if isinstance(found, DamagedError)]
-        folder, new = by_leader(lambda: (os.path.abspath(run_dir), uuid.uuid4().hex), mesh, group, "no name for a run")
-        fresh = RunHistory(run=new, run_dir=folder)
-        known = [found for found in (self._there, *disks) if isinstance(found, RunHistory)]
-        self._is_new = self._belongs_to_others([found for found in disks if isinstance(found, RunHistory)], fresh)
-        if self._is_new and not takes_over:
-            self._refuse(fresh)
-        newest = fresh if self._is_new else max(known, key=lambda each: len(each.returns), default=fresh)
-        self.newest = newest.model_copy(update={"run_dir": folder})
+    places: Mapping[int, Record]
+    fresh: RunHistory
 
-    def abandon_missed(self, *, on_disks: bool = True, in_mirror: bool = True) -> list[int]:
-        """Abandon the checkpoints of rewinds that a disk or the mirror has missed; returns their steps."""
-        here = -1 if self._is_new else self._missed(self._here)
-        there = self._missed(self._there)
-        return self._abandon(here if on_disks else None, there if in_mirror else None, damaged=True)
+    @property
+    def damaged(self) -> list[DamagedError]:
+        """Damage of the records that cannot be read."""
+        return [found for _, found in sorted(self.places.items()) if isinstance(found, DamagedError)]
 
-    def abandon(self, after: int, *, damaged: bool) -> list[int]:
-        """Abandon the checkpoints after a step, on all disks and in the mirror; returns their steps.
+    @property
+    def newest(self) -> RunHistory:
+        """The record with the most rewinds of all locations; a new one if the mirror belongs to another run."""
+        known = [] if self.is_foreign else [each for _, each in self._known]
+        newest = max(known, key=lambda each: len(each.returns), default=self.fresh)
+        return newest.model_copy(update={"run_dir": self.fresh.run_dir})
 
-        Args:
-            after: The last step that stays.
-            damaged: Abandon quarantined checkpoints too.
-        """
-        return self._abandon(after, after, damaged=damaged)
+    @property
+    def is_foreign(self) -> bool:
+        """True if the mirror belongs to another run."""
+        mirror = dict(self._known).get(MIRROR)
+        if mirror is None:
+            return False
+        if not self._runs:  # nodes were replaced, if the mirror's run has the same folder
+            return mirror.run_dir != self.fresh.run_dir
+        return mirror.run not in self._runs
 
-    def add(self, rewind: Rewind) -> None:
-        """Add a rewind, or the request of one; `write` makes it durable."""
-        self.newest = self.newest.model_copy(update={"returns": (*self.newest.returns, rewind)})
-
-    def write(self, known: int = 0) -> None:
-        """Update the records: the mirror's first, so that the loss of a disk loses no rewind.
-
-        Args:
-            known: Update only records with at least this many rewinds; the others must keep what they have missed.
-        """
-        newest, mirrored = self.newest, self._mirrored
-
-        def is_due(record: RunHistory | DamagedError | None) -> bool:
-            return record != newest and (not known or (isinstance(record, RunHistory) and len(record.returns) >= known))
-
-        def write_here() -> None:
-            if is_due(self._here):
-                write(self._folder, newest)
-                self._here = newest
-
-        if mirrored is not None and is_due(self._there):
-            store = mirrored.mirror.store
-            failure = f"cannot write {store.root / FILE}"
-            by_leader(lambda: store.put(FILE, newest.sealed()), self._mesh, self._group, failure)
-            self._there = newest
-        self._disk.on_each(write_here, self._mesh, self._group, f"cannot write {self._folder / FILE}")
-
-    def _missed(self, record: RunHistory | DamagedError | None) -> int | None:
+    def missed(self, where: int) -> int | None:
+        """Last step that stays in a location, by the rewinds that its record lacks; None: all steps stay."""
+        record = self.places[where]
         # An unreadable record alone does not mean that the place has missed a rewind.
-        if isinstance(record, DamagedError):
-            return None
-        return self.newest.keeps(len(record.returns) if record else 0)
+        return None if isinstance(record, DamagedError) else self.newest.keeps(len(record.returns) if record else 0)
 
-    def _abandon(self, here: int | None, there: int | None, *, damaged: bool) -> list[int]:
-        failure = f"cannot put aside what is no longer part of the run in {self._folder}"
-        _, gone = self._on_each(
-            lambda: [] if here is None else directory.abandon(self._folder, here, damaged=damaged), failure
-        )
-        if self._mirrored is not None and there is not None:
-            mirror, last = self._mirrored.mirror, there
-            failure = f"cannot put aside what is no longer part of the run in {mirror}"
-            gone.append(by_leader(lambda: mirror.abandon(last, damaged=damaged), self._mesh, self._group, failure))
-        return sorted({step for steps in gone for step in steps})
+    def conflict(self, folder: Path, mirror: str, *, takes_over: bool) -> str:
+        """Error for locations of different runs; empty if there is none.
 
-    def _belongs_to_others(self, disks: list[RunHistory], fresh: RunHistory) -> bool:
-        """True if the mirror belongs to another run; disks of different runs end the start."""
-        there = self._there if isinstance(self._there, RunHistory) else None
-        if there is not None and not disks:  # nodes were replaced, if the mirror's run has the same folder
-            return there.run_dir != fresh.run_dir
-        if there is not None and there.run not in {each.run for each in disks}:
-            return True
-        if len({each.run for each in disks}) > 1:
-            raise CheckpointError(
-                f"{self._folder} holds checkpoints of different runs on different nodes: "
-                f"{', '.join(sorted({f'{each.run} of {each.run_dir}' for each in disks}))} (the field run of its "
-                f"{FILE}). Use another run.dir, or move that folder aside on the nodes where it is another run's"
+        Args:
+            folder: The `checkpoints` folder.
+            mirror: Address of the mirror.
+            takes_over: The run resumes from this mirror on request, even if the mirror belongs to another run.
+        """
+        if self.is_foreign:
+            other, ours = dict(self._known)[MIRROR].run_dir, self.fresh.run_dir
+            which = f"run.dir={other}" if other != ours else f"an earlier run of run.dir={other}"
+            same = f"run.dir={other} to go on with that run, " if other != ours else ""
+            refused = (
+                f"checkpoint.mirror={mirror} belongs to another run: it mirrors {which}, not what is in "
+                f"run.dir={ours} now. Use another checkpoint.mirror, {same}or checkpoint.resume={mirror} to go on "
+                "from there on purpose"
             )
-        return False
-
-    def _refuse(self, fresh: RunHistory) -> None:
-        assert self._mirrored is not None
-        assert isinstance(self._there, RunHistory)
-        other, mirror = self._there.run_dir, self._mirrored.mirror
-        which = f"run.dir={other}" if other != fresh.run_dir else f"an earlier run of run.dir={other}"
-        same = f"run.dir={other} to go on with that run, " if other != fresh.run_dir else ""
-        raise CheckpointError(
-            f"checkpoint.mirror={mirror} belongs to another run: it mirrors {which}, not what is in "
-            f"run.dir={fresh.run_dir} now. Use another checkpoint.mirror, {same}or checkpoint.resume={mirror} to go on "
-            "from there on purpose"
+            return "" if takes_over else refused
+        if len(self._runs) < 2:  # noqa: PLR2004
+            return ""
+        return (
+            f"{folder} holds checkpoints of different runs on different nodes: "
+            f"{', '.join(sorted(f'{run} of {run_dir}' for run, run_dir in self._runs.items()))} (the field run of its "
+            f"{FILE}). Use another run.dir, or move that folder aside on the nodes where it is another run's"
         )
 
-    def _on_each(self, action: Callable[[], T], failure: str) -> tuple[list[T], list[T]]:
-        """Run an action on the leader of each disk; return this rank's result, if it leads, and those of all disks."""
-        mine = list[T]()
+    @property
+    def _known(self) -> list[tuple[int, RunHistory]]:
+        return [(where, each) for where, each in sorted(self.places.items()) if isinstance(each, RunHistory)]
 
-        def act() -> None:
-            if self._disk.leads:
-                mine.append(action())
-
-        together(act, self._mesh, self._group, failure)
-        return mine, [each for some in gather(mine, self._mesh, self._group) for each in some]
+    @property
+    def _runs(self) -> dict[str, str]:
+        """Folders of the runs on the disks, by identity."""
+        return {each.run: each.run_dir for where, each in self._known if where != MIRROR}
 
 
-def _read(root: Location) -> RunHistory | DamagedError | None:
+def read_records(folder: Path, mirror: Mirror | None, scope: StorageScope) -> Records:
+    """Read the records of all locations. Every rank calls this.
+
+    Args:
+        folder: The `checkpoints` folder.
+        mirror: The mirror of the run; None: there is none.
+        scope: The ranks, and their folders.
+    """
+    ranks, places = scope.ranks, dict[int, Record]()
+    if mirror is not None:
+        root = mirror.store.root
+        places[MIRROR] = ranks.on_leader(lambda: _read(root), f"cannot read {root / FILE}")
+    places |= scope.on_each(lambda: _read(folder), f"cannot read {folder / FILE}")
+    fresh = ranks.on_leader(
+        lambda: RunHistory(run=uuid.uuid4().hex, run_dir=os.path.abspath(folder.parent)), "no name for a run"
+    )
+    return Records(places, fresh)
+
+
+def write_records(
+    records: Records, newest: RunHistory, folder: Path, mirror: Mirror | None, scope: StorageScope, *, known: int = 0
+) -> Records:
+    """Update the records: the mirror's first, so that the loss of a disk loses no rewind. Every rank calls this.
+
+    Args:
+        records: The records of all locations.
+        newest: The new record.
+        folder: The `checkpoints` folder.
+        mirror: The mirror of the run; None: there is none.
+        scope: The ranks, and their folders.
+        known: Update only records with at least this many rewinds; the others must keep what they have missed.
+    """
+
+    def is_due(record: Record) -> bool:
+        return record != newest and (not known or (isinstance(record, RunHistory) and len(record.returns) >= known))
+
+    due = {where for where, record in records.places.items() if is_due(record)}
+    if mirror is not None and MIRROR in due:
+        store = mirror.store
+        scope.ranks.on_leader(lambda: store.put(FILE, newest.sealed()), f"cannot write {store.root / FILE}")
+    scope.on_each(lambda: write(folder, newest) if scope.leader in due else None, f"cannot write {folder / FILE}")
+    return replace(records, places={**records.places, **dict.fromkeys(due, newest)})
+
+
+def _read(root: Location) -> Record:
     try:
         return read(root)
     except DamagedError as error:

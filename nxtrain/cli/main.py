@@ -172,7 +172,7 @@ def _options(
     """Train Llamas on Trainium, and the same model code on CUDA GPUs, CPU and PyTorch/XLA."""
 
 
-@app.command(epilog="Example: torchrun --nproc-per-node 2 -m nxtrain train configs/demo.toml train.steps=20")
+@app.command(epilog="Example: torchrun --nproc-per-node 2 -m nxtrain train configs/demo.toml train.steps=100")
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     place = Placement.read()

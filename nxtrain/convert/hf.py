@@ -29,7 +29,7 @@ from nxtrain.convert.finite import Finiteness
 from nxtrain.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder
 from nxtrain.convert.streamed import write_streamed
 from nxtrain.data.tokenization import declared_end
-from nxtrain.distributed.agreement import collective
+from nxtrain.distributed.agreement import Ranks, StorageScope, collective
 from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.errors import CheckpointError, ConfigError, DamagedError
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
@@ -97,10 +97,10 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     if tokenizer.is_file():
         known = {"tokenizer_fingerprint": fingerprint([read_bytes(tokenizer)]), "end_of_text": declared_end(tokenizer)}
         meta = meta.model_copy(update=known)
-    alone = Mesh(1, 0)
+    alone = StorageScope(Ranks(Mesh(1, 0)))
     kept = tokenizer if tokenizer.is_file() else None
-    written = write(dst, planner, meta, alone, kept, check=finiteness.check)
-    read_back(dst, written, alone, None)
+    written = write(dst, planner, meta, alone, tokenizer=kept, check=finiteness.check)
+    read_back(dst, written, alone)
 
 
 def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Location:

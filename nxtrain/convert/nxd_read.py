@@ -20,6 +20,7 @@ from nxtrain.convert.hf_folder import CONFIG
 from nxtrain.convert.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT, find_tag, open_file
 from nxtrain.convert.nxd_states import NxdStates
 from nxtrain.convert.nxd_weights import NxdWeights
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.family import ModelConfig, ModelFamily, find_family
 from nxtrain.io.regular import read_text
@@ -101,9 +102,9 @@ def nxd_to_nxtrain(
         assert states is not None
         return source.assemble(chunk, states.local)
 
-    alone = Mesh(1, 0)
+    alone = StorageScope(Ranks(Mesh(1, 0)))
     order = sorted(chunks, key=lambda chunk: source.place(chunk.name))  # stage by stage, so that few files are open
-    read_back(dst, write(dst, ChunkSavePlanner(order, read), meta, alone), alone, None)
+    read_back(dst, write(dst, ChunkSavePlanner(order, read), meta, alone), alone)
     return read_meta(dst)
 
 

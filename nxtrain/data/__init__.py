@@ -7,7 +7,8 @@ batch is a function of the seed and the step. Resuming or changing the layout th
 from __future__ import annotations
 
 from nxtrain.data.dataset import Data, open_data
+from nxtrain.data.held_out import target_bytes, unigram_entropy
 from nxtrain.data.loader import Batch, BatchShare, Loader
-from nxtrain.data.samples import Samples, unigram_entropy
+from nxtrain.data.samples import Samples
 
-__all__ = ["Batch", "BatchShare", "Data", "Loader", "Samples", "open_data", "unigram_entropy"]
+__all__ = ["Batch", "BatchShare", "Data", "Loader", "Samples", "open_data", "target_bytes", "unigram_entropy"]

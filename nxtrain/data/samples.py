@@ -240,24 +240,3 @@ def check_table(table: NDArray[np.generic], path: Path, *, seq_len: int, vocab_s
             )
         digest.update(chunk.data)
     return digest.hexdigest()
-
-
-def unigram_entropy(samples: Samples, num_rows: int | None = None) -> float:
-    """Entropy of the targets under their own frequencies, in nats per token.
-
-    The entropy is the lowest loss of a model that uses the frequency of each token and no context.
-
-    Args:
-        samples: The rows.
-        num_rows: Number of first rows to count; None: all.
-    """
-    num_rows = samples.num_rows if num_rows is None else min(num_rows, samples.num_rows)
-    counts = np.zeros(0, np.int64)
-    chunk_rows = -(-_CHUNK_TOKENS // samples.seq_len)
-    for start in range(0, num_rows, chunk_rows):
-        indices = np.arange(start, min(start + chunk_rows, num_rows))
-        found = np.bincount(samples.rows(indices)[:, 1:].ravel(), minlength=counts.size)
-        found[: counts.size] += counts
-        counts = found
-    frequencies = counts[counts > 0] / counts.sum()
-    return float(-(frequencies * np.log(frequencies)).sum())

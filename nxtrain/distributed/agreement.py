@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from nxtrain.errors import CheckpointError, DamagedError, NxtrainError
 from nxtrain.mesh import Mesh
 
 T = TypeVar("T")
-
-Group = dist.ProcessGroup | None
-"""Process group of all ranks that carries host objects; None: the default group."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,8 @@ class Ranks:
             raise failed
         return result  # type: ignore[no-any-return]
 
-    def on_all(self, action: Callable[[], object], failure: str) -> None:
-        """Run an action on every rank, and wait for all ranks.
+    def on_all(self, action: Callable[[], T], failure: str) -> list[T]:
+        """Run an action on every rank, and gather the results by rank.
 
         Args:
             action: The action.
@@ -75,14 +72,17 @@ class Ranks:
         Raises:
             CheckpointError: Any rank failed; every rank raises the same error. An `NxtrainError` is raised unchanged.
         """
-        mine: NxtrainError | None = None
+        mine: list[T] = []
+        failed: NxtrainError | None = None
         try:
-            action()
+            mine.append(action())
         except Exception as error:  # of any kind, since the other ranks wait for the outcome
-            mine = _readable(error, f"{failure}: rank {self.mesh.rank}")
-        for failed in self.gather(mine):
-            if failed is not None:
-                raise failed
+            failed = _readable(error, f"{failure}: rank {self.mesh.rank}")
+        outcomes = self.gather((mine, failed))
+        for _, error_of_rank in outcomes:
+            if error_of_rank is not None:
+                raise error_of_rank
+        return [result for results, _ in outcomes for result in results]
 
     def gather(self, mine: T) -> list[T]:
         """Values of all ranks, by rank."""
@@ -102,58 +102,42 @@ def _readable(error: Exception, failure: str) -> NxtrainError:
     return readable
 
 
-def is_distributed(mesh: Mesh) -> bool:
-    """True if the run has other processes."""
-    return Ranks(mesh).are_connected
-
-
-def by_leader(action: Callable[[], T], mesh: Mesh, group: Group, failure: str) -> T:
-    """Run an action on rank 0; see `Ranks.on_leader`."""
-    return Ranks(mesh, group).on_leader(action, failure)
-
-
-def together(action: Callable[[], None], mesh: Mesh, group: Group, failure: str) -> None:
-    """Run an action on every rank; see `Ranks.on_all`."""
-    Ranks(mesh, group).on_all(action, failure)
-
-
-def gather(mine: T, mesh: Mesh, group: Group) -> list[T]:
-    """Values of all ranks, by rank."""
-    return Ranks(mesh, group).gather(mine)
-
-
 @dataclass(frozen=True)
-class Disk:
-    """The folder under one path, which all nodes share or each node has for itself.
+class StorageScope:
+    """Sight of one path by all ranks: a folder that all nodes share, or a folder of each node.
 
     Args:
-        leads: This rank acts for all ranks that see the same folder; one rank per folder does.
-        number: Number of different folders.
+        ranks: All ranks of the run.
+        leader: The rank that acts for all ranks that see the same folder as this rank.
+        number: Number of different folders; all ranks see one folder by default, and rank 0 leads.
     """
 
-    leads: bool
-    number: int
+    ranks: Ranks
+    leader: int = 0
+    number: int = 1
 
-    def on_each(self, action: Callable[[], object], mesh: Mesh, group: Group, failure: str) -> None:
+    @property
+    def leads(self) -> bool:
+        """True if this rank acts in the folder."""
+        return self.leader == self.ranks.mesh.rank
+
+    def over(self, ranks: Ranks) -> StorageScope:
+        """The same scope with another process group."""
+        return replace(self, ranks=ranks)
+
+    def on_each(self, action: Callable[[], T], failure: str) -> dict[int, T]:
         """Run an action on the leader of each folder while the others wait.
+
+        Returns:
+            Results by leader, on every rank.
 
         Raises:
             CheckpointError: The action failed on some leader; raised on every rank.
         """
-
-        def act() -> None:
-            if self.leads:
-                action()
-
         if self.number == 1:
-            by_leader(act, mesh, group, failure)
-        else:
-            together(act, mesh, group, failure)
-
-
-def shared_disk(mesh: Mesh) -> Disk:
-    """`Disk` of a folder that all ranks see, led by rank 0."""
-    return Disk(mesh.rank == 0, 1)
+            return {0: self.ranks.on_leader(action, failure)}
+        results = self.ranks.on_all(lambda: [action()] if self.leads else [], failure)
+        return {rank: result for rank, some in enumerate(results) for result in some}
 
 
 @contextmanager

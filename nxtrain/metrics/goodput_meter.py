@@ -66,7 +66,9 @@ class GoodputMeter(RunObserver):
         stands = zip(self._past, standing([*self._past, self._start])[:-1], strict=True)
         self._past = [replace(past, course=((stood, past.train_s(stood)),)) for past, stood in stands]
         if problem := self._log.add("start", self._start):  # only the detection of crash loops is lost
-            self.print_line(f"warning: this start is not noted in {self.logs}: {problem}; training goes on")
+            self.print_line(
+                f"warning: this start is not noted in run.dir/{self.logs.name}: {problem}; training goes on"
+            )
         self._write_present()
 
     def enter(self, step: int, work: Work) -> None:

@@ -9,13 +9,18 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from nxtrain.metrics.meters import Clock, Pace
-from nxtrain.process.console import PipeSafeConsole
+from nxtrain.process.console import standard_error
 
 LINE_EVERY_S = 10.0
 """Seconds between plain lines, so that a log of days stays readable."""
+
+_WIDEST_BAR, _NARROWEST_BAR = 20, 5
+
+_VALUES, _LEFT = "loss 1.2345  val 1.2345  12.3k tokens/s", "0:00:00 left"
+"""Texts of usual length."""
 
 
 def open_progress(
@@ -29,23 +34,29 @@ def open_progress(
         console: Console to draw on; None: standard error, because standard output is for results.
         clock: Seconds, monotonic.
     """
-    console = console or PipeSafeConsole(stderr=True)
+    console = console or standard_error()
     if console.is_terminal and not console.is_dumb_terminal:
         return ProgressBar(total_steps, resume_step, console, clock)
     return ProgressLines(total_steps, console, clock)
 
 
 class ProgressBar:
-    """A live bar; other output of the process appears above it."""
+    """A live bar on one line; other output of the process appears above it.
+
+    A terminal without room for everything gets no elapsed time and a shorter bar or none, because rich would cut the
+    numbers instead.
+    """
 
     def __init__(self, total_steps: int, resume_step: int, console: Console, clock: Clock) -> None:
         self._status = _Status(total_steps, clock)
+        texts = f"step {total_steps}/{total_steps} {_VALUES} {_LEFT}"
+        room = console.width - len(texts) - 1
+        columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn()]
+        columns += [BarColumn(bar_width=min(_WIDEST_BAR, room))] if room >= _NARROWEST_BAR else []
+        columns += [TextColumn("{task.description}")]
+        columns += [TimeElapsedColumn()] if room >= _WIDEST_BAR + len(" 0:00:00") else []
         self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
+            *columns,
             TextColumn("{task.fields[left]}"),
             console=console,
             get_time=clock,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TextIO
+
 from rich.console import Console
 
 
@@ -20,10 +23,22 @@ class PipeSafeConsole(Console):
             del self._buffer[:]
 
 
+_SHARED: list[tuple[TextIO, PipeSafeConsole]] = []
+"""Standard error and its console; a stream that replaces standard error gets a console of its own."""
+
+
 def standard_error(*, quiet: bool = False) -> PipeSafeConsole:
     """Console on standard error for messages to people, without wrapping or highlighting.
+
+    All callers share one console. A live bar of this console keeps its own line, below the lines that are printed.
 
     Args:
         quiet: Show nothing.
     """
-    return PipeSafeConsole(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
+    if quiet:
+        return PipeSafeConsole(stderr=True, highlight=False, soft_wrap=True, quiet=True)
+    # A live bar replaces standard error by a proxy of it.
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    if not _SHARED or _SHARED[0][0] is not stream:
+        _SHARED[:] = [(stream, PipeSafeConsole(stderr=True, highlight=False, soft_wrap=True))]
+    return _SHARED[0][1]

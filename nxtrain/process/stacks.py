@@ -127,10 +127,18 @@ def write(path: Path) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
+_CLEAR_LINE = "\r\x1b[2K"
+"""Control sequence that moves to the begin of the line and clears the line (ECMA-48, EL)."""
+
+
 def print_line(line: str) -> None:
-    """Print a line without the lock of Python's stream, which another thread may hold for ever; errors are ignored."""
+    """Print a line without the lock of Python's stream, which another thread may hold for ever; errors are ignored.
+
+    On a terminal the line takes the place of a live bar, which redraws itself below.
+    """
+    is_screen = os.isatty(2) and os.environ.get("TERM") not in {None, "dumb", "unknown"}
     with suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+        os.write(2, f"{_CLEAR_LINE if is_screen else ''}{line}\n".encode())
 
 
 @functools.cache

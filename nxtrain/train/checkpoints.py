@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
+from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination, SaveOutcome
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
-from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
-from nxtrain.checkpoint.save import Retention
+from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.run_folder import CHECKPOINTS_DIR
@@ -21,55 +24,61 @@ from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
 
+@dataclass(frozen=True)
+class RunIdentity:
+    """Content of a run's checkpoints beside the tensors.
+
+    Args:
+        inputs: Identity of the run's data and tokenizer.
+        begun: Metadata of the step from which this process started.
+        tokenizer: A `tokenizer.json` to keep with each checkpoint.
+        stability: Returns the state of the norms and skipped steps that a resumed run needs.
+    """
+
+    inputs: RunInputs
+    begun: Meta
+    tokenizer: Path | None = None
+    stability: Callable[[], dict[str, Any]] = dict
+
+
 class Checkpoints(RunObserver):
     """Checkpoints of a run at its save steps. Every rank creates one and calls it at the same steps.
 
     Args:
         plan: The checked configuration.
         state: Train state to save.
-        inputs: Identity of the run's data and tokenizer.
-        begun: Metadata of the step from which this process started.
-        tokenizer: A `tokenizer.json` to keep with each checkpoint.
-        stability: Returns the state of the norms and skipped steps that a resumed run needs.
+        identity: Content beside the tensors.
         print_line: Prints a line for the user.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
-        saved: Called after each commit with the seconds of stall and of writing.
+        on_saved: Called after each commit with the seconds of stall and of writing.
     """
 
     def __init__(
         self,
         plan: Resolved,
         state: TrainState,
-        inputs: RunInputs,
-        begun: Meta,
-        tokenizer: Path | None,
-        stability: Callable[[], dict[str, Any]],
+        identity: RunIdentity,
         print_line: Callable[[str], None],
         mirrored: Mirrored | None = None,
-        saved: Callable[[float, float], None] = lambda stall_s, write_s: None,
+        on_saved: Callable[[float, float], None] = lambda stall_s, write_s: None,
     ) -> None:
-        config, backend = plan.config, state.backend
-        self._plan, self._state, self._inputs, self._begun, self._print_line = plan, state, inputs, begun, print_line
-        self._stability, self._saved = stability, saved
+        config, backend, mesh = plan.config, state.backend, state.mesh
+        self._plan, self._state, self._identity, self._print_line = plan, state, identity, print_line
+        self._on_saved = on_saved
+        self._outcomes: list[SaveOutcome] = []
         self._failed = ""
-        retention, mesh = Retention(config.checkpoint.keep, config.checkpoint.keep_every), state.mesh
-        uploader = (
-            MirrorUploader(mirrored, retention, mesh, backend.background_group(TIMEOUT_S), backend.host_group)
-            if mirrored
-            else None
-        )
-        self._saver = AsyncCheckpointWriter(
-            config.run.dir / CHECKPOINTS_DIR,
+        retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
+        uploader = None
+        if mirrored:
+            uploader = MirrorUploader(mirrored.mirror, retention, Ranks(mesh, backend.background_group(TIMEOUT_S)))
+        writers = Ranks(mesh, backend.background_group(config.recovery.hang_timeout_s))
+        scope = mirrored.scope.over(writers) if mirrored else StorageScope(writers)
+        self._writer = CheckpointWriter(
+            Destination(config.run.dir / CHECKPOINTS_DIR, scope, retention, identity.tokenizer),
             state.layout,
-            retention=retention,
-            tokenizer=tokenizer,
-            group=backend.background_group(config.recovery.hang_timeout_s),
-            talk=backend.host_group,
+            state.ranks,
             background=config.checkpoint.async_,
-            told=self._on_saved,
-            copies=uploader,
-            disk=mirrored.disk if mirrored else None,
-            copied=self._on_uploaded,
+            uploader=uploader,
         )
 
     def save(self, step: int, last: bool) -> None:
@@ -82,8 +91,11 @@ class Checkpoints(RunObserver):
         Raises:
             CheckpointError: The last checkpoint was not written; or an earlier one was not, with `checkpoint.strict`.
         """
-        meta = meta_at(step, self._plan, self._inputs, self._begun)
-        self._saver.save(self._shards, meta.model_copy(update={"stability": self._stability()}), must=last)
+        meta = meta_at(step, self._plan, self._identity.inputs, self._identity.begun)
+        meta = meta.model_copy(update={"stability": self._identity.stability()})
+        strict = self._plan.config.checkpoint.strict
+        self._writer.save(self._shards, meta, wait=last, after_failure=not strict)
+        self._report()
         if last and self._failed:
             raise CheckpointError(self._failed)
 
@@ -92,34 +104,35 @@ class Checkpoints(RunObserver):
 
         With `checkpoint.strict` a failed write is reported at the next save, where it ends the run on all ranks.
         """
-        self._saver.report_copies()
-        if not self._plan.config.checkpoint.strict:
-            self._saver.report()
+        self._report(saves=not self._plan.config.checkpoint.strict)
 
     def close(
         self,
         *,
-        soon: bool = False,
-        alive: Callable[[], None] = lambda: None,
-        asked: Callable[[], bool] = lambda: False,
+        is_urgent: bool = False,
+        heartbeat: Callable[[], None] = lambda: None,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         """Wait for the last checkpoint and its upload to the mirror; nothing can be saved afterwards.
 
         The wait goes on while any rank uploads bytes, with pauses of at most `recovery.grace_s`.
 
         Args:
-            soon: The launcher may be waiting for the exit: uploads get half of `recovery.grace_s` in all.
-            alive: Called repeatedly during the wait for uploads.
-            asked: True once this rank was asked to stop, so that the launcher may be waiting.
+            is_urgent: The launcher may be waiting for the exit: uploads get half of `recovery.grace_s` in all.
+            heartbeat: Called repeatedly during the wait for uploads.
+            stop_requested: True once this rank was asked to stop, so that the launcher may be waiting.
 
         Raises:
             CheckpointError: The last checkpoint could not be written.
         """
         grace_s = self._plan.config.recovery.grace_s
-        soon_s = 0.5 * grace_s
-        self._saver.close(
-            UploadDeadline(grace_s, soon_s) if soon else UploadDeadline(grace_s, asked_s=soon_s), alive, asked
-        )
+        half_s = 0.5 * grace_s
+        deadline = UploadDeadline(grace_s, half_s) if is_urgent else UploadDeadline(grace_s, after_stop_s=half_s)
+        with closing(self._writer) as writer:
+            writer.settle()
+            self._report()
+            writer.drain(deadline, heartbeat, stop_requested)
+            self._report()
         if self._failed:
             raise CheckpointError(self._failed)
 
@@ -128,10 +141,20 @@ class Checkpoints(RunObserver):
         self._state.backend.step_boundary()  # lazy devices would otherwise compute each cast alone, as it is read
         return shards
 
-    def _on_saved(self, outcome: Outcome) -> None:
+    def _report(self, *, saves: bool = True) -> None:
+        """Report finished uploads and, unless saves are put off, finished saves."""
+        for outcome in self._writer.poll():
+            if isinstance(outcome, SaveOutcome):
+                self._outcomes.append(outcome)
+            else:
+                self._report_upload(outcome)
+        while saves and self._outcomes:
+            self._report_save(self._outcomes.pop(0))
+
+    def _report_save(self, outcome: SaveOutcome) -> None:
         self._failed = outcome.problem
         if not outcome.problem:
-            self._saved(outcome.stall_s, outcome.write_s)
+            self._on_saved(outcome.stall_s, outcome.write_s)
         if outcome.problem and self._plan.config.checkpoint.strict:
             raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
         if outcome.problem:
@@ -139,7 +162,7 @@ class Checkpoints(RunObserver):
         for failed in outcome.untidy:
             self._print_line(f"WARNING: {failed}; the checkpoint of step {outcome.step} is there, and training goes on")
 
-    def _on_uploaded(self, step: int, problem: str) -> None:
-        if problem:
-            line = f"WARNING: the mirror lacks the checkpoint of step {step}: {problem}"
+    def _report_upload(self, outcome: UploadOutcome) -> None:
+        if outcome.problem:
+            line = f"WARNING: the mirror lacks the checkpoint of step {outcome.step}: {outcome.problem}"
             self._print_line(f"{line}; it is in {self._plan.config.run.dir}, and that is enough to go on")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 from nxtrain.backends import choose, choose_layers, open_backend
-from nxtrain.checkpoint.directory import clear, prune
+from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
-from nxtrain.data import BatchShare, Data, Loader, Samples, open_data, unigram_entropy
+from nxtrain.data import BatchShare, Data, Loader, Samples, open_data
 from nxtrain.errors import CheckpointError, DivergedError, NxtrainError, RestartError, StoppedBySignal
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
@@ -28,8 +26,8 @@ from nxtrain.process.console import PipeSafeConsole, standard_error
 from nxtrain.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
 from nxtrain.process.placement import Placement
 from nxtrain.process.signals import Signals
-from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR, SUMMARY_FILE
-from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR
+from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import extract_graphs
@@ -37,6 +35,7 @@ from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import start
 from nxtrain.train.step import TrainState
+from nxtrain.train.summary import Summary, summarize
 from nxtrain.train.supervision.coordinated_stop import StepGate
 from nxtrain.train.supervision.crash_loop import fingerprint, refuse_crash_loop
 from nxtrain.train.supervision.preflight import check_folder, check_space
@@ -101,13 +100,14 @@ def train_on(context: RunContext, reason: str) -> None:
     data = _open_data(context, mirrored)
     inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
     context.enter(0, "restore")
-    state, meta = start(context.plan, context.backend, context.mesh, inputs, context.print_line, mirrored)
+    state, meta = start(context, inputs, mirrored)
     context.enter(meta.step, "start")
     _announce_start(context, data, meta)
     _prepare_folder(context, state)
     val_loss = _train(context, data, inputs, state, meta, mirrored)
     if context.is_leader and val_loss is not None:
-        _summarize(context, data, val_loss)
+        evaluated = context.config.train.eval_batches * context.config.train.global_batch
+        summarize(context.config.run.dir, Summary.of(val_loss, data, evaluated), context.print_line)
 
 
 def _claim_folder(context: RunContext) -> Mirrored | None:
@@ -115,8 +115,7 @@ def _claim_folder(context: RunContext) -> Mirrored | None:
     config, mirrored = context.config, None
     if config.checkpoint.mirror:
         folder = config.run.dir / CHECKPOINTS_DIR
-        backend = context.backend
-        mirrored = open_mirrored(config.checkpoint.mirror, folder, context.mesh, backend.local_rank, backend.host_group)
+        mirrored = open_mirrored(config.checkpoint.mirror, folder, context.ranks, context.backend.local_rank)
     if context.is_leader:
         check_folder(config.run.dir)
         refuse_crash_loop(config.run.dir / LOGS_DIR, fingerprint(dump(config)), config.recovery.max_same_step)
@@ -131,7 +130,7 @@ def _open_data(context: RunContext, mirrored: Mirrored | None) -> Data:
         seq_len=config.train.seq_len,
         vocab_size=context.plan.model.vocab_size,
         workdir=workdir,
-        leader=mirrored.disk.leads if mirrored else context.is_leader,
+        leader=mirrored.scope.leads if mirrored else context.is_leader,
         barrier=context.backend.collectives.barrier,
         of_weights=lambda: tokenizer_of_weights(config, workdir),
     )
@@ -150,7 +149,7 @@ def _prepare_folder(context: RunContext, state: TrainState) -> None:
     if config.checkpoint.every:
         # The remains of a killed start, and the checkpoints due for deletion, must not fill the disk of this start.
         clear(folder / CHECKPOINTS_DIR)
-        prune(folder / CHECKPOINTS_DIR, config.checkpoint.keep, config.checkpoint.keep_every)
+        prune(folder / CHECKPOINTS_DIR, Retention(config.checkpoint.keep, config.checkpoint.keep_every))
         check_space(folder, state)
     (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
 
@@ -165,13 +164,12 @@ def _train(
     goodput = None
     if context.is_leader:
         goodput = GoodputMeter(logs, context.print_line, context.began, config=fingerprint(dump(config)))
-    saved = (goodput.saved,) if goodput else ()
-    checkpoints = Checkpoints(
-        context.plan, state, inputs, meta, data.tokenizer, guard.kept, context.print_line, mirrored, *saved
-    )
+    on_saved = (goodput.saved,) if goodput else ()
+    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept)
+    checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, *on_saved)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     starts: RunObserver = goodput or RunObserver()
-    if mirrored and mirrored.disk.leads and not context.is_leader:
+    if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
     observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints)
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
@@ -195,7 +193,7 @@ def _train(
             val_loss = trainer.run(meta.step)
             recompiles.settle()
             context.drain()
-            checkpoints.close(alive=context.drain, asked=lambda: context.is_stop_requested)
+            checkpoints.close(heartbeat=context.drain, stop_requested=lambda: context.is_stop_requested)
             return val_loss
     finally:
         for sink in sinks:
@@ -228,13 +226,13 @@ def _draining(context: RunContext, checkpoints: Checkpoints) -> Iterator[None]:
     except (DivergedError, RestartError) as ended:
         context.drain()
         try:
-            checkpoints.close(soon=True, alive=context.drain)
+            checkpoints.close(is_urgent=True, heartbeat=context.drain)
         except CheckpointError as error:
             context.print_line(f"WARNING: {error}")
         raise ended from None
     except StoppedBySignal:
         context.drain()
-        checkpoints.close(soon=True, alive=context.drain)  # a stop without its checkpoint is a failure
+        checkpoints.close(is_urgent=True, heartbeat=context.drain)  # a stop without its checkpoint is a failure
         raise
 
 
@@ -287,17 +285,3 @@ def _describe_sharding(context: RunContext) -> str:
     if size == 1:
         return f"; one rank holds all state, so that parallel.shard={shard} changes nothing"
     return f", state cut over {size} of them ({shard})"
-
-
-def _summarize(context: RunContext, data: Data, val_loss: float) -> None:
-    """Write and print the held-out loss beside the unigram entropy, the best loss of a model without context."""
-    if data.validation is None:
-        return
-    config = context.config
-    entropy = unigram_entropy(data.validation, config.train.eval_batches * config.train.global_batch)
-    summary = {"val_loss": val_loss, "unigram_entropy": entropy}
-    (config.run.dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    context.print_line(
-        f"held-out loss {val_loss:.4f} nats per token (perplexity {math.exp(val_loss):.1f}); unigram entropy of the "
-        f"same tokens {entropy:.4f} (perplexity {math.exp(entropy):.1f})"
-    )

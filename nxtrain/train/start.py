@@ -9,59 +9,46 @@ from typing import Literal
 
 import torch
 
-from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.resume import Found, ResumePlanner
 from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.config.check import Resolved
-from nxtrain.distributed.agreement import Group, by_leader, gather
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import DamagedError
 from nxtrain.io.object_store import Location, place_of
 from nxtrain.io.read_retry import unsteady
-from nxtrain.mesh import Mesh
-from nxtrain.process.placement import Placement
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
+from nxtrain.train.context import RunContext
 from nxtrain.train.step import TrainState
 from nxtrain.train.tokenizer import read_known, refuse_other
 
 
-def start(
-    plan: Resolved,
-    backend: Backend,
-    mesh: Mesh,
-    inputs: RunInputs,
-    print_line: Callable[[str], None] = lambda line: None,
-    mirrored: Mirrored | None = None,
-) -> tuple[TrainState, Meta]:
+def start(context: RunContext, inputs: RunInputs, mirrored: Mirrored | None = None) -> tuple[TrainState, Meta]:
     """Build this rank's state and fill it with its first values; returns it with the metadata of its step.
 
     With `checkpoint.resume=auto`, a damaged checkpoint is quarantined, and the one before it is loaded.
 
     Args:
-        plan: The checked configuration.
-        backend: This rank's device.
-        mesh: The axes of this rank.
+        context: The run on this rank.
         inputs: Identity of the run's data and tokenizer.
-        print_line: Prints a line for the user.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
 
     Raises:
         CheckpointError: The checkpoint to continue is damaged or belongs to another run, or the storage fails.
         ConfigError: The Hugging Face folder of `model.init=hf` does not fit.
     """
+    plan, backend, place = context.plan, context.backend, context.place
+    mesh, print_line = context.mesh, context.print_line
     fresh = meta_at(0, plan, inputs)
     unsteady.begin()
 
     # Ranks whose shards are loaded wait for the ranks that still read, so the group's timeout must fit remote storage.
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
-    group = (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group
-    place = Placement.read()
-    resumption = ResumePlanner(
-        plan.config, mirrored, mesh, group, print_line, restarted=place.is_restart, job=place.job
-    )
+    ranks = Ranks(mesh, (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group)
+    resumption = ResumePlanner(plan.config, mirrored, ranks, print_line, restarted=place.is_restart, job=place.job)
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     if checkpoint is None and first == "hf":
@@ -71,12 +58,12 @@ def start(
     while checkpoint is not None:
         try:
             meta = _resume(
-                state, checkpoint, fresh, plan, group, print_line if mirrored else None, trained=inputs.trained
+                state, checkpoint, fresh, plan, ranks, print_line if mirrored else None, trained=inputs.trained
             )
         except DamagedError as error:
             if not resumption.own:
                 raise
-            by_leader(partial(unsteady.hold, error), mesh, group, f"cannot load {checkpoint.place}")
+            ranks.on_leader(partial(unsteady.hold, error), f"cannot load {checkpoint.place}")
             print_line(f"{error}; {resumption.quarantine(checkpoint, error)}")
         else:
             resumption.begin()
@@ -93,18 +80,18 @@ def _resume(
     checkpoint: Found,
     fresh: Meta,
     plan: Resolved,
-    group: Group,
+    ranks: Ranks,
     print_line: Callable[[str], None] | None,
     *,
     trained: bool,
 ) -> Meta:
     backend, place = state.backend, checkpoint.place
-    meta = by_leader(lambda: read_known(place), state.mesh, group, f"cannot load {place}")
+    meta = ranks.on_leader(lambda: read_known(place), f"cannot load {place}")
     refuse_drift(place, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan, trained=trained)
     weights_only = meta.step == 0  # it is a conversion
-    damaged = restore(state, place, weights_only=weights_only, group=group, copies=checkpoint.copies)
+    damaged = restore(state, place, weights_only=weights_only, ranks=ranks, fallbacks=checkpoint.fallbacks)
     if print_line is not None:  # there is a mirror
-        for each in (each for some in gather(damaged, state.mesh, group) for each in some):
+        for each in (each for some in ranks.gather(damaged) for each in some):
             print_line(f"WARNING: {each}; it was read from the mirror instead")
     if meta.step == 0:
         return fresh
@@ -119,16 +106,21 @@ def shards_of(state: TrainState) -> Shards:
 
 
 def restore(
-    state: TrainState, checkpoint: Location, *, weights_only: bool, group: Group = None, copies: Sequence[Location] = ()
+    state: TrainState,
+    checkpoint: Location,
+    *,
+    weights_only: bool,
+    ranks: Ranks | None = None,
+    fallbacks: Sequence[Location] = (),
 ) -> list[DamagedError]:
-    """Fill a state from a checkpoint; other copies replace files that are damaged or absent.
+    """Fill a state from a checkpoint; fallbacks replace files that are damaged or absent.
 
     Args:
         state: Train state to fill.
         checkpoint: Location of the checkpoint.
         weights_only: Load no optimizer state, and reset the optimizer.
-        group: Group of all ranks that can carry host objects; None: the backend's host group.
-        copies: Other locations of the same checkpoint.
+        ranks: All ranks of the run; None: those of the state.
+        fallbacks: Other locations of the same checkpoint.
 
     Returns:
         Damage that was found in one location and replaced from another.
@@ -140,8 +132,8 @@ def restore(
     shards = shards_of(state)
     kinds = {MODEL: shards[MODEL]} if weights_only else shards
     damaged = list[DamagedError]()
-    group = group or state.backend.host_group
-    load(checkpoint, kinds, state.layout, process_group=group, copies=copies, told=damaged.append)
+    ranks = ranks or state.ranks
+    load(checkpoint, kinds, state.layout, ranks=ranks, fallbacks=fallbacks, on_damage=damaged.append)
     settle(state, shards, weights_only=weights_only)
     return damaged
 

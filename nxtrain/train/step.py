@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.family import IGNORE_INDEX, CausalLM
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
@@ -64,6 +65,11 @@ class TrainState:
     def mesh(self) -> Mesh:
         """The axes of this rank."""
         return self.layout.mesh
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the run, over the backend's host group."""
+        return Ranks(self.mesh, self.backend.host_group)
 
     @property
     def lm(self) -> CausalLM:

@@ -19,7 +19,6 @@ from torch import Tensor
 from nxtrain.backends import open_backend
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.save import save
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import OptimConfig
 from nxtrain.convert.nxd_read import nxd_to_nxtrain
@@ -29,7 +28,7 @@ from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
 from tests.support import nxd_checkpoints
-from tests.support.checkpoints import blank, cut, meta, same
+from tests.support.checkpoints import blank, cut, meta, same, save
 from tests.support.models import changed
 from tests.support.nxd_checkpoints import Seen, rows, sized
 from tests.support.nxd_golden import Case, our_plan

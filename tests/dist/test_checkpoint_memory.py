@@ -16,13 +16,12 @@ from safetensors import safe_open
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import dcp_storage, directory
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.save import save
 from nxtrain.convert import streamed
 from nxtrain.convert.hf import nxtrain_to_hf
 from nxtrain.io import checksummed_file
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
-from tests.support.checkpoints import blank, cut, meta, same, table, whole
+from tests.support.checkpoints import blank, cut, meta, same, save, table, whole
 from tests.support.parity import layout as layout_of
 from tests.support.ranks import RankPool
 

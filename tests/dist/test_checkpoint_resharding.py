@@ -10,13 +10,13 @@ import pytest
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.manifest import DTYPES, StoredShard, header, read_manifest
-from nxtrain.checkpoint.save import Retention, save
 from nxtrain.errors import CheckpointError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
-from tests.support.checkpoints import KINDS, blank, cut, meta, same, table
+from tests.support.checkpoints import KINDS, blank, cut, meta, same, save, table
 from tests.support.ranks import RankPool
 
 Degrees = tuple[int, int]  # tp, dp

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory as folders
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.manifest import DTYPES, read_manifest
-from nxtrain.checkpoint.save import Retention, save
 from nxtrain.config.check import Resolved
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
-from tests.support.checkpoints import meta
+from tests.support.checkpoints import meta, save
 from tests.support.models import changed, weights_of
 from tests.support.parity import LR, batches, layout, local_batch, start
 from tests.support.ranks import RankPool

@@ -28,3 +28,31 @@ def test_the_layouts_hold_every_two_values_that_can_meet() -> None:
 
     assert pairs(LAYOUTS) == pairs([*all_layouts()])
     assert len(LAYOUTS) >= 60
+
+
+def test_the_draws_hold_every_kind_of_batch() -> None:
+    """The limits of a batch leave no kind out."""
+    runs = [draw("gloo", SEED, index, layout) for index, layout in enumerate(LAYOUTS)]
+    batches = [run.resolved.config.train for run in runs]
+    per_rank = [
+        batch.global_batch // run.degrees.dp // batch.micro_batch for run, batch in zip(runs, batches, strict=True)
+    ]
+    kinds = {
+        "one token": [batch.seq_len == 1 for batch in batches],
+        "more than one block of attention": [batch.seq_len > 128 for batch in batches],
+        "a micro-batch of several long rows": [batch.seq_len > 120 and batch.micro_batch > 1 for batch in batches],
+        "several long micro-batches": [
+            batch.seq_len > 120 and number > 1 for batch, number in zip(batches, per_rank, strict=True)
+        ],
+        "a micro-batch of three rows": [batch.micro_batch == 3 for batch in batches],
+        "one micro-batch": [number == 1 for number in per_rank],
+        "more micro-batches than stages": [
+            run.degrees.pp > 1 and number > run.degrees.pp for run, number in zip(runs, per_rank, strict=True)
+        ],
+        "fewer micro-batches than stages": [
+            number < run.degrees.pp for run, number in zip(runs, per_rank, strict=True)
+        ],
+        "masked targets": [run.mask > 0 for run in runs],
+        **{f"{steps} steps": [run.steps == steps for run in runs] for steps in (3, 4, 5)},
+    }
+    assert {kind: sum(found) for kind, found in kinds.items() if sum(found) < 3} == {}

@@ -14,7 +14,7 @@ from tests.support.models import changed, weights_of
 from tests.support.parity import layout
 from tests.support.ranks import RankPool
 
-STEPS = 12
+STEPS = 6
 OWN, SAME = range(1, 9), [7] * 8
 """Seeds of the hardware by rank: the worst that it may do, and what `nxtrain launch` asks for."""
 

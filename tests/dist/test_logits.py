@@ -14,6 +14,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.mesh import Mesh
 from nxtrain.train.compatibility import RunInputs
+from nxtrain.train.context import RunContext
 from nxtrain.train.start import start
 from tests.support.models import SHAPES, hf_model, our_model, plan, tokens, weights_of
 from tests.support.ranks import RankPool
@@ -57,7 +58,7 @@ def test_logits_equal_transformers(ranks: RankPool, shape: str, tp: int) -> None
 
 
 def started_logits(backend: Backend, resolved: Resolved) -> Tensor:
-    state, _ = start(resolved, backend, Mesh.build(backend.world, backend.rank, tp=2), RunInputs(""))
+    state, _ = start(RunContext.open(backend, resolved), RunInputs(""))
     return state.lm.logits(inputs(resolved))
 
 

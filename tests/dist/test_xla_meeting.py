@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
 
 from nxtrain.backends.xla.world import meet
 from nxtrain.errors import HangError
+from tests.support.ranks import context
 
-RANK = """
-import os, sys, time
-from nxtrain.backends.xla.world import meet
-rank, start = int(sys.argv[1]), sys.argv[2]
-store = meet(os.environ, rank, 20.0)
-store.set(f"rank {rank}", start)
-store.wait([f"rank {other}" for other in range(2)])
-print(*(store.get(f"rank {other}").decode() for other in range(2)), flush=True)
-if rank == 0:
-    sys.stdin.read()  # its store serves the others
-"""
+
+def play(pipe: Connection, environ: dict[str, str], number: int, start: str) -> None:
+    """Meet the other rank, and send what both wrote; the store of rank 0 serves the other until the test ends."""
+    store = meet(environ, number, 20.0)
+    store.set(f"rank {number}", start)
+    store.wait([f"rank {other}" for other in range(2)])
+    pipe.send(" ".join(store.get(f"rank {other}").decode() for other in range(2)))
+    pipe.recv()
+
+
+class Rank:
+    """A process that is a rank of a start, under an agent that counts the restarts in its own way."""
+
+    def __init__(self, agents: dict[str, str], number: int, start: str, restarts: int) -> None:
+        environ = {**os.environ, **agents, "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        started_by = context()
+        self._pipe, there = started_by.Pipe()
+        self._process = started_by.Process(target=play, args=(there, environ, number, start), daemon=True)
+        self._process.start()
+
+    def met(self) -> str:
+        """What both ranks wrote."""
+        assert self._pipe.poll(60), "met nobody"
+        found: str = self._pipe.recv()
+        return found
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
 
 
 @pytest.fixture
@@ -36,22 +55,17 @@ def agents() -> Iterator[dict[str, str]]:
     del store
 
 
-def rank(environ: dict[str, str], number: int, start: str, restarts: int) -> subprocess.Popen[str]:
-    env = {**environ, "TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    argv = [sys.executable, "-c", RANK, str(number), start]
-    return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
 def test_ranks_of_a_start_meet_each_other_and_none_of_an_earlier_one(agents: dict[str, str]) -> None:
-    environ = {**os.environ, **agents}
-    first = [rank(environ, number, "first", restarts=0) for number in (0, 1)]
-    assert first[1].communicate(timeout=60)[0] == "first first\n"
-    assert first[0].communicate(timeout=60)[0] == "first first\n"
-    late = rank(environ, 1, "second", restarts=0)  # the ranks of the other machine have failed
+    first = [Rank(agents, number, "first", restarts=0) for number in (0, 1)]
+    assert [rank.met() for rank in first] == ["first first"] * 2
+    for rank in first:
+        rank.end()
+    late = Rank(agents, 1, "second", restarts=0)  # the ranks of the other machine have failed
     time.sleep(3)
-    again = rank(environ, 0, "second", restarts=1)
-    assert late.communicate(timeout=60)[0] == "second second\n"
-    assert again.communicate(timeout=60)[0] == "second second\n"
+    again = Rank(agents, 0, "second", restarts=1)
+    assert [rank.met() for rank in (late, again)] == ["second second"] * 2
+    for rank in (late, again):
+        rank.end()
 
 
 def test_a_first_rank_that_never_comes_is_named(agents: dict[str, str]) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nxtrain.checkpoint.dcp_storage import Staging
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.save import tidy, write_state
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.mesh import Mesh
-from nxtrain.sharding import ParamTable, row_cut
+from nxtrain.sharding import Layout, ParamTable, row_cut
 from tests.support.parity import layout, table_of
 
 Shards = dict[str, dict[str, Tensor]]
@@ -61,3 +66,18 @@ def meta(step: int = 10, **changes: Any) -> Meta:
     """The rest of a state."""
     values = {"step": step, "samples": 80, "tokens": 2560, "seed": 1, "family": "llama", "config": {}}
     return Meta(**{**values, "dtype": "bfloat16", **changes})
+
+
+def save(
+    path: Path,
+    shards: Mapping[str, Mapping[str, Tensor]],
+    layout: Layout,
+    meta: Meta,
+    *,
+    tokenizer: Path | None = None,
+    retention: Retention = Retention(),  # noqa: B008
+) -> None:
+    """Write a checkpoint of tensors to a folder that all ranks see, as a run does; every rank calls this."""
+    scope, staged = StorageScope(Ranks(layout.mesh)), Staging(layout).fill(shards)
+    write_state(path, staged, meta.model_copy(update={"kinds": tuple(shards)}), scope, tokenizer)
+    tidy(path, retention, scope)

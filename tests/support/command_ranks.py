@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from nxtrain.launch.local import AGENT, render
 from nxtrain.run_folder import METRICS_FILE
 from nxtrain.testing.fault_points import VARIABLE
 from tests.support import commands, tiny
@@ -44,6 +45,7 @@ class Ranks:
         overrides: Of the configuration, as on the command line.
         world: How many there are.
         first: Is called in each before the command, and must be known by a module's name.
+        config: Configuration; None: that of the folder.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Ranks:
         overrides: Sequence[str] = (),
         world: int = WORLD,
         first: Callable[[], object] | None = None,
+        config: Path | None = None,
     ) -> None:
         self._store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
         self.folder, self.world = folder, world
@@ -62,7 +65,7 @@ class Ranks:
         place: dict[str, object] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         place |= {VARIABLE: ",".join(faults)}
-        argv = ("train", str(folder / tiny.FILE), *overrides)
+        argv = ("train", str(config or folder / tiny.FILE), *overrides)
         environs = ({**place, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world))
         self.processes: list[BaseProcess] = [
             started_by.Process(
@@ -105,6 +108,31 @@ class Ranks:
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"{rank}.log"
+
+
+def train_as_launched(
+    started_by: ForkServerContext, folder: Path, config: Path, overrides: Sequence[str], *, within_s: float = 100.0
+) -> str:
+    """Train by the command and the environment that `nxtrain launch` renders, without the agent's and ranks' imports.
+
+    Returns:
+        Output of rank 0.
+
+    Raises:
+        ConfigError: `nxtrain launch` refuses the run.
+        AssertionError: A rank fails.
+    """
+    rendered = render(config, overrides, None, os.environ)
+    train = ("-m", "nxtrain", "train", str(config), *overrides)
+    before = rendered.argv[: -len(train)]
+    assert (*before, *train) == rendered.argv
+    (world,) = (int(word.partition("=")[2]) for word in before if word.startswith("--nproc-per-node="))
+    assert before[1:3] == AGENT
+    assert rendered.env.keys() <= {"OMP_NUM_THREADS"}, "each rank has one thread here"
+    with Ranks(started_by, folder, overrides=overrides, world=world, config=config) as ranks:
+        codes, said = ranks.ended(within_s=within_s), ranks.said()
+    assert set(codes.values()) == {0}, said
+    return said[0]
 
 
 def until(condition: Callable[[], object], within_s: float, said: Callable[[], object]) -> None:

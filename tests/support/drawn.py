@@ -29,6 +29,15 @@ CONFIG = ROOT / "configs" / "tiny_cpu.toml"
 SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
 """Seed of the drawn tests; the variable runs them on others."""
 
+MOST_TOKENS = 1536
+"""Of a drawn global batch, as far as one row for each rank of the data axis allows; more rows repeat what few prove."""
+
+MOST_PASSES = 60
+"""Of micro-batches through blocks, in one step on all ranks; a run of more has the fewest steps of a draw."""
+
+STEPS = (3, 5)
+"""Fewest and most."""
+
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 TRIES = 200
 """Draws until one fits together; far more than are ever needed."""
@@ -149,6 +158,10 @@ def _overrides(rng: Random, degrees: Degrees, *, bf16: bool, xla: bool) -> tuple
     if seq_len == 1 and model["vocab_size"] > 300:
         # Of one token the head's gradient is a matrix-vector product, whose BLAS kernel adds row after row: 1e-6 off.
         micro_batch = max(2, micro_batch)
+    rows = max(1, MOST_TOKENS // (seq_len * degrees.dp))
+    micro_batch = min(micro_batch, rows)
+    accumulation = min(accumulation, rows // micro_batch)
+    passes = degrees.tp * degrees.dp * accumulation * model["num_hidden_layers"]
     values: dict[str, Any] = {
         "backend.name": "xla" if xla else "cpu",
         "data.source": "tokens",
@@ -171,7 +184,8 @@ def _overrides(rng: Random, degrees: Degrees, *, bf16: bool, xla: bool) -> tuple
         **(_bf16(rng) if bf16 else {}),
         **_optim(rng),
     }
-    return values, rng.randint(3, 5), rng.choice((0.0, 0.0, 0.3, 0.6))
+    steps, mask = rng.randint(*STEPS), rng.choice((0.0, 0.0, 0.3, 0.6))
+    return values, min(STEPS) if passes > MOST_PASSES else steps, mask
 
 
 def _model(rng: Random, degrees: Degrees, *, xla: bool) -> dict[str, Any]:

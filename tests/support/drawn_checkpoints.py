@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint.save import Retention, save
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.errors import ConfigError
 from nxtrain.train.start import restore, shards_of
 from nxtrain.train.step import TrainState, train_step
-from tests.support.checkpoints import Shards, meta
+from tests.support.checkpoints import Shards, meta, save
 from tests.support.drawn import TRIES, Degrees, Drawn, draw
 from tests.support.parity import Course, local_pair, start
 

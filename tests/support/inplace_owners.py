@@ -163,13 +163,15 @@ OWNERS: dict[str, dict[str, str]] = {
         "writing_tokens.append: num_tokens +=": "host: number",
         "writing_tokens.append: np.ascontiguousarray(ids.astype(dtype, copy=False)).data": "read: bytes for a file",
     },
+    "nxtrain/data/held_out.py": {
+        "target_counts: found[:counts.size] +=": "fresh: counts of this round",
+    },
     "nxtrain/data/order.py": {
         "shuffled: rows[outside] =": "fresh: a result of `_permute`",
     },
     "nxtrain/data/samples.py": {
         "FileSamples._rows: content[place].data": "fresh: rows of this function, into which a file is read",
         "check_table: chunk.data": "read: bytes for a digest",
-        "unigram_entropy: found[:counts.size] +=": "fresh: counts of this round",
     },
     "nxtrain/launch/torchrun.py": {
         "Agent._start_workers: Agent.starts +=": "host: number",

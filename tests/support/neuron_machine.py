@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -111,6 +111,58 @@ def pretend() -> None:
         sys.modules[unused] = _Unused(unused)
 
 
+class _Executed(BaseException):
+    """The program of this process, started again with other variables."""
+
+    def __init__(self, program: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        super().__init__()
+        self.env = dict(env)
+
+
+def command(env: Mapping[str, str], *argv: str) -> None:
+    """`nxtrain ARGV` on the machine that variables name, in a fork of a process that has imported torch-xla.
+
+    The product executes itself again with the variables that a rank lacks, all before it imports torch-xla. In a fork
+    the command begins again with them, and what an import of torch-xla does with them is done when the product asks.
+    """
+    from nxtrain.cli.main import main
+
+    def execute(program: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        raise _Executed(program, argv, env)
+
+    stand_on(Path(env[FOLDER]))
+    sys.meta_path.insert(0, _Imported("torch_xla", sys.modules.pop("torch_xla"), _start_forked_runtime))
+    sys.argv = ["nxtrain", *argv]
+    os.execve = execute  # type: ignore[assignment]
+    for _ in range(2):
+        os.environ.clear()
+        os.environ.update(env)
+        try:
+            main()
+        except _Executed as again:
+            env = again.env
+    raise AssertionError("executed again and again")
+
+
+def _start_forked_runtime() -> None:
+    import torch_xla
+
+    torch_xla._setup_default_env()
+    torch_xla._setup_xla_flags()
+    _start_runtime()
+
+
+def rank_variables(rank: int, world: int, port: int, *, nodes: int = 1) -> dict[str, str]:
+    """Variables that torchrun's agent gives a rank; the first machine holds the store at a port."""
+    local = world // nodes
+    place: dict[str, object] = {"RANK": rank, "WORLD_SIZE": world}
+    place |= {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    place |= {"GROUP_RANK": rank // local, "GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_RUN_ID": "none"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {name: str(value) for name, value in place.items()}
+
+
 def stand_on(folder: Path) -> None:
     """Let this process find packages and device nodes in a folder; devices and their runtime are the caller's."""
     sys.path.append(str(folder / "site"))
@@ -187,6 +239,33 @@ class _Afterwards(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             spec.loader = _Then(spec.loader, self._then)
         return spec
+
+
+class _Imported(MetaPathFinder, Loader):
+    """Gives a module that a process had imported to the next import of it, and calls a function then.
+
+    Args:
+        name: Of the module.
+        module: It.
+        then: The function.
+    """
+
+    def __init__(self, name: str, module: ModuleType, then: Callable[[], None]) -> None:
+        self._name, self._module, self._then = name, module, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        return ModuleSpec(fullname, self, origin=self._module.__file__, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        spec.submodule_search_locations = [*self._module.__path__]
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._then()
 
 
 class _Then(Loader):

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed import TCPStore
 
 from nxtrain.config.check import Resolved
+from tests.support import neuron_machine
 from tests.support.models import hf_model
-from tests.support.neuron_machine import ROOT, install
+from tests.support.neuron_machine import ROOT, install, rank_variables
 from tests.support.parity import OPTIM, batches
+from tests.support.xla_processes import start
 
 RESUMED = "resumed"
 """Folder of a run that went on from a checkpoint of another."""
@@ -106,10 +109,24 @@ class Machine:
         """Run a command of nxtrain on the configuration."""
         return self.command("nxtrain", command, str(self.config), *overrides, **variables)
 
+    def train(self, *overrides: str, world: int = 1, **variables: str) -> str:
+        """`nxtrain train` as one rank or several, in forks of a process that has imported torch-xla."""
+        store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+        ranks = []
+        for rank in range(world):
+            place = rank_variables(rank, world, store.port) if world > 1 else {}
+            env = {**self.env, **variables, **place}
+            argv = ("train", str(self.config), *overrides)
+            ranks.append(start(neuron_machine.command, env, *argv, env=env, log=self.folder / f"train-{rank}.log"))
+        ended = [rank.ended(280) for rank in ranks]
+        printed = "".join(each.printed for each in ended)
+        assert [each.code for each in ended] == [0] * world, printed[-6000:]
+        return printed
+
     def resume(self, step: int, *overrides: str) -> str:
         """Go on in another folder from the checkpoint of a step."""
         at = self.folder / f"run/checkpoints/step-{step:08d}"
-        return self.nxtrain("train", f"checkpoint.resume={at}", f"run.dir={self.folder / RESUMED}", *overrides)
+        return self.train(f"checkpoint.resume={at}", f"run.dir={self.folder / RESUMED}", *overrides)
 
     def records(self, run: str = "run") -> list[dict[str, float]]:
         """The lines of a run's metrics file, of what does not depend on the clock."""

@@ -67,6 +67,9 @@ def reference(
     a loss and 2e-5 of a norm where there are many of them.
     """
     model = hf_model(resolved, weights=weights).to(dtype)
+    if dtype == torch.float64:
+        # Eager attention rounds its softmax to float32, and takes twice the time of the fused one, which does not.
+        model.set_attn_implementation("sdpa")
     optim = resolved.config.optim
     everything = optim.decay_norms
     decayed = [p for p in model.parameters() if p.dim() > 1 or everything]

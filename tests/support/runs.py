@@ -15,7 +15,6 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Mesh
 from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
@@ -77,7 +76,8 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
     alone = config.model_copy(update={"run": elsewhere, "parallel": parallel, "checkpoint": checkpoint})
     saved = read_meta(path)
     inputs = RunInputs(saved.data_fingerprint, saved.tokenizer_fingerprint)
-    state, _ = start(Resolved(alone, resolved.family, resolved.model), backend, Mesh.build(1, 0), inputs)
+    context = RunContext.open(backend, Resolved(alone, resolved.family, resolved.model))
+    state, _ = start(context, inputs)
     return shards_of(state)
 
 

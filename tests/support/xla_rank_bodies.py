@@ -26,7 +26,7 @@ from nxtrain.parallel.grads import Gradients
 from nxtrain.process.placement import Placement
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.build import build_mesh, build_model, build_state
-from nxtrain.train.checkpoints import Checkpoints
+from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.graph_extraction import trainer
 from nxtrain.train.health.numerics import NumericsGuard
@@ -142,7 +142,7 @@ def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:
     saved, loaded = state("draw"), state("zeros")
     backend.step_boundary()
     inputs = RunInputs("")
-    Checkpoints(plan, saved, inputs, meta_at(0, plan, inputs), None, dict, print).save(1, True)
+    Checkpoints(plan, saved, RunIdentity(inputs, meta_at(0, plan, inputs)), print).save(1, True)
     restore(loaded, directory.step_path(plan.config.run.dir / CHECKPOINTS_DIR, 1), weights_only=False)
     backend.step_boundary()
     there = dict(loaded.model.named_parameters())

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from nxtrain.metrics.loss_chart import ASCII, BRAILLE, loss_chart
 from nxtrain.train.generate import generate
 from nxtrain.train.sampling import Sampling
 
@@ -15,7 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_demo_trains_writes_and_exports() -> None:
     done = subprocess.run(
-        ["bash", "scripts/demo.sh", "--short"], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        ["bash", "scripts/demo.sh", "--short"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     run = ROOT / "runs" / "demo-short"
@@ -26,9 +38,35 @@ def test_the_demo_trains_writes_and_exports() -> None:
     assert summary["val_loss"] < records[0]["loss"] - 1
     assert "NeuronX Distributed" not in done.stderr  # there was nothing to choose from
     assert f"unigram entropy of the same tokens {summary['unigram_entropy']:.4f}" in done.stderr
+    assert f"{summary['bits_per_byte']:.4f} bits per byte" in done.stderr
+    assert summary["val_bytes"] > summary["val_tokens"] > 0
+    bits = summary["val_loss"] / math.log(2) * summary["val_tokens"] / summary["val_bytes"]
+    assert summary["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     assert re.search(r"scores differ from ours by at most \d", done.stdout)
-    text = "".join(generate(str(run), "def ", max_new_tokens=64, sampling=Sampling(), seed=0))  # the command's defaults
+    text = "".join(generate(str(run), "    def __init__(self", 120, Sampling(temperature=0.5), seed=0))
     assert f"\n{text}\n" in done.stdout
-    assert text.startswith("def ")
-    assert len(text) > len("def ") + 20
+    assert text.startswith("    def __init__(self")
+    assert len(text) > len("    def __init__(self") + 20
     assert (run / "huggingface" / "model.safetensors").exists()
+    charts = [loss_chart(records, 79, style) for style in (BRAILLE, ASCII)]  # which one depends on the locale
+    assert any(done.stdout.endswith(f"\n{chart}\n") for chart in charts), done.stdout
+    _check_next_commands(done.stderr)
+
+
+def _check_next_commands(shown: str) -> None:
+    """The last lines name three commands, of which each one starts as it stands there."""
+    *_, heading, generates, trains, draws = shown.splitlines()
+    assert heading == f"=== done; the run folder is runs/demo-short. Three commands to try next, in {ROOT.resolve()}:"
+    sampled = _shell(f"{generates} --seed 1")
+    assert sampled.stdout.startswith("class")
+    started = _shell(trains.replace("  #", " --dry-run  #"))
+    assert "-m nxtrain train configs/demo.toml run.name=mine data.source=text data.path=docs" in started.stdout
+    assert (ROOT / "docs").is_dir()
+    program, option, folder = shlex.split(draws, comments=True)
+    assert _shell(f"{program} --version").stdout
+    assert option == "--logdir"
+    assert list((ROOT / folder / "tensorboard").iterdir())
+
+
+def _shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.drawn import SEED, covering_array, draw
+from tests.support import commands
+from tests.support.command_ranks import train_as_launched
+from tests.support.drawn import CONFIG, ROOT, SEED, covering_array, draw
 from tests.support.drawn_commands import error_of_command, prepare, run_command
+
+LAUNCHED = (0, 1)
+"""Draws of one rank and of two that the command starts; the ranks of the others start as the command renders them."""
+
+NAME = str(CONFIG.relative_to(ROOT))
 
 LAYOUTS = covering_array(SEED + 1, 64, lambda degrees: degrees.world <= 4)[:6]
 
@@ -17,6 +24,10 @@ LAYOUTS = covering_array(SEED + 1, 64, lambda degrees: degrees.world <= 4)[:6]
 def test_a_drawn_command_trains_as_transformers_does(tmp_path: Path, index: int) -> None:
     run = draw("command", SEED, index, LAYOUTS[index])
     argv = prepare(run, tmp_path)
-    run_command(argv)
+    if index in LAUNCHED:
+        run_command(argv)
+    else:
+        overrides = argv[argv.index(NAME) + 1 : argv.index("--nproc")]
+        train_as_launched(commands.context(), tmp_path, CONFIG, overrides)
     error = error_of_command(run, tmp_path)
     assert error.is_parity, f"{error}: {shlex.join(argv)}"

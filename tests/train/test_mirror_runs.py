@@ -19,7 +19,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import mirror, rewinds
 from nxtrain.config.check import Resolved
 from nxtrain.convert.hf import nxtrain_to_hf
-from nxtrain.distributed.agreement import Disk
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.start_log import last_step
 from nxtrain.run_folder import LOGS_DIR, STARTS_FILE
@@ -254,7 +254,7 @@ def test_nodes_that_share_their_folder_go_on_from_it_and_one_of_them_acts(ranks:
     assert course(tmp_path / "shared") == nodes.straight()
 
 
-def find_disk(backend: Backend, folders: list[Path]) -> Disk:
+def find_disk(backend: Backend, folders: list[Path]) -> tuple[int, int]:
     """As on a node whose list of a folder is as old as its own file there."""
     listed = Path.glob
 
@@ -263,12 +263,13 @@ def find_disk(backend: Backend, folders: list[Path]) -> Disk:
 
     with patch.object(Path, "glob", stale), patch.object(Path, "iterdir", lambda self: stale(self, "*")):
         mesh = Mesh.build(2, backend.rank, tp=1, dp=2)
-        return mirror._find_disk(folders[backend.rank % len(folders)], mesh, 0, None)
+        scope = mirror._find_scope(folders[backend.rank % len(folders)], Ranks(mesh), 0)
+        return scope.leader, scope.number
 
 
 def test_nodes_find_out_by_name_that_they_share_a_folder(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, find_disk, [tmp_path / "shared"]) == [Disk(True, 1), Disk(False, 1)]
-    assert ranks.run(2, find_disk, [tmp_path / "a", tmp_path / "b"]) == [Disk(True, 2), Disk(True, 2)]
+    assert ranks.run(2, find_disk, [tmp_path / "shared"]) == [(0, 1), (0, 1)]
+    assert ranks.run(2, find_disk, [tmp_path / "a", tmp_path / "b"]) == [(0, 2), (1, 2)]
     assert not [*tmp_path.glob("*/.disk-*")]
 
 

@@ -20,7 +20,7 @@ from nxtrain.train.build import build_model, build_state
 from nxtrain.train.step import DeviceBatch, train_step
 from tests.support.adamw import rounding_to_nearest
 
-VOCAB, BATCH, SEQ_LEN = 32, 16, 64
+VOCAB, BATCH, SEQ_LEN = 32, 8, 64
 STEPS, LAST = 500, 50
 SHAPE = {
     "vocab_size": VOCAB,

@@ -243,7 +243,7 @@ def test_launch_starts_as_many_ranks_as_the_degrees_ask_for(overrides: list[str]
 def test_launch_shares_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nxtrain.launch.local._num_cores", lambda: 7)
     assert render(DEMO, (), 2, {}).env == {"OMP_NUM_THREADS": "3"}
-    assert render(DEMO, ["train.micro_batch=1"], 16, {}).env == {"OMP_NUM_THREADS": "1"}
+    assert render(DEMO, ["train.micro_batch=1", "train.global_batch=8"], 16, {}).env == {"OMP_NUM_THREADS": "1"}
     assert render(DEMO, (), 2, {"OMP_NUM_THREADS": "5"}).env == {}
 
 

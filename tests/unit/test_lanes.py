@@ -90,9 +90,9 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
     found = calls(house)
     behind = "1 tests/xla -k mesh"
     together = "1 -n {} --dist loadfile --no-loadscope-reorder tests/{} {}-k mesh"
-    expected = ["tests/device -k mesh", together.format(2, "unit", ""), "1 tests/dist -k mesh"]
+    expected = ["tests/device -k mesh", *(together.format(2, lane, "") for lane in ("unit", "dist"))]
     # One less than without xla behind them.
-    expected += [together.format(2, lane, "--alone=without ") for lane in ("train", "faults")]
+    expected += [together.format(number, lane, "--alone=without ") for number, lane in ((2, "train"), (3, "faults"))]
     expected += [f"tests/{lane} --alone=only -k mesh" for lane in ("train", "faults")]
     assert [call for call in found if call != behind] == expected
     assert 2 <= found.index(behind) < found.index(expected[-2])
@@ -103,7 +103,7 @@ def test_a_lane_by_itself_has_all_cores_and_a_debugger_takes_one_test_at_a_time(
     assert run(house, "faults", "--slow").returncode == 0
     assert run(house, "train", "--", "--pdb").returncode == 0
     assert calls(house) == [
-        "1 -n 3 --dist loadfile --no-loadscope-reorder tests/faults --alone=without --slow",
+        "1 -n 4 --dist loadfile --no-loadscope-reorder tests/faults --alone=without --slow",
         "tests/faults --alone=only --slow",
         "1 -n 0 --dist loadfile --no-loadscope-reorder tests/train --alone=without --pdb",
         "tests/train --alone=only --pdb",

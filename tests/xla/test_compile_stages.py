@@ -1,7 +1,8 @@
 """Two pretended Trainium machines with a pipeline stage each: each compiles, writes and needs what is its own.
 
-They share the folder of the manifests, and neither the cache nor anything else. Ranks meet under torchrun as machines
-do; which of them is the first is torchrun's choice when they compile, and the test's when they run.
+They share the folder of the manifests, and neither the cache nor anything else. Those that compile meet under torchrun
+as machines do, which chooses the first of them. The ranks that run are forks of a process that has imported torch-xla,
+with the variables that torchrun would set; the test chooses the first.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from torch.distributed import TCPStore
 
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key
 from nxtrain.compile.manifest import Manifest, read_manifest
-from tests.support.neuron_machine import ROOT, assert_real, install
+from tests.support.neuron_machine import ROOT, assert_real, command, install, rank_variables
 from tests.support.ports import free_port
+from tests.support.xla_processes import Started, start
+
+CONFIG = ROOT / "configs/tiny_cpu.toml"
 
 
 class Machine(NamedTuple):
@@ -33,10 +37,11 @@ class Machine(NamedTuple):
     def cache(self) -> Cache:
         return Cache(self.folder / "cache")
 
-    def start(self, program: Sequence[str], command: str, *options: str) -> subprocess.Popen[str]:
-        """Start a command of nxtrain on a pipeline of two stages over two machines."""
+    @property
+    def values(self) -> list[str]:
+        """A pipeline of two stages over two machines."""
         shared = self.folder.parent
-        values = [
+        return [
             *("backend.name=neuron", "cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.pp=2"),
             *("model.config.vocab_size=300", f"compile.cache_dir={self.folder / 'cache'}", "train.steps=2"),
             *(f"compile.manifest={shared / '{name}.json'}", f"run.dir={shared / 'run'}", "compile.on_miss=stop"),
@@ -44,10 +49,24 @@ class Machine(NamedTuple):
             *("train.seq_len=16", "train.global_batch=2", "train.micro_batch=1", "train.eval_every=0"),
             *("optim.warmup_steps=0", "checkpoint.every=0", "metrics.tensorboard=false", "metrics.progress=false"),
         ]
-        argv = [sys.executable, *program, "-m", "nxtrain", command, "configs/tiny_cpu.toml", *values, *options]
+
+    def compile(self, first_node: str) -> subprocess.Popen[str]:
+        """Start `nxtrain compile`."""
+        argv = [sys.executable, "-m", "nxtrain", "compile", str(CONFIG), *self.values, "--nproc=1"]
         return subprocess.Popen(
-            argv, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*argv, f"--first-node={first_node}"],
+            cwd=ROOT,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
+
+    def train(self, rank: int, port: int) -> Started:
+        """Start `nxtrain train` as the one rank of this machine, which holds the stage of that number."""
+        env = {**self.env, **rank_variables(rank, 2, port, nodes=2)}
+        argv = ("train", str(CONFIG), *self.values)
+        return start(command, env, *argv, env=env, log=self.folder / f"rank-{rank}.log")
 
 
 class Cluster(NamedTuple):
@@ -65,16 +84,11 @@ class Cluster(NamedTuple):
 
     def run(self, first: int) -> tuple[list[int], list[str]]:
         """Exit codes and lines of a run on both, of which one holds the first stage."""
+        store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
         nodes = (first, 1 - first)
-        meet = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-        agents = [
-            self.machines[node].start(
-                ("-m", "nxtrain.launch.torchrun", *meet, f"--node-rank={rank}", "--max-restarts=0"), "train"
-            )
-            for rank, node in enumerate(nodes)
-        ]
-        said = [agent.communicate(timeout=200)[0] for agent in agents]
-        return [agent.returncode for agent in agents], said
+        ranks = [self.machines[node].train(rank, store.port) for rank, node in enumerate(nodes)]
+        ended = [rank.ended(200) for rank in ranks]
+        return [each.code for each in ended], [each.printed for each in ended]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +101,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
         folder.mkdir()
         machines.append(Machine(folder, {**install(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}))
     where = f"127.0.0.1:{free_port()}"
-    compiling = [machine.start((), "compile", "--nproc=1", f"--first-node={where}") for machine in machines]
+    compiling = [machine.compile(where) for machine in machines]
     said = [process.communicate(timeout=200)[0] for process in compiling]
     assert [process.returncode for process in compiling] == [0, 0], "\n\n".join(text[-5000:] for text in said)
     for machine in machines:

@@ -91,9 +91,10 @@ def test_its_collectives_span_the_axes_of_the_mesh_and_average_over_dp(sound: di
             assert groups == {"tp": [512, 8], "dp": [8, 512], "tp/4": [1024, 4]}[axis]
 
 
-def test_the_whole_7b_needs_a_graph_per_micro_batch_and_one_to_update() -> None:
-    """All 32 layers at their true size, on two ranks; less than a minute and 5 GiB."""
-    found = published([0, 3001], "--steps", "2")
+@pytest.mark.parametrize("blocks", [3, pytest.param(32, marks=pytest.mark.slow)])
+def test_the_7b_at_its_true_width_needs_a_graph_per_micro_batch_and_one_to_update(blocks: int) -> None:
+    """On two ranks; all 32 blocks take a minute and 5 GiB."""
+    found = published([0, 3001], f"model.config.num_hidden_layers={blocks}", "--steps", "2")
     assert (found["problems"], found["host_reads"]) == ([], [])
     assert [(g["name"], g["steps"]) for g in found["graphs"]] == [
         ("steady micro-batch", [1, 2]),
@@ -105,9 +106,9 @@ def test_the_whole_7b_needs_a_graph_per_micro_batch_and_one_to_update() -> None:
     micro, update = map(census, found["graphs"][:2])
     # Both ways each: into the head and out of the embedding; into two column layers and out of two row layers of a
     # block. Backward gathers the inputs of the column layers again, for the gradients of their weights.
-    entered = 2 + 4 * 32
+    entered = 2 + 4 * blocks
     assert micro["reduce-scatter", "tp"] == (entered, 512, 8)
-    assert micro["all-gather", "tp"] == (entered + 2 * 32, 512, 8)
+    assert micro["all-gather", "tp"] == (entered + 2 * blocks, 512, 8)
     assert {axis for _, axis in micro} == {"tp"}
     assert {axis: groups for (_, axis), (_, *groups) in update.items()} == {"dp": [8, 512], "tp": [512, 8]}
     assert found["graphs"][1]["dp_scale"] == 1 / 512

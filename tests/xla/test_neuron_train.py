@@ -36,7 +36,7 @@ def test_what_was_compiled_beforehand_trains_as_transformers_does_and_resumes(tm
 def test_bf16_that_the_hardware_rounds_stays_as_near_to_fp32_as_transformers_in_bf16(tmp_path: Path) -> None:
     machine = Machine.furnished(tmp_path, PLAN, STEPS)
     rule = ("precision.params=bf16", "precision.update=bf16_stochastic")
-    machine.nxtrain("train", *rule)
+    machine.train(*rule)
     losses = machine.column("loss")
     exact, theirs = (course.losses for course in (reference(PLAN, STEPS), narrow_reference(PLAN, STEPS, masters=False)))
     errors = [max(abs(a - b) for a, b in zip(found, exact, strict=True)) for found in (losses, theirs)]
@@ -52,7 +52,6 @@ def test_bf16_that_the_hardware_rounds_stays_as_near_to_fp32_as_transformers_in_
 def test_two_ranks_whose_hosts_carry_their_collectives_train_as_transformers_does(tmp_path: Path) -> None:
     plan = layout("gqa2", tp=1, micro=1)
     machine = Machine.furnished(tmp_path, plan, 4)
-    agent = ("nxtrain.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
     overrides = (
         "parallel.tp=1",
         "parallel.dp=2",
@@ -60,8 +59,7 @@ def test_two_ranks_whose_hosts_carry_their_collectives_train_as_transformers_doe
         "train.steps=4",
         "compile.max_recompiles=100",
     )
-    config = str(tmp_path / "config.toml")
-    machine.command(*agent, "-m", "nxtrain", "train", config, *overrides, "checkpoint.every=0", **{LINK: "1"})
+    machine.train(*overrides, "checkpoint.every=0", world=2, **{LINK: "1"})
     want = reference(plan, 4)
     check_scalars(machine.column("loss"), machine.column("grad_norm"), want)
     assert_real(tmp_path, processes=2)

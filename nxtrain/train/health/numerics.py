@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import by_leader
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.io.jsonl import JsonlLog
 from nxtrain.metrics.stability import Stability
@@ -75,7 +75,8 @@ class NumericsGuard:
     ) -> None:
         self.stability = Stability()
         self._config, self._state, self._heeds = config, state, heeds
-        self._leads = state.mesh.rank == 0
+        self._ranks = Ranks(state.mesh, state.backend.host_group)
+        self._leads = self._ranks.is_leader
         self._print = (console or standard_error(quiet=not self._leads)).print
         self._attempt = attempt
         self._last_read, self._in_a_row = 0, 0
@@ -85,9 +86,7 @@ class NumericsGuard:
         self._bad_steps, self._votes = (JsonlLog(config.run.dir / LOGS_DIR / name) for name in (NON_FINITE, VOTES))
         if heeds and config.recovery.non_finite == "rollback":
             # Read by one rank: where each node has its own disk, only the leader's disk holds the file.
-            lines = by_leader(
-                self._bad_steps.read, state.mesh, state.backend.host_group, f"cannot read {self._bad_steps.file}"
-            )
+            lines = self._ranks.on_leader(self._bad_steps.read, f"cannot read {self._bad_steps.file}")
             self._verdicts = {line["step"]: line["verdict"] for line in lines if {"step", "verdict"} <= line.keys()}
 
     def begin(self, finished: int, stability: Mapping[str, Any]) -> None:
@@ -273,8 +272,8 @@ class NumericsGuard:
         Raises:
             CheckpointError: The verdicts cannot be written, so the restarted run would roll back again and again.
         """
-        file, state = self._bad_steps.file, self._state
-        problem = by_leader(self._bad_steps.write, state.mesh, state.backend.host_group, f"cannot write {file}")
+        file = self._bad_steps.file
+        problem = self._ranks.on_leader(self._bad_steps.write, f"cannot write {file}")
         if problem:
             raise CheckpointError(
                 f"{self._describe(bad)}; recovery.non_finite=rollback is not possible, since {file} cannot be written: "

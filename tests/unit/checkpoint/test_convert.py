@@ -15,12 +15,11 @@ from torch import Tensor
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.checkpoint.save import save
 from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
-from tests.support.checkpoints import blank, cut, meta, table
+from tests.support.checkpoints import blank, cut, meta, save, table
 from tests.support.models import hf_model, plan, tokens
 
 ALONE = Mesh(1, 0)

@@ -78,7 +78,7 @@ def test_the_oldest_make_room_but_not_the_last_two_that_verified(
         path = make(directory.step_path(tmp_path, step))
         if step in verified:
             directory.mark_verified(path)
-    directory.prune(tmp_path, keep, every)
+    directory.prune(tmp_path, directory.Retention(keep, every))
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in stay]
 
 

@@ -47,7 +47,7 @@ def test_a_part_costs_few_bytes_and_none_from_the_second_time_on(tmp_path: Path)
     assert manifest is not None
     assert len(manifest.model_dump_json()) < 14 * RANKS * len(NAMES)
     for joint in joints:
-        joint.told = True
+        joint.is_planned = True
     plans = [told(tmp_path, rank, joint) for rank, joint in enumerate(joints)]
     assert all(len(pickle.dumps(plan)) < 200 for _, plan in plans)
     coordinator = plans[0][0]

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import directory, rewinds
-from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
+from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination, SaveOutcome
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.mirror import Mirror, Mirrored, locate_checkpoint, open_mirrored
+from nxtrain.checkpoint.mirror import Mirror, locate_checkpoint, open_mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.rewinds import Rewind, RunHistory
-from nxtrain.checkpoint.save import Retention
-from nxtrain.distributed.agreement import Disk
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import BackendError, CheckpointError, ConfigError, DamagedError
 from nxtrain.io import checksummed_file, object_store
 from nxtrain.io.checksummed_file import TransferCounter, transferred
@@ -32,6 +32,7 @@ from tests.support.s3 import BUCKET, drop_bucket, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 
+ONE = Ranks(Mesh(1, 0))
 SHAPE = (4, 2)
 FILE = "rank-00000.safetensors"
 WRITE = checksummed_file.ChecksummedWriter.write
@@ -51,32 +52,29 @@ class Run:
     def __init__(
         self, folder: Path, store: ObjectStore, *, shape: tuple[int, int] = SHAPE, keep: int = 3, keep_every: int = 0
     ) -> None:
-        self.folder, self.mirror, self.told = folder, Mirror(store), list[Outcome]()
+        self.folder, self.mirror, self.told = folder, Mirror(store), list[SaveOutcome]()
         self.cut = Layout(ParamTable({"a.weight": ShardSpec(shape, dim=0)}), Mesh(1, 0))
         self.shape = shape
         self.copied = list[tuple[int, str]]()
-        retention, mirrored = Retention(keep, keep_every), Mirrored(self.mirror, Disk(True, 1))
-        self.copies = MirrorUploader(mirrored, retention, self.cut.mesh, None, None)
-        self.saver = AsyncCheckpointWriter(
-            folder,
-            self.cut,
-            retention=retention,
-            tokenizer=None,
-            group=None,
-            talk=None,
-            background=True,
-            told=self.told.append,
-            copies=self.copies,
-            copied=lambda step, problem: self.copied.append((step, problem)),
-        )
+        retention = Retention(keep, keep_every)
+        self.uploader = MirrorUploader(self.mirror, retention, ONE)
+        destination = Destination(folder, StorageScope(ONE), retention)
+        self.saver = CheckpointWriter(destination, self.cut, ONE, uploader=self.uploader)
+
+    def poll(self) -> None:
+        """Keep what has ended."""
+        for outcome in self.saver.poll():
+            if isinstance(outcome, SaveOutcome):
+                self.told.append(outcome)
+            else:
+                self.copied.append((outcome.step, outcome.problem))
 
     def save(self, *steps: int) -> None:
         for step in steps:
             weight = torch.arange(step, step + self.shape[0] * self.shape[1]).reshape(self.shape).float()
             self.saver.save(lambda weight=weight: {"model": {"a.weight": weight}}, meta(step))  # type: ignore[misc]
-            self.saver.settle()
-            assert self.copies.wait(UploadDeadline(60.0), lambda: None)
-            self.saver.report_copies()
+            self.saver.drain(UploadDeadline(60.0))
+            self.poll()
 
     @property
     def unmirrored(self) -> str:
@@ -85,8 +83,8 @@ class Run:
 
     def load(self, *places: Any) -> tuple[torch.Tensor, list[DamagedError]]:
         read, damaged = torch.full(self.shape, -1.0), list[DamagedError]()
-        first, *copies = places
-        load(first, {"model": {"a.weight": read}}, self.cut, copies=copies, told=damaged.append)
+        first, *fallbacks = places
+        load(first, {"model": {"a.weight": read}}, self.cut, fallbacks=fallbacks, on_damage=damaged.append)
         return read, damaged
 
     def flip(self, step: int) -> None:
@@ -320,10 +318,12 @@ def test_a_slow_mirror_holds_nobody_up(s3: Any, tmp_path: Path) -> None:
     while directory.newest(run.folder) is None:
         time.sleep(0.01)
     run.saver.settle()
+    run.poll()
     assert run.told[-1].problem == "", "the checkpoint counts before its copy does"
     assert run.told[-1].write_s < 0.4
     assert run.mirror.steps() == []
-    run.saver.close(UploadDeadline(60.0))
+    run.saver.drain(UploadDeadline(60.0))
+    run.poll()
     assert time.monotonic() - began > 3 * 0.5, "three objects: the rank's, the manifest and meta.json"
     assert run.copied == [(1, "")]
     assert run.mirror.steps() == [1]
@@ -345,6 +345,7 @@ def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
     def save(step: int) -> None:
         run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(step))
         run.saver.settle()
+        run.poll()
 
     monkeypatch.setattr(run.mirror, "add", held)
     for step in range(1, 7):
@@ -352,11 +353,11 @@ def test_a_mirror_that_hangs_costs_no_checkpoint_and_what_it_reads_stays(
     assert [outcome.problem for outcome in run.told] == [""] * 6
     assert local() == [1, 5, 6]
     began = time.monotonic()
-    assert not run.copies.wait(UploadDeadline(0.3), lambda: None)
+    assert not run.uploader.drain(UploadDeadline(0.3), ONE)
     assert 0.3 < time.monotonic() - began < 3.0
     gate.set()
-    assert run.copies.wait(UploadDeadline(20.0), lambda: None)
-    run.saver.report_copies()
+    assert run.uploader.drain(UploadDeadline(20.0), ONE)
+    run.poll()
     assert [step for step, problem in run.copied if not problem] == [1, 6], "the newest takes the place of others"
     assert [step for step, problem in run.copied if "took too long" in problem] == [2, 3, 4, 5]
     assert run.mirror.steps() == [1, 6]
@@ -377,16 +378,18 @@ def test_the_end_waits_for_a_mirror_while_bytes_come(tmp_path: Path, monkeypatch
     monkeypatch.setattr(run.mirror, "add", slowly)
     run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(1))
     run.saver.settle()
-    assert not run.copies.wait(UploadDeadline(1.0, 0.3), lambda: None), "in all"
-    assert not run.copies.wait(UploadDeadline(1.0, asked_s=0.1), lambda: None, lambda: True), "asked to stop meanwhile"
-    run.saver.close(UploadDeadline(1.0), lambda: alive.append(time.monotonic()))
+    assert not run.uploader.drain(UploadDeadline(1.0, 0.3), ONE), "in all"
+    stopping = UploadDeadline(1.0, after_stop_s=0.1)
+    assert not run.uploader.drain(stopping, ONE, stop_requested=lambda: True), "asked to stop meanwhile"
+    run.saver.drain(UploadDeadline(1.0), lambda: alive.append(time.monotonic()))
+    run.poll()
     assert run.copied == [(1, "")]
     assert max(after - before for before, after in pairwise(alive)) < 1.0
 
 
 def test_what_cannot_be_a_mirror_is_told_before_the_first_step(s3: Any, tmp_path: Path) -> None:
     def reach(address: str) -> None:
-        open_mirrored(address, tmp_path / "run", Mesh(1, 0), 0, None)
+        open_mirrored(address, tmp_path / "run", Ranks(Mesh(1, 0)), 0)
 
     with pytest.raises(BackendError, match=r"s3://absent/x: .*NoSuchBucket.*aws s3 ls s3://absent/"):
         reach("s3://absent/x")

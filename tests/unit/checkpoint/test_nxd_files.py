@@ -17,7 +17,6 @@ import torch
 
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import Meta, read_meta
-from nxtrain.checkpoint.save import save
 from nxtrain.config.schema import OptimConfig
 from nxtrain.convert.nxd_files import Grid
 from nxtrain.convert.nxd_layout import NxdLayout
@@ -26,7 +25,7 @@ from nxtrain.convert.nxd_write import OptimizerSettings, Target, nxtrain_to_nxd
 from nxtrain.errors import CheckpointError, ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
-from tests.support.checkpoints import blank, cut, meta, same, table, whole
+from tests.support.checkpoints import blank, cut, meta, same, save, table, whole
 from tests.support.models import plan
 
 ALONE = Mesh(1, 0)

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
-from nxtrain.checkpoint.save import Retention, save
 from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
-from tests.support.checkpoints import KINDS, blank, cut, meta, same, table, whole
+from tests.support.checkpoints import KINDS, blank, cut, meta, same, save, table, whole
 
 ALONE = Mesh(1, 0)
 

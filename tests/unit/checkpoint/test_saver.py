@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import async_writer, directory
-from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter, Outcome
+from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination, SaveOutcome
 from nxtrain.checkpoint.dcp_storage import Staged
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.save import Retention, write_state
+from nxtrain.checkpoint.save import write_state
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
 
+ONE = Ranks(Mesh(1, 0))
 CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))
 
 
@@ -34,17 +37,13 @@ class Held:
         monkeypatch.setattr(async_writer, "write_state", write)
 
 
-def make(folder: Path, told: Callable[[Outcome], None], *, background: bool = True) -> AsyncCheckpointWriter:
-    return AsyncCheckpointWriter(
-        folder,
-        CUT,
-        retention=Retention(3),
-        tokenizer=None,
-        group=None,
-        talk=None,
-        background=background,
-        told=told,
-    )
+def make(folder: Path, *, background: bool = True) -> CheckpointWriter:
+    destination = Destination(folder, StorageScope(ONE), Retention(3))
+    return CheckpointWriter(destination, CUT, ONE, background=background)
+
+
+def saves(saver: CheckpointWriter) -> list[SaveOutcome]:
+    return [outcome for outcome in saver.poll() if isinstance(outcome, SaveOutcome)]
 
 
 def stored(folder: Path, step: int) -> torch.Tensor:
@@ -56,23 +55,23 @@ def stored(folder: Path, step: int) -> torch.Tensor:
 def test_what_is_written_is_the_state_as_it_was_and_not_as_it_became(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, told = Held(monkeypatch), list[Outcome]()
-    saver, weight = make(tmp_path, told.append), torch.ones(4, 2)
+    held = Held(monkeypatch)
+    saver, weight = make(tmp_path), torch.ones(4, 2)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(1))
     weight.fill_(7)
     assert directory.newest(tmp_path) is None
-    assert told == []
+    assert saver.poll() == []
     held.gate.release()
     saver.settle()
     assert torch.equal(stored(tmp_path, 1), torch.ones(4, 2))
-    assert [(outcome.step, outcome.problem) for outcome in told] == [(1, "")]
+    assert [(outcome.step, outcome.problem) for outcome in saves(saver)] == [(1, "")]
 
 
 def test_a_second_one_is_left_out_while_the_first_is_written_unless_it_must_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, told = Held(monkeypatch), list[Outcome]()
-    saver, weight = make(tmp_path, told.append), torch.ones(4, 2)
+    held = Held(monkeypatch)
+    saver, weight = make(tmp_path), torch.ones(4, 2)
 
     def state() -> dict[str, dict[str, torch.Tensor]]:
         return {"model": {"a.weight": weight}}
@@ -80,17 +79,17 @@ def test_a_second_one_is_left_out_while_the_first_is_written_unless_it_must_be(
     saver.save(state, meta(1))
     weight.fill_(2)
     saver.save(state, meta(2))
+    told = saves(saver)
     assert [outcome.problem for outcome in told] == ["the one before it is still being written"]
     threading.Timer(0.2, held.gate.release, (2,)).start()
-    saver.save(state, meta(3), must=True)
+    saver.save(state, meta(3), wait=True)
     assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)] == [1, 3]
     assert torch.equal(stored(tmp_path, 1), torch.ones(4, 2))
-    assert [outcome.step for outcome in told] == [2, 1, 3]
+    assert [outcome.step for outcome in told + saves(saver)] == [2, 1, 3]
 
 
 def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = list[Outcome]()
-    saver, weight = make(tmp_path, told.append), torch.ones(4, 2)
+    saver, weight = make(tmp_path), torch.ones(4, 2)
     broken = True
 
     def publish(staged: Path, path: Path, really: Callable[[Path, Path], None] = directory.publish) -> None:
@@ -101,9 +100,11 @@ def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch
     monkeypatch.setattr(directory, "publish", publish)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(1))
     saver.settle()
-    assert "No space left" in told[0].problem
+    assert "No space left" in saves(saver)[0].problem
     assert list(tmp_path.iterdir()) == []
     broken = False
+    saver.save(lambda: {"model": {"a.weight": weight}}, meta(2), after_failure=False)
+    assert list(tmp_path.iterdir()) == []
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(2))
     saver.settle()
     assert directory.newest(tmp_path) == directory.step_path(tmp_path, 2)
@@ -112,8 +113,7 @@ def test_a_failure_is_told_and_the_next_one_is_tried(tmp_path: Path, monkeypatch
 def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = list[Outcome]()
-    saver, weight = make(tmp_path, told.append, background=False), torch.ones(4, 2)
+    saver, weight = make(tmp_path, background=False), torch.ones(4, 2)
     for step in (1, 2, 3):
         saver.save(lambda: {"model": {"a.weight": weight}}, meta(step))
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
 
     monkeypatch.setattr(directory, "publish", publish)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(4))
-    assert "put aside" in told[-1].problem
+    assert "put aside" in saves(saver)[-1].problem
     assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)] == [1, 2, 3]
     assert [path.name for path in directory.quarantined(tmp_path)] == ["step-00000004.corrupt"]
 
@@ -135,8 +135,7 @@ def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
 def test_what_fails_once_it_is_there_costs_no_checkpoint_and_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    told = list[Outcome]()
-    saver, weight = make(tmp_path, told.append, background=False), torch.ones(4, 2)
+    saver, weight = make(tmp_path, background=False), torch.ones(4, 2)
     for step in (1, 2, 3):
         saver.save(lambda: {"model": {"a.weight": weight}}, meta(step))
 
@@ -145,6 +144,7 @@ def test_what_fails_once_it_is_there_costs_no_checkpoint_and_no_room(
 
     monkeypatch.setattr(directory, broken, full)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(4))
+    told = saves(saver)
     assert told[-1].problem == ""
     (failed,) = told[-1].untidy
     assert "No space left" in failed
@@ -153,7 +153,7 @@ def test_what_fails_once_it_is_there_costs_no_checkpoint_and_no_room(
 
 
 def test_a_mistake_of_ours_is_no_problem_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver = make(tmp_path, lambda outcome: None)
+    saver = make(tmp_path)
 
     def broken(*args: object) -> None:
         raise TypeError("ours")
@@ -171,8 +171,8 @@ def test_the_copy_uses_the_same_memory_each_time(tmp_path: Path, monkeypatch: py
         seen.extend(tensor.data_ptr() for tensor in staged.tensors.values())
 
     monkeypatch.setattr("nxtrain.checkpoint.async_writer.write_state", note)
-    saver = make(tmp_path, lambda outcome: None)
+    saver = make(tmp_path)
     for step in (1, 2, 3):
-        saver.save(lambda: {"model": {"a.weight": torch.ones(4, 2)}}, meta(step), must=True)
+        saver.save(lambda: {"model": {"a.weight": torch.ones(4, 2)}}, meta(step), wait=True)
     assert len(seen) == 3
     assert len(set(seen)) == 1

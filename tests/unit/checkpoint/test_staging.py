@@ -16,6 +16,7 @@ from nxtrain.checkpoint.dcp_storage import Staging
 from nxtrain.checkpoint.manifest import read_manifest
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.save import write_state
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.io import checksummed_file
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
@@ -52,7 +53,7 @@ def test_a_file_is_its_header_and_the_memory(tmp_path: Path, monkeypatch: pytest
     path = directory.step_path(tmp_path, 1)
     meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
     monkeypatch.setattr("nxtrain.checkpoint.save.read_back", lambda *args: None)
-    write_state(path, staged, cut.mesh, meta, tuple(shards), None, None)
+    write_state(path, staged, meta.model_copy(update={"kinds": tuple(shards)}), StorageScope(Ranks(cut.mesh)))
 
     file = path / "rank-00000.safetensors"
     content = np.fromfile(file, np.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nxtrain.data import BatchShare, Loader, unigram_entropy
+from nxtrain.data import BatchShare, Loader
 from nxtrain.data import samples as samples_module
-from nxtrain.data.samples import TableSamples
 from nxtrain.errors import DataError
 from tests.unit.data.conftest import OpenAlone
 
@@ -98,13 +96,3 @@ def test_fingerprint_follows_the_content(tmp_path: Path, open_alone: OpenAlone) 
         np.save(tmp_path / name, table)
         fingerprints.append(open_alone(source="tokens", path=str(tmp_path / f"{name}.npy")).fingerprint)
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
-
-
-def test_unigram_entropy_is_that_of_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Targets: half 1, a quarter 2, a quarter 70000; the first column is never a target.
-    table = np.array([[1, 1, 1, 2, 70000]] * 6)
-    expected = 0.5 * math.log(2) + 0.5 * math.log(4)
-    assert unigram_entropy(TableSamples(table)) == pytest.approx(expected, rel=1e-12)
-    monkeypatch.setattr(samples_module, "_CHUNK_TOKENS", 8)
-    reversed_expected = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
-    assert unigram_entropy(TableSamples(table[:, ::-1])) == pytest.approx(reversed_expected, rel=1e-12)

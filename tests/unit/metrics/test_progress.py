@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from nxtrain.metrics.progress import open_progress
+from nxtrain.process.console import standard_error
 
 if TYPE_CHECKING:
     from tests.unit.metrics.conftest import FakeClock
@@ -67,3 +70,43 @@ def test_speeds_have_three_figures(log: io.StringIO, clock: FakeClock, tokens_pe
     lines = open_progress(10, 0, console=Console(file=log), clock=clock)
     lines.log({"step": 1, "loss": 1.0, "tokens_per_s": tokens_per_s})
     assert f"  {words}tokens/s" in log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("width", "bar", "elapsed"),
+    [(160, 20, True), (96, 20, True), (95, 20, False), (80, 12, False), (73, 5, False), (72, 0, False)],
+)
+def test_a_narrow_terminal_has_every_number_and_a_shorter_bar(
+    log: io.StringIO, clock: FakeClock, width: int, bar: int, elapsed: bool
+) -> None:
+    console = Console(file=log, force_terminal=True, width=width, color_system=None)
+    shown = open_progress(3000, 0, console=console, clock=clock)
+    shown.log(record(1, val_loss=4.25))
+    clock.now += 100.0
+    shown.log(record(3000, loss=4.0))
+    shown.close()
+    last = log.getvalue().rsplit("\x1b[2K", 1)[1].partition("\n")[0]
+    assert "step 3000/3000" in last
+    assert "loss 4.0000  val 4.2500  12.3k tokens/s" in last
+    assert last.rstrip().endswith("0:00:00 left")
+    assert (last.count("\u2501"), "0:01:40" in last) == (bar, elapsed)
+    assert len(last) <= width
+
+
+def test_a_line_of_another_part_of_the_process_stands_above_the_bar(
+    log: io.StringIO, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(log, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    early = standard_error()
+    bar = open_progress(10, 0, clock=clock)
+    bar.log(record(1))
+    early.print("of a part that began before the bar")
+    standard_error().print("of a part that begins with the bar on the screen")
+    standard_error(quiet=True).print("of a rank that is silent")
+    bar.close()
+    above = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", line) for line in log.getvalue().splitlines()]
+    assert "of a part that began before the bar" in above
+    assert "of a part that begins with the bar on the screen" in above
+    assert "silent" not in log.getvalue()

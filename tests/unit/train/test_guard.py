@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from nxtrain.config.schema import RunConfig
+from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.io.jsonl import JsonlLog
 from nxtrain.run_folder import LOGS_DIR
-from nxtrain.train.health import numerics as guards
 from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, NumericsGuard
 from nxtrain.train.health.skipped_steps import BadSteps
 from nxtrain.train.step import TrainState
@@ -87,7 +87,7 @@ def test_a_rank_knows_what_the_leader_wrote_though_its_own_disk_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, Any]] = [{"step": 7, "verdict": "persistent"}]
-    monkeypatch.setattr(guards, "by_leader", lambda action, mesh, group, failure: told)
+    monkeypatch.setattr(Ranks, "on_leader", lambda self, action, failure: told)
     watch = guard(tmp_path, "rollback", rank=1)
     watch.begin(6, {})
     assert watch.judge(7, dict(BAD), recorded=False).skipped_steps == (7,)

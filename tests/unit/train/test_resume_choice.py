@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from nxtrain.checkpoint import directory, rewinds
-from nxtrain.checkpoint.async_writer import AsyncCheckpointWriter
+from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination
+from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.mirror import Mirror, Mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
 from nxtrain.checkpoint.resume import ResumePlanner
-from nxtrain.checkpoint.save import Retention
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.agreement import Disk
+from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError
 from nxtrain.io.object_store import FolderStore
 from nxtrain.mesh import Mesh
@@ -26,6 +26,7 @@ from nxtrain.sharding import Layout, ParamTable, ShardSpec
 from tests.support.checkpoints import meta
 
 CUT = Layout(ParamTable({"a.weight": ShardSpec((4, 2), dim=0)}), Mesh(1, 0))
+ALONE = Ranks(Mesh(1, 0))
 RANK_FILE = "rank-00000.safetensors"
 
 
@@ -41,7 +42,7 @@ class Run:
     def __init__(self, folder: Path, mirror: Path | None = None, name: str = "run") -> None:
         self.dir, self.mirror, self.said = folder / name, mirror, list[str]()
         self.folder = self.dir / CHECKPOINTS_DIR
-        self.mirrored = Mirrored(Mirror(FolderStore(mirror)), Disk(True, 1)) if mirror else None
+        self.mirrored = Mirrored(Mirror(FolderStore(mirror)), StorageScope(ALONE)) if mirror else None
 
     def start(
         self, resume: str | Path = "auto", *, restarted: bool = False, job: str = "", killed: bool = False
@@ -49,9 +50,7 @@ class Run:
         """What a start takes; one that is killed has chosen it and done nothing else."""
         config = RunConfig.model_validate({"run": {"dir": self.dir}, "checkpoint": {"resume": str(resume)}})
         self.said.clear()
-        resumption = ResumePlanner(
-            config, self.mirrored, Mesh(1, 0), None, self.said.append, restarted=restarted, job=job
-        )
+        resumption = ResumePlanner(config, self.mirrored, ALONE, self.said.append, restarted=restarted, job=job)
         found = resumption.choose()
         if not killed:
             resumption.begin()
@@ -61,22 +60,13 @@ class Run:
 
     def save(self, *steps: int, mirrored: bool = True) -> None:
         """Reach some steps."""
-        retention = Retention(9)
+        to = Destination(self.folder, StorageScope(ALONE), Retention(9))
         copied = self.mirrored if mirrored else None
-        saver = AsyncCheckpointWriter(
-            self.folder,
-            CUT,
-            retention=retention,
-            tokenizer=None,
-            group=None,
-            talk=None,
-            background=False,
-            told=lambda outcome: None,
-            copies=MirrorUploader(copied, retention, CUT.mesh, None, None) if copied else None,
-        )
+        uploader = MirrorUploader(copied.mirror, to.retention, ALONE) if copied else None
+        saver = CheckpointWriter(to, CUT, ALONE, background=False, uploader=uploader)
         for step in steps:
             saver.save(lambda step=step: {"model": {"a.weight": torch.full((4, 2), step)}}, meta(step))  # type: ignore[misc]
-        saver.close(UploadDeadline(20.0))
+        saver.drain(UploadDeadline(20.0))
 
     def at(self, step: int) -> Path:
         return directory.step_path(self.folder, step)
@@ -328,7 +318,7 @@ def test_what_is_later_than_the_step_gone_on_from_is_put_aside(far: Run) -> None
         "step-00000008, step-00000012, step-00000016"
     )
     far.save(6)
-    directory.prune(far.folder, keep=1)
+    directory.prune(far.folder, Retention(keep=1))
     assert far.steps() == [4, 6]
 
 
@@ -370,7 +360,7 @@ def test_a_mirror_that_takes_nothing_is_no_reason_to_go_back(far: Run, monkeypat
     far.start()
     far.save(2)
     far.save(4, mirrored=False)
-    far.mirrored = Mirrored(far.mirrored.mirror, Disk(True, 2))
+    far.mirrored = Mirrored(far.mirrored.mirror, StorageScope(ALONE, number=2))
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")

@@ -1,0 +1,420 @@
+"""Decision which checkpoint a run resumes from: a pure function from a survey of all locations to the next plan.
+
+The survey grows while plans are carried out: manifests are read of one checkpoint at a time, the newest first. Reading
+all of them would cost a restart minutes on a slow mirror. Each plan but `Refuse` and `Start` thus changes the survey,
+by the methods of `Survey`, and the function is asked again. All ranks hold the same survey, so their plans are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from nxtrain.checkpoint.directory import step_path
+from nxtrain.checkpoint.rewinds import MIRROR, Records, Rewind, RunHistory
+from nxtrain.errors import DamagedError
+from nxtrain.io.object_store import Location
+
+T = TypeVar("T")
+
+Version = tuple[int, int]
+"""Step of a checkpoint, and the checksum of its manifest."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Checkpoints in one location.
+
+    Args:
+        seals: Checksum of the manifest of each complete checkpoint, by step; 0 if a run without mirror reads none.
+        damaged: Damage that is not acted on yet, by step.
+        unread: Steps whose metadata or manifest the storage failed to read.
+        quarantined: Step of each quarantined checkpoint, by name.
+    """
+
+    seals: Mapping[int, int] = field(default_factory=dict)
+    damaged: Mapping[int, DamagedError] = field(default_factory=dict)
+    unread: frozenset[int] = frozenset()
+    quarantined: Mapping[str, int] = field(default_factory=dict)
+
+    def until(self, last: int, *, damaged: bool) -> Held:
+        """The location after later checkpoints are abandoned, with `damaged` also quarantined ones."""
+        names = {name: step for name, step in self.quarantined.items() if step <= last or not damaged}
+        unread = frozenset(step for step in self.unread if step <= last)
+        return Held(_until(self.seals, last), _until(self.damaged, last), unread, names)
+
+    def without(self, names: Mapping[int, str]) -> Held:
+        """The location after damaged steps got the given names in quarantine; steps without a name are unread."""
+        quarantined = {name: step for step, name in names.items() if name}
+        return Held(
+            {step: seal for step, seal in self.seals.items() if step not in names},
+            {step: error for step, error in self.damaged.items() if step not in names},
+            self.unread | {step for step, name in names.items() if not name},
+            {**self.quarantined, **quarantined},
+        )
+
+    @property
+    def last(self) -> int:
+        """Last step of any checkpoint, quarantined ones included; -1: there is none."""
+        return max((-1, *self.seals, *self.damaged, *self.unread, *self.quarantined.values()))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Files of one checkpoint on one disk.
+
+    Args:
+        wanted: Names of the files of all ranks; empty if the disk has no manifest.
+        present: Names of the files on this disk that have the right length.
+    """
+
+    wanted: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Located:
+    """A requested checkpoint.
+
+    Args:
+        place: Location of the checkpoint.
+        step_on_disk: Its step if it is in the run's own folder.
+        step_in_mirror: Its step if it is in the run's mirror.
+    """
+
+    place: Location
+    step_on_disk: int | None = None
+    step_in_mirror: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request of a start.
+
+    Args:
+        resume: The value of `checkpoint.resume`.
+        is_restart: An agent or a scheduler restarted the same command.
+        job: The agent's or scheduler's name for the restarted job; empty if it has none.
+        aims_at_mirror: The requested path is the mirror or one of its checkpoints.
+    """
+
+    resume: str
+    is_restart: bool = False
+    job: str = ""
+    aims_at_mirror: bool = False
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Content of all locations of a run, as far as it is known.
+
+    Args:
+        folder: The `checkpoints` folder.
+        mirror: Address of the mirror; empty: there is none.
+        records: Rewinds of the run.
+        is_shared: All ranks see the same folder.
+        places: Checkpoints of each disk, by its leader, and of the mirror as `MIRROR`; None: not listed yet.
+        holdings: Files of a version on each disk, by leader; of versions whose manifests are read.
+        rejected: Versions that are incomplete or damaged.
+        uploaded: The version that this start copied to the mirror.
+        unread: Steps that this start failed to read.
+        located: The requested checkpoint, once found.
+    """
+
+    folder: Path
+    mirror: str
+    records: Records
+    is_shared: bool = True
+    places: Mapping[int, Held] | None = None
+    holdings: Mapping[Version, Mapping[int, Holding]] = field(default_factory=dict)
+    rejected: frozenset[Version] = frozenset()
+    uploaded: Version | None = None
+    unread: frozenset[int] = frozenset()
+    located: Located | None = None
+
+    @property
+    def listed(self) -> Mapping[int, Held]:
+        """Checkpoints of each location."""
+        assert self.places is not None
+        return self.places
+
+    @property
+    def in_mirror(self) -> Mapping[int, int]:
+        """Checksum of the manifest of each checkpoint of the mirror, by step."""
+        return self.listed.get(MIRROR, Held()).seals
+
+    def abandoned(self, plan: Abandon) -> Survey:
+        """The survey after checkpoints are abandoned."""
+        after = {where: self.listed[where].until(last, damaged=plan.damaged) for where, last in plan.after.items()}
+        return replace(self, places={**self.listed, **after})
+
+    def quarantined(self, names: Mapping[int, Mapping[int, str]]) -> Survey:
+        """The survey after a quarantine: the new name of each step in each location; no name: it is unread."""
+        return replace(self, places={where: each.without(names.get(where, {})) for where, each in self.listed.items()})
+
+    def inspected(self, version: Version, found: Mapping[int, Holding | DamagedError]) -> Survey:
+        """The survey after the manifests of a version are read."""
+        step, places = version[0], dict(self.listed)
+        for leader, each in found.items():
+            if isinstance(each, DamagedError):
+                places[leader] = replace(places[leader], damaged={**places[leader].damaged, step: each})
+        holdings = {leader: each if isinstance(each, Holding) else Holding() for leader, each in found.items()}
+        return replace(self, places=places, holdings={**self.holdings, version: holdings})
+
+    def with_upload(self, version: Version) -> Survey:
+        """The survey after a version is copied to the mirror."""
+        copies = replace(self.listed[MIRROR], seals={**self.in_mirror, version[0]: version[1]})
+        return replace(self, places={**self.listed, MIRROR: copies}, uploaded=version)
+
+    def passed_over(self, version: Version) -> Survey:
+        """The survey after a version is found incomplete or damaged."""
+        return replace(self, rejected=self.rejected | {version})
+
+    def given_up(self, step: int) -> Survey:
+        """The survey after all versions of a step are damaged."""
+        versions = {each for each in self.holdings if each[0] == step}
+        return replace(self, rejected=self.rejected | versions, uploaded=None)
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """End of the start by an error."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Record of a repeated request, in the records that have at least `known` rewinds."""
+
+    history: RunHistory
+    known: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """List of the checkpoints of all locations."""
+
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Abandonment of the checkpoints after a step.
+
+    Args:
+        after: The last step that stays, by location; all steps stay in other locations.
+        damaged: Abandon quarantined checkpoints too.
+    """
+
+    after: Mapping[int, int]
+    damaged: bool = True
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Quarantine of damaged checkpoints, by location and step; unreadable ones are passed over."""
+
+    damaged: Mapping[int, Mapping[int, DamagedError]]
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Read of the manifests of a version on all disks."""
+
+    version: Version
+
+
+@dataclass(frozen=True)
+class PassOver:
+    """Rejection of an incomplete version."""
+
+    version: Version
+    line: str
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Copy of a version to the mirror, since no node can read the disks of the others.
+
+    Args:
+        version: The version.
+        senders: Files that each leader sends.
+        finisher: The leader that completes the copy.
+    """
+
+    version: Version
+    senders: Mapping[int, tuple[str, ...]]
+    finisher: int
+
+
+@dataclass(frozen=True)
+class Locate:
+    """Search for the requested checkpoint."""
+
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start from a checkpoint, or from scratch.
+
+    Args:
+        own: The run resumes from its own newest checkpoint: damaged ones are quarantined.
+        step: Step of the own checkpoint; None: the start is from scratch or from the located checkpoint.
+        sources: Locations of the own checkpoint for each disk's ranks, by leader; the later ones are fallbacks.
+        abandon: Checkpoints to abandon once the state is loaded.
+        history: The record to write afterwards.
+    """
+
+    own: bool
+    abandon: Abandon
+    history: RunHistory
+    step: int | None = None
+    sources: Mapping[int, tuple[Literal["disk", "mirror"], ...]] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+
+Plan = Refuse | Repeat | Look | Abandon | Quarantine | Inspect | PassOver | Upload | Locate | Start
+
+
+def plan_resume(survey: Survey, request: Request) -> Plan:
+    """Plan the next action of a start, equal on all ranks."""
+    records, resume = survey.records, request.resume
+    if problem := records.conflict(survey.folder, survey.mirror, takes_over=request.aims_at_mirror):
+        return Refuse(problem)
+    newest = records.newest
+    has_returned = newest.has_returned(resume, request.job)
+    own = resume == "auto" or (request.is_restart and has_returned)
+    if request.is_restart and not own and records.damaged:
+        return Refuse(
+            f"{records.damaged[0]}; it would tell whether the run went back as checkpoint.resume={resume} "
+            "says, or is still to. Start it anew with the same to go back, or with checkpoint.resume=auto to go on "
+            "from its newest checkpoint"
+        )
+    lines = tuple(f"WARNING: {error}; it is written anew" for error in records.damaged)
+    if own:
+        if survey.places is None:
+            return Look(lines)
+        # Only before the first upload, which a mirror that has missed a rewind receives in full.
+        if not survey.holdings and (abandon := _catch_up(survey)):
+            return abandon
+        if plan := _quarantine(survey) or _newest_own(survey, request):
+            return plan
+        if problem := _scratch_problem(survey, resume):
+            return Refuse(problem)
+        if resume == "auto":
+            return Start(own=True, abandon=_everywhere(survey, 0), history=newest)
+        lines = (f"nothing that the run reached since is left: it goes back to {resume} again",)
+    elif has_returned:  # by an earlier start with the same request, which a restart must not take for this one's
+        return Repeat(_with(newest, Rewind(told="", job=request.job)), known=len(newest.returns))
+    if resume == "never":
+        return _rewind(survey, request, None, lines)
+    return _rewind(survey, request, survey.located, ()) if survey.located else Locate(lines)
+
+
+def _catch_up(survey: Survey) -> Abandon | None:
+    """Abandon the checkpoints of rewinds that a location has missed."""
+    missed = {where: survey.records.missed(where) for where in survey.records.places}
+    after = {where: last for where, last in missed.items() if last is not None and survey.listed[where].last > last}
+    return Abandon(after) if after else None
+
+
+def _quarantine(survey: Survey) -> Quarantine | None:
+    damaged = {where: held.damaged for where, held in survey.listed.items() if held.damaged}
+    return Quarantine(damaged) if damaged else None
+
+
+def _newest_own(survey: Survey, request: Request) -> Inspect | PassOver | Upload | Start | None:
+    """Plan for the newest version that may be complete; None: the run has none."""
+    versions = {version for held in survey.listed.values() for version in held.seals.items()}
+    candidates = [
+        # If a step was written twice, the version on the disks is the later one.
+        (step, survey.in_mirror.get(step) != seal, seal)
+        for step, seal in (versions | survey.holdings.keys()) - survey.rejected
+        # With resume=never, a converted checkpoint of step 0 is not a start from scratch.
+        if step not in survey.unread and (step > 0 or request.resume != "never")
+    ]
+    if not candidates:
+        return None
+    # Another version of the step on another disk is no better than the uploaded one.
+    step, only_here, seal = (survey.uploaded[0], False, survey.uploaded[1]) if survey.uploaded else max(candidates)
+    version = step, seal
+    if survey.mirror and version not in survey.holdings:
+        return Inspect(version)
+    if survey.mirror and only_here and (plan := _complete(survey, version)):
+        return plan
+    sources: dict[int, tuple[Literal["disk", "mirror"], ...]] = {}
+    for leader in survey.listed.keys() - {MIRROR}:
+        on_disk: tuple[Literal["disk"], ...] = ("disk",) if survey.listed[leader].seals.get(step) == seal else ()
+        sources[leader] = (*on_disk, "mirror") if not only_here and survey.mirror else on_disk
+    return Start(True, _everywhere(survey, step), survey.records.newest, step, sources)
+
+
+def _complete(survey: Survey, version: Version) -> PassOver | Upload | None:
+    """Plan for a version that the mirror lacks; None: all ranks can read the disk that holds it."""
+    holdings = sorted(survey.holdings[version].items())
+    holders = {name: leader for leader, holding in reversed(holdings) for name in holding.present}
+    sealers = [leader for leader, holding in holdings if holding.wanted]
+    absent = sorted({name for _, holding in holdings for name in holding.wanted} - holders.keys())
+    if absent or not sealers:
+        reason = f"no disk holds its {absent[0]} whole" if absent else "its manifest is damaged"
+        line = f"step {version[0]} is not in {survey.mirror}, and {reason}; the one before it is tried"
+        return PassOver(version, line)
+    if survey.is_shared:
+        return None
+    senders = {leader: tuple(name for name in each.present if holders[name] == leader) for leader, each in holdings}
+    return Upload(version, senders, sealers[0])
+
+
+def _rewind(survey: Survey, request: Request, located: Located | None, lines: tuple[str, ...]) -> Start:
+    """Plan a start from scratch or from a requested checkpoint.
+
+    A location that missed earlier rewinds keeps its checkpoints if the requested one is among them.
+    """
+    records = survey.records
+    on_disk, in_mirror = (located.step_on_disk, located.step_in_mirror) if located else (None, None)
+    inside = [step for step in (on_disk, in_mirror) if step is not None] if located else [0]
+    keeps, after = inside[0] if inside else -1, dict[int, int]()
+    for where in records.places:
+        missed = -1 if records.is_foreign and where != MIRROR else records.missed(where)
+        holds_it = (in_mirror if where == MIRROR else on_disk) is not None
+        after[where] = keeps if holds_it or missed is None else min(keeps, missed)
+    history = _with(records.newest, Rewind(told=request.resume, job=request.job, keeps=keeps))
+    return Start(own=False, abandon=Abandon(after), history=history, lines=lines)
+
+
+def _everywhere(survey: Survey, last: int) -> Abandon:
+    return Abandon(dict.fromkeys(survey.records.places, last), damaged=False)
+
+
+def _scratch_problem(survey: Survey, resume: str) -> str:
+    """Error that keeps a run with damaged checkpoints from a start from scratch; empty if there is none."""
+    if unread := sorted(survey.unread.union(*(held.unread for held in survey.listed.values()))):
+        return (
+            f"{named(unread)} of {survey.folder} cannot be read, and there is none before it. Start again when the "
+            "storage is back, or use checkpoint.resume=PATH of another one, or never to start from scratch"
+        )
+    on_disks = {name for where, held in survey.listed.items() if where != MIRROR for name in held.quarantined}
+    damaged = [*sorted(on_disks), *survey.listed.get(MIRROR, Held()).quarantined]
+    if damaged and resume in {"auto", "never"}:
+        return (
+            f"every checkpoint of {survey.folder} is damaged: {', '.join(damaged)}. Use "
+            "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
+        )
+    return ""
+
+
+def named(steps: Iterable[int]) -> str:
+    """Names of the checkpoints of steps."""
+    return ", ".join(step_path(Path(), step).name for step in steps)
+
+
+def _with(history: RunHistory, rewind: Rewind) -> RunHistory:
+    return history.model_copy(update={"returns": (*history.returns, rewind)})
+
+
+def _until(steps: Mapping[int, T], last: int) -> dict[int, T]:
+    return {step: value for step, value in steps.items() if step <= last}

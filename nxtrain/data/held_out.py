@@ -1,0 +1,124 @@
+"""Measures of a held-out text beside which its loss is read: the entropy of its tokens, and its bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, pre_tokenizers
+
+from nxtrain.data.samples import Samples
+from nxtrain.io.regular import read_bytes
+
+_CHUNK_TOKENS = 1 << 22
+"""Tokens that are counted at once; 32 MiB as int64."""
+
+
+def unigram_entropy(samples: Samples, num_rows: int | None = None) -> float:
+    """Entropy of the targets under their own frequencies, in nats per token.
+
+    The entropy is the lowest loss of a model that uses the frequency of each token and no context.
+
+    Args:
+        samples: The rows.
+        num_rows: Number of first rows to count; None: all.
+    """
+    counts = target_counts(samples, num_rows)
+    frequencies = counts[counts > 0] / counts.sum()
+    return float(-(frequencies * np.log(frequencies)).sum())
+
+
+def target_bytes(samples: Samples, tokenizer: Path, num_rows: int | None = None) -> int | None:
+    """Bytes of text that the targets stand for, counted token by token, so that a document cut by a row counts exactly.
+
+    Args:
+        samples: The rows.
+        tokenizer: The `tokenizer.json` of the ids.
+        num_rows: Number of first rows to count; None: all.
+
+    Returns:
+        The bytes; None if they are unknown: a tokenizer whose tokens have no fixed number of bytes, or other ids.
+    """
+    lengths = token_bytes(tokenizer)
+    if lengths is None:
+        return None
+    counts = target_counts(samples, num_rows)
+    is_known = counts.size <= lengths.size and bool((lengths[: counts.size][counts > 0] >= 0).all())
+    return int(counts @ lengths[: counts.size]) if is_known else None
+
+
+def target_counts(samples: Samples, num_rows: int | None = None) -> NDArray[np.int64]:
+    """Number of times that each id is a target: (n,), where n - 1 is the greatest id that was found.
+
+    Args:
+        samples: The rows.
+        num_rows: Number of first rows to count; None: all.
+    """
+    num_rows = samples.num_rows if num_rows is None else min(num_rows, samples.num_rows)
+    counts = np.zeros(0, np.int64)
+    chunk_rows = -(-_CHUNK_TOKENS // samples.seq_len)
+    for start in range(0, num_rows, chunk_rows):
+        indices = np.arange(start, min(start + chunk_rows, num_rows))
+        found = np.bincount(samples.rows(indices)[:, 1:].ravel(), minlength=counts.size)
+        found[: counts.size] += counts
+        counts = found
+    return counts
+
+
+def token_bytes(file: Path) -> NDArray[np.int64] | None:
+    """Bytes of text of each token of a byte-level tokenizer: (n,), 0 for special tokens, which stand for no text.
+
+    Args:
+        file: A `tokenizer.json`.
+
+    Returns:
+        The bytes by id, -1 for ids that name no token; None for a tokenizer that is not byte-level, or changes text.
+    """
+    try:
+        content = read_bytes(file)
+        keeps = _keeps_bytes(json.loads(content))
+    except (OSError, RecursionError, ValueError):  # gone or changed during the run, whose result does not depend on it
+        return None
+    if not keeps:
+        return None
+    tokenizer = Tokenizer.from_buffer(content)
+    alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not alphabet <= vocabulary.keys():
+        return None
+    lengths = np.full(max(vocabulary.values()) + 1, -1, np.int64)
+    for token, number in vocabulary.items():
+        # Each character of the alphabet spells one byte. The decoder leaves other tokens as they are.
+        lengths[number] = len(token) if alphabet.issuperset(token) else len(token.encode())
+    for number, added in tokenizer.get_added_tokens_decoder().items():
+        if added.lstrip or added.rstrip:  # the token takes in the spaces beside it
+            return None
+        lengths[number] = 0 if added.special else len(added.content.encode())
+    return lengths
+
+
+def _keeps_bytes(file: dict[str, Any]) -> bool:
+    """True if the tokens of a text spell exactly its bytes."""
+    decoder, splitter = file.get("decoder") or {}, file.get("pre_tokenizer") or {}
+    parts = splitter.get("pretokenizers", []) if splitter.get("type") == "Sequence" else [splitter]
+    return (
+        file.get("normalizer") is None
+        and decoder.get("type") == "ByteLevel"
+        and any(part.get("type") == "ByteLevel" for part in parts)
+        and all(_keeps_text(part) for part in parts)
+    )
+
+
+def _keeps_text(splitter: dict[str, Any]) -> bool:
+    match splitter.get("type"):
+        case "ByteLevel":
+            return splitter.get("add_prefix_space") is False
+        case "Split":
+            return splitter.get("behavior") != "Removed"
+        case "Digits":
+            return True
+        case _:
+            return False

@@ -1,0 +1,46 @@
+"""Work of a daemon thread with a result, which the end of the process does not wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Task(Thread, Generic[T]):
+    """Work in a thread.
+
+    Args:
+        name: Name of the thread.
+        work: The work; returns the result.
+
+    Attributes:
+        done: The work has ended.
+    """
+
+    def __init__(self, name: str, work: Callable[[], T]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work: Callable[[], T] | None = work
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self.done = False
+
+    def run(self) -> None:
+        """Do the work, in the thread or, without `start`, at once."""
+        try:
+            assert self._work is not None
+            self._results.append(self._work())
+        except BaseException as error:  # `result` raises it
+            self._error = error
+        self._work = None  # work that waited for an earlier task must not keep all of them in memory
+        self.done = True
+
+    def result(self) -> T:
+        """Wait for the end; return the result, or raise the error of the work."""
+        if self.is_alive():
+            self.join()
+        if self._error is not None:
+            raise self._error
+        return self._results[0]

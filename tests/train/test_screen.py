@@ -1,0 +1,142 @@
+"""Every line that a run, an export and a sample show is nxtrain's own, and the progress of a run is one moving line.
+
+Libraries write beside us: gloo greets, transformers shows bars, torch warns. A person must not have to tell their lines
+from ours. The commands run as people start them, on a terminal and through a pipe.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from nxtrain.metrics.progress import LINE_EVERY_S
+from nxtrain.train.generate import generate
+from nxtrain.train.sampling import Sampling
+from tests.support.patience import patient_s
+from tests.support.terminals import Shown, on_terminal
+
+ROOT = Path(__file__).parents[2]
+NXTRAIN = (sys.executable, "-m", "nxtrain")
+STEPS = 40
+
+NUMBER = r"[\d.,]+(e-?\d+)?[kMG]?"
+RUN = (
+    r"# ranks that each take all cores slow one another down many times over",
+    r"export OMP_NUM_THREADS=\d+",
+    rf"{re.escape(sys.executable)} -m nxtrain\.launch\.torchrun .* -m nxtrain train .*",
+    r"backend cpu \(backend\.name=cpu\); 2 ranks: tp 2, dp 1",
+    rf"model llama, {NUMBER} parameters; data {NUMBER} rows of \d+ tokens; starts from scratch",
+    rf"step +\d+/{STEPS} .*loss {NUMBER}  val {NUMBER}  {NUMBER} tokens/s .*",
+    rf"goodput {NUMBER}% over 1 start: .* productive of .*; .*",
+    rf"held-out loss {NUMBER} nats per token \(perplexity {NUMBER}\), {NUMBER} bits per byte; "
+    rf"unigram entropy of the same tokens {NUMBER} \(perplexity {NUMBER}\)",
+    r"checkpoint\.every=\d+ costs .*",
+    r"rank \d is (slow: .* median is .* ms|as fast as the others again)",
+)
+EXPORT = (rf"transformers loads \S+; its scores differ from ours by at most {NUMBER}",)
+
+
+def train(folder: Path) -> list[str]:
+    """Command of a short run of two ranks on text, which ends with an evaluation and a checkpoint."""
+    (folder / "texts").mkdir()
+    for number in range(8):
+        (folder / "texts" / f"{number}.txt").write_text(f"def function_{number}(x):\n    return x + {number}\n" * 40)
+    overrides = (
+        f"run.dir={folder / 'run'} data.source=text data.path={folder / 'texts'} data.validation_fraction=0.2 "
+        f"model.config.vocab_size=300 train.steps={STEPS} train.seq_len=16 train.eval_every={STEPS} parallel.tp=2 "
+        f"optim.warmup_steps=2 checkpoint.every={STEPS} metrics.log_every=1 recovery.hang_timeout_s={patient_s(100)}"
+    )
+    return [*NXTRAIN, "launch", "configs/tiny_cpu.toml", "--nproc", "2", *overrides.split()]
+
+
+def export(folder: Path) -> list[str]:
+    return [*NXTRAIN, "convert", "nxtrain-to-hf", str(folder / "run"), str(folder / "huggingface"), "--verify"]
+
+
+def sample(folder: Path) -> list[str]:
+    return [*NXTRAIN, "generate", str(folder / "run"), "--prompt", "def ", "--max-new-tokens", "8", "--temperature=0"]
+
+
+def assert_all_ours(lines: Sequence[str], ours: Sequence[str]) -> None:
+    strange = [line for line in lines if not any(re.fullmatch(known, line) for known in ours)]
+    assert strange == [], "\n".join(lines)
+
+
+def through_pipe(argv: Sequence[str]) -> list[str]:
+    """Lines of a command that succeeds, of both streams."""
+    done = subprocess.run(
+        argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=patient_s(120), check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def shown(argv: Sequence[str]) -> Shown:
+    found = on_terminal(argv, cwd=ROOT, columns=150)
+    assert found.code == 0, found.raw
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_screen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Shown]:
+    """A run on a terminal: its folder, and what it showed."""
+    folder = tmp_path_factory.mktemp("screen")
+    return folder, shown(train(folder))
+
+
+def test_a_terminal_shows_a_run_in_lines_of_ours_and_one_line_of_progress(on_screen: tuple[Path, Shown]) -> None:
+    _, screen = on_screen
+    assert_all_ours(screen.lines, RUN)
+    progress = [line for line in screen.lines if line.startswith("step ")]
+    assert len(progress) == 1
+    assert re.match(rf"step +{STEPS}/{STEPS} ", progress[0])
+
+
+def test_the_line_of_progress_moves_through_the_launcher(on_screen: tuple[Path, Shown]) -> None:
+    """Step and loss change in place, below the lines that are printed meanwhile."""
+    _, screen = on_screen
+    steps = []
+    for state in screen.states:
+        found = [match for line in state if (match := re.match(rf"step +(\d+)/{STEPS} .*\S", line))]
+        assert len(found) <= 1, state
+        steps += [int(match[1]) for match in found]
+    assert steps == sorted(steps)
+    assert len(set(steps)) > STEPS // 2
+    assert steps[-1] == STEPS
+
+
+def test_a_line_of_a_watching_thread_takes_the_place_of_the_bar() -> None:
+    """On a terminal; a pipe gets the line alone."""
+    code = (
+        "import sys; from nxtrain.process.stacks import print_line; sys.stderr.write('step 1/9 of a bar'); "
+        "sys.stderr.flush(); print_line('rank 1 is slow'); sys.stderr.write('step 2/9 of a bar')"
+    )
+    found = on_terminal([sys.executable, "-c", code], cwd=ROOT)
+    assert found.lines == ["rank 1 is slow", "step 2/9 of a bar"]
+    assert on_terminal([sys.executable, "-c", code], cwd=ROOT, environ={"TERM": "dumb"}).lines[0].endswith("is slow")
+    piped = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, timeout=60, check=True)
+    assert piped.stderr == b"step 1/9 of a barrank 1 is slow\nstep 2/9 of a bar"
+
+
+def test_a_pipe_gets_a_run_in_lines_of_ours_without_control_sequences(tmp_path: Path) -> None:
+    lines = through_pipe(train(tmp_path))
+    first = rf"step 1/{STEPS}  loss {NUMBER}  {NUMBER} tokens/s  .*"
+    assert_all_ours(lines, (*RUN, first))
+    steps = [int(re.findall(r"\d+", line)[0]) for line in lines if line.startswith("step ")]
+    assert (steps[0], steps[-1]) == (1, STEPS)
+    assert len(steps) < STEPS, f"a line in {LINE_EVERY_S} seconds is enough for a log"
+    assert_all_ours(through_pipe(export(tmp_path)), EXPORT)
+
+
+def test_an_export_and_a_sample_show_lines_of_ours_on_a_terminal(on_screen: tuple[Path, Shown]) -> None:
+    folder, _ = on_screen
+    assert_all_ours(shown(export(folder)).lines, EXPORT)
+    text = "".join(generate(str(folder / "run"), "def ", 8, Sampling(temperature=0.0), 0)) + "\n"
+    assert shown(sample(folder)).raw.replace("\r\n", "\n") == text
+    piped = subprocess.run(sample(folder), cwd=ROOT, capture_output=True, text=True, timeout=patient_s(60), check=True)
+    assert (piped.stdout, piped.stderr) == (text, "")
