@@ -66,6 +66,12 @@ def test_a_mistake_has_its_exit_code_and_no_traceback(
     assert message in " ".join(done.stderr.split())
 
 
+def test_help_needs_neither_pyarrow_nor_torch() -> None:
+    code = "import sys, nxtrain.cli.main; print({'pyarrow', 'torch', 'tokenizers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_skipped_rows_are_shown_and_listed(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(json_lines(["one", *range(9), "two"]))

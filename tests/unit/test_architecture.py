@@ -122,6 +122,8 @@ def test_every_folder_of_modules_is_a_package() -> None:
         "compile.commands",
         "config.load",
         "config.check",
+        "data.arrow.inspection",
+        "data.arrow.preparation",
         "family",
         "launch.local",
         "mesh",

@@ -110,6 +110,7 @@ ABSENT = "import sys; sys.modules[{name!r}] = None; from nxtrain.__main__ import
         ("torch", ("generate", "runs/none", "--prompt", "x")),
         ("safetensors", ("convert", "hf-to-nxtrain", "none", "other")),
         ("tokenizers", ("generate", "runs/none", "--prompt", "x")),
+        ("pyarrow", ("data", "prepare", "configs", "--out", "none.arrow")),
         ("pydantic", ("config", "show", TINY)),
         ("typer", ("--help",)),
         ("rich", ("--help",)),

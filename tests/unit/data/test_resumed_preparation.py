@@ -53,8 +53,9 @@ def sources(tmp_path: Path) -> list[Path]:
         paths.insert(place, bad)
     truncated = folder / "truncated.jsonl.gz"
     truncated.write_bytes(paths[2].read_bytes()[:-30])
-    paths.insert(4, truncated)
-    return paths
+    last = folder / "last.jsonl.gz"
+    last.write_bytes(truncated.read_bytes())
+    return [*paths[:4], truncated, *paths[4:], last]
 
 
 @pytest.mark.parametrize("options", [{}, {"shard_bytes": 3000}, {"tokenizer": "tokenizer"}], ids=str)
