@@ -46,6 +46,31 @@ class ModelConfig(BaseModel):
 
 
 @dataclass(frozen=True)
+class Decoder:
+    """Dimensions of a decoder, from which its memory and its arithmetic follow without torch.
+
+    Args:
+        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_size, intermediate_size: Whole sizes.
+        tied: The output projection is the embedding.
+        gated: The feed-forward has a gate beside its first matrix.
+        biases: Linear layers and norms have biases.
+        positions: Rows of a learned position embedding; 0: none.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    tied: bool = False
+    gated: bool = True
+    biases: bool = False
+    positions: int = 0
+
+
+@dataclass(frozen=True)
 class Preset:
     """A published model shape and its publication."""
 
@@ -146,6 +171,10 @@ class ModelFamily(ABC):
     @abstractmethod
     def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
         """Cost of each layer's forward pass per token; pipeline stages are balanced by these costs."""
+
+    @abstractmethod
+    def decoder(self, config: ModelConfig) -> Decoder:
+        """Dimensions of the model, for predictions of memory and time."""
 
     @abstractmethod
     def num_params(self, config: ModelConfig) -> int:

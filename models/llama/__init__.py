@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from nxtrain.errors import Problem
-from nxtrain.family import BuildContext, ModelConfig, ModelFamily
+from nxtrain.family import BuildContext, Decoder, ModelConfig, ModelFamily
 from nxtrain.stages import LayerCosts
 from nxtrain_models.llama import config as shape
 from nxtrain_models.llama import hf
@@ -63,6 +63,20 @@ class Llama(ModelFamily):
         llama = cast(LlamaConfig, config)
         attention = llama.num_attention_heads * llama.head_size * seq_len
         return LayerCosts(0, 2 * (llama.block_matmul_params + attention), 2 * llama.vocab_size * llama.hidden_size)
+
+    def decoder(self, config: ModelConfig) -> Decoder:
+        """Dimensions of the model, for predictions of memory and time."""
+        llama = cast(LlamaConfig, config)
+        return Decoder(
+            vocab_size=llama.vocab_size,
+            hidden_size=llama.hidden_size,
+            num_layers=llama.num_hidden_layers,
+            num_heads=llama.num_attention_heads,
+            num_kv_heads=llama.num_kv_heads,
+            head_size=llama.head_size,
+            intermediate_size=llama.intermediate_size,
+            tied=llama.tie_word_embeddings,
+        )
 
     def num_params(self, config: ModelConfig) -> int:
         """Parameters of the model, a tied embedding counted once."""

@@ -18,6 +18,10 @@ from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.sdk import RELEASES, install_command
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
+from nxtrain.plan.presets import DATASETS, SHAPES
+from nxtrain.plan.shapes import num_params
+from nxtrain.plan.speed import OTHER, SPEEDS
+from tests.support.published import Compared, compared
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -87,11 +91,59 @@ def releases() -> str:
     )
 
 
+def constants() -> str:
+    """Table of the constants of predicted speed."""
+    lines = [
+        "",
+        "| chip | compiled | eager | device link | network | overlap | basis |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, speed in {**SPEEDS, "other": OTHER}.items():
+        shares = (speed.compute, speed.eager, speed.link, speed.network, speed.overlap)
+        lines.append(f"| {kind} | {' | '.join(f'{share:g}' for share in shares)} | {_cell(speed.basis)} |")
+    return "\n".join([*lines, ""])
+
+
+def published() -> str:
+    """Table of published throughput beside predictions."""
+    lines = ["", "| run | devices | layout | published | predicted | error | use | source |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    return "\n".join([*lines, *(_published(found) for found in compared() if found.row["use"] != "outlier"), ""])
+
+
+def outliers() -> str:
+    """Table of published rows that are not reproduced."""
+    lines = ["", "| run | devices | layout | published | predicted | error | reason | source |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    return "\n".join([*lines, *(_published(found) for found in compared() if found.row["use"] == "outlier"), ""])
+
+
+def _published(found: Compared) -> str:
+    row, parallel = found.row, found.job.config.parallel
+    layout = f"tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, {parallel.shard}, {row['seq_len']} tokens"
+    devices = f"{found.job.nodes} x {row['instance']}"
+    rates = f"{found.published:,.0f} | {found.predicted:,.0f} | {found.error:+.1%}"
+    return f"| {row['name']} | {devices} | {layout} | {rates} | {row.get('why', row['use'])} | {row['source']} |"
+
+
+def shapes() -> str:
+    """Tables of models and data sets for plans."""
+    lines = ["", "| model | parameters | source |", "|---|---|---|"]
+    lines += [f"| `{name}` | {num_params(s.decoder) / 1e9:,.1f}e9 | {_cell(s.source)} |" for name, s in SHAPES.items()]
+    lines += ["", "| data set | tokens | source |", "|---|---|---|"]
+    lines += [f"| `{name}` | {found.tokens / 1e9:,.0f}e9 | {_cell(found.source)} |" for name, found in DATASETS.items()]
+    return "\n".join([*lines, ""])
+
+
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("configuration.md", "keys"): key_tables,
     ("architecture.md", "layers"): layers,
     ("architecture.md", "files"): file_list,
     ("trainium.md", "releases"): releases,
+    ("planning.md", "constants"): constants,
+    ("planning.md", "published"): published,
+    ("planning.md", "outliers"): outliers,
+    ("planning.md", "shapes"): shapes,
 }
 
 

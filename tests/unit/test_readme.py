@@ -21,6 +21,8 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
 from nxtrain.launch.local import render
+from nxtrain.plan.command import Question, find_layouts, predict, tokens_of
+from nxtrain.plan.predict import Assumptions
 from tests.support import markdown
 from tests.support.markdown import GENERATED, ROOT, blocks, inline_code, pages
 
@@ -137,6 +139,10 @@ def _check_own(words: Sequence[str], world: int) -> None:
     if name in {"launch", "compile"}:
         first_node = values.get("first_node") or ("node0" if values["dry_run"] else "")
         render(path, overrides, values["nproc"], {"OMP_NUM_THREADS": "1"}, first_node=first_node)
+    elif name == "plan":
+        question = Question(values["instance"], values["nodes"], values["hardware"], values["model"])
+        answer = find_layouts if values["search"] else predict
+        answer(path, overrides, question, Assumptions(tokens_of(values["tokens"], values["dataset"])))
     elif path.exists():
         resolve_config(load(path, overrides), None if name == "show" else values.get("world", world))
     else:  # one of the reader's own

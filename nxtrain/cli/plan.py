@@ -1,0 +1,78 @@
+"""Command `nxtrain plan`; the implementation is imported when the command is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nxtrain.cli.bench import AsJson
+from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE, finite
+from nxtrain.io.paths import local_path
+
+EPILOG = "Example: nxtrain plan configs/llama2_7b_trn1.toml --nodes 16 parallel.dp=0"
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Values that win over the file's; the value is TOML or a bare word."
+        ),
+    ] = None,
+    instance: Annotated[
+        str, typer.Option(metavar="NAME", help="Instance type, such as p5.48xlarge; by default cluster.instance.")
+    ] = "",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Number of machines; by default cluster.nodes.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="List the layouts that fit, fastest first.")] = False,
+    top: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Rows of a search that are shown.")] = 15,
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Published model in place of the configured one, such as gpt3-175b.")
+    ] = "",
+    tokens: Annotated[
+        float, typer.Option(min=0, max=1e18, callback=finite, help="Tokens of the run; by default train.steps.")
+    ] = 0.0,
+    dataset: Annotated[str, typer.Option(metavar="NAME", help="Data set with the tokens of the run.")] = "",
+    hardware: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file with machines of your own.", parser=local_path)
+    ] = None,
+    store_gb_s: Annotated[
+        float, typer.Option(min=1e-3, max=1e6, callback=finite, help="GB/s that a machine writes checkpoints with.")
+    ] = 1.0,
+    mtbf_h: Annotated[
+        float,
+        typer.Option(min=0, max=1e9, callback=finite, help="Hours between failures of the run; 0: by its devices."),
+    ] = 0.0,
+    price: Annotated[
+        float | None, typer.Option(min=0, max=1e9, callback=finite, help="USD per machine and hour.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict memory, speed and cost of a run on given machines, before one is booked.
+
+    Nothing is built or started. A layout that does not fit is reported with the arithmetic; the exit code is then 0 as
+    well, and `fits` of --json is false. Of the instance, the short name will do: trn1n, p5.
+    """
+    from nxtrain.plan.command import Question, find_layouts, predict, tokens_of
+    from nxtrain.plan.predict import Assumptions
+    from nxtrain.plan.show import show, show_found
+
+    question = Question(instance, nodes, hardware, model)
+    assumed = Assumptions(tokens_of(tokens, dataset), store_gb_s * 1e9, mtbf_h * 3600, price)
+    if search:
+        found, note = find_layouts(config, overrides or [], question, assumed)
+        if as_json:
+            typer.echo(json.dumps(found.to_json(), indent=2))
+        else:
+            show_found(found, note, top)
+        return
+    prediction, note = predict(config, overrides or [], question, assumed)
+    if as_json:
+        typer.echo(json.dumps(prediction.to_json(), indent=2))
+    else:
+        show(prediction, note)

@@ -1,0 +1,123 @@
+"""Bytes that autograd keeps of one micro-batch, and the largest tensors of the layer at work.
+
+Each term names the tensor that is kept. Views keep the whole tensor that they show; so keys that share a matrix with
+queries keep both.
+"""
+
+from __future__ import annotations
+
+from nxtrain.plan.job import CPU_BLOCK, SIZES, Job
+
+LONG_SEQUENCE = 8192
+"""As `nn/remat.py:LONG_SEQUENCE`, whose module needs torch."""
+
+FLOAT = SIZES["fp32"]
+
+
+def block_bytes(job: Job) -> int:
+    """Bytes kept of one block from its forward to its backward pass."""
+    if job.config.train.remat == "full":
+        return boundary_bytes(job)
+    return _whole_block_bytes(job, job.config.train.remat)
+
+
+def boundary_bytes(job: Job) -> int:
+    """Bytes of the residual stream between two layers."""
+    return job.sequence_rows * job.decoder.hidden_size * job.params_size
+
+
+def _whole_block_bytes(job: Job, remat: str) -> int:
+    # Each of two norms keeps its input and a number per row, and the column layer after it keeps its own input.
+    norms = 2 * (2 * boundary_bytes(job) + job.sequence_rows * FLOAT)
+    skips_mlp = remat == "selective" and job.config.train.seq_len >= LONG_SEQUENCE
+    return norms + _attention_bytes(job, recomputed=remat == "selective") + (0 if skips_mlp else _mlp_bytes(job))
+
+
+def _attention_bytes(job: Job, *, recomputed: bool) -> int:
+    """Queries, keys, values and the output, which the row layer keeps as well; then what the kernel adds."""
+    width, tokens, size = job.decoder.head_size, job.micro_tokens, job.params_size
+    queries, keys = job.local_heads * width, job.local_kv_heads * width
+    repeats = job.local_heads // job.local_kv_heads
+    fused = job.config.model.fused_qkv
+    rotated, value = queries + keys, (queries + 2 * keys if fused else keys)
+    if recomputed or job.attention != "fused" or repeats == 1:
+        inputs = rotated + value
+    else:  # repeated K/V heads are kept; of the given ones only the queries, and what they share a tensor with
+        inputs = (rotated if fused else queries) + 2 * queries
+    kept = (inputs + queries) * tokens * size
+    return kept if recomputed else kept + _core_bytes(job)
+
+
+def _core_bytes(job: Job) -> int:
+    """Bytes that the attention kernel keeps on top of its inputs and its output."""
+    train = job.config.train
+    heads = train.micro_batch * job.local_heads
+    if job.attention == "blocked":  # probabilities of blocks of queries against the keys before them
+        ends = [min(start + CPU_BLOCK, train.seq_len) for start in range(0, train.seq_len, CPU_BLOCK)]
+        rows = [end - start for start, end in zip(range(0, train.seq_len, CPU_BLOCK), ends, strict=True)]
+        return heads * sum(row * end for row, end in zip(rows, ends, strict=True)) * job.params_size
+    if job.attention == "scores":  # probabilities, and the masked scores from which a compiler may not free them
+        return 2 * heads * train.seq_len**2 * job.params_size
+    return heads * train.seq_len * FLOAT  # logarithm of each row's sum
+
+
+def _mlp_bytes(job: Job) -> int:
+    """Gate and up, kept by `nn/mlp.py:_SwiGLU`, and their product, kept by the row layer."""
+    inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
+    gated = 3 if job.config.model.fused_gate_up else 4  # unfused, autograd keeps silu(gate) too
+    kept = gated if job.decoder.gated else 2
+    return kept * inner * job.micro_tokens * job.params_size
+
+
+def working_bytes(job: Job) -> int:
+    """Largest tensors of a layer's backward pass that are not kept from its forward pass.
+
+    In the feed-forward: the gradients of the product, of the gate, of both together, and a factor. What backward
+    recomputes is kept for one part at a time.
+    """
+    train, size = job.config.train, job.params_size
+    inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
+    mlp = (5 if job.decoder.gated else 2) * inner * job.micro_tokens * size
+    attention = _attention_work(job)
+    if train.remat == "selective":
+        attention += _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True)
+        if train.seq_len >= LONG_SEQUENCE:
+            return max(mlp + _mlp_bytes(job), attention)
+    work = max(mlp, attention - _mlp_bytes(job))  # the feed-forward's tensors are free when attention's turn comes
+    return work + (_whole_block_bytes(job, "none") - boundary_bytes(job) if train.remat == "full" else 0)
+
+
+def _attention_work(job: Job) -> int:
+    """Gradients of queries, keys and values; for kernels without fusion, scores in float32 and narrow as well."""
+    train, width, size = job.config.train, job.decoder.head_size, job.params_size
+    queries, keys = job.local_heads * width, job.local_kv_heads * width
+    heads = train.micro_batch * job.local_heads
+    if job.attention == "blocked":
+        narrow = size if size < FLOAT else 0
+        scores = heads * min(CPU_BLOCK, train.seq_len) * train.seq_len * (FLOAT + narrow)
+        return scores + job.micro_tokens * (2 * queries * size + (4 if narrow else 2) * keys * FLOAT)
+    if job.attention == "scores":
+        return heads * train.seq_len**2 * (FLOAT + size)
+    return job.micro_tokens * (2 * queries + 2 * (queries if job.attention == "fused" else keys)) * size
+
+
+def kept_logits_bytes(job: Job) -> int:
+    """Bytes that the loss keeps for backward: gradients of the hidden states and of the projection's matrix."""
+    rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
+    return (job.micro_tokens + rows) * job.decoder.hidden_size * job.params_size
+
+
+def chunk_bytes(job: Job) -> int:
+    """Bytes of the projection and loss beside what they keep, as `parallel/loss.py:_VocabCrossEntropy` allocates them.
+
+    A chunk of logits exists in its own type, in float32, and as a gradient. Several chunks sum the matrix's gradient in
+    float32, and join the gradients of the hidden states.
+    """
+    size, hidden, tokens = job.params_size, job.decoder.hidden_size, job.micro_tokens
+    rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
+    chunk = max(1, (job.config.train.loss_chunk_mib << 20) // (FLOAT * rows))
+    padded = rows * job.config.parallel.tp > job.decoder.vocab_size
+    copies = FLOAT * (2 if padded else 1) if size == FLOAT else FLOAT + 2 * size
+    if chunk >= tokens:
+        return tokens * rows * copies
+    return chunk * rows * copies + (tokens + rows) * hidden * size + rows * hidden * (FLOAT - size)

@@ -1,0 +1,156 @@
+"""Predictions for a configuration file: the run that it describes on the machines that are asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from nxtrain.config.check import resolve_config, resolve_model
+from nxtrain.config.load import Loaded, load, origin_of
+from nxtrain.config.schema import ON_XLA, RunConfig
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.family import Decoder, find_family
+from nxtrain.mesh import Mesh
+from nxtrain.plan.hardware import Machine, find_machine, read_machines
+from nxtrain.plan.job import Job
+from nxtrain.plan.predict import Assumptions, Prediction
+from nxtrain.plan.presets import DATASETS, SHAPES
+from nxtrain.plan.search import Found, impossible, search
+
+ASSUMED = "trn1.32xlarge"
+"""Instance of a run that names none."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Machines and model that a prediction is for, beyond the configuration.
+
+    Args:
+        instance: Kind of machine; empty: cluster.instance, else `ASSUMED`.
+        nodes: Number of machines; None: cluster.nodes.
+        hardware: TOML file with more machines; None: the table only.
+        model: Published model in place of the configured one; empty: the configured one.
+    """
+
+    instance: str = ""
+    nodes: int | None = None
+    hardware: Path | None = None
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A loaded configuration with its machines and its model.
+
+    Args:
+        loaded: The configuration and its provenance.
+        machine: Kind of machine.
+        nodes: Number of machines.
+        decoder: Dimensions of the model.
+        note: Assumption about the machine, for people; may be empty.
+    """
+
+    loaded: Loaded
+    machine: Machine
+    nodes: int
+    decoder: Decoder
+    note: str = ""
+
+
+def predict(path: Path, overrides: Sequence[str], question: Question, assumed: Assumptions) -> tuple[Prediction, str]:
+    """Prediction for a configuration, and a note about what was assumed.
+
+    Raises:
+        ConfigError: The configuration, the instance or the layout is impossible.
+    """
+    setting = _setting(path, overrides, question)
+    config, world = setting.loaded.config, setting.machine.devices * setting.nodes
+    parallel = config.parallel
+    named = parallel.tp * parallel.pp * max(1, parallel.dp)
+    if setting.note or (setting.nodes == 1 and parallel.dp and named < world):
+        world = named  # a part of one machine
+    if question.model in SHAPES:
+        Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=1)
+    else:
+        resolve_config(replace(setting.loaded, config=config), world)
+    dp = world // (parallel.tp * parallel.pp)
+    config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
+    job = Job(setting.decoder, setting.machine, setting.nodes, config)
+    if problems := list(impossible(job)):
+        origins = setting.loaded.origins
+        raise ConfigError([replace(each, origin=origin_of(origins, each.key)) for each in problems])
+    return Prediction.of(job, assumed), setting.note
+
+
+def find_layouts(path: Path, overrides: Sequence[str], question: Question, assumed: Assumptions) -> tuple[Found, str]:
+    """Layouts of a configuration's run; its own degrees, micro-batch and recomputation do not count.
+
+    Raises:
+        ConfigError: The configuration or the instance is impossible.
+    """
+    setting = _setting(path, overrides, question)
+    config = setting.loaded.config
+    if question.model not in SHAPES:
+        family = find_family(config.model.family)
+        if problems := family.check(resolve_model(config), tp=1, seq_len=config.train.seq_len):
+            raise ConfigError(problems)
+    return search(setting.decoder, setting.machine, setting.nodes, config, assumed), setting.note
+
+
+def tokens_of(tokens: float, dataset: str) -> float:
+    """Tokens of a run: a number, or those of a published data set.
+
+    Raises:
+        ConfigError: Both are given, or the data set is unknown.
+    """
+    if not dataset:
+        return tokens
+    if tokens:
+        raise ConfigError("--tokens and --dataset both give the tokens of the run; use one")
+    if dataset not in DATASETS:
+        raise _unknown("--dataset", dataset, list(DATASETS))
+    return DATASETS[dataset].tokens
+
+
+def _setting(path: Path, overrides: Sequence[str], question: Question) -> Setting:
+    given = list(overrides)
+    presets = find_family("llama").presets
+    if question.model and question.model not in SHAPES:
+        if question.model not in presets:
+            raise _unknown("--model", question.model, [*presets, *SHAPES])
+        given += [f"model.preset={question.model}"]
+    loaded = load(path, given)
+    config = loaded.config
+    own = read_machines(question.hardware) if question.hardware else {}
+    name = question.instance or config.cluster.instance or next(iter(own), "")
+    note, nodes = "", question.nodes or config.cluster.nodes
+    machine = find_machine(name or ASSUMED, own)
+    if not name:
+        parallel = config.parallel
+        note = f"no instance is named, so {ASSUMED} is assumed; name one by --instance"
+        nodes = max(nodes, -(-parallel.tp * parallel.pp * max(1, parallel.dp) // machine.devices))
+    loaded = replace(loaded, config=_on(machine, config))
+    if question.model in SHAPES:
+        decoder = SHAPES[question.model].decoder
+    else:
+        decoder = find_family(config.model.family).decoder(resolve_model(config))
+    return Setting(loaded, machine, nodes, decoder, note)
+
+
+def _on(machine: Machine, config: RunConfig) -> RunConfig:
+    """The configuration with a backend that the machine can have; `cpu` stays, for plans of runs on a CPU."""
+    name = config.backend.name
+    trainium = machine.kind.startswith("trn")
+    is_for_trainium = name in ON_XLA or name == "neuron-native"
+    if name in ("auto", "cpu") or trainium == is_for_trainium:
+        return config
+    backend = config.backend.model_copy(update={"name": "auto", "layers": "auto", "attention": "auto"})
+    return config.model_copy(update={"backend": backend})
+
+
+def _unknown(option: str, name: str, known: list[str]) -> ConfigError:
+    close = get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    return ConfigError([Problem(option, f"unknown name {name!r}", hint=hint)])

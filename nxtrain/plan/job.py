@@ -1,0 +1,172 @@
+"""A training job as a prediction sees it: dimensions, machines and the sections of the configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
+from nxtrain.family import Decoder
+from nxtrain.plan.hardware import Machine
+from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_parts
+from nxtrain.stages import StagePart
+
+Attention = Literal["blocked", "fused", "grouped", "scores"]
+"""Implementation of attention: `backends/cpu_attention.py`, torch's fused kernel with repeated K/V heads or with
+grouped ones (`backends/kernels.py:sdpa`; NKI's flash kernel keeps the same tensors), or products with kept scores."""
+
+SIZES = {"fp32": 4, "bf16": 2}
+"""Bytes of a number."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on machines.
+
+    Args:
+        decoder: Dimensions of the model.
+        machine: Kind of machine.
+        nodes: Number of machines.
+        config: Configuration; `parallel.dp` has its value.
+    """
+
+    decoder: Decoder
+    machine: Machine
+    nodes: int
+    config: RunConfig
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        parallel = self.config.parallel
+        return parallel.tp * parallel.pp * parallel.dp
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.train.global_batch // (self.config.train.micro_batch * self.config.parallel.dp)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.config.train.global_batch * self.config.train.seq_len
+
+    @property
+    def is_trainium(self) -> bool:
+        """True for Trainium, whichever backend drives it."""
+        return self.machine.kind.startswith("trn")
+
+    @property
+    def is_lazy(self) -> bool:
+        """True on PyTorch/XLA, where a step is a graph and nothing is overlapped by hand."""
+        name = self.config.backend.name
+        return name in ON_XLA or (name == "auto" and self.machine.kind == "trn1")
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that share one copy of the training state, as `train/build.py:build_mesh` groups them."""
+        parallel = self.config.parallel
+        if parallel.shard == "none":
+            return 1
+        if parallel.shard != "hybrid":
+            return parallel.dp
+        if parallel.shard_size:
+            return parallel.shard_size
+        per_node = min(self.machine.devices, self.world)
+        return 1 if per_node % parallel.tp else math.gcd(parallel.dp, per_node // parallel.tp)
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """True if parameters are sharded over data parallel ranks."""
+        return self.config.parallel.shard in FULLY_SHARDED and self.shard_size > 1
+
+    @property
+    def params_size(self) -> int:
+        """Bytes of a parameter that the model computes with."""
+        return SIZES[self.config.precision.params]
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes of a stored parameter, as `precision.py:Precision.sharded_params`."""
+        wide = self.is_fully_sharded and self.config.precision.params == "bf16"
+        return SIZES[self.config.precision.reduce] if wide else self.params_size
+
+    @property
+    def sequence_rows(self) -> int:
+        """Tokens of a micro-batch that a rank holds between its layers."""
+        train, parallel = self.config.train, self.config.parallel
+        return train.seq_len * train.micro_batch // (parallel.tp if parallel.sequence_parallel else 1)
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.config.train.seq_len * self.config.train.micro_batch
+
+    @property
+    def attention(self) -> Attention:
+        """Implementation of attention on this backend."""
+        name, train = self.config.backend.name, self.config.train
+        if name == "cpu":
+            return "blocked" if self._is_short() else "fused"
+        if name == "xla":
+            return "scores"
+        if not self.is_lazy:
+            return "grouped"
+        fits = train.seq_len % SEQUENCE_TILE == 0 and self.decoder.head_size <= MAX_HEAD_SIZE
+        flash = fits and self.config.backend.attention != "plain" and self.config.precision.params == "bf16"
+        return "grouped" if flash else "scores"
+
+    def _is_short(self) -> bool:
+        """As `backends/cpu_attention.py:is_short`, whose module needs torch."""
+        train = self.config.train
+        entries = train.micro_batch * self.local_heads * train.seq_len * (train.seq_len + CPU_BLOCK) // 2
+        return entries * self.params_size <= CPU_KEPT_BYTES
+
+    @property
+    def local_heads(self) -> int:
+        """Query heads of a rank."""
+        return self.decoder.num_heads // self.config.parallel.tp
+
+    @property
+    def local_kv_heads(self) -> int:
+        """Key and value heads of a rank, replicated ones included."""
+        return max(1, self.decoder.num_kv_heads // self.config.parallel.tp)
+
+    @cached_property
+    def parts(self) -> list[tuple[StagePart, ...]]:
+        """Parts of every pipeline rank."""
+        parallel = self.config.parallel
+        return stage_parts(
+            self.decoder, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
+        )
+
+    def stage(self, index: int) -> Stage:
+        """Kind of a pipeline rank's stage."""
+        parts, model = self.parts[index], self.config.model
+        return Stage(
+            self.decoder,
+            tuple(len(part.blocks) for part in parts),
+            any(part.first for part in parts),
+            any(part.last for part in parts),
+            model.fused_qkv,
+            model.fused_gate_up,
+        )
+
+    def entries(self, index: int, shard: int = 0) -> Entries:
+        """Entries of a stage's parameters; `shard=0` shares their rows as the run does."""
+        return stage_entries(self.stage(index), self.config.parallel.tp, shard or self.shard_size)
+
+
+CPU_BLOCK = 128
+"""As `backends/cpu_attention.py:BLOCK`."""
+
+CPU_KEPT_BYTES = 16 << 20
+"""As `backends/cpu_attention.py:KEPT_BYTES`."""
+
+SEQUENCE_TILE = 2048
+"""As `backends/neuron/attention.py:SEQUENCE_TILE`."""
+
+MAX_HEAD_SIZE = 128
+"""As `backends/neuron/attention.py:MAX_HEAD_SIZE`."""

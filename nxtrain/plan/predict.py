@@ -1,0 +1,235 @@
+"""Prediction for one layout: memory that fits or not, step time, checkpoints, goodput, days and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nxtrain.plan.goodput import Failures
+from nxtrain.plan.job import Job
+from nxtrain.plan.memory import Bytes, checkpoint_bytes, in_flight, rank_bytes
+from nxtrain.plan.shapes import flops_per_token, num_params
+from nxtrain.plan.speed import StepTime, step_time
+
+GIB = 1 << 30
+DAY_S = 86_400.0
+
+INTERRUPTIONS_PER_DEVICE_S = 466 / (54 * DAY_S * 16_384)
+"""Interruptions of a run per device and second: 466 in 54 days on 16,384 GPUs.
+
+Source: Grattafiori et al. 2024 (arXiv:2407.21783) section 3.3.4.
+"""
+
+STORE_BYTES_S = 1e9
+"""Bytes per second that one machine writes to a store, where none are given: one GB/s."""
+
+RESTART_S = 600.0
+"""Seconds from a failure to the next step, where none are given."""
+
+COPY_BYTES_S = 5e9
+"""Bytes per second of a copy from the devices of one machine to its memory, during which training waits."""
+
+COMPILE_BYTES = 64 * GIB
+"""Host memory of one compilation at a time, as `nxtrain compile --workers` reckons."""
+
+CHINCHILLA = 20
+"""Tokens per parameter of a compute-optimal run.
+
+Source: Hoffmann et al. 2022 (arXiv:2203.15556).
+"""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Values that a configuration does not have.
+
+    Args:
+        tokens: Tokens of the run; 0: those of train.steps.
+        store_bytes_s: Bytes per second that one machine writes to the store of checkpoints.
+        mtbf_s: Mean time between failures of the run; 0: from the number of devices.
+        price_usd_h: Price of a machine's hour; None: that of the table.
+    """
+
+    tokens: float = 0.0
+    store_bytes_s: float = STORE_BYTES_S
+    mtbf_s: float = 0.0
+    price_usd_h: float | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction for a layout.
+
+    Args:
+        job: The run.
+        assumed: Values that the configuration does not have.
+        stage: Pipeline stage whose ranks need most memory.
+        bytes: Memory of such a rank.
+        time: Time of a step.
+    """
+
+    job: Job
+    assumed: Assumptions
+    stage: int
+    bytes: Bytes
+    time: StepTime
+
+    @staticmethod
+    def of(job: Job, assumed: Assumptions) -> Prediction:
+        """Prediction for a run."""
+        stage, found = rank_bytes(job)
+        return Prediction(job, assumed, stage, found, step_time(job))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Reasons why the run does not fit its machines; none if it fits."""
+        machine, found = self.job.machine, []
+        if self.bytes.total > machine.device_bytes:
+            parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.bytes.to_json().items() if size)
+            found.append(
+                f"a rank of stage {self.stage} needs {self.bytes.total / GIB:.2f} GiB, and a device of {machine.name} "
+                f"has {machine.device_bytes / GIB:.2f} GiB: {parts}"
+            )
+        if self.job.world > machine.devices * self.job.nodes:
+            found.append(
+                f"tp x pp x dp = {self.job.world} ranks, and {self.job.nodes} x {machine.name} has "
+                f"{machine.devices * self.job.nodes} devices"
+            )
+        return found
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second."""
+        return self.job.tokens_per_step / self.time.step_s
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the run."""
+        return self.assumed.tokens or float(self.job.config.train.steps * self.job.tokens_per_step)
+
+    @property
+    def days(self) -> float:
+        """Days of training without failures."""
+        return self.tokens / self.tokens_per_s / DAY_S
+
+    @property
+    def price_usd_h(self) -> float | None:
+        """Price of a machine's hour; None if it is unknown."""
+        given = self.assumed.price_usd_h
+        return self.job.machine.price_usd_h if given is None else given
+
+    @property
+    def cost_usd(self) -> float | None:
+        """Cost of `days` on all machines; None without a price."""
+        price = self.price_usd_h
+        return None if price is None else price * self.job.nodes * self.days * 24
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint of the whole run."""
+        return checkpoint_bytes(self.job, num_params(self.job.decoder))
+
+    def failures(self) -> Failures:
+        """Failure rate of the run, and the costs of its checkpoints and restarts."""
+        machines = max(1, -(-self.job.world // self.job.machine.devices))
+        write_s = self.checkpoint_bytes / (machines * self.assumed.store_bytes_s)
+        copy_s = self.checkpoint_bytes / (machines * COPY_BYTES_S)
+        waits = self.job.config.checkpoint.async_
+        return Failures(
+            mtbf_s=self.assumed.mtbf_s or 1.0 / (INTERRUPTIONS_PER_DEVICE_S * self.job.world),
+            stall_s=copy_s if waits else write_s,
+            write_s=write_s if waits else 0.0,
+            restart_s=RESTART_S,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction as JSON; the first keys are a contract."""
+        time, job = self.time, self.job
+        return {
+            "fits": not self.reasons,
+            "reasons": self.reasons,
+            "hbm_bytes": job.machine.device_bytes,
+            "bytes": self.bytes.to_json(),
+            "step_time_s": time.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "sequences_per_s": job.config.train.global_batch / time.step_s,
+            "mfu": time.mfu,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "cost_usd": self.cost_usd,
+            "days": self.days,
+            "instance": job.machine.name,
+            "nodes": job.nodes,
+            "parallel": layout_json(job),
+            "stage": self.stage,
+            "in_flight": in_flight(job, self.stage),
+            "micro_batches": job.num_micro,
+            "params": num_params(job.decoder),
+            "flops_per_token": flops_per_token(job.decoder, job.config.train.seq_len),
+            "compute_s": time.compute_s,
+            "update_s": time.update_s,
+            "bubble": time.bubble,
+            "communication": [
+                {"axis": t.axis, "link": t.link, "bytes": t.bytes, "seconds": t.seconds, "hidden": t.hidden}
+                for t in time.traffic
+            ],
+            "speed_basis": time.basis,
+            "checkpoint": self._checkpoint_json(),
+            "run": self._run_json(),
+            "compile": self._compile_json(),
+            "cost_note": self._cost_note(),
+        }
+
+    def _checkpoint_json(self) -> dict[str, Any]:
+        failures, step_s = self.failures(), self.time.step_s
+        every = failures.best_every(step_s)
+        return {
+            "write_s": failures.write_s or failures.stall_s,
+            "stall_s": failures.stall_s,
+            "store_bytes_s": self.assumed.store_bytes_s,
+            "mtbf_s": failures.mtbf_s,
+            "best_every": every,
+            "best_interval_s": every * step_s,
+            "goodput": failures.shares(max(every * step_s, failures.write_s)).goodput,
+        }
+
+    def _run_json(self) -> dict[str, Any]:
+        params, tokens = num_params(self.job.decoder), self.tokens
+        goodput = self._checkpoint_json()["goodput"]
+        return {
+            "tokens": tokens,
+            "flops_6nd": 6.0 * params * tokens,
+            "flops": flops_per_token(self.job.decoder, self.job.config.train.seq_len) * tokens,
+            "chinchilla_tokens": CHINCHILLA * params,
+            "days_with_failures": self.days / goodput,
+        }
+
+    def _compile_json(self) -> dict[str, Any]:
+        """Graphs of a step on lazy devices: one of a micro-batch and one of the update, for each pipeline stage."""
+        if not self.job.is_lazy:
+            return {"graphs": 0, "host_bytes": 0}
+        parallel = self.job.config.parallel
+        graphs = parallel.pp * (2 * parallel.virtual_pp + 1) if parallel.pp > 1 else 1 + (self.job.num_micro > 1)
+        workers = min(graphs, max(1, self.job.machine.host_bytes // COMPILE_BYTES))
+        return {"graphs": graphs, "workers": workers, "host_bytes": workers * COMPILE_BYTES}
+
+    def _cost_note(self) -> str:
+        if self.assumed.price_usd_h is not None:
+            return f"{self.assumed.price_usd_h:g} USD per machine and hour, as given"
+        price, note = self.job.machine.price_usd_h, self.job.machine.price_note
+        return note if price is None else f"{price:g} USD per machine and hour, {note}"
+
+
+def layout_json(job: Job) -> Mapping[str, Any]:
+    """Values of the configuration that make a layout."""
+    parallel, train = job.config.parallel, job.config.train
+    return {
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "dp": parallel.dp,
+        "virtual_pp": parallel.virtual_pp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "shard": parallel.shard,
+        "micro_batch": train.micro_batch,
+        "remat": train.remat,
+    }

@@ -1,0 +1,120 @@
+"""Tables of predictions for people."""
+
+from __future__ import annotations
+
+import sys
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nxtrain.plan.predict import Prediction
+from nxtrain.plan.search import Found
+
+GIB = 1 << 30
+WIDTH = 118
+"""Columns where the output is no terminal."""
+
+DURATIONS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
+
+
+def console() -> Console:
+    """Console of the standard output; a file or a pipe has no width to fit."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False)
+
+
+def show(found: Prediction, note: str) -> None:
+    """Print the prediction for one layout."""
+    screen, job, data = console(), found.job, found.to_json()
+    parallel = job.config.parallel
+    if note:
+        screen.print(note)
+    screen.print(
+        f"{data['params'] / 1e9:,.2f}e9 parameters on {job.nodes} x {job.machine.name}: tp={parallel.tp} "
+        f"pp={parallel.pp} dp={parallel.dp} shard={parallel.shard}, {job.num_micro} micro-batches of "
+        f"{job.config.train.micro_batch} x {job.config.train.seq_len} tokens"
+    )
+    memory = Table(f"device memory, stage {found.stage}", "GiB", box=box.SIMPLE_HEAD)
+    memory.columns[1].justify = "right"
+    for name, size in found.bytes.to_json().items():
+        memory.add_row(name, f"{size / GIB:.3f}")
+    memory.add_row("device", f"{job.machine.device_bytes / GIB:.3f}")
+    screen.print(memory)
+    times = Table("prediction", "value", "", box=box.SIMPLE_HEAD)
+    for row in _rows(found):
+        times.add_row(*row)
+    screen.print(times)
+    screen.print("fits" if data["fits"] else "\n".join(["does not fit:", *data["reasons"]]))
+
+
+def _rows(found: Prediction) -> list[tuple[str, str, str]]:
+    data, time = found.to_json(), found.time
+    checkpoint, run, graphs = data["checkpoint"], data["run"], data["compile"]
+    rows = [
+        ("step", duration(time.step_s), f"compute {duration(time.compute_s)}, update {duration(time.update_s)}"),
+        ("throughput", f"{found.tokens_per_s:,.0f} tokens/s", f"{data['sequences_per_s']:,.2f} sequences/s"),
+        ("MFU", f"{time.mfu:.1%}", "operations of the model, causal attention, over the bf16 peak"),
+        ("constants", "", time.basis),
+        ("bubble", f"{time.bubble:.1%}", "share of the pipeline's time"),
+    ]
+    rows += [
+        (f"{t.axis} traffic", f"{t.bytes / 1e9:,.2f} GB", f"{duration(t.seconds)} by {t.link}, {t.hidden:.0%} hidden")
+        for t in time.traffic
+    ]
+    best = f"every {checkpoint['best_every']:,} steps ({duration(checkpoint['best_interval_s'])})"
+    rows += [
+        ("checkpoint", f"{found.checkpoint_bytes / 1e9:,.1f} GB", f"written in {duration(checkpoint['write_s'])}"),
+        ("best interval", best, f"a failure every {duration(checkpoint['mtbf_s'])}"),
+        ("goodput", f"{checkpoint['goodput']:.1%}", "at this interval"),
+        ("tokens", f"{run['tokens']:.3g}", f"6ND: {run['flops_6nd']:.3g} operations"),
+        ("Chinchilla", f"{run['chinchilla_tokens']:.3g} tokens", "20 per parameter"),
+        ("time", f"{found.days:,.2f} days", f"{run['days_with_failures']:,.2f} days with failures"),
+    ]
+    cost = found.cost_usd
+    rows.append(("cost", "none" if cost is None else f"{cost:,.0f} USD", data["cost_note"]))
+    if graphs["graphs"]:
+        rows.append(("graphs", str(graphs["graphs"]), f"{graphs['host_bytes'] / GIB:,.0f} GiB of host to compile"))
+    return rows
+
+
+def show_found(found: Found, note: str, top: int) -> None:
+    """Print the layouts of a search, and the reasons against the others."""
+    screen = console()
+    if note:
+        screen.print(note)
+    layouts = Table(
+        *("tp", "pp", "dp", "shard", "micro", "remat", "GiB", "step", "tokens/s", "MFU"), box=box.SIMPLE_HEAD
+    )
+    for each in found.layouts[:top]:
+        parallel, train = each.job.config.parallel, each.job.config.train
+        layouts.add_row(
+            *(str(degree) for degree in (parallel.tp, parallel.pp, parallel.dp)),
+            parallel.shard,
+            str(train.micro_batch),
+            train.remat,
+            f"{each.bytes.total / GIB:.2f}",
+            duration(each.time.step_s),
+            f"{each.tokens_per_s:,.0f}",
+            f"{each.time.mfu:.1%}",
+        )
+    screen.print(layouts if found.layouts else "no layout fits")
+    more = len(found.layouts) - top
+    if more > 0:
+        screen.print(f"and {more} slower layouts; --top {len(found.layouts)} shows all")
+    if found.rejected:
+        rejected = Table("tp", "pp", "dp", "shard", "reason", box=box.SIMPLE_HEAD)
+        for bad in found.rejected[:top]:
+            parallel = bad.job.config.parallel
+            degrees = (parallel.tp, parallel.pp, parallel.dp)
+            rejected.add_row(*(str(degree) for degree in degrees), parallel.shard, bad.reason)
+        screen.print(rejected)
+        if len(found.rejected) > top:
+            screen.print(f"and {len(found.rejected) - top} more rejected; --json has all")
+
+
+def duration(seconds: float) -> str:
+    """Text of a duration in the largest unit that it fills."""
+    for size, unit in DURATIONS:
+        if seconds >= size:
+            return f"{seconds / size:,.4g} {unit}"
+    return f"{seconds * 1e6:,.4g} us"

@@ -1,0 +1,131 @@
+"""Bytes that a rank sends in a step, by axis and link, and the time of these transfers.
+
+Counts mirror `parallel/linear.py` and `parallel/regions.py` (tp), `parallel/data_parallel.py` and
+`parallel/fully_sharded.py` (dp), and `parallel/pipeline.py` (pp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nxtrain.plan.activations import boundary_bytes
+from nxtrain.plan.job import SIZES, Job
+from nxtrain.plan.memory import reduced_bytes
+
+Link = Literal["none", "device", "network"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Communication of one rank over one axis in a step.
+
+    Args:
+        axis: `tp`, `dp` or `pp`.
+        link: Slowest link that the axis spans: between devices of a machine, or between machines.
+        bytes: Bytes that a rank sends.
+        seconds: Time of the transfers.
+        hidden: Share of this time in which the rank computes.
+    """
+
+    axis: str
+    link: Link
+    bytes: int
+    seconds: float
+    hidden: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which the rank waits."""
+        return self.seconds * (1.0 - self.hidden)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidths that collectives reach, in bytes per second.
+
+    Args:
+        device: Of a rank, to the devices of its machine.
+        network: Of a machine, to the others.
+    """
+
+    device: float
+    network: float
+
+
+def tp_bytes(job: Job, num_blocks: int) -> float:
+    """Bytes of a rank for one micro-batch through a number of blocks.
+
+    Each block's two pairs of layers gather and scatter once in the forward pass. The backward pass has both again, and
+    gathers the inputs once more. Without sequence parallelism there are two sums forward and two backward, each twice
+    the bytes. Recomputed blocks repeat the forward pass.
+    """
+    parallel, remat = job.config.parallel, job.config.train.remat
+    if parallel.tp == 1:
+        return 0.0
+    whole = job.micro_tokens * job.decoder.hidden_size * job.params_size * (parallel.tp - 1) / parallel.tp
+    transfers = (10 if parallel.sequence_parallel else 8) + (4 if remat == "full" else 0)
+    return num_blocks * transfers * whole
+
+
+def ring_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) -> float:
+    """Seconds in which groups of ranks move `num_bytes` per rank around their rings, all groups at once.
+
+    Args:
+        job: The run.
+        size: Ranks of a group.
+        num_bytes: Bytes that each rank sends.
+        links: Bandwidths.
+        spread: Distance of neighbours in the group, in ranks.
+    """
+    if size == 1 or not num_bytes:
+        return 0.0
+    per_node = max(1, min(size, job.machine.devices // spread))
+    device_s = num_bytes / links.device if per_node > 1 and links.device else 0.0
+    if size <= per_node:
+        return device_s
+    # Of a ring that enters a machine once, one rank per machine sends to the next machine.
+    rings = max(1, min(job.world, job.machine.devices) // per_node)
+    return max(device_s, rings * num_bytes / links.network) if links.network else float("inf")
+
+
+def link_of(job: Job, size: int, spread: int) -> Link:
+    """Slowest link of a group."""
+    if size == 1:
+        return "none"
+    return "device" if size * spread <= job.machine.devices else "network"
+
+
+def sync_bytes(job: Job, stage: int) -> tuple[float, float]:
+    """Bytes that a rank sends once per step over the shard ranks, and over the replicas, for gradients and parameters.
+
+    An all-reduce sends twice (n-1)/n of its bytes, a reduce-scatter or an all-gather once.
+    """
+    parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
+    local = job.entries(stage, 1).local
+    share = (parallel.dp - 1) / parallel.dp
+    if job.is_fully_sharded:
+        replicas = parallel.dp // job.shard_size
+        return 0.0, 2 * (replicas - 1) / replicas * reduced_bytes(job, stage)
+    if parallel.shard == "zero1":
+        return share * local * (reduce + job.params_size), 0.0
+    return 2 * share * local * reduce, 0.0
+
+
+def gather_bytes(job: Job, stage: int) -> float:
+    """Bytes that a rank sends in every micro-batch under full sharding: gathered parameters, scattered gradients."""
+    if not job.is_fully_sharded:
+        return 0.0
+    parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
+    local = job.entries(stage, 1).local
+    gathers = 1 if parallel.shard == "grad_op" else 2
+    share = (job.shard_size - 1) / job.shard_size
+    return share * local * (gathers * job.params_size + reduce)
+
+
+def pp_bytes(job: Job) -> float:
+    """Bytes that a rank sends to its neighbours in a step: an activation and a gradient of each micro-batch."""
+    parallel = job.config.parallel
+    if parallel.pp == 1:
+        return 0.0
+    return 2.0 * job.num_micro * parallel.virtual_pp * boundary_bytes(job)

@@ -1,0 +1,197 @@
+"""The command `nxtrain plan`: its JSON, its time without torch, refusals, and searches."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from nxtrain.cli.main import app
+from nxtrain.errors import ConfigError
+from nxtrain.plan.predict import INTERRUPTIONS_PER_DEVICE_S
+from nxtrain.plan.presets import DATASETS, SHAPES
+from nxtrain.plan.shapes import flops_per_token, num_params
+
+SEVEN = "configs/llama2_7b_trn1.toml"
+SEVENTY = "configs/llama2_70b_trn1.toml"
+CONTRACT = {
+    "fits",
+    "reasons",
+    "hbm_bytes",
+    "bytes",
+    "step_time_s",
+    "tokens_per_s",
+    "sequences_per_s",
+    "mfu",
+    "checkpoint_bytes",
+    "cost_usd",
+    "days",
+}
+KINDS = {"params", "grads", "optimizer", "activations", "logits", "total"}
+MAX_CPU_S = 1.0
+
+
+def answer(*argv: str) -> Any:
+    result = CliRunner().invoke(app, ["plan", *argv, "--json"])
+    if result.exception is not None:
+        raise result.exception
+    return json.loads(result.output)
+
+
+def test_the_contract_of_json_is_kept_and_its_numbers_agree() -> None:
+    found = answer(SEVEN)
+    assert found.keys() >= CONTRACT
+    assert found["bytes"].keys() >= KINDS
+    assert sum(found["bytes"].values()) == 2 * found["bytes"]["total"]
+    assert (found["fits"], found["reasons"], found["hbm_bytes"]) == (True, [], 16 << 30)
+    assert found["tokens_per_s"] == pytest.approx(4096 * found["sequences_per_s"])
+    assert found["sequences_per_s"] == pytest.approx(1024 / found["step_time_s"])
+    assert found["days"] == pytest.approx(500_000 * found["step_time_s"] / 86_400)
+    assert found["cost_usd"] == pytest.approx(found["days"] * 24 * 128 * 21.5)
+    flops = found["flops_per_token"] * found["tokens_per_s"]
+    assert found["mfu"] == pytest.approx(flops / (128 * 32 * 95e12))
+    assert found["parallel"]["dp"] == 512
+
+
+@pytest.mark.parametrize("argv", [(SEVEN,), (SEVENTY, "--search", "--instance", "p5", "--nodes", "32")])
+def test_a_plan_takes_under_a_second_and_no_torch(argv: tuple[str, ...]) -> None:
+    code = (
+        "import sys\nfrom nxtrain.cli.main import app\n"
+        f"try:\n    app({['plan', *argv, '--json']!r})\n"
+        "except SystemExit as end:\n    sys.exit(7 if 'torch' in sys.modules else end.code)\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    spent = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    assert spent < MAX_CPU_S
+
+
+def test_a_search_has_every_layout_once_fastest_first_with_reasons_for_the_others() -> None:
+    found = answer(SEVENTY, "--search")
+    speeds = [each["tokens_per_s"] for each in found["layouts"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(each["fits"] and each["bytes"]["total"] <= each["hbm_bytes"] for each in found["layouts"])
+    every = [each["parallel"] for each in (*found["layouts"], *found["rejected"])]
+    degrees = [(each["tp"], each["pp"], each["dp"], each["shard"]) for each in every]
+    assert len(set(degrees)) == len(degrees)
+    assert all(tp * pp * dp == 256 * 32 for tp, pp, dp, _ in degrees)
+    assert all(each["reason"] for each in found["rejected"])
+    assert {each["reason"].split()[0] for each in found["rejected"]} >= {"a", "1024"}
+
+
+def test_a_layout_of_a_search_is_what_a_plan_of_it_predicts() -> None:
+    best = answer(SEVENTY, "--search")["layouts"][0]
+    changes = [f"{'parallel' if key in PARALLEL else 'train'}.{key}={value}" for key, value in best["parallel"].items()]
+    one = answer(SEVENTY, *(change.replace("True", "true") for change in changes))
+    assert {key: one[key] for key in CONTRACT} == {key: best[key] for key in CONTRACT}
+
+
+PARALLEL = ("tp", "pp", "dp", "virtual_pp", "sequence_parallel", "shard")
+
+
+def test_what_does_not_fit_is_reported_with_the_arithmetic() -> None:
+    found = answer(SEVENTY, "parallel.pp=1", "parallel.dp=256")
+    assert not found["fits"]
+    assert f"needs {found['bytes']['total'] / (1 << 30):.2f} GiB" in found["reasons"][0]
+    result = CliRunner().invoke(app, ["plan", SEVENTY, "parallel.pp=1", "parallel.dp=256"])
+    assert (result.exit_code, "does not fit:" in result.output) == (0, True)
+
+
+def test_missing_prices_give_no_cost_and_the_reason() -> None:
+    argv = (SEVEN, "--instance", "trn2.48xl", "--nodes", "8", "parallel.dp=0")
+    found = answer(*argv)
+    assert found["cost_usd"] is None
+    assert "no price is recorded" in found["cost_note"]
+    priced = answer(*argv, "--price", "10")
+    assert priced["cost_usd"] == pytest.approx(priced["days"] * 24 * 8 * 10)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((SEVEN, "--instance", "trn1.32xlrge"), "did you mean trn1.32xl"),
+        ((SEVEN, "parallel.tp=3", "parallel.dp=0"), "does not divide"),
+        ((SEVEN, "--nodes", "4"), "tp=8 x pp=1 x dp=512 = 4096 ranks, but the world has 128"),
+        ((SEVENTY, "parallel.pp=96", "parallel.dp=0"), "96"),
+        ((SEVEN, "--dataset", "slimpyjama"), "did you mean slimpajama"),
+        ((SEVEN, "--dataset", "c4", "--tokens", "1e9"), "use one"),
+        ((SEVEN, "--model", "gpt3-175"), "did you mean gpt3-175b"),
+        ((SEVEN, "--hardware", "absent.toml"), "No such file"),
+        ((SEVEN, "train.stepz=1"), "unknown key"),
+    ],
+)
+def test_bad_input_is_refused_with_the_way_out(argv: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        answer(*argv)
+    assert (caught.value.exit_code, words in str(caught.value)) == (2, True), str(caught.value)
+
+
+def test_a_table_for_people_has_the_same_numbers() -> None:
+    found = answer(SEVEN)
+    output = CliRunner().invoke(app, ["plan", SEVEN]).output
+    assert f"{found['tokens_per_s']:,.0f} tokens/s" in output
+    assert f"{found['cost_usd']:,.0f} USD" in output
+    assert "tp traffic" in output
+    searched = CliRunner().invoke(app, ["plan", SEVENTY, "--search", "--top", "2"]).output
+    assert "slower layouts" in searched
+    assert "more rejected" in searched
+
+
+def test_published_sizes_of_models() -> None:
+    """Named sizes, and the parameters of Pythia's model cards."""
+    found = {name: num_params(shape.decoder) / 1e9 for name, shape in SHAPES.items()}
+    expected = {"gpt3-175b": 174.6, "gpt-1t": 1008, "bloom-176b": 176.2, "pythia-12b": 11.846, "pythia-6.9b": 6.857}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    assert all(flops_per_token(s.decoder, s.seq_len) > 6e9 * 0.9 * found[name] for name, s in SHAPES.items())
+
+
+def test_sizes_of_checkpoints_and_state_of_a_70b() -> None:
+    """14 bytes per parameter: 2 of parameters, 4 of the master copies, 8 of the running means."""
+    found = answer(SEVENTY, "model.preset=llama3-70b")
+    assert found["checkpoint_bytes"] == 14 * 70_553_706_496
+    assert found["checkpoint_bytes"] / 1e9 == pytest.approx(987.8, abs=0.1)
+
+
+def test_failures_of_16384_devices_come_as_published() -> None:
+    assert pytest.approx(2.78, abs=0.005) == 1 / (INTERRUPTIONS_PER_DEVICE_S * 16_384) / 3600
+    assert answer(SEVENTY)["checkpoint"]["mtbf_s"] == pytest.approx(2.781 * 3600 * 2, rel=1e-3)
+    assert answer(SEVENTY, "--mtbf-h", "1")["checkpoint"]["mtbf_s"] == 3600
+    assert answer(SEVENTY)["checkpoint"]["goodput"] > answer(SEVENTY, "--mtbf-h", "1")["checkpoint"]["goodput"]
+
+
+def test_tokens_of_data_sets_give_days_and_operations() -> None:
+    found = answer(SEVEN, "--dataset", "slimpajama")
+    assert found["run"]["tokens"] == DATASETS["slimpajama"].tokens == 627e9
+    assert found["days"] == pytest.approx(627e9 / found["tokens_per_s"] / 86_400)
+    assert found["run"]["flops_6nd"] == pytest.approx(6 * found["params"] * 627e9)
+    assert found["run"]["chinchilla_tokens"] == 20 * found["params"]
+
+
+def test_models_that_are_arithmetic_only_are_planned() -> None:
+    changes = ("parallel.tp=32", "parallel.pp=8", "parallel.dp=4", "--nodes", "32", "train.seq_len=2048")
+    found = answer(SEVEN, "--model", "gpt3-175b", *changes)
+    assert found["params"] == 174_604_259_328
+    assert found["mfu"] == pytest.approx(0.331, rel=0.25)
+
+
+def test_a_machine_of_ones_own_is_planned(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(
+        "[box]\ndevices = 8\ndevice_bytes = 80_000_000_000\ndevice_flops = 1e15\nmemory_bytes_s = 3e12\n"
+        "link_bytes_s = 4e11\nnetwork_bytes_s = 0\nhost_bytes = 1_000_000_000_000\nhost_threads = 64\n"
+        "price_usd_h = 2.0\n",
+        encoding="utf-8",
+    )
+    found = answer("configs/llama3_2_1b_cuda.toml", "--hardware", str(file))
+    assert (found["instance"], found["hbm_bytes"], found["parallel"]["dp"]) == ("box", 80_000_000_000, 8)
+    with pytest.raises(ConfigError, match="box has no network"):
+        answer("configs/llama3_2_1b_cuda.toml", "--hardware", str(file), "--nodes", "2")

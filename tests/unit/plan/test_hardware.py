@@ -1,0 +1,101 @@
+"""The table of machines: sources, arithmetic between cells, one truth with the launcher's table, files of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from nxtrain.backends.neuron.hardware import GIB, INSTANCES
+from nxtrain.errors import ConfigError
+from nxtrain.plan.hardware import ALIASES, MACHINES, Machine, find_machine, read_machines
+
+ASKED = ("trn1.2xl", "trn1.32xl", "trn1n", "trn2.3xl", "trn2.48xl", "trn2u", "trn3", "p4d", "p4de", "p5", "p5e", "p5en")
+OWN = """
+["my box"]
+devices = 4
+device_bytes = 48_000_000_000
+device_flops = 1e14
+memory_bytes_s = 9e11
+link_bytes_s = 3e10
+network_bytes_s = 0
+host_bytes = 256_000_000_000
+host_threads = 64
+"""
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_every_cell_has_a_source(machine: Machine) -> None:
+    given = {each.name for each in fields(Machine)} - {"name", "kind", "price_note", "sources"}
+    given -= {"price_usd_h"} if machine.price_usd_h is None else set()
+    assert set(machine.sources) == given
+    assert all(machine.sources.values())
+    assert machine.price_note
+
+
+@pytest.mark.parametrize("name", [*ASKED, "g5", "g6e"])
+def test_short_names_are_known(name: str) -> None:
+    assert find_machine(name) is MACHINES[ALIASES[name]]
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_instances_that_are_launched_have_one_truth(name: str) -> None:
+    known, machine = INSTANCES[name], MACHINES[name]
+    assert (machine.devices, machine.device_bytes) == (known.num_cores, known.core_bytes)
+    assert (machine.device_flops, machine.host_threads) == (known.core_flops, known.host_threads)
+
+
+def test_published_sums_of_a_machine() -> None:
+    totals = {name: (m.devices * m.device_bytes // GIB, m.devices * m.device_flops) for name, m in MACHINES.items()}
+    expected = {
+        "trn1.32xlarge": (512, 3.04e15),
+        "trn2.48xlarge": (1536, 10.672e15),
+        "trn2-ultraserver": (6144, 42.7e15),
+        "trn3-gen1-ultraserver": (9216, 42.9e15),
+        "p5.48xlarge": (640, 7.912e15),
+    }
+    for name, (memory, flops) in expected.items():
+        assert totals[name][0] == memory
+        assert totals[name][1] == pytest.approx(flops, rel=0.01)
+    prices = {name: m.price_usd_h for name, m in MACHINES.items() if m.price_usd_h}
+    assert prices == {"trn1.32xlarge": 21.5, "p4d.24xlarge": 32.77, "p4de.24xlarge": 40.96, "p5.48xlarge": 98.32}
+
+
+def test_an_unknown_instance_gets_the_nearest_names() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean trn1\.32xl"):
+        find_machine("trn1.32xlrge")
+    with pytest.raises(ConfigError, match=r"did you mean .*p5"):
+        find_machine("p6")
+
+
+def test_a_machine_of_ones_own_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(OWN, encoding="utf-8")
+    (machine,) = read_machines(file).values()
+    assert (machine.name, machine.kind, machine.devices, machine.price_usd_h) == ("my box", "own", 4, None)
+    assert "no price_usd_h" in machine.price_note
+    assert find_machine("my box", {"my box": machine}) is machine
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (OWN.replace("devices = 4", "devices = 0"), "devices"),
+        (OWN.replace("devices = 4", "devices = true"), "devices"),
+        (OWN.replace("device_flops = 1e14", 'device_flops = "fast"'), "device_flops"),
+        (OWN.replace("device_flops = 1e14", "device_flops = inf"), "device_flops"),
+        (OWN.replace("device_flops", "device_flop"), "device_flops"),
+        (OWN.replace("link_bytes_s = 3e10", "link_bytes_s = 0"), "several devices"),
+        ("devices = 4\n", "a machine is a table"),
+        ("", "has no machine"),
+        ("[", "is no TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=expected):
+        read_machines(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_machines(tmp_path / "absent.toml")

@@ -1,0 +1,213 @@
+"""Predicted memory against allocations: training state of built ranks exactly, activations by torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nxtrain.backends import cpu_attention
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.backends.neuron import attention
+from nxtrain.config.check import Resolved
+from nxtrain.distributed.collectives import Done, Pending
+from nxtrain.mesh import Axis, Mesh
+from nxtrain.nn import remat as nn_remat
+from nxtrain.parallel.data_parallel import Bucketed
+from nxtrain.plan import activations, memory
+from nxtrain.plan import job as job_module
+from nxtrain.plan.hardware import MACHINES
+from nxtrain.plan.job import Job
+from nxtrain.train.build import build_mesh, build_model, build_state
+from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from tests.support.live_bytes import LiveBytes, num_bytes
+from tests.support.models import plan, tokens
+
+DRAWN = 40
+"""Drawn layouts."""
+
+
+def job_of(resolved: Resolved, mesh: Mesh) -> Job:
+    config = resolved.config
+    config = config.model_copy(
+        update={
+            "backend": config.backend.model_copy(update={"name": "cpu"}),
+            "parallel": config.parallel.model_copy(update={"dp": mesh.dp_size}),
+        }
+    )
+    return Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, config)
+
+
+class Alone:
+    """Collectives of a rank whose peers do not exist: results have the types and shapes of real ones."""
+
+    lazy = False
+
+    def start_all_reduce_bucket(
+        self, tensors: Sequence[Tensor], axis: Axis, dtype: torch.dtype, scale: float = 1.0
+    ) -> Pending[list[Tensor]]:
+        return Done([tensor.to(dtype) for tensor in tensors])
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
+        return Done(x.chunk(axis.size)[axis.rank].clone())
+
+
+def draw(seed: int) -> tuple[Resolved, Mesh]:
+    """A model with sizes that do not divide, on a rank of a layout."""
+    rng = Random(seed)
+    tp, pp, dp = rng.choice([1, 2, 4]), rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
+    kv_heads = rng.choice([2, 4, 8])
+    virtual_pp = rng.choice([1, 2]) if pp > 1 else 1
+    params = rng.choice(["fp32", "bf16"])
+    update = "fp32" if params == "fp32" else rng.choice(["fp32_master", "bf16_stochastic", "bf16_kahan"])
+    accumulate = "fp32" if params == "fp32" else rng.choice(["fp32", "bf16"])
+    shape = {
+        "vocab_size": rng.randrange(100, 200),
+        "hidden_size": 64,
+        "intermediate_size": rng.randrange(80, 130),
+        "num_hidden_layers": rng.randrange(pp * virtual_pp, 9),
+        "num_attention_heads": 8,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    resolved = plan(
+        "mha",
+        model={"config": shape, "fused_qkv": rng.random() < 0.5, "fused_gate_up": rng.random() < 0.5},
+        parallel={
+            "tp": tp,
+            "pp": pp,
+            "virtual_pp": virtual_pp,
+            "shard": rng.choice(["none", "zero1"]),
+            "bucket_mib": 1,
+            "sequence_parallel": rng.random() < 0.5,
+        },
+        precision={
+            "params": params,
+            "update": update,
+            "accumulate": accumulate,
+            "reduce": rng.choice(["fp32", "bf16"]),
+            "state": rng.choice(["fp32", "bf16"]),
+        },
+        train={"global_batch": dp * rng.choice([1, 3]), "micro_batch": 1},
+    )
+    world = tp * pp * dp
+    # Of the ranks of a stage, the first holds the most rows.
+    return resolved, build_mesh(resolved, world, rng.randrange(pp) * tp * dp, ranks_per_node=world)
+
+
+def state_of(resolved: Resolved, mesh: Mesh) -> TrainState:
+    backend = CpuBackend()
+    backend.collectives = Alone()  # type: ignore[assignment]
+    return build_state(resolved, build_model(resolved, backend, mesh, init="zeros"), backend, mesh)
+
+
+def accumulate(state: TrainState, num_micro: int) -> list[Tensor]:
+    """Gradients after the last micro-batch; the model itself need not run to give every parameter one."""
+    held = state.data_parallel
+    assert isinstance(held, Bucketed)
+    for micro in range(num_micro):
+        held.begin(last=micro == num_micro - 1)
+        torch.stack([p.float().sum() for p in state.model.parameters()]).sum().backward()
+    grads = [p.grad for p in state.model.parameters() if p.grad is not None]
+    return [*grads, *held.sums.values()]
+
+
+@pytest.mark.parametrize("seed", range(DRAWN))
+def test_state_bytes_are_those_of_a_rank_that_is_built(seed: int) -> None:
+    resolved, mesh = draw(seed)
+    state, job = state_of(resolved, mesh), job_of(resolved, mesh)
+    stage = mesh.pp.rank
+    assert memory.params_bytes(job, stage) == num_bytes(state.model.parameters())
+    own = state.data_parallel.shards.values() if resolved.config.parallel.shard == "zero1" else ()
+    kept = [x for kind in state.optimizer.state.values() for x in kind.values()]
+    assert memory.optimizer_bytes(job, stage) == num_bytes([*kept, *own])
+    if mesh.dp_size == 1:  # else buckets are reduced while backward still runs
+        assert memory.accumulated_bytes(job, stage) == num_bytes(accumulate(state, job.num_micro))
+    else:
+        accumulate(state, job.num_micro)
+    assert memory.reduced_bytes(job, stage) == num_bytes(state.data_parallel.reduce().values())
+
+
+def test_the_stage_that_needs_most_is_chosen() -> None:
+    resolved, mesh = draw(3)
+    job = job_of(resolved, mesh)
+    totals = [memory.stage_bytes(job, stage).total for stage in range(job.config.parallel.pp)]
+    stage, found = memory.rank_bytes(job)
+    assert (found.total, stage) == (max(totals), totals.index(max(totals)))
+
+
+def test_values_repeated_from_modules_with_torch_are_theirs() -> None:
+    ours = (job_module.CPU_BLOCK, job_module.CPU_KEPT_BYTES, activations.LONG_SEQUENCE)
+    assert ours == (cpu_attention.BLOCK, cpu_attention.KEPT_BYTES, nn_remat.LONG_SEQUENCE)
+    tile = (job_module.SEQUENCE_TILE, job_module.MAX_HEAD_SIZE)
+    assert tile == (attention.SEQUENCE_TILE, attention.MAX_HEAD_SIZE)
+
+
+SIZED = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
+
+
+def run(resolved: Resolved) -> tuple[int, int, Job]:
+    """Bytes alive after a forward pass; the peak of a whole step; and the job."""
+    backend, mesh = CpuBackend(), Mesh(1, 0)
+    state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
+    job = job_of(resolved, mesh)
+    train = resolved.config.train
+    rows = tokens(resolved, train.global_batch)
+    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    known = [*state.model.parameters(), *state.model.buffers()]
+    with LiveBytes(known) as forward:
+        loss = state.lm.loss(inputs[: train.micro_batch], targets[: train.micro_batch])
+        held = forward.now
+    loss.backward()
+    state.model.zero_grad()
+    assert isinstance(state.data_parallel, Bucketed)
+    state.data_parallel.sums.clear()
+    shape = (-1, train.micro_batch)
+    batch = DeviceBatch.of(inputs.unflatten(0, shape), targets.unflatten(0, shape), backend.put)
+    with LiveBytes(known) as step:
+        train_step(state, batch, 1e-3)
+    return held, step.peak, job
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"model": {"fused_qkv": False, "fused_gate_up": False}},
+        {"train": {"seq_len": 2048, "micro_batch": 1, "global_batch": 2}},
+        {"train": {"loss_chunk_mib": 1}},
+        {"precision": {"params": "fp32", "update": "fp32"}},
+    ],
+    ids=["fused", "unfused", "long", "chunks", "fp32"],
+)
+def test_activations_are_those_that_torch_keeps(remat: str, change: Mapping[str, Mapping[str, Any]]) -> None:
+    resolved = plan("mha", **settings(remat, change))
+    held, peak, job = run(resolved)
+    assert memory.kept_bytes(job, 0) + activations.kept_logits_bytes(job) == pytest.approx(held, rel=0.02)
+    found = memory.stage_bytes(job, 0)
+    moving = found.total - found.params - found.optimizer
+    assert moving == pytest.approx(peak, rel=0.1)
+
+
+def settings(remat: str, change: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"config": SIZED},
+        "train": {"seq_len": 256, "micro_batch": 4, "global_batch": 8, "remat": remat},
+        "precision": {"params": "bf16", "update": "fp32_master"},
+    }
+    for name, table in change.items():
+        tables[name] = {**tables.get(name, {}), **table}
+    return tables

@@ -1,0 +1,133 @@
+"""Predictions against published throughput: errors, order, and what fits."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from nxtrain.plan.memory import rank_bytes
+from nxtrain.plan.speed import OTHER, SPEEDS
+from tests.support.published import Compared, compared, job_of
+
+LIMIT = 0.25
+CLEARLY = 1.3
+"""Ratio of two published rates from which their order counts: releases of one library differ as much."""
+
+ROWS = [found for found in compared() if found.row["use"] != "outlier"]
+MAX_CONSTANTS = 5
+
+
+def name(found: Compared) -> str:
+    return f"{found.row['name']}, {found.row['source']}"
+
+
+@pytest.mark.parametrize("found", ROWS, ids=map(name, ROWS))
+def test_predicted_throughput_is_near_the_published(found: Compared) -> None:
+    assert abs(found.error) <= LIMIT
+
+
+def test_rows_that_calibrate_nothing_are_predicted_as_well() -> None:
+    tested = [abs(found.error) for found in ROWS if found.row["use"] == "test"]
+    assert len(tested) >= 12
+    assert mean(tested) <= LIMIT / 2
+
+
+def test_the_order_of_published_rows_is_kept() -> None:
+    """Of rows on one kind of chip, whichever is clearly faster is predicted to be faster."""
+    pairs = [(a, b) for a, b in combinations(ROWS, 2) if a.job.machine.kind == b.job.machine.kind]
+    clear = [(a, b) if a.published > b.published else (b, a) for a, b in pairs]
+    clear = [(fast, slow) for fast, slow in clear if fast.published > CLEARLY * slow.published]
+    assert len(clear) > 50
+    assert [(name(fast), name(slow)) for fast, slow in clear if fast.predicted <= slow.predicted] == []
+
+
+def test_constants_are_few_and_belong_to_chips() -> None:
+    kinds = {found.job.machine.kind for found in ROWS}
+    assert kinds == {"trn1", "a100", "hopper"}
+    for speed in (*SPEEDS.values(), OTHER):
+        numbers = [speed.compute, speed.eager, speed.link, speed.network, speed.overlap]
+        assert len(numbers) == MAX_CONSTANTS
+        assert all(0 <= number < 1 for number in numbers)
+
+
+BASE: dict[str, Any] = {
+    "model": "llama2-7b",
+    "instance": "trn1.32xlarge",
+    "nodes": 1,
+    "tp": 8,
+    "pp": 1,
+    "shard": "zero1",
+    "seq_len": 4096,
+    "global_batch": 1024,
+    "remat": "selective",
+}
+
+FIT: dict[str, dict[str, Any]] = {
+    "8B, tp=32, 8192 tokens": {"model": "llama3.1-8b", "tp": 32, "nodes": 32, "seq_len": 8192},
+    "70B, tp=32, pp=8": {"model": "llama2-70b", "tp": 32, "pp": 8, "nodes": 32},
+    "70B, tp=32, pp=8, 8192 tokens": {"model": "llama3.1-70b", "tp": 32, "pp": 8, "nodes": 32, "seq_len": 8192},
+    "405B, tp=32, pp=32": {
+        "model": "llama3.1-405b",
+        "tp": 32,
+        "pp": 32,
+        "nodes": 64,
+        "seq_len": 8192,
+        "global_batch": 256,
+        "remat": "full",
+    },
+    "7B, 16 nodes": {"nodes": 16},
+    "7B, bf16 alone": {"nodes": 128, "shard": "none", "update": "bf16_stochastic"},
+    "8B on H100, fully sharded": {
+        "model": "llama3-8b",
+        "instance": "p5.48xlarge",
+        "tp": 1,
+        "shard": "full",
+        "seq_len": 8192,
+    },
+    "1B on one H100's machine": {"model": "llama3.2-1b", "instance": "p5.48xlarge", "tp": 1, "shard": "none"},
+    "7B on A100-40 by tp=8": {"instance": "p4d.24xlarge", "shard": "none"},
+}
+
+NOT_FIT: dict[str, dict[str, Any]] = {
+    "70B, 22.8 GB a core: tp=32 alone": {"model": "llama2-70b", "tp": 32, "nodes": 32},
+    "7B on two cores": {"instance": "trn1.2xlarge", "tp": 2},
+    "7B by data parallelism alone": {"tp": 1, "nodes": 16},
+    "7B with fp32 state, replicated over H100s": {"instance": "p5.48xlarge", "tp": 1, "shard": "none"},
+    "8B on one A10G": {"model": "llama3-8b", "instance": "g5.2xlarge", "tp": 1, "shard": "none", "remat": "full"},
+    "70B on one machine of A100-80": {
+        "model": "llama3-70b",
+        "instance": "p4de.24xlarge",
+        "shard": "none",
+        "remat": "full",
+    },
+    "70B fully sharded over one machine of H100s": {
+        "model": "llama3-70b",
+        "instance": "p5.48xlarge",
+        "tp": 1,
+        "shard": "full",
+        "remat": "full",
+    },
+    "405B, tp=32, pp=8": {"model": "llama3.1-405b", "tp": 32, "pp": 8, "nodes": 64, "global_batch": 256},
+    "1B with kept logits of 131072 tokens on A10G": {
+        "model": "llama3.2-1b",
+        "instance": "g5.2xlarge",
+        "tp": 1,
+        "shard": "none",
+        "seq_len": 131_072,
+    },
+}
+
+
+@pytest.mark.parametrize("case", FIT)
+def test_what_is_known_to_fit_fits(case: str) -> None:
+    job = job_of({**BASE, **FIT[case]})
+    assert rank_bytes(job)[1].total <= job.machine.device_bytes
+
+
+@pytest.mark.parametrize("case", NOT_FIT)
+def test_what_is_known_not_to_fit_does_not(case: str) -> None:
+    job = job_of({**BASE, **NOT_FIT[case]})
+    assert rank_bytes(job)[1].total > job.machine.device_bytes
