@@ -43,7 +43,7 @@ class Job:
         parallel = self.config.parallel
         return parallel.tp * parallel.pp * parallel.dp
 
-    @property
+    @cached_property
     def num_micro(self) -> int:
         """Micro-batches of a step."""
         return self.config.train.global_batch // (self.config.train.micro_batch * self.config.parallel.dp)
@@ -58,13 +58,13 @@ class Job:
         """True for Trainium, whichever backend drives it."""
         return self.machine.kind.startswith("trn")
 
-    @property
+    @cached_property
     def is_lazy(self) -> bool:
         """True on PyTorch/XLA, where a step is a graph and nothing is overlapped by hand."""
         name = self.config.backend.name
         return name in ON_XLA or (name == "auto" and self.machine.kind == "trn1")
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
         """Ranks that share one copy of the training state, as `train/build.py:build_mesh` groups them."""
         parallel = self.config.parallel
@@ -77,23 +77,23 @@ class Job:
         per_node = min(self.machine.devices, self.world)
         return 1 if per_node % parallel.tp else math.gcd(parallel.dp, per_node // parallel.tp)
 
-    @property
+    @cached_property
     def is_fully_sharded(self) -> bool:
         """True if parameters are sharded over data parallel ranks."""
         return self.config.parallel.shard in FULLY_SHARDED and self.shard_size > 1
 
-    @property
+    @cached_property
     def params_size(self) -> int:
         """Bytes of a parameter that the model computes with."""
         return SIZES[self.config.precision.params]
 
-    @property
+    @cached_property
     def stored_size(self) -> int:
         """Bytes of a stored parameter, as `precision.py:Precision.sharded_params`."""
         wide = self.is_fully_sharded and self.config.precision.params == "bf16"
         return SIZES[self.config.precision.reduce] if wide else self.params_size
 
-    @property
+    @cached_property
     def sequence_rows(self) -> int:
         """Tokens of a micro-batch that a rank holds between its layers."""
         train, parallel = self.config.train, self.config.parallel
@@ -104,7 +104,7 @@ class Job:
         """Tokens of a micro-batch."""
         return self.config.train.seq_len * self.config.train.micro_batch
 
-    @property
+    @cached_property
     def attention(self) -> Attention:
         """Implementation of attention on this backend."""
         name, train = self.config.backend.name, self.config.train
@@ -124,12 +124,12 @@ class Job:
         entries = train.micro_batch * self.local_heads * train.seq_len * (train.seq_len + CPU_BLOCK) // 2
         return entries * self.params_size <= CPU_KEPT_BYTES
 
-    @property
+    @cached_property
     def local_heads(self) -> int:
         """Query heads of a rank."""
         return self.decoder.num_heads // self.config.parallel.tp
 
-    @property
+    @cached_property
     def local_kv_heads(self) -> int:
         """Key and value heads of a rank, replicated ones included."""
         return max(1, self.decoder.num_kv_heads // self.config.parallel.tp)

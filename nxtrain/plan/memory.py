@@ -67,12 +67,12 @@ class Bytes:
 
 def rank_bytes(job: Job) -> tuple[int, Bytes]:
     """Pipeline stage whose ranks need most memory, and its memory."""
-    most: dict[Stage, int] = {}  # of stages of one kind, the one with most micro-batches in flight
-    for stage in range(job.config.parallel.pp):
-        kind = job.stage(stage)
-        if kind not in most or in_flight(job, stage) > in_flight(job, most[kind]):
-            most[kind] = stage
-    return max(((stage, stage_bytes(job, stage)) for stage in most.values()), key=lambda each: each[1].total)
+    most: dict[Stage, tuple[int, int]] = {}  # of stages of one kind, the first with most micro-batches in flight
+    for stage, kind in enumerate(job.stages):
+        found = in_flight(job, stage)
+        if kind not in most or found > most[kind][0]:
+            most[kind] = found, stage
+    return max(((stage, stage_bytes(job, stage)) for _, stage in most.values()), key=lambda each: each[1].total)
 
 
 def stage_bytes(job: Job, stage: int) -> Bytes:

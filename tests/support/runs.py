@@ -69,7 +69,8 @@ def state_at(backend: Backend, run_dir: Path, step: int, resolved: Resolved) -> 
     """Every tensor of a checkpoint, whole: one rank loads what any number of ranks saved."""
     path = directory.step_path(run_dir / CHECKPOINTS_DIR, step)
     config = resolved.config
-    alone_degrees = {"tp": 1, "pp": 1, "virtual_pp": 1, "pipeline_cuts": (), "dp": 1, "sequence_parallel": False}
+    degrees = {"tp": 1, "pp": 1, "virtual_pp": 1, "dp": 1, "shard_size": 0}
+    alone_degrees = {**degrees, "pipeline_cuts": (), "sequence_parallel": False}
     parallel = config.parallel.model_copy(update=alone_degrees)
     checkpoint = config.checkpoint.model_copy(update={"resume": str(path)})
     elsewhere = config.run.model_copy(update={"dir": run_dir / "read"})  # in the folder itself the run would go back

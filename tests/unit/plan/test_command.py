@@ -59,6 +59,7 @@ def test_the_contract_of_json_is_kept_and_its_numbers_agree() -> None:
     assert found["parallel"]["dp"] == 512
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("argv", [(SEVEN,), (SEVENTY, "--search", "--instance", "p5", "--nodes", "32")])
 def test_a_plan_takes_under_a_second_and_no_torch(argv: tuple[str, ...]) -> None:
     code = (
