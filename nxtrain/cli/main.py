@@ -15,7 +15,6 @@ import typer.core
 import nxtrain
 from nxtrain.cli.bench import AsJson, bench
 from nxtrain.cli.convert import convert
-from nxtrain.cli.data import data
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-_LATER = ("doctor", "eval", "report")
+_LATER = ("data", "doctor", "eval", "report")
 """Commands of later releases."""
 
 
@@ -56,7 +55,6 @@ app.add_typer(config, name="config")
 app.add_typer(cache, name="cache")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
-app.add_typer(data, name="data")
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)]

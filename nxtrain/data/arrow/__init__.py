@@ -1,1 +1,0 @@
-"""Corpora in Arrow files: preparation from other formats, random access, and inspection."""
