@@ -63,10 +63,10 @@ def witnesses(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"{WITNESS}-*"))]
 
 
-def assert_real(folder: Path, processes: int) -> None:
+def assert_real(folder: Path, processes: int, *, may_lack: int = 0) -> None:
     """Hold that so many processes had graphs, all of the classes that a Trainium gets, as their files say."""
     found = witnesses(folder)
-    assert len(found) == processes
+    assert processes - may_lack <= len(found) <= processes
     for each in found:
         assert each["is NeuronBackend"], each
         assert each["has NeuronKernels"], each

@@ -128,7 +128,8 @@ def test_the_run_compiles_nothing_while_one_with_another_setting_ends_at_its_fir
     ) in others
     assert "Traceback" not in others
     assert (machine.folder / "other/metrics.jsonl").read_text(encoding="utf-8") == ""  # not one step
-    assert_real(machine.folder, processes=6)  # with those that compiled
+    # With those that compiled; the first miss may end the other rank of its run before that rank has a graph.
+    assert_real(machine.folder, processes=6, may_lack=1)
 
     # Nobody waits for the lock that is left, and nobody works for it.
     entry = machine.cache.entry(missed)
