@@ -15,6 +15,7 @@ import typer.core
 import nxtrain
 from nxtrain.cli.bench import AsJson, bench
 from nxtrain.cli.convert import convert
+from nxtrain.cli.options import ConfigPath, Overrides
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
@@ -57,11 +58,6 @@ app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file's; the value is TOML or a bare word."),
-]
 CacheFolder = Annotated[
     str | None,
     typer.Argument(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.bench import AsJson
+from nxtrain.cli.options import ConfigPath, Overrides
 from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE, finite
 from nxtrain.io.paths import local_path
 
@@ -16,13 +17,8 @@ EPILOG = "Example: nxtrain plan configs/llama2_7b_trn1.toml --nodes 16 parallel.
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="Values that win over the file's; the value is TOML or a bare word."
-        ),
-    ] = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
     instance: Annotated[
         str, typer.Option(metavar="NAME", help="Instance type, such as p5.48xlarge; by default cluster.instance.")
     ] = "",

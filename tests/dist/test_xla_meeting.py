@@ -36,7 +36,7 @@ class Rank:
         self._process.start()
 
     def met(self) -> str:
-        """What both ranks wrote."""
+        """Lines of both ranks."""
         assert self._pipe.poll(60), "met nobody"
         found: str = self._pipe.recv()
         return found
