@@ -15,6 +15,7 @@ import typer.core
 import nxtrain
 from nxtrain.cli.bench import AsJson, bench
 from nxtrain.cli.convert import convert
+from nxtrain.cli.data import data
 from nxtrain.cli.options import ConfigPath, Overrides
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-_LATER = ("data", "doctor", "eval", "report")
+_LATER = ("doctor", "eval", "report")
 """Commands of later releases."""
 
 
@@ -56,6 +57,7 @@ app.add_typer(config, name="config")
 app.add_typer(cache, name="cache")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
 
 CacheFolder = Annotated[

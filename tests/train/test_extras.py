@@ -203,9 +203,11 @@ SUBSET = (
     "tests/unit/metrics/test_screen.py",
     "tests/unit/data/test_tokenization.py",
     "tests/unit/data/test_checksums.py",
+    "tests/unit/data/test_arrow_ipc.py",
+    "tests/unit/data/test_prepared_corpus.py",
     "tests/unit/checkpoint/test_hf_folder.py",
 )
-"""Tests of the code that calls pydantic, typer, rich, boto3, tensorboard, tokenizers, xxhash, numpy, safetensors."""
+"""Tests of the code that calls pydantic, typer, rich, boto3, tensorboard, tokenizers, xxhash, pyarrow and numpy."""
 
 
 @needs_uv

@@ -122,6 +122,8 @@ def test_every_folder_of_modules_is_a_package() -> None:
         "compile.commands",
         "config.load",
         "config.check",
+        "data.arrow.inspection",
+        "data.arrow.preparation",
         "family",
         "launch.local",
         "mesh",
@@ -245,6 +247,7 @@ RENAMES = {
     "nxtrain/io/atomic.py": "the one place that writes a draft of a file and renames it",
     "nxtrain/compile/cache.py": "folders of entries, and locks, whose owner is looked at after the rename",
     "nxtrain/checkpoint/directory.py": "folders of checkpoints: published, quarantined, abandoned",
+    "nxtrain/data/arrow/work.py": "shards and bad rows, which grow over many starts before they get their names",
     "nxtrain/metrics/goodput_meter.py": "no path: a method of the log",
 }
 """Files that rename, with the reason."""

@@ -33,6 +33,8 @@ CALLS = (
     ("cache", "ls", "absent"),
     ("convert", "hf-to-nxtrain", "absent", "other"),
     ("convert", "nxtrain-to-hf", "absent", "other"),
+    ("data", "prepare", "absent", "--out", "absent.arrow"),
+    ("data", "inspect", "absent"),
     ("generate", "absent", "--prompt", "x"),
     ("bench", "nothing"),
     ("nothing",),

@@ -1,0 +1,112 @@
+"""Commands of `nxtrain data`; each imports its implementation when it is called."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from nxtrain.config.bounds import MAX_INT, MAX_SIZE
+from nxtrain.errors import ConfigError
+from nxtrain.io.paths import local
+
+data = typer.Typer(no_args_is_help=True, help="Prepare a corpus for training, and inspect one.")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}
+
+
+def _path(text: str) -> Path:
+    """Path of this machine, with the home folder expanded."""
+    try:
+        return Path(local(text))
+    except ValueError as error:
+        raise ConfigError(f"{text}: {error}") from error
+
+
+def _num_bytes(text: str | int) -> int:
+    """Number of bytes, such as 512MiB or 2GB."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([kmgt]?i?)b?", str(text).lower())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else -1
+    if not 0 <= size <= MAX_INT:
+        raise typer.BadParameter(f"{text} is no size; give a number of bytes, or one such as 512MiB or 2GB")
+    return size
+
+
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder with tokenizer.json, or the file.", show_default=False, parser=_path),
+]
+Field = Annotated[str, typer.Option(metavar="NAME", help="Field or column that holds the documents.")]
+Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a document, not the file.")]
+Only = Annotated[str, typer.Option(metavar="GLOB", help="Read only files of a folder with such names, as *.parquet.")]
+
+
+@data.command(epilog="Example: nxtrain data prepare docs --only *.md --out runs/docs.arrow")
+def prepare(
+    src: Annotated[
+        list[Path], typer.Argument(metavar="SRC...", help="Files and folders.", show_default=False, parser=_path)
+    ],
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE.arrow", help="File to write.", show_default=False, parser=_path)],
+    tokenizer: Tokenizer = None,
+    on_bad: Annotated[
+        Literal["stop", "skip"], typer.Option(help="At a row without a document: stop, or skip and count it.")
+    ] = "stop",
+    field: Field = "text",
+    lines: Lines = False,
+    only: Only = "",
+    shard_bytes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE", help="Write a folder of files of this size, as 2GiB.", show_default=False, parser=_num_bytes
+        ),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Delete what --out holds, finished or not.")] = False,
+) -> None:
+    """Copy the documents of text, JSON Lines, Parquet and Arrow files into one Arrow file that training maps.
+
+    With a tokenizer the file holds token ids. The same command goes on where a kill ended it, and gives the same bytes.
+    A bad row stops it with exit code 3, or is skipped, counted and written to FILE.bad.jsonl.
+    """
+    from nxtrain.data.arrow.preparation import Request, prepare_corpus
+    from nxtrain.data.arrow.presentation import ConsoleWatcher
+    from nxtrain.process.signals import noted
+
+    request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart)
+    with noted() as signals, ConsoleWatcher(signals) as watcher:
+        outcome = prepare_corpus(request, watcher)
+    watcher.end(outcome)
+
+
+@data.command(epilog="Example: nxtrain data inspect docs --only *.md --json")
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH", help="Prepared corpus, or files that prepare reads.", show_default=False, parser=_path
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    seq_len: Annotated[
+        int, typer.Option(min=1, max=MAX_SIZE, help="Tokens of a row, for the waste of packing.")
+    ] = 2048,
+    tokenizer: Tokenizer = None,
+    field: Field = "text",
+    lines: Lines = False,
+    only: Only = "",
+) -> None:
+    """Show sizes, lengths of documents, samples, and the waste of each way to pack a corpus."""
+    from rich.console import Console
+
+    from nxtrain.data.arrow.inspection import inspect_corpus
+    from nxtrain.data.arrow.presentation import present_inspection
+
+    found = inspect_corpus(path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        present_inspection(found, Console(markup=False, highlight=False))

@@ -1,0 +1,1 @@
+"""Corpora in Arrow files: preparation from other formats, random access, and inspection."""

@@ -1,0 +1,193 @@
+"""Columns of a prepared corpus: documents as text, or as token ids that end with the tokenizer's end of text."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
+from nxtrain.errors import ConfigError, DataError
+
+FORMAT_VERSION = 1
+
+FORMAT_KEY, SOURCES_KEY, SETTINGS_KEY = b"nxtrain.format", b"nxtrain.sources", b"nxtrain.settings"
+TOKENIZER_KEY, END_KEY, END_ID_KEY = b"nxtrain.tokenizer", b"nxtrain.end_of_text", b"nxtrain.end_id"
+SHARD_KEY = b"nxtrain.shard"
+
+TEXT, IDS = "text", "ids"
+"""Names of the columns."""
+
+SECTION_CHARS = 1 << 20
+"""Longest text that is encoded as one; a longer document is cut at ends of lines, which bounds the memory."""
+
+_ENCODE_BYTES = 1 << 20  # an encoding takes some 100 bytes a token
+
+_ANY_VOCABULARY = 1 << 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Choices that decide the bytes of a prepared corpus, besides its sources.
+
+    Args:
+        field: Field or column that holds the documents.
+        lines: Each line of a text file is a document.
+        tokenizer: Digest of the tokenizer; empty for a corpus of text.
+        shard_bytes: Size at which a shard ends; 0 for one file.
+    """
+
+    field: str
+    lines: bool
+    tokenizer: str
+    shard_bytes: int
+
+    def to_json(self) -> str:
+        """Settings as JSON, for the schema's metadata and the journal."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+class Column(Protocol):
+    """A column that documents become."""
+
+    @property
+    def field(self) -> pa.Field:
+        """Name and type."""
+        ...
+
+    @property
+    def metadata(self) -> dict[bytes, bytes]:
+        """Entries of the schema's metadata."""
+        ...
+
+    def array(self, texts: Sequence[bytes]) -> pa.Array:
+        """Column of documents in UTF-8."""
+        ...
+
+
+class TextColumn:
+    """Documents as text."""
+
+    @property
+    def field(self) -> pa.Field:
+        """Name and type."""
+        return pa.field(TEXT, pa.large_string(), nullable=False)
+
+    @property
+    def metadata(self) -> dict[bytes, bytes]:
+        """Entries of the schema's metadata."""
+        return {}
+
+    def array(self, texts: Sequence[bytes]) -> pa.Array:
+        """Column of documents in UTF-8, which were checked when they were read."""
+        ends = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum([len(text) for text in texts], out=ends[1:])
+        return pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), pa.py_buffer(b"".join(texts)))
+
+
+class IdsColumn:
+    """Documents as token ids of the smallest of uint16 and uint32 that holds the vocabulary.
+
+    Args:
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._dtype = np.promote_types(tokenizer.dtype, np.uint16)
+
+    @property
+    def field(self) -> pa.Field:
+        """Name and type."""
+        item = pa.field("item", pa.from_numpy_dtype(self._dtype), nullable=False)
+        return pa.field(IDS, pa.large_list(item), nullable=False)
+
+    @property
+    def metadata(self) -> dict[bytes, bytes]:
+        """Entries of the schema's metadata."""
+        return {
+            TOKENIZER_KEY: self._tokenizer.digest.encode(),
+            END_KEY: self._tokenizer.end.encode(),
+            END_ID_KEY: str(self._tokenizer.end_id).encode(),
+        }
+
+    def array(self, texts: Sequence[bytes]) -> pa.Array:
+        """Column of documents; the end of text follows each of them."""
+        documents = list(encode(self._tokenizer, texts))
+        ends = np.zeros(len(documents) + 1, np.int64)
+        np.cumsum([ids.size for ids in documents], out=ends[1:])
+        values = np.concatenate(documents, dtype=self._dtype, casting="same_kind") if documents else np.empty(0)
+        return pa.LargeListArray.from_arrays(
+            pa.array(ends), pa.array(values, pa.from_numpy_dtype(self._dtype)), type=self.field.type
+        )
+
+
+def encode(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+    """Ids of each document in UTF-8, with the end of text behind them; many documents are encoded at once."""
+    end = np.array([tokenizer.end_id], np.uint32)
+    held: list[np.ndarray[tuple[int], np.dtype[np.uint32]]] = []
+    for batch in _batches(texts):
+        encoded = tokenizer.tokenizer.encode_batch_fast([section for section, _ in batch], add_special_tokens=False)
+        for encoding, (_, is_last) in zip(encoded, batch, strict=True):
+            held.append(np.frombuffer(array("I", encoding.ids), np.uint32))  # three times as fast as numpy.array
+            if is_last:
+                yield np.concatenate([*held, end])
+                held.clear()
+
+
+def _batches(texts: Sequence[bytes]) -> Iterator[list[tuple[str, bool]]]:
+    """Sections of documents in groups of bounded size; True marks the last section of a document."""
+    batch: list[tuple[str, bool]] = []
+    num_bytes = 0
+    for text in texts:
+        for section, is_last in _sections(text.decode()):
+            batch.append((section, is_last))
+            num_bytes += len(section)
+            if num_bytes >= _ENCODE_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _sections(text: str) -> Iterator[tuple[str, bool]]:
+    start = 0
+    while len(text) - start > SECTION_CHARS:
+        end = text.rfind("\n", start, start + SECTION_CHARS) + 1 or start + SECTION_CHARS
+        yield text[start:end], False
+        start = end
+    yield text[start:] if start else text, True
+
+
+def open_tokenizer(folder: Path) -> TextTokenizer:
+    """Load the tokenizer that --tokenizer names.
+
+    Raises:
+        ConfigError: There is no such folder or file.
+        DataError: The tokenizer cannot be read, or has no end of text.
+    """
+    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not file.exists():
+        raise ConfigError(f"--tokenizer: {file} does not exist; give a folder with tokenizer.json, or the file")
+    try:
+        return load_tokenizer(file, _ANY_VOCABULARY)
+    except DataError as error:
+        raise DataError(f"{error}".replace("data.tokenizer", "--tokenizer", 1)) from error
+
+
+def schema_of(column: Column, sources: str, settings: Settings, shard: int) -> pa.Schema:
+    """Schema of a shard; its metadata names the format, the sources, the settings and the tokenizer."""
+    metadata = {
+        FORMAT_KEY: str(FORMAT_VERSION).encode(),
+        SOURCES_KEY: sources.encode(),
+        SETTINGS_KEY: settings.to_json().encode(),
+        SHARD_KEY: str(shard).encode(),
+        **column.metadata,
+    }
+    return pa.schema([column.field], metadata=metadata)

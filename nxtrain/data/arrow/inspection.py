@@ -1,0 +1,251 @@
+"""Statistics of a corpus: sizes, lengths of documents, samples, and the waste of each way to pack it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxtrain.data.arrow.columns import encode, open_tokenizer
+from nxtrain.data.arrow.preparation import source_rows
+from nxtrain.data.arrow.prepared import PreparedCorpus, is_prepared
+from nxtrain.data.arrow.rows import BadRow
+from nxtrain.data.arrow.sources import find_sources, summary
+from nxtrain.data.arrow.work import Position
+from nxtrain.data.packing import best_fit_rows
+from nxtrain.data.tokenization import TextTokenizer
+from nxtrain.errors import ConfigError, DataError
+
+_EXACT = 1 << 20
+"""Lengths below this are counted one by one, longer ones with 11 significant bits."""
+
+_BITS = 11
+
+_SAMPLES = 3
+_SAMPLE_CHARS = 160
+_SAMPLE_IDS = 16
+
+_BATCH_BYTES = 4 << 20
+_BATCH_DOCUMENTS = 1 << 16
+
+
+class Lengths:
+    """Distribution of lengths in memory that does not depend on their number."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(_EXACT, np.int64)
+        self._long: Counter[int] = Counter()
+        self.number, self.total, self.shortest, self.longest = 0, 0, 0, 0
+
+    def add(self, lengths: NDArray[np.int64]) -> None:
+        """Count lengths."""
+        if not lengths.size:
+            return
+        low, high = int(lengths.min()), int(lengths.max())
+        self.shortest = min(low, self.shortest) if self.number else low
+        self.longest = max(high, self.longest)
+        self.number += lengths.size
+        self.total += int(lengths.sum())
+        is_long = lengths >= _EXACT
+        found = np.bincount(lengths[~is_long])
+        self._counts[: found.size] += found
+        for length in lengths[is_long].tolist():
+            dropped = length.bit_length() - _BITS
+            self._long[length >> dropped << dropped] += 1
+
+    def quantile(self, share: float) -> int:
+        """Smallest length that a share of the documents does not exceed; above 2^20 at most 0.1% too short."""
+        if not self.number:
+            return 0
+        rank = max(1, int(np.ceil(share * self.number)))
+        below = np.cumsum(self._counts)
+        if rank <= int(below[-1]):
+            return int(np.searchsorted(below, rank))
+        seen = int(below[-1])
+        for length, number in sorted(self._long.items()):
+            seen += number
+            if seen >= rank:
+                return length
+        return self.longest
+
+
+class PackingWaste:
+    """Waste of each way to pack documents, for documents in the order of the corpus.
+
+    `concat` cuts one stream at every row: the tokens behind the last full row are dropped. `best_fit` never cuts a
+    document that fits, and pads what stays free of a row.
+
+    Args:
+        seq_len: Targets in a row; a row holds one token more.
+    """
+
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len, self._capacity = seq_len, seq_len + 1
+        self._rests = np.zeros(self._capacity, np.int64)
+        self._num_whole, self._total = 0, 0
+        self._cut, self._long = 0, 0
+
+    def add(self, lengths: NDArray[np.int64]) -> None:
+        """Count documents, by their tokens."""
+        whole, rest = np.divmod(lengths, self._capacity)
+        self._num_whole += int(whole.sum())
+        self._rests += np.bincount(rest, minlength=self._capacity)
+        ends = self._total + np.cumsum(lengths)
+        begins = ends - lengths
+        fits = lengths <= self._capacity
+        # A row ends with the token that the next row begins with, so that a document may end one behind a multiple.
+        is_cut = begins // self._seq_len != np.maximum(ends - 2, begins) // self._seq_len
+        self._cut += int(np.count_nonzero(fits & is_cut))
+        self._long += int(np.count_nonzero(~fits))
+        self._total += int(lengths.sum())
+
+    def to_json(self) -> dict[str, Any]:
+        """Waste as a share, rows, and number of cut documents of each way."""
+        rows = max(0, self._total - 1) // self._seq_len
+        wasted = 1 - rows * self._seq_len / (self._total - 1) if self._total > 1 else float(self._total)
+        num_fit = self._num_whole + best_fit_rows(self._rests, self._capacity)
+        free = 1 - self._total / (num_fit * self._capacity) if num_fit else 0.0
+        return {
+            "waste": {"concat": wasted, "best_fit": free},
+            "rows": {"concat": rows, "best_fit": num_fit},
+            "cut": {"concat": self._cut + self._long, "best_fit": self._long},
+        }
+
+
+def inspect_corpus(
+    path: Path, *, seq_len: int, tokenizer: Path | None = None, field: str = "text", lines: bool = False, only: str = ""
+) -> dict[str, Any]:
+    """Statistics of a prepared corpus, or of files that `prepare_corpus` reads, in one pass and bounded memory.
+
+    Args:
+        path: The file or folder.
+        seq_len: Targets in a row, for the waste.
+        tokenizer: Tokenizer that counts the tokens of text; None: text is measured in bytes.
+        field: Field or column that holds the documents; of sources.
+        lines: Each line of a text file is a document; of sources.
+        only: Pattern that the names of a folder's files must match; of sources.
+
+    Raises:
+        ConfigError: There is no such path.
+        DataError: A damaged file, an unknown format, or a tokenizer that did not make the ids.
+        StorageError: The storage fails.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give a prepared corpus, or files that data prepare reads")
+    known = open_tokenizer(tokenizer) if tokenizer else None
+    if is_prepared(path):
+        return _of_prepared(PreparedCorpus(path), seq_len, known)
+    return _of_sources(path, seq_len, known, field, lines, only)
+
+
+def _of_prepared(corpus: PreparedCorpus, seq_len: int, known: TextTokenizer | None) -> dict[str, Any]:
+    if corpus.is_ids and known and known.digest != corpus.tokenizer:
+        raise DataError(f"--tokenizer {known.path} did not make the ids of {corpus.path}; give the one that did")
+    lengths, packing, num_bytes = Lengths(), PackingWaste(seq_len), 0
+    if corpus.is_ids:
+        for found in corpus.lengths():
+            lengths.add(found)
+            packing.add(found)
+        width = corpus.ids(0).dtype.itemsize if len(corpus) else 0
+        num_bytes = lengths.total * width
+    else:
+        num_bytes = _add_documents(map(corpus.content, range(len(corpus))), known, lengths, packing)
+    places = sorted({0, len(corpus) // 2, len(corpus) - 1}) if len(corpus) else []
+    head: dict[str, Any] = {
+        "path": str(corpus.path),
+        "format": "prepared ids" if corpus.is_ids else "prepared text",
+        "files": len(corpus.files),
+        "file_bytes": corpus.num_bytes,
+        "skipped": {},
+    }
+    return _result(head, lengths, packing, num_bytes, corpus.is_ids or known is not None, seq_len) | {
+        "samples": [{"document": place, "begins": _sample(corpus, place, known)} for place in places]
+    }
+
+
+def _sample(corpus: PreparedCorpus, document: int, known: TextTokenizer | None) -> str | list[int]:
+    if not corpus.is_ids:
+        return corpus.text(document)[:_SAMPLE_CHARS]
+    ids: list[int] = corpus.ids(document)[: _SAMPLE_CHARS if known else _SAMPLE_IDS].tolist()
+    return known.tokenizer.decode(ids)[:_SAMPLE_CHARS] if known else ids
+
+
+def _of_sources(
+    path: Path, seq_len: int, known: TextTokenizer | None, field: str, lines: bool, only: str
+) -> dict[str, Any]:
+    sources = find_sources([path], only)
+    lengths, packing = Lengths(), PackingWaste(seq_len)
+    skipped: Counter[str] = Counter()
+    samples: list[dict[str, Any]] = []
+
+    def documents() -> Iterator[bytes]:
+        for _, _, found in source_rows(sources, field, lines, Position(), lambda _: None):
+            if isinstance(found, BadRow):
+                skipped[found.reason] += found.num_rows
+            elif found.text and not found.text.isspace():
+                if len(samples) < _SAMPLES:
+                    begins = found.text[: 4 * _SAMPLE_CHARS].decode(errors="ignore")[:_SAMPLE_CHARS]
+                    samples.append({"document": len(samples), "begins": begins})
+                yield found.text
+
+    num_bytes = _add_documents(documents(), known, lengths, packing)
+    head: dict[str, Any] = {
+        "path": str(path),
+        "format": summary(sources),
+        "files": len(sources),
+        "file_bytes": sum(source.size for source in sources),
+        "skipped": dict(sorted(skipped.items())),
+    }
+    return _result(head, lengths, packing, num_bytes, known is not None, seq_len) | {"samples": samples}
+
+
+def _add_documents(
+    documents: Iterable[bytes], known: TextTokenizer | None, lengths: Lengths, packing: PackingWaste
+) -> int:
+    """Count documents in groups of bounded size; returns their bytes."""
+    texts: list[bytes] = []
+    num_bytes = held = 0
+    for text in documents:
+        texts.append(text)
+        held += len(text)
+        if held >= _BATCH_BYTES or len(texts) >= _BATCH_DOCUMENTS:
+            _add_texts(texts, known, lengths, packing)
+            num_bytes, held = num_bytes + held, 0
+            texts.clear()
+    _add_texts(texts, known, lengths, packing)
+    return num_bytes + held
+
+
+def _add_texts(texts: list[bytes], known: TextTokenizer | None, lengths: Lengths, packing: PackingWaste) -> None:
+    if known:
+        found = np.array([ids.size for ids in encode(known, texts)], np.int64)
+        packing.add(found)
+    else:
+        found = np.array([len(text) for text in texts], np.int64)
+    lengths.add(found)
+
+
+def _result(
+    head: dict[str, Any], lengths: Lengths, packing: PackingWaste, num_bytes: int, has_tokens: bool, seq_len: int
+) -> dict[str, Any]:
+    unknown = {key: {"concat": None, "best_fit": None} for key in ("waste", "rows", "cut")}
+    return {
+        **head,
+        "documents": lengths.number,
+        "tokens": lengths.total if has_tokens else None,
+        "bytes": num_bytes,
+        "unit": "tokens" if has_tokens else "bytes",
+        "lengths": {
+            "min": lengths.shortest,
+            "median": lengths.quantile(0.5),
+            "p99": lengths.quantile(0.99),
+            "max": lengths.longest,
+            "mean": lengths.total / lengths.number if lengths.number else 0.0,
+        },
+        "seq_len": seq_len,
+        **(packing.to_json() if has_tokens else unknown),
+    }

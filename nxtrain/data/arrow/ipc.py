@@ -1,0 +1,74 @@
+"""Arrow IPC files that grow batch by batch, so that a killed writer goes on behind the last whole batch.
+
+pyarrow writes a file from its begin to its end only: the footer holds the place of every batch. Messages are therefore
+appended one by one, and the footer is pyarrow's own for a file without a batch, with the list of batches replaced.
+
+Reference: Arrow columnar format, "IPC File Format"; format/File.fbs for the footer.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+MAGIC = b"ARROW1"
+
+_BEGIN = MAGIC + b"\0\0"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_BATCHES_FIELD = 3
+"""Number of the footer's field `recordBatches`."""
+
+
+class Block(NamedTuple):
+    """Place of a batch in a file.
+
+    Args:
+        offset: First byte of the message.
+        metadata: Bytes of the message before its body.
+        body: Bytes of the body.
+    """
+
+    offset: int
+    metadata: int
+    body: int
+
+
+def begin(schema: pa.Schema) -> bytes:
+    """First bytes of a file: magic number and schema."""
+    return _BEGIN + bytes(schema.serialize())
+
+
+def message(batch: pa.RecordBatch, offset: int) -> tuple[pa.Buffer, Block]:
+    """Bytes of a batch, and its place if they are written at an offset."""
+    content = batch.serialize()
+    _, size = struct.unpack_from("<ii", content)
+    metadata = 8 + size
+    return content, Block(offset, metadata, content.size - metadata)
+
+
+def end(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
+    """Last bytes of a file: end of the stream, footer, magic number."""
+    footer = _footer(schema, blocks)
+    return _END_OF_STREAM + footer + struct.pack("<i", len(footer)) + MAGIC
+
+
+def _footer(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
+    """Flatbuffer of the footer: that of an empty file, whose reference to the batches is set to a vector at its end."""
+    sink = pa.BufferOutputStream()
+    pa.ipc.new_file(sink, schema).close()
+    empty = sink.getvalue().to_pybytes()
+    (size,) = struct.unpack_from("<i", empty, len(empty) - len(MAGIC) - 4)
+    last = len(empty) - len(MAGIC) - 4
+    footer = bytearray(empty[last - size : last])
+    (root,) = struct.unpack_from("<I", footer)
+    (to_vtable,) = struct.unpack_from("<i", footer, root)
+    (field,) = struct.unpack_from("<H", footer, root - to_vtable + 4 + 2 * _BATCHES_FIELD)
+    footer += bytes(-(len(footer) + 4) % 8)  # blocks hold 8-byte integers, and follow a count of 4 bytes
+    struct.pack_into("<I", footer, root + field, len(footer) - (root + field))
+    footer += struct.pack("<I", len(blocks))
+    for block in blocks:
+        footer += struct.pack("<qi4xq", *block)
+    return bytes(footer)

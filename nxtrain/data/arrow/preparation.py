@@ -1,0 +1,298 @@
+"""Preparation of a corpus: documents of many files in one Arrow file, or in shards, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from nxtrain.data.arrow.columns import (
+    FORMAT_KEY,
+    FORMAT_VERSION,
+    SETTINGS_KEY,
+    SOURCES_KEY,
+    Column,
+    IdsColumn,
+    Settings,
+    TextColumn,
+    open_tokenizer,
+)
+from nxtrain.data.arrow.rows import DEFECTS, BadRow, Progress, Row, text_rows
+from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
+from nxtrain.data.arrow.tables import table_rows
+from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
+from nxtrain.errors import ConfigError, DataError, StoppedBySignal
+
+BATCH_BYTES = 8 << 20
+"""Bytes of text after which a batch ends."""
+
+BATCH_ROWS = 1 << 17
+"""Documents after which a batch ends, since short ones take more memory than their text."""
+
+MIN_SHARD_BYTES = 1 << 16
+
+SHOWN_BAD = 5
+"""Skipped rows that are shown; all of them are in the file of bad rows."""
+
+OnBad = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Arguments of a preparation.
+
+    Args:
+        sources: Files and folders.
+        out: File to write, or folder of shards; its name ends in `.arrow`.
+        field: Field or column that holds the documents.
+        lines: Each line of a text file is a document.
+        only: Pattern that the names of a folder's files must match; empty: all.
+        tokenizer: Tokenizer that makes ids of the text; None for a corpus of text.
+        shard_bytes: Size at which a shard ends; 0 for one file.
+        on_bad: Treatment of a row without a document.
+        restart: Delete what is there under the name of `out`.
+    """
+
+    sources: Sequence[Path]
+    out: Path
+    field: str = "text"
+    lines: bool = False
+    only: str = ""
+    tokenizer: Path | None = None
+    shard_bytes: int = 0
+    on_bad: OnBad = "stop"
+    restart: bool = False
+
+
+class Watcher:
+    """Observer of a preparation; each method does nothing."""
+
+    def begin(self, what: str, num_bytes: int) -> None:
+        """The sources are known: their number by format, and the bytes of all."""
+
+    def advance(self, num_bytes: int, counts: Counts) -> None:
+        """A batch is written; `num_bytes` of the sources are read."""
+
+    def bad(self, text: str) -> None:
+        """A row is skipped."""
+
+    def asked_to_stop(self) -> str:
+        """Name of the signal that asks for a stop; empty: none."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a preparation.
+
+    Args:
+        outputs: Names of the results.
+        summary: Content of the summary.
+        is_new: False if an earlier call finished the same preparation.
+    """
+
+    outputs: Outputs
+    summary: dict[str, Any]
+    is_new: bool
+
+
+def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
+    """Prepare a corpus; a killed preparation of the same request goes on and gives the same bytes.
+
+    Raises:
+        ConfigError: Arguments that cannot be.
+        DataError: A bad row under the policy `stop`, an unknown format, no document at all, or results of other input.
+        StorageError: The storage fails.
+        StoppedBySignal: The watcher was asked to stop.
+    """
+    outputs = Outputs(request.out)
+    _check(request)
+    if request.restart:
+        outputs.clear()
+    sources = find_sources(request.sources, request.only)
+    tokenizer = open_tokenizer(request.tokenizer) if request.tokenizer else None
+    column: Column = IdsColumn(tokenizer) if tokenizer else TextColumn()
+    settings = Settings(request.field, request.lines, tokenizer.digest if tokenizer else "", request.shard_bytes)
+    identity = {"sources": fingerprint(sources), "settings": settings.to_json()}
+    if outputs.out.exists():
+        _compare_finished(outputs, identity)
+        return Outcome(outputs, read_summary(outputs.summary), is_new=False)
+    watcher.begin(summary(sources), sum(source.size for source in sources))
+    work = Work(outputs, {**identity, "versions": versions(sources)}, column, settings)
+    try:
+        if work.is_complete:
+            work.publish()
+        else:
+            work.open()
+            _copy(request, sources, column, work, watcher)
+            work.finish({"format": FORMAT_VERSION, **_summary_of(work.counts), **identity})
+    finally:
+        work.close()
+    return Outcome(outputs, read_summary(outputs.summary), is_new=True)
+
+
+def source_rows(
+    sources: Sequence[Source], field: str, lines: bool, position: Position, progress: Callable[[int], None]
+) -> Iterator[tuple[int, Source, Row | BadRow]]:
+    """Rows of all sources behind a position, each with the number of its source.
+
+    Args:
+        sources: The files.
+        field: Field or column that holds the documents.
+        lines: Each line of a text file is a document.
+        position: Place behind the last row that is not wanted again.
+        progress: Gets the bytes of the sources that are read.
+
+    Raises:
+        DataError, StorageError: A file cannot be read, or changed while it was read.
+    """
+    passed = sum(source.size for source in sources[: position.source])
+    row, offset = position.row, position.offset
+    for number, source in islice(enumerate(sources), position.source, None):
+        at = Progress()
+        if source.kind in {"text", "jsonl"}:
+            found = text_rows(source, field, lines, (row, offset), at)
+        else:
+            found = table_rows(source, field, row, at)
+        for each in found:
+            progress(passed + at.num_bytes)
+            yield number, source, each
+        row = offset = 0
+        passed += source.size
+        _refuse_changed(source)
+
+
+def _copy(request: Request, sources: Sequence[Source], column: Column, work: Work, watcher: Watcher) -> None:
+    """Write the documents of all sources behind the position of the work."""
+    counts, num_read = work.counts, 0
+    batch_bytes = min(BATCH_BYTES, request.shard_bytes or BATCH_BYTES)
+    texts: list[bytes] = []
+    num_bytes, position = 0, work.position
+
+    def progress(passed: int) -> None:
+        nonlocal num_read
+        num_read = passed
+
+    def write() -> None:
+        nonlocal num_bytes
+        array = column.array(texts)
+        counts.documents += len(texts)
+        counts.num_bytes += num_bytes
+        counts.tokens += len(array.values) if pa.types.is_large_list(array.type) else 0
+        work.add_batch(array, position)
+        texts.clear()
+        num_bytes = 0
+        watcher.advance(num_read, counts)
+        if name := watcher.asked_to_stop():
+            raise StoppedBySignal(f"stopped by {name}; the same command goes on from {counts.documents:,} documents")
+
+    for number, source, found in source_rows(sources, request.field, request.lines, position, progress):
+        if isinstance(found, BadRow):
+            _bad_row(request, source, found, work, watcher)
+            continue
+        counts.rows += 1
+        if not found.text or found.text.isspace():
+            counts.empty += 1
+            continue
+        texts.append(found.text)
+        num_bytes += len(found.text)
+        if num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS:
+            position = Position(number, found.row, found.offset)
+            write()
+    if texts:
+        # Bad and empty rows may follow the last document: the position behind all sources counts them too.
+        position = Position(len(sources))
+        write()
+    if not counts.documents:
+        skipped = f", {sum(counts.skipped.values()):,} bad rows: {dict(counts.skipped)}" if counts.skipped else ""
+        raise DataError(
+            f"the sources hold no document: {counts.rows:,} rows, {counts.empty:,} of them empty{skipped}; "
+            "look at the files and at --field"
+        )
+
+
+def _bad_row(request: Request, source: Source, bad: BadRow, work: Work, watcher: Watcher) -> None:
+    """Skip bad rows, counted and recorded; or stop.
+
+    Raises:
+        DataError: The policy is to stop; names the file and the row.
+    """
+    first = bad.row - bad.num_rows + 1
+    rows = f"row {first:,}" if bad.num_rows == 1 else f"rows {first:,} to {bad.row:,}"
+    text = f"{source.path}, {rows}: {bad.reason}: {bad.detail}"
+    if request.on_bad == "stop":
+        raise DataError(
+            f"{text}\n    or skip and count such rows: the same command with --on-bad skip goes on from here"
+        )
+    work.counts.rows += bad.num_rows
+    shown = sum(work.counts.skipped.values())
+    work.counts.skipped[bad.reason] += bad.num_rows
+    work.add_bad(
+        {"file": str(source.path), "row": first, "rows": bad.num_rows, "reason": bad.reason, "detail": bad.detail}
+    )
+    if shown < SHOWN_BAD:
+        watcher.bad(text)
+
+
+def _refuse_changed(source: Source) -> None:
+    """Refuse a file that changed while it was read."""
+    try:
+        found = source.path.stat()
+    except OSError as error:
+        raise DataError(f"{source.path} is gone since it was read: {error.strerror}; begin again") from error
+    if (found.st_size, found.st_mtime_ns) != (source.size, source.version):
+        raise DataError(f"{source.path} changed while it was read; begin again with --restart when nobody writes to it")
+
+
+def _check(request: Request) -> None:
+    """Refuse arguments that cannot be.
+
+    Raises:
+        ConfigError: The output has another suffix, lies in a source, or is a source; or shards are too small.
+    """
+    if request.out.suffix != ".arrow":
+        raise ConfigError(f"--out {request.out} has another ending than .arrow; call it {request.out}.arrow")
+    if 0 < request.shard_bytes < MIN_SHARD_BYTES:
+        raise ConfigError(f"--shard-bytes {request.shard_bytes} is below {MIN_SHARD_BYTES:,}; give more")
+    out = request.out.resolve()
+    for source in request.sources:
+        if out == source.resolve() or (source.is_dir() and out.is_relative_to(source.resolve())):
+            raise ConfigError(
+                f"--out {request.out} lies in the source {source}, and would be read as a part of it; move it"
+            )
+
+
+def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
+    """Accept results of the same input; a work folder that a kill left behind them is deleted.
+
+    Raises:
+        DataError: The file is of other sources or settings, or is none of ours.
+    """
+    first = outputs.out / shard_name(0) if outputs.out.is_dir() else outputs.out
+    try:
+        with pa.memory_map(str(first)) as mapped:
+            metadata = pa.ipc.open_file(mapped).schema.metadata or {}
+    except DEFECTS:
+        metadata = {}
+    if FORMAT_KEY not in metadata:
+        raise DataError(f"{outputs.out} is no prepared corpus; choose another --out, or delete it with --restart")
+    keys = {"sources": SOURCES_KEY, "settings": SETTINGS_KEY}
+    found = {name: metadata.get(key, b"").decode(errors="replace") for name, key in keys.items()}
+    if found != identity:
+        refuse(f"{outputs.out} is finished, and", found, identity)
+    outputs.clear_work()
+
+
+def _summary_of(counts: Counts) -> dict[str, Any]:
+    return {
+        "rows": counts.rows,
+        "documents": counts.documents,
+        "empty": counts.empty,
+        "skipped": dict(sorted(counts.skipped.items())),
+        "bytes": counts.num_bytes,
+        "tokens": counts.tokens or None,
+    }

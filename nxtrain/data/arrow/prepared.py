@@ -1,0 +1,266 @@
+"""Prepared corpora, opened for reading: any document in constant time, by two reads of its file.
+
+Files are read, not mapped: a lost page of a mapped file ends the process by a signal, without a message. pyarrow reads
+the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from nxtrain.data.arrow.columns import FORMAT_KEY, FORMAT_VERSION, IDS, SHARD_KEY, SOURCES_KEY, TEXT, TOKENIZER_KEY
+from nxtrain.data.arrow.rows import DEFECTS
+from nxtrain.data.arrow.work import Outputs, read_summary, shard_name
+from nxtrain.data.files import unreadable
+from nxtrain.errors import DataError
+from nxtrain.io.regular import open_regular, require_regular
+
+
+class _Batch(NamedTuple):
+    """Place of a batch's buffers in its file.
+
+    Args:
+        file: Number of the file.
+        rows: Documents.
+        offsets: First byte of the rows + 1 offsets.
+        values: First byte of the text or the ids.
+        size: Bytes of the text or the ids.
+    """
+
+    file: int
+    rows: int
+    offsets: int
+    values: int
+    size: int
+
+
+class PreparedCorpus:
+    """Documents of a prepared file, or of a folder of shards.
+
+    Args:
+        path: The file or the folder.
+
+    Attributes:
+        path: The file or the folder.
+        files: The file, or the shards in order.
+        is_ids: Documents are token ids; else text.
+        metadata: Entries of the schema's metadata.
+
+    Raises:
+        DataError: The path is no prepared corpus, is damaged, or lacks shards.
+        StorageError: The storage fails.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
+        if not self.files:
+            raise DataError(
+                f"{path} holds no shard such as {shard_name(0)}; prepare a corpus with nxtrain data prepare"
+            )
+        self._batches: list[_Batch] = []
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close, self._descriptors)
+        schemas = []
+        for number, file in enumerate(self.files):
+            schema, batches = _opened(file, number)
+            schemas.append(schema)
+            self._batches += batches
+            self._descriptors.append(_descriptor(file))
+        self._begins = np.cumsum([0, *(batch.rows for batch in self._batches)]).tolist()
+        self.metadata: dict[bytes, bytes] = dict(schemas[0].metadata)
+        self._check_shards(schemas)
+        kind = schemas[0].field(0).type
+        self.is_ids = schemas[0].names == [IDS]
+        self._dtype = np.dtype(kind.value_type.to_pandas_dtype() if self.is_ids else np.uint8)
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return int(self._begins[-1])
+
+    @property
+    def tokenizer(self) -> str:
+        """Digest of the tokenizer that made the ids; empty for text."""
+        return self.metadata.get(TOKENIZER_KEY, b"").decode(errors="replace")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files."""
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of all documents."""
+        return sum(batch.size for batch in self._batches)
+
+    def ids(self, document: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Token ids of a document, which end with the end of text."""
+        return np.frombuffer(self._read(document), self._dtype)
+
+    def content(self, document: int) -> bytes:
+        """Text of a document, in UTF-8.
+
+        Raises:
+            DataError: The text is damaged; names the file and the document.
+            StorageError: The storage fails.
+        """
+        found = self._read(document)
+        try:
+            found.decode()
+        except UnicodeDecodeError as error:
+            self._damaged(document, f"its text is no UTF-8: {error}")
+        return found
+
+    def text(self, document: int) -> str:
+        """Text of a document."""
+        return self.content(document).decode()
+
+    def lengths(self) -> Iterator[NDArray[np.int64]]:
+        """Lengths of the documents of each batch: tokens of ids, bytes of text.
+
+        Raises:
+            DataError: A batch is damaged.
+        """
+        for batch, begin in zip(self._batches, self._begins, strict=False):
+            raw = self._pread(batch.file, batch.offsets, 8 * (batch.rows + 1), begin) if batch.rows else bytes(8)
+            offsets = np.frombuffer(raw, np.int64)
+            lengths = np.diff(offsets)
+            if offsets[0] < 0 or (lengths < 0).any() or offsets[-1] > batch.size // self._dtype.itemsize:
+                self._damaged(begin, "the offsets of its batch descend, or point outside of the batch")
+            yield lengths
+
+    def _read(self, document: int) -> bytes:
+        """Bytes of a document's values."""
+        if not 0 <= document < len(self):
+            raise IndexError(f"document {document} of {len(self):,}")
+        number = bisect_right(self._begins, document) - 1
+        batch, row = self._batches[number], document - self._begins[number]
+        offsets = np.frombuffer(self._pread(batch.file, batch.offsets + 8 * row, 16, document), np.int64)
+        begin, end = (offsets * self._dtype.itemsize).tolist()
+        if not 0 <= begin <= end <= batch.size:
+            self._damaged(document, f"it lies from byte {begin:,} to {end:,} of a batch of {batch.size:,} bytes")
+        return self._pread(batch.file, batch.values + begin, end - begin, document)
+
+    def _pread(self, file: int, start: int, size: int, document: int) -> bytes:
+        pieces = []
+        while size:
+            try:
+                found = os.pread(self._descriptors[file], size, start)
+            except OSError as error:
+                raise unreadable(f"{self.files[file]}, document {document:,},", error) from error
+            if not found:
+                self._damaged(document, "the file is shorter than when it was opened")
+            pieces.append(found)
+            start, size = start + len(found), size - len(found)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _damaged(self, document: int, what: str) -> NoReturn:
+        number = bisect_right(self._begins, document) - 1
+        file = self.files[self._batches[min(number, len(self._batches) - 1)].file]
+        raise DataError(f"{file}, document {document:,} of {len(self):,}, is damaged: {what}; prepare it again")
+
+    def _check_shards(self, schemas: list[Any]) -> None:
+        """Refuse shards of several corpora, and a folder without some of its shards."""
+        if not self.path.is_dir():
+            return
+        found = [(schema.metadata.get(SOURCES_KEY), schema.metadata.get(SHARD_KEY)) for schema in schemas]
+        wanted = [(found[0][0], str(number).encode()) for number in range(len(found))]
+        expected = read_summary(Outputs(self.path).summary).get("shards", len(found))
+        if found != wanted or expected != len(found):
+            raise DataError(
+                f"{self.path} holds {len(found)} shards of {expected}, or shards of several corpora; "
+                "bring all shards of one preparation, or prepare it again"
+            )
+
+
+def is_prepared(path: Path) -> bool:
+    """True if a path is a prepared file, or a folder whose first shard is there."""
+    first = next(iter(sorted(path.glob("*.arrow"))), None) if path.is_dir() else path
+    if first is None:
+        return False
+    try:
+        require_regular(first)
+        with pa.memory_map(str(first)) as mapped:
+            return FORMAT_KEY in (pa.ipc.open_file(mapped).schema.metadata or {})
+    except DEFECTS:
+        return False
+
+
+def _opened(file: Path, number: int) -> tuple[Any, list[_Batch]]:
+    """Schema of a file, and the places of its batches."""
+    try:
+        require_regular(file)
+        with pa.memory_map(str(file)) as mapped:
+            reader = pa.ipc.open_file(mapped)
+            schema = reader.schema
+            _check_schema(schema, file)
+            mapped.seek(0)
+            base, size = mapped.read_buffer(1).address, mapped.size()
+            return schema, [
+                _place(reader.get_batch(each), number, base, size) for each in range(reader.num_record_batches)
+            ]
+    except DEFECTS as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise unreadable(f"{file}", error) from error
+        raise DataError(f"{file} is no Arrow file, is damaged or is cut short: {error}; prepare it again") from error
+
+
+def _place(batch: pa.RecordBatch, file: int, base: int, size: int) -> _Batch:
+    """Place of a batch in the mapped file; nothing of its buffers is read.
+
+    Raises:
+        ArrowInvalid: A buffer is too short, or is none of the file's, as those of a compressed batch.
+    """
+    column = batch.column(0)
+    buffers = column.buffers()
+    offsets, values = buffers[1], buffers[-1]
+    rows = len(column)
+    if not rows:
+        return _Batch(file, 0, 0, 0, 0)
+    needed = (offsets, 8 * (rows + 1)), (values, values.size if values is not None else 0)
+    for buffer, least in needed:
+        if buffer is None or buffer.size < least or not 0 <= buffer.address - base <= size - buffer.size:
+            raise pa.ArrowInvalid(f"a batch of {rows:,} documents has a buffer that is too short or not in the file")
+    if rows != batch.num_rows or column.offset:
+        raise pa.ArrowInvalid(f"a batch of {batch.num_rows:,} documents has {rows:,} in its column")
+    return _Batch(file, rows, offsets.address - base, values.address - base, values.size)
+
+
+def _check_schema(schema: pa.Schema, file: Path) -> None:
+    metadata = schema.metadata or {}
+    version = metadata.get(FORMAT_KEY, b"").decode(errors="replace")
+    if version != str(FORMAT_VERSION):
+        what = f"has format {version}, and this release reads {FORMAT_VERSION}" if version else "is no prepared corpus"
+        raise DataError(f"{file} {what}; prepare it with nxtrain data prepare")
+    kinds = {TEXT: [pa.large_string()], IDS: [pa.large_list(item) for item in (pa.uint16(), pa.uint32())]}
+    found = {name: schema.field(name).type for name in schema.names}
+    if len(schema.names) != 1 or not any(_is_alike(kind, found.get(name)) for name in kinds for kind in kinds[name]):
+        raise DataError(f"{file} has columns {found}, not {IDS} or {TEXT}; prepare it again")
+
+
+def _is_alike(wanted: Any, found: Any) -> bool:
+    """True for equal types, whatever the name of a list's items."""
+    if found is None or not pa.types.is_large_list(wanted):
+        return bool(found == wanted)
+    return bool(pa.types.is_large_list(found) and found.value_type == wanted.value_type)
+
+
+def _descriptor(file: Path) -> int:
+    try:
+        return open_regular(file)
+    except OSError as error:
+        raise unreadable(f"{file}", error) from error
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,125 @@
+"""Output of the commands of `nxtrain data` for people: a progress bar or plain lines, and tables."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from nxtrain.data.arrow.preparation import Outcome, Watcher
+from nxtrain.data.arrow.work import Counts
+from nxtrain.process.console import standard_error
+from nxtrain.process.signals import Signals
+
+_LINE_SECONDS = 10.0
+"""Time between two plain lines."""
+
+
+class ConsoleWatcher(Watcher):
+    """Progress on standard error: a bar on a terminal, else a line every ten seconds; leaving the context ends it.
+
+    Args:
+        signals: Stop requests of this process.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self._console = standard_error()
+        self._bar: Progress | None = None
+        self._total, self._shown = 0, time.monotonic()
+
+    def __enter__(self) -> ConsoleWatcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, what: str, num_bytes: int) -> None:
+        """Show the sources, and start a bar on a terminal."""
+        self._console.print(f"sources: {what}, {size(num_bytes)}", markup=False)
+        self._total = num_bytes
+        if self._console.is_terminal:
+            columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.description}"), console=self._console)
+            self._bar.add_task("", total=num_bytes)
+            self._bar.start()
+
+    def advance(self, num_bytes: int, counts: Counts) -> None:
+        """Move the bar, or print a line if the last one is old."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=num_bytes, description=f"{counts.documents:,} documents")
+        elif time.monotonic() - self._shown >= _LINE_SECONDS:
+            self._shown = time.monotonic()
+            share = num_bytes / max(self._total, 1)
+            self._console.print(
+                f"{size(num_bytes)} of {size(self._total)} ({share:.0%}), {_rows(counts)}", markup=False
+            )
+
+    def bad(self, text: str) -> None:
+        """Print a skipped row."""
+        self._console.print(f"skipped: {text}", markup=False)
+
+    def asked_to_stop(self) -> str:
+        """Name of the first signal."""
+        return self._signals.asked
+
+    def end(self, outcome: Outcome) -> None:
+        """Print the counts of the result."""
+        found, outputs = outcome.summary, outcome.outputs
+        if not outcome.is_new:
+            self._console.print(f"nothing to do: {outputs.out} holds these sources already", markup=False)
+        if not found:
+            return
+        tokens = f", {found['tokens']:,} tokens" if found["tokens"] else ""
+        line = f"{outputs.out}: {found['documents']:,} documents, {size(found['bytes'])} of text{tokens}"
+        self._console.print(f"{line}; {found['rows']:,} rows read, {found['empty']:,} of them empty", markup=False)
+        if found["skipped"]:
+            listed = ", ".join(f"{reason} {number:,}" for reason, number in found["skipped"].items())
+            self._console.print(f"skipped: {listed}; see {outputs.bad}", markup=False)
+
+
+def _rows(counts: Counts) -> str:
+    num_skipped = sum(counts.skipped.values())
+    return f"{counts.documents:,} documents" + (f", {num_skipped:,} rows skipped" if num_skipped else "")
+
+
+def size(num_bytes: int) -> str:
+    """Number of bytes with a binary unit."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:  # noqa: PLR2004 - the step between two units
+            break
+        value, unit = value / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def present_inspection(found: dict[str, Any], console: Console) -> None:
+    """Print statistics as tables."""
+    unit = found["unit"]
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_row("corpus", f"{found['path']} ({found['format']}, {size(found['file_bytes'])} on the disk)")
+    table.add_row("documents", f"{found['documents']:,}")
+    table.add_row("tokens", "unknown; give --tokenizer" if found["tokens"] is None else f"{found['tokens']:,}")
+    table.add_row("bytes", size(found["bytes"]))
+    lengths = ", ".join(f"{name} {value:,.0f}" for name, value in found["lengths"].items())
+    table.add_row(f"lengths in {unit}", lengths)
+    for reason, number in found["skipped"].items():
+        table.add_row("bad rows", f"{reason}: {number:,}")
+    console.print(table)
+    if found["tokens"] is not None:
+        packing = Table("packing", "rows", "waste", "cut documents", box=box.SIMPLE_HEAD)
+        for way in ("concat", "best_fit"):
+            row = (f"{found['rows'][way]:,}", f"{found['waste'][way]:.3%}", f"{found['cut'][way]:,}")
+            packing.add_row(way, *row)
+        console.print(f"rows of {found['seq_len']:,} targets:")
+        console.print(packing)
+    for sample in found["samples"]:
+        console.print(f"document {sample['document']:,}: {sample['begins']!r}", soft_wrap=True)

@@ -1,0 +1,332 @@
+"""Work folder of a preparation: shards, bad rows and a journal, from which a killed preparation goes on.
+
+The journal has a line for each batch that is whole on the disk. A start cuts every file to the place that the last line
+names, and reads the sources behind that place. The same sources therefore give the same bytes, whatever the kills.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+
+from nxtrain.data.arrow import ipc
+from nxtrain.data.arrow.columns import Column, Settings, schema_of
+from nxtrain.data.arrow.ipc import Block
+from nxtrain.errors import DataError
+from nxtrain.io.atomic import replace_bytes, replace_text, sync_folder
+from nxtrain.io.jsonl import append, read
+from nxtrain.io.regular import read_bytes
+
+_JOURNAL, _BAD, _SUMMARY, _SHARDS = "journal.jsonl", "bad.jsonl", "summary.json", "shards"
+
+
+@dataclass
+class Counts:
+    """Rows of a preparation.
+
+    Attributes:
+        rows: Rows read.
+        documents: Rows written.
+        empty: Rows without any character but white space, which are left out.
+        skipped: Bad rows by reason.
+        num_bytes: Bytes of the written documents' text.
+        tokens: Tokens written; 0 for text.
+    """
+
+    rows: int = 0
+    documents: int = 0
+    empty: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Position:
+    """Place behind the last row that is written.
+
+    Args:
+        source: Number of its file.
+        row: Number of the row in the file.
+        offset: Bytes of the uncompressed file up to the row's end.
+    """
+
+    source: int = 0
+    row: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Names of everything that a preparation writes.
+
+    Args:
+        out: The file, or the folder of shards.
+    """
+
+    out: Path
+
+    @property
+    def work(self) -> Path:
+        """Folder of the unfinished preparation."""
+        return self.out.with_name(f"{self.out.name}.partial")
+
+    @property
+    def bad(self) -> Path:
+        """Bad rows that were skipped."""
+        return self.out.with_suffix(".bad.jsonl")
+
+    @property
+    def summary(self) -> Path:
+        """Counts of rows, and the settings."""
+        return self.out.with_suffix(".summary.json")
+
+    def clear(self) -> None:
+        """Delete all of them."""
+        self.clear_work()
+        if self.out.is_dir():
+            shutil.rmtree(self.out)
+        for path in (self.out, self.bad, self.summary):
+            path.unlink(missing_ok=True)
+
+    def clear_work(self) -> None:
+        """Delete the unfinished preparation."""
+        if self.work.exists():
+            shutil.rmtree(self.work)
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"{number:05}.arrow"
+
+
+class Work:
+    """Files of an unfinished preparation, open for writing.
+
+    Args:
+        outputs: Names of the results.
+        identity: Values that must be equal when a preparation goes on.
+        column: Column of the results.
+        settings: Settings of the results.
+
+    Raises:
+        DataError: Another process works on the same results, or the folder belongs to other sources or settings.
+    """
+
+    def __init__(self, outputs: Outputs, identity: Mapping[str, str], column: Column, settings: Settings) -> None:
+        self._outputs, self._column, self._settings = outputs, column, settings
+        self._sources = identity["sources"]
+        self.counts, self.position = Counts(), Position()
+        self._blocks: list[Block] = []
+        self._shard, self._size, self._num_bad_bytes = 0, 0, 0
+        self._files = ExitStack()
+        self._file = self._bad = cast("BinaryIO", None)  # until `open`
+        folder = outputs.work
+        (folder / _SHARDS).mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(folder)
+        try:
+            lines = read(folder / _JOURNAL)
+            if lines:
+                _refuse_other(outputs, lines[0].get("identity"), dict(identity))
+            else:
+                append(folder / _JOURNAL, json.dumps({"identity": dict(identity)}))
+            self._restore(lines[1:])
+        except BaseException:
+            self._lock.close()
+            raise
+
+    @property
+    def is_complete(self) -> bool:
+        """True if only the names of the results are missing."""
+        return (self._outputs.work / _SUMMARY).exists()
+
+    def open(self) -> None:
+        """Cut the files behind the last whole batch, and open them for writing."""
+        self._bad = self._files.enter_context(_cut(self._outputs.work / _BAD, self._num_bad_bytes))
+        self._file = self._open_shard()
+
+    def add_bad(self, line: Mapping[str, Any]) -> None:
+        """Record bad rows."""
+        self._bad.write(f"{json.dumps(line)}\n".encode())
+
+    def add_batch(self, array: pa.Array, position: Position) -> None:
+        """Write documents as one batch, and record the position behind them.
+
+        Args:
+            array: The documents.
+            position: Place behind the last of them.
+        """
+        schema = self._schema()
+        content, block = ipc.message(pa.record_batch([array], schema=schema), self._size)
+        limit = self._settings.shard_bytes
+        if limit and self._blocks and self._size + content.size > limit:
+            self._end_shard()
+            self._shard, self._blocks, self._size = self._shard + 1, [], 0
+            self._file = self._open_shard()
+            content, block = ipc.message(pa.record_batch([array], schema=self._schema()), self._size)
+        self._file.write(content)
+        self._file.flush()
+        os.fdatasync(self._file.fileno())
+        self._bad.flush()
+        os.fdatasync(self._bad.fileno())
+        self._size += content.size
+        self._blocks.append(block)
+        self.position = position
+        line = {
+            "position": asdict(position),
+            "shard": self._shard,
+            "block": block,
+            "bad_bytes": self._bad.tell(),
+            "counts": vars(self.counts),
+        }
+        append(self._outputs.work / _JOURNAL, json.dumps(line))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """End the last shard, write the summary, and give all results their names."""
+        folder = self._outputs.work
+        self._end_shard()
+        self._bad.flush()
+        os.fsync(self._bad.fileno())
+        content = {**summary, "shards": self._shard + 1}
+        replace_text(folder / _SUMMARY, f"{json.dumps(content, indent=2)}\n", durable=True)
+        self.publish()
+
+    def publish(self) -> None:
+        """Move the results to their names, the data last; a repeated call goes on where a kill ended the first."""
+        folder, outputs = self._outputs.work, self._outputs
+        bad = folder / _BAD
+        if bad.exists() and bad.stat().st_size:
+            bad.replace(outputs.bad)
+        replace_bytes(outputs.summary, read_bytes(folder / _SUMMARY), durable=True)
+        shards = folder / _SHARDS
+        if shards.exists():
+            sync_folder(shards)
+            (shards if self._settings.shard_bytes else shards / shard_name(0)).replace(outputs.out)
+        sync_folder(outputs.out.parent)
+        shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._files, self._lock):
+            file.close()
+
+    def _schema(self) -> pa.Schema:
+        return schema_of(self._column, self._sources, self._settings, self._shard)
+
+    def _restore(self, lines: list[dict[str, Any]]) -> None:
+        """Take the state of the last line."""
+        if not lines:
+            return
+        last = lines[-1]
+        self._shard = int(last["shard"])
+        self._blocks = [Block(*line["block"]) for line in lines if line["shard"] == self._shard]
+        self._size = sum(self._blocks[-1])
+        self.position = Position(**last["position"])
+        self.counts = replace(Counts(**last["counts"]), skipped=Counter(last["counts"]["skipped"]))
+        self._num_bad_bytes = int(last["bad_bytes"])
+
+    def _open_shard(self) -> BinaryIO:
+        """Open the current shard behind its last whole batch; shards after it, which a kill left, are deleted."""
+        folder = self._outputs.work / _SHARDS
+        for path in folder.iterdir():
+            if path.name > shard_name(self._shard):
+                path.unlink()
+        file = self._files.enter_context(_cut(folder / shard_name(self._shard), self._size))
+        if not self._size:
+            self._size = file.write(ipc.begin(self._schema()))
+        return file
+
+    def _end_shard(self) -> None:
+        self._file.write(ipc.end(self._schema(), self._blocks))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _cut(path: Path, size: int) -> BinaryIO:
+    """Open a file for appending behind its first bytes.
+
+    Raises:
+        DataError: The file is shorter, so that bytes that were on the disk are lost.
+    """
+    file = path.open("ab")
+    found = os.fstat(file.fileno()).st_size
+    if found < size:
+        file.close()
+        raise DataError(f"{path} has {found:,} bytes of {size:,} that were written; begin again with --restart")
+    file.truncate(size)
+    file.seek(size)  # the position was that of the old end
+    return file
+
+
+def _locked(folder: Path) -> BinaryIO:
+    """Lock the folder for this process.
+
+    Raises:
+        DataError: Another process has the lock.
+    """
+    file = (folder / _JOURNAL).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise DataError(f"another process prepares into {folder}; wait for it, or choose another --out") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def _refuse_other(outputs: Outputs, found: object, wanted: dict[str, str]) -> None:
+    if found == wanted:
+        return
+    known = found if isinstance(found, dict) else {}
+    refuse(f"{outputs.work} holds the begin of {outputs.out}", known, wanted)
+
+
+def refuse(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Refuse results of other sources or settings.
+
+    Raises:
+        DataError: Always; names the values that differ, and the way out.
+    """
+    names = {"sources": "the source files", "versions": "the times of the source files", "settings": "the settings"}
+    lines = []
+    for key, name in names.items():
+        if key not in wanted or found.get(key) == wanted[key]:
+            continue
+        if key == "settings" and found.get(key):
+            old, new = _object(found[key]), _object(wanted[key])
+            lines += [
+                f"{each}: {old.get(each)!r} there, {new[each]!r} here" for each in new if old.get(each) != new[each]
+            ]
+        else:
+            lines.append(f"{name} differ")
+    listed = "".join(f"\n    {line}" for line in lines)
+    raise DataError(f"{what} from other input; choose another --out, or begin again with --restart{listed}")
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Summary of a finished preparation; empty if there is none."""
+    try:
+        return _object(read_bytes(path))
+    except OSError:
+        return {}
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    """Object of a JSON text; empty for any other text."""
+    try:
+        content = json.loads(text)
+    except (RecursionError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,129 @@
+"""`nxtrain data prepare` and `inspect` as processes: exit codes, messages, streams, and bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.corpora import documents, json_lines, write_corpus, write_tokenizer
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "nxtrain", "data", *map(str, words)]
+    env = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env=env)
+
+
+def test_a_corpus_is_prepared_recognised_and_inspected(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    source = write_corpus(tmp_path / "src", "a.jsonl.zst", documents(60))
+    out = tmp_path / "o.arrow"
+    done = run("prepare", source, "--out", out, "--tokenizer", tokenizer)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "sources: 1 JSON Lines (zstd)" in done.stderr
+    assert f"{out}: 60 documents" in done.stderr
+    again = run("prepare", source, "--out", out, "--tokenizer", tokenizer)
+    assert (again.returncode, "nothing to do" in again.stderr) == (0, True)
+    other = run("prepare", source, "--out", out)
+    assert (other.returncode, "--restart" in other.stderr, "Traceback" in other.stderr) == (3, True, False)
+    found = run("inspect", out, "--json", "--seq-len", 32)
+    assert (found.returncode, found.stderr) == (0, "")
+    content = json.loads(found.stdout)
+    assert content.keys() >= {"documents", "tokens", "bytes", "lengths", "waste"}
+    assert content["lengths"].keys() >= {"min", "median", "p99", "max"}
+    assert content["waste"].keys() == {"concat", "best_fit"}
+    shown = run("inspect", out, "--tokenizer", tokenizer)
+    assert (shown.returncode, "best_fit" in shown.stdout, "document 0" in shown.stdout) == (0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("prepare", "bad.jsonl", "--out", "o.arrow"), 3, "bad.jsonl, row 2: wrong type"),
+        (("prepare", "none.bin", "--out", "o.arrow"), 3, "unknown format"),
+        (("prepare", "absent", "--out", "o.arrow"), 2, "absent does not exist"),
+        (("prepare", "bad.jsonl", "--out", "o.npy"), 2, ".arrow"),
+        (("prepare", "bad.jsonl", "--out", "o.arrow", "--shard-bytes", "many"), 2, "is no size"),
+        (("prepare", "s3://bucket/a", "--out", "o.arrow"), 2, "aws s3 sync"),
+        (("inspect", "absent"), 2, "absent does not exist"),
+        (("inspect", "none.bin"), 3, "unknown format"),
+    ],
+)
+def test_a_mistake_has_its_exit_code_and_no_traceback(
+    words: tuple[str, ...], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_bytes(b'{"text": "one"}\n{"text": 2}\n')
+    Path("none.bin").write_bytes(b"\0\1")
+    done = run(*words)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert "error: " in done.stderr or "Invalid value for '--shard-bytes'" in done.stderr
+    assert message in " ".join(done.stderr.split())
+
+
+def test_help_needs_neither_pyarrow_nor_torch() -> None:
+    code = "import sys, nxtrain.cli.main; print({'pyarrow', 'torch', 'tokenizers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_skipped_rows_are_shown_and_listed(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(json_lines(["one", *range(9), "two"]))
+    done = run("prepare", source, "--out", tmp_path / "o.arrow", "--on-bad", "skip")
+    assert done.returncode == 0
+    assert done.stderr.count("skipped: ") == 6
+    assert f"skipped: wrong type 9; see {tmp_path / 'o.bad.jsonl'}" in done.stderr
+    assert len((tmp_path / "o.bad.jsonl").read_text().splitlines()) == 9
+
+
+PEAK = """
+import sys, threading, time
+from pathlib import Path
+from nxtrain.data.arrow.inspection import inspect_corpus
+from nxtrain.data.arrow.preparation import Request, Watcher, prepare_corpus
+import pyarrow.parquet, pyarrow as pa
+command, source, out = sys.argv[1], *map(Path, sys.argv[2:])
+def held():
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0])  # mapped pages of files can be dropped at any time
+before, peak, ended = held(), 0, threading.Event()
+def watch():
+    global peak
+    while not ended.wait(0.002):
+        peak = max(peak, held())
+watcher = threading.Thread(target=watch)
+watcher.start()
+if command == "prepare":
+    prepare_corpus(Request([source], out), Watcher())
+else:
+    inspect_corpus(out, seq_len=2048)
+ended.set()
+watcher.join()
+print(peak - before)
+"""
+
+BOUND_MIB = 128
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_memory_is_bounded_for_a_source_several_times_larger(name: str, tmp_path: Path) -> None:
+    line = f"{'some words of a document ' * 160}\n"
+    source = write_corpus(tmp_path / "src", name, [f"{number} {line}" for number in range(130_000)], 1000)
+    peaks = {}
+    for command in ("prepare", "inspect"):
+        argv = [sys.executable, "-c", PEAK, command, str(source), str(tmp_path / "o.arrow")]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+        peaks[command] = int(done.stdout) / 1024
+    size = (tmp_path / "o.arrow").stat().st_size >> 20
+    assert size > 3.5 * BOUND_MIB
+    assert 1 < peaks["prepare"] < BOUND_MIB, peaks
+    assert 1 < peaks["inspect"] < BOUND_MIB, peaks
+    (tmp_path / "o.arrow").unlink()
+    source.unlink()
