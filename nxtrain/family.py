@@ -125,11 +125,17 @@ class CausalLM(Protocol):
         """
         ...
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the tokens' cross entropies, of a model that was built whole: (B, S), (B, S) to () float32."""
+    def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Sum of the tokens' cross entropies, of a model that was built whole: (B, S), (B, S) to () float32.
+
+        Args:
+            inputs, targets: Tokens and next tokens.
+            starts: (B, S) first position of each position's document, for attention and positions inside of
+                documents; None: a row is one document.
+        """
         ...
 
-    def logits(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
         """(B, S) to (B, S, vocab_size) float32, of a model built whole, on every rank; not differentiable."""
         ...
 

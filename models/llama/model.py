@@ -45,9 +45,9 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = _norm(config, context)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, init=init, init_out=init_out, context=context)
 
-    def forward(self, x: Tensor, rope: Rope) -> Tensor:
-        """(S/tp, B, D) to (S/tp, B, D)."""
-        x = x + self.self_attn(self.input_layernorm(x), rope)
+    def forward(self, x: Tensor, rope: Rope, *documents: Tensor) -> Tensor:
+        """(S/tp, B, D) to (S/tp, B, D); documents: the `starts` of attention, or nothing."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, *documents)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
@@ -65,12 +65,12 @@ class LlamaBody(nn.Module):
             self.norm = _norm(config, context)
         self.rope = Rope(context.seq_len, config.head_size, config.rope_theta, _scaling(config))
 
-    def forward(self, x: Tensor, part: StagePart) -> Tensor:
+    def forward(self, x: Tensor, part: StagePart, *documents: Tensor) -> Tensor:
         """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D)."""
         if part.first:
             x = self.embed_tokens(x)
         for index in part.blocks:
-            x = self.layers[str(index)](x, self.rope)
+            x = self.layers[str(index)](x, self.rope, *documents)
         return self.norm(x) if part.last else x
 
 
@@ -102,13 +102,15 @@ class LlamaForCausalLM(nn.Module):
         hidden: Tensor = self.model(x.t() if part.first else x, part)
         return hidden if targets is None else self.lm_head.loss(hidden, targets.t())
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the tokens' cross entropies, of a model that was built whole: (B, S), (B, S) to () float32."""
-        return self.lm_head.loss(self.model(inputs.t(), self._whole), targets.t())
+    def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Sum of the tokens' cross entropies, of a model that was built whole; see `CausalLM.loss`."""
+        documents = () if starts is None else (starts,)
+        return self.lm_head.loss(self.model(inputs.t(), self._whole, *documents), targets.t())
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        """(B, S) to (B, S, V) float32, of a model built whole, on every rank; not differentiable."""
-        return self.lm_head.logits(self.model(inputs.t(), self._whole)).transpose(0, 1)
+    def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
+        """(B, S) to (B, S, V) float32, of a model built whole; see `CausalLM.logits`."""
+        documents = () if starts is None else (starts,)
+        return self.lm_head.logits(self.model(inputs.t(), self._whole, *documents)).transpose(0, 1)
 
     def _tie(self) -> None:
         """Tie the output projection to the embedding: one parameter, or on another pipeline stage a copy kept equal."""

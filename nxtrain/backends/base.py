@@ -142,6 +142,20 @@ class Kernels(ABC):
             (S, B, num_heads, head_dim).
         """
 
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        """Causal attention inside of documents: a query sees the keys of its own document up to itself.
+
+        Args:
+            q, k, v: As for `attention`.
+            starts: (B, S) int64, first position of each position's document.
+
+        Returns:
+            (S, B, num_heads, head_dim).
+        """
+        from nxtrain.backends.document_attention import masked_attention
+
+        return masked_attention(q, k, v, starts)
+
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from nxtrain.backends.base import AdamStep, Rows, Support
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_attention import blocked_attention, is_short
+from nxtrain.backends.document_attention import attention_by_document
 from nxtrain.backends.kernels import FusedKernels, row_tiles
 from nxtrain.backends.rounding import RoundingKey, round_by_pairs_on_host
 
@@ -31,6 +32,11 @@ class CpuKernels(FusedKernels):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return blocked_attention(q, k, v) if is_short(q) else super().attention(q, k, v)
+
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().document_attention(q, k, v, starts)
+        return attention_by_document(self.attention, q, k, v, starts)
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]

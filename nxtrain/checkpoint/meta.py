@@ -49,6 +49,8 @@ class Meta(BaseModel):
     """Type of the parameters, by torch's name."""
     state_dtype: str = "float32"
     """Type of the optimizer's running means, by torch's name."""
+    data_cursor: dict[str, Any] = {}
+    """Place at which data that is packed while it is consumed resumes, `nxtrain.data.stream_loader`; else empty."""
     data_fingerprint: str = ""
     """Identity of the data."""
     shuffle: bool | None = None

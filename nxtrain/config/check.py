@@ -22,11 +22,7 @@ from nxtrain.io.regular import read_text
 from nxtrain.mesh import Mesh, divisors, listed
 
 # Key, available values, and the missing feature that other values need. A new feature deletes its line.
-AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("data.source", ("stdlib", "text", "tokens"), "Arrow tables; use text or tokens"),
-    ("data.packing", ("concat",), "fitting documents into rows; use concat"),
-    ("data.doc_mask", (False,), "masks between documents; use false"),
-)
+AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = ()
 
 MAX_ROUNDED_BETA = 0.99
 """Largest decay with which a running mean in bf16, rounded to nearest, follows its gradients. One step then moves the
@@ -270,6 +266,15 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
     data, train = loaded.config.data, loaded.config.train
     if data.source != "stdlib" and not data.path:
         yield Problem("data.path", f"source={data.source} reads a path, and none is set", hint="set data.path=...")
+    if data.packing == "best_fit" and data.source != "arrow":
+        reason = f"best_fit packs whole documents, but source={data.source} is one stream of tokens"
+        yield Problem("data.packing", reason, hint="use concat; or data.source=arrow, from nxtrain data prepare")
+    if data.doc_mask and data.source == "tokens" and not data.tokenizer:
+        reason = "documents are found by the token that ends them, and source=tokens has no tokenizer that names it"
+        yield Problem("data.doc_mask", reason, hint="set data.tokenizer to that of the ids, or use false")
+    if data.doc_mask and loaded.config.parallel.pp > 1:
+        reason = f"masks between documents do not pass the stages of parallel.pp={loaded.config.parallel.pp}"
+        yield Problem("data.doc_mask", reason, hint="use false, or parallel.pp=1")
     if data.path and loaded.origins["data.source"] == "default":
         reason = f"path={data.path!r} is set, but no source: stdlib, the default, would not read it"
         yield Problem("data.source", reason, hint="set data.source=text, tokens or stdlib")

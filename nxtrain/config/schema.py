@@ -184,7 +184,7 @@ class DataConfig(Section):
     packing: Literal["concat", "best_fit"] = "concat"
     """Documents end to end, or fitted whole into rows."""
     doc_mask: bool = False
-    """Tokens attend only inside their own document."""
+    """Tokens attend only inside their own document, in which positions begin at 0."""
     shuffle: bool = True
     """Rows in an order drawn from the seed, new each epoch; otherwise in the order of the file."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxtrain.data.files import read_array, read_checksums, replacing
 from nxtrain.data.prepare import Prepared, digest, prepare
 from nxtrain.data.samples import FileSamples, Samples
+from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer
 from nxtrain.errors import DataError, LostPeerError
 from nxtrain.io.regular import read_bytes
@@ -23,27 +25,35 @@ class Data:
     """Training and validation data of a run.
 
     Attributes:
-        train: Rows to train on.
+        source: Rows to train on, or the documents that become rows.
         validation: Held-out rows; None if no rows are held out, as always for `source=tokens`.
         tokenizer: The `tokenizer.json` of the ids; None for token files without one.
         fingerprint: Identity of the rows: runs with equal fingerprints and seeds train on equal batches.
         tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
         end_of_text: The tokenizer's token that ends a document; empty if unknown.
+        end_id: Id of that token; None if unknown.
         trained: The tokenizer was trained on this data.
         skipped: Skipped files, with the reason.
     """
 
-    train: Samples
+    source: Samples | Streams
     validation: Samples | None
     tokenizer: Path | None
     fingerprint: str
     tokenizer_origin: str = ""
     end_of_text: str = ""
+    end_id: int | None = None
     trained: bool = False
     skipped: tuple[str, ...] = ()
 
+    @property
+    def train(self) -> Samples:
+        """Rows to train on, of a source that has rows before training."""
+        assert not isinstance(self.source, Streams)
+        return self.source
 
-def open_data(
+
+def open_data(  # 8 arguments: each is of another part of the run, and there is one call
     config: DataConfig,
     *,
     seq_len: int,
@@ -52,6 +62,7 @@ def open_data(
     leader: bool,
     barrier: Callable[[], None],
     of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
+    validation_rows: int = 0,
 ) -> Data:
     """Open the data of a run; every rank calls this at the same point.
 
@@ -63,6 +74,7 @@ def open_data(
         leader: True if this rank prepares the data; exactly one rank for each disk with a `workdir` does.
         barrier: Waits for all ranks.
         of_weights: Returns the tokenizer of the initial weights; called by the leader if data.tokenizer is empty.
+        validation_rows: Rows that an evaluation reads, of a source that is tokenized while it is consumed.
 
     Raises:
         DataError: Data that is missing, malformed, too short or outside of the vocabulary.
@@ -71,11 +83,17 @@ def open_data(
     """
     settings = (config.source, config.path, config.tokenizer, config.validation_fraction, seq_len, vocab_size)
     receipt = workdir / f"prepared-{digest(*settings)}.json"
+    make = partial(prepare, config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
+    if config.source == "arrow":
+        from nxtrain.data.arrow.training import HeldOut, prepare_streams
+
+        lengths = HeldOut(seq_len, validation_rows)
+        make = partial(prepare_streams, config, lengths, vocab_size, workdir, of_weights)
     # The barrier is reached even if the leader fails; the other ranks would otherwise wait until they time out.
     try:
         if leader:
             _discard(receipt)
-            prepared = prepare(config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
+            prepared = make()
             with replacing(receipt) as file:
                 file.write(prepared.model_dump_json().encode())
     finally:
@@ -87,8 +105,15 @@ def open_data(
         checksums = read_checksums(path) if prepared.has_checksums else None
         return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
 
-    train, validation = rows(prepared.train, prepared.probe), None
-    _refuse_too_short(train, prepared.train, "leaves for training", "add text, or lower train.seq_len")
+    train: Samples | Streams
+    validation = None
+    if config.source == "arrow":
+        from nxtrain.data.arrow.training import open_streams
+
+        train = open_streams(config, prepared, seq_len=seq_len, vocab_size=vocab_size)
+    else:
+        train = rows(prepared.train, prepared.probe)
+        _refuse_too_short(train, prepared.train, "leaves for training", "add text, or lower train.seq_len")
     if prepared.validation:
         validation = rows(prepared.validation, prepared.validation_probe)
         held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
@@ -101,6 +126,7 @@ def open_data(
         digest(prepared.fingerprint, seq_len),
         tokenizer_origin=prepared.tokenizer_origin,
         end_of_text=prepared.end_of_text,
+        end_id=prepared.end_id,
         trained=prepared.trained,
         skipped=prepared.skipped,
     )

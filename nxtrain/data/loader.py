@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -24,11 +24,13 @@ class Batch:
         inputs: (num_micro, micro_batch, S) int64 ids, S = seq_len.
         targets: The next ids, or `IGNORE_INDEX` at positions without a loss; same shape and type.
         num_tokens: Number of this rank's targets other than `IGNORE_INDEX`.
+        starts: First position of each position's document, for masks between documents; same shape and type.
     """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
     num_tokens: int
+    starts: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,29 @@ class BatchShare:
         return self.global_batch // self.dp_size
 
 
+def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_mask: bool = False) -> Batch:
+    """Batch of rows of ids: (n, S + 1), with `IGNORE_INDEX` behind the last document of a row.
+
+    Args:
+        rows: Ids of the rows.
+        micro_batch: Rows in a micro-batch.
+        end_id: Id that ends a document; also the input behind the last document of a row, where there is no target.
+        doc_mask: Find the documents, and leave out the target behind each end, which is of another document.
+    """
+    inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+    inputs[inputs == IGNORE_INDEX] = end_id
+    shape = (-1, micro_batch, rows.shape[1] - 1)
+    starts = None
+    if doc_mask:
+        is_end = inputs == end_id
+        targets[is_end] = IGNORE_INDEX
+        begins = np.zeros_like(inputs)
+        begins[:, 1:] = np.where(is_end[:, :-1], np.arange(1, inputs.shape[1]), 0)
+        starts = np.maximum.accumulate(begins, axis=1).reshape(shape)
+    num_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
+    return Batch(inputs.reshape(shape), targets.reshape(shape), num_tokens, starts)
+
+
 class Loader:
     """Assigns the endless order of rows to steps and ranks.
 
@@ -68,6 +93,7 @@ class Loader:
         seed: Seed of the order of every epoch.
         shuffle: True for a new random order in each epoch; False for the order of storage.
         origin: Position of step 0; other than 0 after a change of the global batch in the middle of a run.
+        mask_end: Id that ends a document, for masks between documents; None: no masks.
         past_end: Rows after the last one: the next epoch (`wrap`), or rows without targets (`pad`). With `pad` an
             evaluation counts each row once, and every batch keeps its shape.
     """
@@ -80,11 +106,12 @@ class Loader:
         seed: int,
         shuffle: bool,
         origin: int = 0,
+        mask_end: int | None = None,
         past_end: Literal["wrap", "pad"] = "wrap",
     ) -> None:
         self._samples, self._share = samples, share
         self._seed, self._shuffle = seed, shuffle
-        self._origin, self._past_end = origin, past_end
+        self._origin, self._past_end, self._mask_end = origin, past_end, mask_end
 
     @property
     def steps_per_epoch(self) -> int:
@@ -98,13 +125,13 @@ class Loader:
         positions = np.arange(start, start + share.num_rows)
         num_rows = self._samples.num_rows
         indices = shuffled(positions, num_rows, self._seed) if self._shuffle else positions % num_rows
-        rows = self._samples.rows(indices)
-        targets = rows[:, 1:].copy()
-        if self._past_end == "pad":
-            targets[positions >= num_rows] = IGNORE_INDEX
-        shape = (-1, share.micro_batch, self._samples.seq_len)
-        num_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
-        return Batch(rows[:, :-1].copy().reshape(shape), targets.reshape(shape), num_tokens)
+        rows, end = self._samples.rows(indices), self._mask_end
+        batch = batch_of(rows, share.micro_batch, end_id=end or 0, doc_mask=end is not None)
+        if self._past_end == "pad" and (positions >= num_rows).any():
+            is_past = (positions >= num_rows).reshape(-1, share.micro_batch, 1)
+            targets = np.where(is_past, IGNORE_INDEX, batch.targets)
+            return replace(batch, targets=targets, num_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)))
+        return batch
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from `start_step` on; a thread reads up to `depth` ahead of the consumer.

@@ -45,6 +45,7 @@ class Prepared(BaseModel):
         tokenizer: The `tokenizer.json` that made the ids; None for ids of unknown origin.
         tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
         end_of_text: The tokenizer's token that ends a document; empty if unknown.
+        end_id: Id of that token; None if unknown.
         trained: The tokenizer was trained on this data.
         fingerprint: Identity of the files' content.
         has_checksums: The run wrote the token files, with checksums beside them.
@@ -59,6 +60,7 @@ class Prepared(BaseModel):
     tokenizer: Path | None
     tokenizer_origin: str = ""
     end_of_text: str = ""
+    end_id: int | None = None
     trained: bool = False
     fingerprint: str
     has_checksums: bool
@@ -200,7 +202,7 @@ def prepare(
     train = workdir / f"train-{fingerprint}.npy"
     validation = workdir / f"validation-{fingerprint}.npy" if held.any() else None
     streams = {False: train} if validation is None else {False: train, True: validation}
-    if not all(_is_whole(path) for path in streams.values()):
+    if not all(is_whole(path) for path in streams.values()):
         _write_streams(streams, survey.again(corpus), tokenizer, held, survey.ends(held))
     return Prepared(
         train=train,
@@ -208,6 +210,7 @@ def prepare(
         tokenizer=tokenizer.path,
         tokenizer_origin=known.origin if known else "",
         end_of_text=tokenizer.end,
+        end_id=tokenizer.end_id,
         trained=known is None,
         fingerprint=fingerprint,
         has_checksums=True,
@@ -235,18 +238,19 @@ def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepar
             f"{vocab_size} from a .npy file: numpy.save({str(path)!r}, rows){relative}, or set data.path to yours"
         ) from error
     content = check_table(table, path, seq_len=seq_len, vocab_size=vocab_size)
-    tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size).path if config.tokenizer else None
+    tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size) if config.tokenizer else None
     return Prepared(
         train=path,
         validation=None,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer.path if tokenizer else None,
+        end_id=tokenizer.end_id if tokenizer else None,
         fingerprint=digest(content),
         has_checksums=False,
         probe=probe(table),
     )
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """True if an earlier start wrote the file and its checksums, and both can be opened; else they are written again.
 
     The content is verified when rows are read. Damage of the content is an error then, because a disk may cause it.

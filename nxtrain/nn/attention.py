@@ -5,12 +5,13 @@ Shapes: S sequence, B batch, D hidden, N query heads, K key/value heads, H head 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Kernels
-from nxtrain.nn.rope import Rope
+from nxtrain.nn.rope import Rope, positions_of
 from nxtrain.sharding import Init, Segment
 
 if TYPE_CHECKING:
@@ -28,8 +29,15 @@ class CausalAttention(nn.Module):
         super().__init__()
         self._kernels = kernels
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H)."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+        """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H).
+
+        Args:
+            q, k, v: Queries, keys and values.
+            starts: (B, S) first position of each position's document; None: a row is one document.
+        """
+        if starts is not None:
+            return self._kernels.document_attention(q, k, v, starts)
         return self._kernels.attention(q, k, v)
 
 
@@ -75,16 +83,24 @@ class Attention(nn.Module):
         self.core = CausalAttention(context.kernels)
         self.o_proj = layers.row(num_heads * head_dim, hidden_size, init_out)
 
-    def forward(self, x: Tensor, rope: Rope) -> Tensor:
-        """(S/tp, B, D) to (S/tp, B, D)."""
+    def forward(self, x: Tensor, rope: Rope, starts: Tensor | None = None) -> Tensor:
+        """(S/tp, B, D) to (S/tp, B, D).
+
+        Args:
+            x: Activations.
+            rope: Rotary tables.
+            starts: (B, S) first position of each position's document; None: a row is one document.
+        """
+        turn = rope if starts is None else partial(rope, positions=positions_of(starts))
         heads = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
         if self._fused:
             qkv = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
             # Queries and keys are rotated together, in one pass.
             qk, v = qkv.split((heads[0] + heads[1], heads[2]), dim=2)
-            q, k = rope(qk).split(heads[:2], dim=2)
+            q, k = turn(qk).split(heads[:2], dim=2)
         else:
             projections = (self.q_proj, self.k_proj, self.v_proj)
             q, k, v = (project(x).unflatten(-1, (-1, self._head_dim)) for project in projections)
-            q, k = rope(q), rope(k)
-        return self.o_proj(self.core(q, k, v).flatten(2))  # type: ignore[no-any-return]
+            q, k = turn(q), turn(k)
+        documents = () if starts is None else (starts,)
+        return self.o_proj(self.core(q, k, v, *documents).flatten(2))  # type: ignore[no-any-return]

@@ -73,16 +73,23 @@ class Rope(nn.Module):
 
         Args:
             x: Queries or keys.
-            positions: (S,), positions of the rows; None: from 0 on.
+            positions: (S,) or (S, B), positions of the rows; None: from 0 on.
         """
         length = x.shape[0]
         if positions is not None:
-            tables = (self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+            shape = (*positions.shape, 1, -1) if positions.dim() > 1 else (-1, 1, 1, self._head_dim // 2)
+            chosen = positions.flatten()
+            tables = (self.cos.index_select(0, chosen).view(shape), self.sin.index_select(0, chosen).view(shape))
         else:
             # Whole tables are no views: a graph that ends between forward and backward would copy views.
             tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
         rotated: Tensor = _Rotate.apply(x, *tables)
         return rotated
+
+
+def positions_of(starts: Tensor) -> Tensor:
+    """Positions inside of the documents, from the first position of each document: (B, S) to (S, B)."""
+    return torch.arange(starts.shape[1], device=starts.device)[:, None] - starts.t()
 
 
 class _Rotate(torch.autograd.Function):

@@ -15,6 +15,7 @@ from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
+from nxtrain.data.stream_loader import Place, merged
 from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError
 from nxtrain.metrics.run_observer import RunObserver, Work
@@ -33,12 +34,14 @@ class RunIdentity:
         begun: Metadata of the step from which this process started.
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
         stability: Returns the state of the norms and skipped steps that a resumed run needs.
+        cursor: Returns the places of this rank's lanes of data; empty for data without state.
     """
 
     inputs: RunInputs
     begun: Meta
     tokenizer: Path | None = None
     stability: Callable[[], dict[str, Any]] = dict
+    cursor: Callable[[], dict[int, Place]] | None = None
 
 
 class Checkpoints(RunObserver):
@@ -92,7 +95,9 @@ class Checkpoints(RunObserver):
             CheckpointError: The last checkpoint was not written; or an earlier one was not, with `checkpoint.strict`.
         """
         meta = meta_at(step, self._plan, self._identity.inputs, self._identity.begun)
-        meta = meta.model_copy(update={"stability": self._identity.stability()})
+        cursor = self._identity.cursor
+        places = merged(self._state.ranks.gather(cursor())) if cursor else {}
+        meta = meta.model_copy(update={"stability": self._identity.stability(), "data_cursor": places})
         strict = self._plan.config.checkpoint.strict
         self._writer.save(self._shards, meta, wait=last, after_failure=not strict)
         self._report()

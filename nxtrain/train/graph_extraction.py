@@ -133,6 +133,7 @@ def _loader(config: RunConfig, mesh: Mesh) -> Loader:
         BatchShare(config.train.global_batch, config.train.micro_batch, mesh.dp.rank, mesh.dp.size),
         seed=0,
         shuffle=False,
+        mask_end=0 if config.data.doc_mask else None,
     )
 
 

@@ -13,7 +13,8 @@ from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
-from nxtrain.data import BatchShare, Data, Loader, Samples, open_data
+from nxtrain.data import BatchShare, Data, Loader, Samples, StreamLoader, Streams, open_data
+from nxtrain.data.stream_loader import LaneOrder, num_lanes, places_of
 from nxtrain.errors import CheckpointError, DivergedError, NxtrainError, RestartError, StoppedBySignal
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
@@ -133,6 +134,7 @@ def _open_data(context: RunContext, mirrored: Mirrored | None) -> Data:
         leader=mirrored.scope.leads if mirrored else context.is_leader,
         barrier=context.backend.collectives.barrier,
         of_weights=lambda: tokenizer_of_weights(config, workdir),
+        validation_rows=config.train.eval_batches * config.train.global_batch if config.train.eval_every else 0,
     )
     if data.tokenizer_origin:
         context.print_line(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")
@@ -165,7 +167,9 @@ def _train(
     if context.is_leader:
         goodput = GoodputMeter(logs, context.print_line, context.began, config=fingerprint(dump(config)))
     on_saved = (goodput.saved,) if goodput else ()
-    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept)
+    train_loader = _train_loader(context, data, meta)
+    cursor = train_loader.cursor if isinstance(train_loader, StreamLoader) else None
+    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept, cursor)
     checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, *on_saved)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     starts: RunObserver = goodput or RunObserver()
@@ -174,12 +178,11 @@ def _train(
     observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints)
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
     sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
-    origin = meta.samples - meta.step * config.train.global_batch
     trainer = Trainer(
         config=config,
         state=state,
-        train=_loader(context, data.train, shuffle=config.data.shuffle, past_end="wrap", origin=origin),
-        validation=_loader(context, data.validation, shuffle=False, past_end="pad") if data.validation else None,
+        train=train_loader,
+        validation=_validation_loader(context, data),
         schedule=Schedule.of(config),
         meter=ThroughputMeter(flops, peak * context.mesh.world if peak else None, tokens=meta.tokens),
         sinks=sinks,
@@ -236,18 +239,60 @@ def _draining(context: RunContext, checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
+def _train_loader(context: RunContext, data: Data, meta: Meta) -> Loader | StreamLoader:
+    """Loader of training batches that goes on behind a step."""
+    config, source = context.config, data.source
+    if not isinstance(source, Streams):
+        origin = meta.samples - meta.step * config.train.global_batch
+        mask_end = _mask_end(context, data)
+        return _loader(context, source, mask_end, shuffle=config.data.shuffle, past_end="wrap", origin=origin)
+    assert data.end_id is not None
+    lanes = num_lanes(config.train.global_batch)
+    order = LaneOrder(lanes, config.run.seed, config.data.shuffle)
+    return StreamLoader(
+        lambda lane, place: source.open_lane(order, lane, place),
+        lanes,
+        _share(context),
+        end_id=data.end_id,
+        doc_mask=config.data.doc_mask,
+        places=places_of(meta.data_cursor, lanes),
+    )
+
+
+def _validation_loader(context: RunContext, data: Data) -> Loader | None:
+    if data.validation is None:
+        return None
+    return _loader(context, data.validation, _mask_end(context, data), shuffle=False, past_end="pad")
+
+
+def _mask_end(context: RunContext, data: Data) -> int | None:
+    """Id that ends a document, if there are masks between documents."""
+    return data.end_id if context.config.data.doc_mask else None
+
+
 def _loader(
-    context: RunContext, samples: Samples, *, shuffle: bool, past_end: Literal["wrap", "pad"], origin: int = 0
+    context: RunContext,
+    samples: Samples,
+    mask_end: int | None,
+    *,
+    shuffle: bool,
+    past_end: Literal["wrap", "pad"],
+    origin: int = 0,
 ) -> Loader:
-    config, dp = context.config, context.mesh.dp
     return Loader(
         samples,
-        BatchShare(config.train.global_batch, config.train.micro_batch, dp.rank, dp.size),
-        seed=config.run.seed,
+        _share(context),
+        seed=context.config.run.seed,
         shuffle=shuffle,
         origin=origin,
+        mask_end=mask_end,
         past_end=past_end,
     )
+
+
+def _share(context: RunContext) -> BatchShare:
+    train, dp = context.config.train, context.mesh.dp
+    return BatchShare(train.global_batch, train.micro_batch, dp.rank, dp.size)
 
 
 def _announce(context: RunContext, reason: str) -> None:
@@ -262,9 +307,14 @@ def _announce(context: RunContext, reason: str) -> None:
 def _announce_start(context: RunContext, data: Data, meta: Meta) -> None:
     """Print the model, the data, and the step after which the run continues."""
     family, num_params = context.plan.family, context.plan.family.num_params(context.plan.model)
+    seq_len = context.config.train.seq_len
+    rows = (
+        f"{data.source.num_documents:,} documents in"
+        if isinstance(data.source, Streams)
+        else f"{data.source.num_rows:,}"
+    )
     context.print_line(
-        f"model {family.name}, {num_params:,} parameters; data {data.train.num_rows:,} rows of "
-        f"{context.config.train.seq_len} tokens; "
+        f"model {family.name}, {num_params:,} parameters; data {rows} rows of {seq_len} tokens; "
         + (f"continues after step {meta.step}" if meta.step else "starts from scratch")
     )
 

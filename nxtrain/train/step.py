@@ -87,19 +87,28 @@ class DeviceBatch:
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
+    starts: Sequence[Tensor] = ()
 
     @property
     def micro_batches(self) -> MicroBatches:
         """Inputs and targets of each micro-batch."""
         return list(zip(self.inputs, self.targets, strict=True))
 
+    @property
+    def arguments(self) -> list[tuple[Tensor, ...]]:
+        """Arguments of `CausalLM.loss` for each micro-batch."""
+        return list(zip(*filter(len, (self.inputs, self.targets, self.starts)), strict=True))
+
     @staticmethod
-    def of(inputs: Tensor, targets: Tensor, put: Callable[[Tensor], Tensor]) -> DeviceBatch:
+    def of(
+        inputs: Tensor, targets: Tensor, put: Callable[[Tensor], Tensor], starts: Tensor | None = None
+    ) -> DeviceBatch:
         """Upload (num_micro, B, S) host tensors, each micro-batch alone.
 
         Slices of one device tensor would give each micro-batch a graph of its own on a lazy device.
         """
-        return DeviceBatch([put(x.contiguous()) for x in inputs], [put(x.contiguous()) for x in targets])
+        tensors = (inputs, targets, () if starts is None else starts)
+        return DeviceBatch(*([put(x.contiguous()) for x in each] for each in tensors))
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
         batch: This rank's sequences.
         lr: Learning rate.
     """
-    _accumulate(state, batch.micro_batches)
+    _accumulate(state, batch)
     loss, num_tokens = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch).unbind()
     state.sums.zero_()
     per_token = state.mesh.dp.size / num_tokens
@@ -144,21 +153,21 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     return StepResult(loss, norm, num_tokens)
 
 
-def _accumulate(state: TrainState, batch: MicroBatches) -> None:
+def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
     """Add up the gradients and the losses of all micro-batches."""
 
     def found(loss: Tensor, targets: Tensor) -> None:
         state.sums.add_(_sums(loss, targets))
 
     if state.pipeline is not None:
-        state.pipeline.train(batch, lambda last: state.data_parallel.begin(last=last), found)
+        state.pipeline.train(batch.micro_batches, lambda last: state.data_parallel.begin(last=last), found)
         return
-    for index, (inputs, targets) in enumerate(batch):
-        state.data_parallel.begin(last=index == len(batch) - 1)
-        loss = state.lm.loss(inputs, targets)
+    for index, (inputs, targets, *documents) in enumerate(batch.arguments):
+        state.data_parallel.begin(last=index == len(batch.inputs) - 1)
+        loss = state.lm.loss(inputs, targets, *documents)
         loss.backward()
         found(loss, targets)
-        if len(batch) > 1:
+        if len(batch.inputs) > 1:
             state.backend.step_boundary()
 
 
@@ -176,8 +185,8 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
             found.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
             state.backend.step_boundary()
         return found
-    for inputs, targets in batch.micro_batches:
-        found.append(_over_batch(state, _sums(state.lm.loss(inputs, targets), targets)))
+    for inputs, targets, *documents in batch.arguments:
+        found.append(_over_batch(state, _sums(state.lm.loss(inputs, targets, *documents), targets)))
         state.backend.step_boundary()
     return found
 

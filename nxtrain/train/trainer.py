@@ -14,6 +14,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.loader import Batch, Loader
+from nxtrain.data.stream_loader import StreamLoader
 from nxtrain.errors import StoppedBySignal
 from nxtrain.metrics.meters import StepRecord, ThroughputMeter
 from nxtrain.metrics.retrying_sink import Sink
@@ -51,7 +52,7 @@ class Trainer:
 
     config: RunConfig
     state: TrainState
-    train: Loader
+    train: Loader | StreamLoader
     validation: Loader | None
     schedule: Schedule
     meter: ThroughputMeter
@@ -71,7 +72,7 @@ class Trainer:
         """
         config, backend = self.config, self.state.backend
         total = config.train.steps
-        # Every row of every data source has seq_len targets that count.
+        # Positions of the rows: targets that do not count, as behind the last document of a row, are among them.
         step_tokens = config.train.global_batch * config.train.seq_len
         val_loss = None
         # Loaded values become device buffers like a step's results, so the first step has the graph of all others.
@@ -171,7 +172,8 @@ class Trainer:
 
     def _put(self, batch: Batch) -> DeviceBatch:
         put: Callable[[Tensor], Tensor] = self.state.backend.put
-        return DeviceBatch.of(torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets), put)
+        starts = None if batch.starts is None else torch.from_numpy(batch.starts)
+        return DeviceBatch.of(torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets), put, starts)
 
 
 def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:

@@ -31,12 +31,45 @@ def attention(kernels: Kernels, rng: Random) -> Work:
     return Work(label, {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}, kernels.attention, exact_attention)
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention by its formula: each K/V head serves adjacent query heads, no query sees what follows it."""
+def document_attention(kernels: Kernels, rng: Random) -> Work:
+    """Grouped causal attention inside of documents of drawn lengths."""
+    length, batch = rng.choice(LENGTHS), rng.choice((1, 2, 3))
+    kv_heads, repeats, width = rng.choice((1, 2, 3)), rng.choice((1, 2, 3)), rng.choice((2, 4, 8))
+    q, kv = (length, batch, kv_heads * repeats, width), (length, batch, kv_heads, width)
+    starts = drawn_starts(rng, batch, length)
+    label = f"document_attention of {type(kernels).__name__} on {q} queries and {kv_heads} K/V heads"
+    return Work(
+        label,
+        {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)},
+        lambda q, k, v: kernels.document_attention(q, k, v, starts.to(q.device)),
+        lambda q, k, v: exact_attention(q, k, v, starts.to(q.device)),
+    )
+
+
+def drawn_starts(rng: Random, batch: int, length: int) -> Tensor:
+    """(batch, length) first position of each position's document."""
+    rows = []
+    for _ in range(batch):
+        begin, row = 0, list[int]()
+        while begin < length:
+            size = min(rng.choice((1, 1, 2, 5, 40, 200)), length - begin)
+            row += [begin] * size
+            begin += size
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+    """Softmax attention by its formula: each K/V head serves adjacent query heads, no query sees what follows it.
+
+    With `starts` no query sees what lies before the first position of its document, either.
+    """
     repeats = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     scores = torch.einsum("sbnh,tbnh->bnst", q, k) / q.shape[-1] ** 0.5
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    if starts is not None:
+        later = later | (torch.arange(q.shape[0], device=q.device) < starts[:, None, :, None])
     return torch.einsum("bnst,tbnh->sbnh", scores.masked_fill(later, float("-inf")).softmax(-1), v)
 
 
@@ -202,6 +235,7 @@ def _squares(generator: torch.Generator, shape: Shape) -> Tensor:
 
 
 CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
+    "document_attention": document_attention,
     "attention": attention,
     "rms_norm": rms_norm,
     "recompute": recompute,

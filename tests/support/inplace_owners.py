@@ -19,6 +19,9 @@ OWNERS: dict[str, dict[str, str]] = {
         "PackingWaste.add: self._rests +=": "host: the histogram that this very method counts",
         "_of_sources.documents: skipped[found.reason] +=": "host: dictionary",
     },
+    "nxtrain/data/arrow/streams.py": {
+        "BestFitLane._fill: table[row, begin:begin + length] =": "fresh: `np.full` above, before the loop",
+    },
     "nxtrain/distributed/heartbeats.py": {
         "HeartbeatStore.answers: found[rank] =": "host: dictionary",
     },

@@ -6,6 +6,7 @@ the footer and the metadata of the batches, and no document: it reads outside of
 
 from __future__ import annotations
 
+import hashlib
 import os
 import weakref
 from bisect import bisect_right
@@ -17,7 +18,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from nxtrain.data.arrow.columns import FORMAT_KEY, FORMAT_VERSION, IDS, SHARD_KEY, SOURCES_KEY, TEXT, TOKENIZER_KEY
+from nxtrain.data.arrow.columns import (
+    FORMAT_KEY,
+    FORMAT_VERSION,
+    IDS,
+    SETTINGS_KEY,
+    SHARD_KEY,
+    SOURCES_KEY,
+    TEXT,
+    TOKENIZER_KEY,
+)
 from nxtrain.data.arrow.rows import DEFECTS
 from nxtrain.data.arrow.work import Outputs, read_summary, shard_name
 from nxtrain.data.files import unreadable
@@ -53,6 +63,7 @@ class PreparedCorpus:
         path: The file or the folder.
         files: The file, or the shards in order.
         is_ids: Documents are token ids; else text.
+        dtype: Type of the ids; bytes for text.
         metadata: Entries of the schema's metadata.
 
     Raises:
@@ -81,7 +92,7 @@ class PreparedCorpus:
         self._check_shards(schemas)
         kind = schemas[0].field(0).type
         self.is_ids = schemas[0].names == [IDS]
-        self._dtype = np.dtype(kind.value_type.to_pandas_dtype() if self.is_ids else np.uint8)
+        self.dtype = np.dtype(kind.value_type.to_pandas_dtype() if self.is_ids else np.uint8)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -104,7 +115,20 @@ class PreparedCorpus:
 
     def ids(self, document: int) -> NDArray[np.unsignedinteger[Any]]:
         """Token ids of a document, which end with the end of text."""
-        return np.frombuffer(self._read(document), self._dtype)
+        return np.frombuffer(self._read(document), self.dtype)
+
+    def raw(self, document: int) -> bytes:
+        """Bytes of a document: its ids, or its text in UTF-8."""
+        return self._read(document) if self.is_ids else self.content(document)
+
+    @property
+    def identity(self) -> str:
+        """Identity of the documents: the sources, the settings and the sizes of the batches."""
+        digest = hashlib.blake2b(digest_size=16)
+        for key in (SOURCES_KEY, SETTINGS_KEY, TOKENIZER_KEY):
+            digest.update(self.metadata.get(key, b"") + b"\0")
+        digest.update(repr([(batch.rows, batch.size) for batch in self._batches]).encode())
+        return digest.hexdigest()
 
     def content(self, document: int) -> bytes:
         """Text of a document, in UTF-8.
@@ -134,7 +158,7 @@ class PreparedCorpus:
             raw = self._pread(batch.file, batch.offsets, 8 * (batch.rows + 1), begin) if batch.rows else bytes(8)
             offsets = np.frombuffer(raw, np.int64)
             lengths = np.diff(offsets)
-            if offsets[0] < 0 or (lengths < 0).any() or offsets[-1] > batch.size // self._dtype.itemsize:
+            if offsets[0] < 0 or (lengths < 0).any() or offsets[-1] > batch.size // self.dtype.itemsize:
                 self._damaged(begin, "the offsets of its batch descend, or point outside of the batch")
             yield lengths
 
@@ -145,7 +169,7 @@ class PreparedCorpus:
         number = bisect_right(self._begins, document) - 1
         batch, row = self._batches[number], document - self._begins[number]
         offsets = np.frombuffer(self._pread(batch.file, batch.offsets + 8 * row, 16, document), np.int64)
-        begin, end = (offsets * self._dtype.itemsize).tolist()
+        begin, end = (offsets * self.dtype.itemsize).tolist()
         if not 0 <= begin <= end <= batch.size:
             self._damaged(document, f"it lies from byte {begin:,} to {end:,} of a batch of {batch.size:,} bytes")
         return self._pread(batch.file, batch.values + begin, end - begin, document)

@@ -107,7 +107,7 @@ def test_all_rules_are_checked_at_once(tmp_path: Path) -> None:
     found = problems(
         tmp_path,
         "parallel.tp=3",
-        "data.doc_mask=true",
+        "data.packing=best_fit",
         "train.global_batch=3",
         "train.micro_batch=2",
         "optim.min_lr=1",
@@ -116,11 +116,11 @@ def test_all_rules_are_checked_at_once(tmp_path: Path) -> None:
         world=4,
     )
     assert [(problem.key, problem.origin) for problem in found] == [
-        ("data.doc_mask", "override"),
         ("model.init", "override"),
         ("train.global_batch", "override"),
         ("optim.min_lr", "override"),
         ("data.path", "default"),
+        ("data.packing", "override"),
         ("parallel.tp", "override"),  # heads
         ("parallel.tp", "override"),  # world
     ]
@@ -241,19 +241,19 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
     checked(tmp_path, *overrides, "train.eval_every=0", "data.validation_fraction=0")
 
 
-@pytest.mark.parametrize(
-    ("key", "overrides"),
-    [
-        ("data.source", ["data.source=arrow", "data.path=x"]),
-        ("data.packing", ["data.packing=best_fit"]),
-        ("data.doc_mask", ["data.doc_mask=true"]),
-    ],
-)
-def test_what_this_release_lacks_is_refused_in_one_sentence(tmp_path: Path, key: str, overrides: list[str]) -> None:
-    found = only(tmp_path, *overrides)
-    assert found.key == key
-    assert "not available in this release" in found.reason
-    assert "; use " in found.reason
+def test_best_fit_needs_documents(tmp_path: Path) -> None:
+    checked(tmp_path, "data.source=arrow", "data.path=x", "data.packing=best_fit")
+    found = only(tmp_path, "data.packing=best_fit")
+    assert found.key == "data.packing"
+    assert "source=stdlib is one stream of tokens" in found.reason
+
+
+def test_masks_need_the_end_of_a_document_and_one_stage(tmp_path: Path) -> None:
+    checked(tmp_path, "data.doc_mask=true")
+    tokens = ("data.source=tokens", "data.path=x.npy", "train.eval_every=0", "data.doc_mask=true")
+    assert "no tokenizer that names it" in only(tmp_path, *tokens).reason
+    checked(tmp_path, *tokens, "data.tokenizer=t")
+    assert "do not pass the stages" in only(tmp_path, "data.doc_mask=true", "parallel.pp=2", world=2).reason
 
 
 @pytest.mark.parametrize(

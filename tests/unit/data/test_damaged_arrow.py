@@ -29,7 +29,9 @@ TYPES = (
     *(pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()),
     *(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.uint32(), pa.large_string())),
 )
-TEXTS = st.lists(st.sampled_from(["", "a", "\u00e9" * 3, "text of more than twelve bytes", None]), min_size=1, max_size=20)
+TEXTS = st.lists(
+    st.sampled_from(["", "a", "\u00e9" * 3, "text of more than twelve bytes", None]), min_size=1, max_size=20
+)
 DAMAGE = st.lists(
     st.tuples(
         st.floats(0, 1),

@@ -69,14 +69,14 @@ def test_of_a_run_that_cannot_start_yet_dry_run_prints_what_each_node_runs_and_t
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XLA_USE_BF16", "1")
-    assert main(monkeypatch, "launch", str(RECIPE), "data.source=arrow", "--dry-run") == 2
+    assert main(monkeypatch, "launch", str(RECIPE), "data.packing=best_fit", "--dry-run") == 2
     printed = capsys.readouterr()
     assert "\nexport NEURON_RT_STOCHASTIC_ROUNDING_EN=1\n" in printed.out
     assert "\nexport FI_PROVIDER=efa\n" in printed.out
     assert " --nnodes=128 --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500 " in printed.out
     assert " --nproc-per-node=32 " in printed.out
     keys = [line.split()[1] for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert {"data.source", "XLA_USE_BF16"} <= set(keys)
+    assert {"data.packing", "XLA_USE_BF16"} <= set(keys)
     assert "    unset it and use precision.params=bf16\n" in printed.err
 
 

@@ -1,0 +1,46 @@
+"""Causal attention inside of documents that share a row: a query sees the keys of its own document only.
+
+Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nxtrain.backends.kernels import repeat_heads
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+    """`Kernels.document_attention` by a mask: all S^2 scores are computed, in a graph that no document changes."""
+    repeats, length = q.shape[2] // k.shape[2], q.shape[0]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if repeats > 1:
+        k, v = (repeat_heads(x, repeats) for x in (k, v))
+    places = torch.arange(length, device=q.device)
+    visible = (places <= places[:, None]) & (places >= starts[:, :, None])  # (B, queries, keys)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
+    return out.permute(2, 0, 1, 3)
+
+
+def attention_by_document(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, starts: Tensor
+) -> Tensor:
+    """`Kernels.document_attention` by one call for each document, for devices whose numbers the host reads at no cost.
+
+    Args:
+        attention: Causal attention of whole rows, such as `Kernels.attention`.
+        q: (S, B, N, H).
+        k, v: (S, B, K, H).
+        starts: (B, S) first position of each position's document.
+    """
+    rows = []
+    for row, begins in enumerate(starts.tolist()):
+        bounds = [*sorted(set(begins)), len(begins)]
+        parts = [attention(*(x[begin:end, row : row + 1] for x in (q, k, v))) for begin, end in pairwise(bounds)]
+        rows.append(torch.cat(parts))
+    return torch.cat(rows, dim=1)

@@ -1,0 +1,228 @@
+"""Rows of a prepared corpus, tokenized and packed while they are consumed, in lanes that do not depend on the ranks.
+
+The endless order of documents is dealt to a fixed number of lanes: lane l takes positions l, l + L, l + 2L and so on.
+Each lane packs its own documents into rows. A lane's place is two numbers, from which its rows go on exactly.
+
+A place of `concat` is a document and a token in it, with which the next row begins. A place of `best_fit` is the first
+document of a window, and the rows that the window has given. A window has the tokens of `WINDOW_ROWS` rows or slightly
+more, and is packed as one. Its documents are tokenized again after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxtrain.data.arrow.columns import encode
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.order import shuffled
+from nxtrain.data.packing import best_fit
+from nxtrain.data.stream_loader import Lane, LaneOrder, Place
+from nxtrain.data.tokenization import TextTokenizer
+from nxtrain.errors import DataError
+from nxtrain.family import IGNORE_INDEX
+
+WINDOW_ROWS = 128
+"""Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""
+
+_GROUP_BYTES = 1 << 18
+"""Text that a lane tokenizes at once, so that the tokenizer's threads have work."""
+
+Ids = NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of a corpus as token ids, in the endless order.
+
+    Args:
+        corpus: Text, or ids that end with the end of text.
+        tokenizer: Tokenizer of text; None for ids.
+        vocab_size: Size of the vocabulary; every id is below it.
+        held_out: Share of the documents that are held out, by a hash of their content.
+    """
+
+    corpus: PreparedCorpus
+    tokenizer: TextTokenizer | None
+    vocab_size: int
+    held_out: float = 0.0
+
+    def lane(self, order: LaneOrder, lane: int, start: int = 0) -> Iterator[tuple[int, Ids]]:
+        """Documents of a lane from an ordinal on, without end, each with its ordinal.
+
+        Raises:
+            DataError: A document is damaged, has an id outside of the vocabulary, or all are held out.
+            StorageError: The storage fails.
+        """
+        total, num_skipped = len(self.corpus), 0
+        places = count(start)
+        while True:
+            ordinals: list[int] = []
+            contents: list[bytes] = []
+            size = 0
+            while size < _GROUP_BYTES:
+                ordinal = next(places)
+                position = np.array([lane + ordinal * order.lanes])
+                document = int(shuffled(position, total, order.seed)[0] if order.shuffle else position[0] % total)
+                content = self.corpus.raw(document)
+                if self.is_held_out(content):
+                    num_skipped += 1
+                    if num_skipped > total:
+                        raise DataError(
+                            f"{self.corpus.path}: data.validation_fraction={self.held_out} holds out every document "
+                            f"of {total:,} that can be trained on; lower it, or give more documents"
+                        )
+                else:
+                    ordinals.append(ordinal)
+                    contents.append(content)
+                    size, num_skipped = size + len(content), 0
+            yield from zip(ordinals, self.ids(contents), strict=True)
+
+    def ids(self, contents: list[bytes]) -> Iterator[Ids]:
+        """Ids of documents, each with the end of text behind it.
+
+        Raises:
+            DataError: An id is outside of the vocabulary.
+        """
+        if self.tokenizer is not None:
+            yield from encode(self.tokenizer, contents)
+            return
+        for content in contents:
+            found = np.frombuffer(content, self.corpus.dtype)
+            if found.size and int(found.max()) >= self.vocab_size:
+                raise DataError(
+                    f"{self.corpus.path} has the id {int(found.max())}, outside of the vocabulary, 0 to "
+                    f"{self.vocab_size - 1}; set model.config.vocab_size to that of the tokenizer that made the ids"
+                )
+            yield found
+
+    def is_held_out(self, content: bytes) -> bool:
+        """True for a document of the held-out share; equal documents are on one side, in every order."""
+        if not self.held_out:
+            return False
+        number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+        return number < self.held_out * 2.0**64
+
+
+class ConcatLane:
+    """Documents end to end; a row begins with the last token of the row before.
+
+    Args:
+        documents: Documents from that of the place on, each with its ordinal.
+        seq_len: S, targets in a row.
+        place: Document and token with which the next row begins.
+    """
+
+    def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, place: Place) -> None:
+        self._documents, self._seq_len, self._place = documents, seq_len, place
+        self._held: deque[tuple[int, Ids]] = deque()
+
+    @property
+    def place(self) -> Place:
+        """Place of the next row."""
+        return self._place
+
+    def row(self) -> NDArray[np.int64]:
+        """Next row: (S + 1,) ids."""
+        capacity = self._seq_len + 1
+        row, filled = np.empty(capacity, np.int64), 0
+        start, number = self._place[1], 0
+        while True:
+            if number == len(self._held):
+                self._held.append(next(self._documents))
+            ordinal, ids = self._held[number]
+            taken = ids[start : start + capacity - filled]
+            row[filled : filled + taken.size] = taken
+            filled += taken.size
+            if filled == capacity:
+                self._place = (ordinal, start + taken.size - 1)
+                break
+            start, number = 0, number + 1
+        while self._held[0][0] != self._place[0]:
+            self._held.popleft()
+        return row
+
+
+class BestFitLane:
+    """Documents fitted whole into rows; only documents above a row are cut.
+
+    Args:
+        documents: Documents from that of the place on, each with its ordinal.
+        seq_len: S, targets in a row.
+        place: First document of the window, and rows that the window has given.
+        seed: Seed of the order of the rows in a window; None: the order of packing.
+    """
+
+    def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, place: Place, seed: int | None) -> None:
+        self._documents, self._capacity, self._seed = documents, seq_len + 1, seed
+        self._begin, self._given = place
+        self._next = self._begin
+        self._rows: NDArray[np.int32] = np.empty((0, seq_len + 1), np.int32)
+
+    @property
+    def place(self) -> Place:
+        """Place of the next row."""
+        return self._begin, self._given
+
+    def row(self) -> NDArray[np.int64]:
+        """Next row: (S + 1,) ids, `IGNORE_INDEX` behind the last document."""
+        if not len(self._rows):
+            self._fill()
+        row: NDArray[np.int64] = self._rows[self._given].astype(np.int64)
+        self._given += 1
+        if self._given == len(self._rows):
+            self._begin, self._given, self._rows = self._next, 0, self._rows[:0]
+        return row
+
+    def _fill(self) -> None:
+        """Tokenize and pack the documents of the window."""
+        window: list[Ids] = []
+        num_tokens = 0
+        while num_tokens < WINDOW_ROWS * self._capacity:
+            ordinal, ids = next(self._documents)
+            window.append(ids)
+            num_tokens += ids.size
+            self._next = ordinal + 1
+        packing = best_fit(np.array([ids.size for ids in window], np.int64), self._capacity)
+        table = np.full((packing.num_rows, self._capacity), IGNORE_INDEX, np.int32)
+        filled = np.zeros(packing.num_rows, np.int64)
+        pieces = zip(packing.documents, packing.starts, packing.lengths, packing.rows, strict=True)
+        for document, start, length, row in pieces:
+            begin = filled[row]
+            table[row, begin : begin + length] = window[document][start : start + length]
+            filled[row] = begin + length
+        order = np.arange(packing.num_rows)
+        if self._seed is not None:
+            order = shuffled(order, packing.num_rows, self._seed + self._begin)
+        self._rows = table[order]
+
+
+def open_lane(
+    documents: Documents,
+    packing: Literal["concat", "best_fit"],
+    seq_len: int,
+    order: LaneOrder,
+    lane: int,
+    place: Place = (0, 0),
+) -> Lane:
+    """Open a lane at a place.
+
+    Args:
+        documents: Documents of the corpus.
+        packing: Way to pack.
+        seq_len: Targets in a row.
+        order: Order of the documents, and number of lanes.
+        lane: Number of the lane.
+        place: Place of the first row.
+    """
+    found = documents.lane(order, lane, place[0])
+    if packing == "concat":
+        return ConcatLane(found, seq_len, place)
+    return BestFitLane(found, seq_len, place, order.seed + lane if order.shuffle else None)

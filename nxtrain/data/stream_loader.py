@@ -1,0 +1,152 @@
+"""Loader of batches from lanes of rows that are packed while they are consumed; its state is the place of each lane."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxtrain.data.loader import Batch, BatchShare, batch_of
+from nxtrain.errors import CheckpointError
+
+Place = tuple[int, int]
+"""Place of a lane: an ordinal of its documents, and a token or a row."""
+MAX_LANES = 32
+
+
+class Lane(Protocol):
+    """Endless rows of a lane."""
+
+    @property
+    def place(self) -> Place:
+        """Place of the next row."""
+        ...
+
+    def row(self) -> NDArray[np.int64]:
+        """Next row: (S + 1,) ids, `IGNORE_INDEX` behind the last document."""
+        ...
+
+
+@dataclass(frozen=True)
+class LaneOrder:
+    """Order of the documents of every lane.
+
+    Args:
+        lanes: Number of lanes.
+        seed: Seed of the orders.
+        shuffle: True for a new random order of the documents in each epoch; False for the order of the corpus.
+    """
+
+    lanes: int
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Documents that are tokenized and packed while they are consumed.
+
+    Args:
+        open_lane: Opens a lane, by the order of all lanes, its number and its place.
+        num_documents: Documents of the corpus.
+    """
+
+    open_lane: Callable[[LaneOrder, int, Place], Lane]
+    num_documents: int
+
+
+def num_lanes(global_batch: int) -> int:
+    """Number of lanes: the largest divisor of the global batch up to `MAX_LANES`, whatever the number of ranks."""
+    return max(lanes for lanes in range(1, MAX_LANES + 1) if global_batch % lanes == 0)
+
+
+class StreamLoader:
+    """Assigns the rows of lanes to steps and ranks.
+
+    Each lane gives global_batch / lanes adjacent rows of every step. A data parallel rank tokenizes the lanes of its
+    rows, and no others. Neither micro_batch nor dp_size changes the rows of a step.
+
+    Args:
+        open_lane: Opens a lane, by its number, at a place.
+        lanes: Number of lanes; divides the global batch.
+        share: This rank's share of each global batch.
+        end_id: Id of the end of text, which also stands behind the last document of a row.
+        doc_mask: Batches have masks between documents.
+        places: Place of every lane of the first batch; empty for the begin of the corpus.
+    """
+
+    def __init__(
+        self,
+        open_lane: Callable[[int, Place], Lane],
+        lanes: int,
+        share: BatchShare,
+        *,
+        end_id: int,
+        doc_mask: bool = False,
+        places: Sequence[Place] = (),
+    ) -> None:
+        assert share.global_batch % lanes == 0, share
+        self._open_lane, self._share = open_lane, share
+        self._end_id, self._doc_mask = end_id, doc_mask
+        self._lanes, self._rows_per_lane = lanes, share.global_batch // lanes
+        self._first = share.dp_rank * share.num_rows
+        mine = range(self._first // self._rows_per_lane, -(-(self._first + share.num_rows) // self._rows_per_lane))
+        self._places: dict[int, Place] = {lane: places[lane] if places else (0, 0) for lane in mine}
+
+    def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
+        """Endless batches from the place of the lanes on; a thread tokenizes up to `depth` ahead of the consumer.
+
+        Args:
+            start_step: Step of the first batch; the places already are those of this step.
+            depth: Batches ahead of the consumer.
+
+        A read error is raised to the consumer at the step of the failed batch. Closing the generator ends the thread.
+        """
+        lanes = {lane: self._open_lane(lane, place) for lane, place in self._places.items()}
+        pool = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-data")
+        try:
+            pending = deque(pool.submit(self._next, lanes) for _ in range(depth))
+            while True:
+                batch, places = pending.popleft().result()
+                pending.append(pool.submit(self._next, lanes))
+                self._places = places
+                yield batch
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def cursor(self) -> dict[int, Place]:
+        """Places behind the last batch that was consumed, of the lanes of this rank."""
+        return dict(self._places)
+
+    def _next(self, lanes: Mapping[int, Lane]) -> tuple[Batch, dict[int, Place]]:
+        rows = np.stack([lane.row() for lane in lanes.values() for _ in range(self._rows_per_lane)])
+        skipped = self._first - min(lanes) * self._rows_per_lane
+        mine = rows[skipped : skipped + self._share.num_rows]
+        batch = batch_of(mine, self._share.micro_batch, end_id=self._end_id, doc_mask=self._doc_mask)
+        return batch, {number: lane.place for number, lane in lanes.items()}
+
+
+def merged(cursors: Sequence[Mapping[int, Place]]) -> dict[str, Any]:
+    """Cursor of a run, for its checkpoint: the place of every lane, from those that the ranks know."""
+    known = {lane: place for cursor in cursors for lane, place in cursor.items()}
+    return {"places": [list(known[lane]) for lane in range(len(known))]} if known else {}
+
+
+def places_of(cursor: Mapping[str, Any], lanes: int) -> list[Place]:
+    """Places of a checkpoint's cursor; empty if the checkpoint has none.
+
+    Raises:
+        CheckpointError: The cursor has another number of lanes.
+    """
+    found = [(int(document), int(number)) for document, number in cursor.get("places", [])]
+    if found and len(found) != lanes:
+        raise CheckpointError(
+            f"the checkpoint's data has {len(found)} lanes, and train.global_batch here makes {lanes}; "
+            "keep train.global_batch, or start a new run from the weights"
+        )
+    return found

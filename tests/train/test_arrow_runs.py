@@ -1,0 +1,110 @@
+"""Runs on a prepared corpus that is tokenized and packed during training: any stop, and any ranks, same losses."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.config.check import Resolved
+from nxtrain.errors import CheckpointError, DataError
+from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
+from tests.support.models import changed
+from tests.support.ranks import RankPool
+from tests.support.runs import GLOBAL_BATCH, SEQ_LEN, course, records, run_plan, train_rank
+
+STEPS, VOCABULARY = 6, 300
+PACKINGS = ("concat", "best_fit")
+
+
+class Runs:
+    """Runs on one prepared corpus."""
+
+    def __init__(self, ranks: RankPool, folder: Path) -> None:
+        self.ranks, self.folder = ranks, folder
+        self.corpus = folder / "corpus.arrow"
+        prepare(write_corpus(folder / "src", "a.jsonl", documents(40)), out=self.corpus)
+        self.tokenizer = write_tokenizer(folder / "tokenizer", VOCABULARY)
+        self.straight = cache(lambda packing: self.run(self.plan(f"straight-{packing}", packing, STEPS)))
+
+    def plan(self, name: str, packing: str, steps: int, dp: int = 1, **sections: dict[str, Any]) -> Resolved:
+        data = {"source": "arrow", "path": str(self.corpus), "packing": packing, "tokenizer": str(self.tokenizer)}
+        return run_plan(
+            self.folder / name,
+            data,
+            steps=steps,
+            parallel={"tp": 1, "dp": dp},
+            model={"config": {"vocab_size": VOCABULARY}},
+            optim={"decay_steps": STEPS, "warmup_steps": 2},
+            checkpoint={"every": 2, "async": False},
+            **sections,
+        )
+
+    def run(self, resolved: Resolved) -> Path:
+        self.ranks.run(resolved.config.parallel.dp, train_rank, resolved)
+        return resolved.config.run.dir
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize(("packing", "stop"), [("concat", 3), ("best_fit", 1), ("best_fit", 5)])
+def test_going_on_after_any_step_is_the_straight_run(runs: Runs, packing: str, stop: int) -> None:
+    name = f"{packing}-{stop}"
+    runs.run(runs.plan(name, packing, stop))
+    broken = runs.run(runs.plan(name, packing, STEPS))
+    assert course(broken) == course(runs.straight(packing))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_one_two_and_again_one_rank_train_on_the_rows_of_one(runs: Runs, packing: str) -> None:
+    straight, name = runs.straight(packing), f"elastic-{packing}"
+    for steps, dp in ((2, 1), (4, 2), (STEPS, 1)):
+        folder = runs.run(runs.plan(name, packing, steps, dp))
+    for ours, theirs in zip(records(folder), records(straight), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+    metas = [read_meta(each / "checkpoints" / f"step-{STEPS:08d}") for each in (folder, straight)]
+    assert metas[0].data_cursor == metas[1].data_cursor
+    assert len(metas[0].data_cursor["places"]) == GLOBAL_BATCH
+
+
+def test_another_batch_or_packing_is_not_continued(runs: Runs) -> None:
+    runs.run(runs.plan("drift", "concat", 2))
+    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: .*the data's fingerprint is"):
+        runs.run(runs.plan("drift", "best_fit", 4))
+    batch = changed(runs.plan("drift", "concat", 4), train={"global_batch": 2 * GLOBAL_BATCH})
+    with pytest.raises(AssertionError, match=r"4 lanes, and train\.global_batch here makes 8"):
+        runs.run(changed(batch, checkpoint={"allow_drift": ("batch",)}))
+
+
+def test_held_out_documents_are_evaluated(runs: Runs) -> None:
+    resolved = runs.plan("held-out", "best_fit", 3, train={"eval_every": 1, "eval_batches": 2})
+    folder = runs.run(changed(resolved, data={"validation_fraction": 0.3, "tokenizer": ""}))
+    losses = [record["val_loss"] for record in records(folder)]
+    assert len(set(losses)) == 3
+    assert all(4 < loss < 7 for loss in losses)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["val_tokens"] == 2 * GLOBAL_BATCH * SEQ_LEN
+    assert summary["bits_per_byte"] > 0
+
+
+def test_ids_need_no_tokenizer_and_refuse_another(runs: Runs) -> None:
+    corpus = runs.folder / "ids.arrow"
+    prepare(runs.folder / "src", out=corpus, tokenizer=runs.tokenizer)
+    ids = changed(runs.plan("ids", "concat", STEPS), data={"path": str(corpus), "tokenizer": ""})
+    assert course(runs.run(ids)) == course(runs.straight("concat"))
+    other = write_tokenizer(runs.folder / "other", VOCABULARY - 10)
+    with pytest.raises(AssertionError, match=f"{DataError.__name__}: .*did not make the ids"):
+        runs.run(changed(ids, data={"tokenizer": str(other)}, run={"dir": runs.folder / "ids-other"}))
+
+
+def test_an_absent_corpus_names_the_command_that_makes_it(runs: Runs) -> None:
+    resolved = changed(runs.plan("absent", "concat", 1), data={"path": "absent.arrow"})
+    with pytest.raises(AssertionError, match=r"nxtrain data prepare FILES --out absent\.arrow"):
+        runs.run(resolved)

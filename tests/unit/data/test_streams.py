@@ -1,0 +1,231 @@
+"""Rows that are packed while they are consumed: their order, their tokens, and their place after any step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from nxtrain.data.arrow import streams
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.streams import BestFitLane, Documents, open_lane
+from nxtrain.data.loader import Batch, BatchShare
+from nxtrain.data.order import shuffled
+from nxtrain.data.stream_loader import MAX_LANES, LaneOrder, StreamLoader, merged, num_lanes, places_of
+from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
+from nxtrain.errors import CheckpointError, DataError
+from nxtrain.family import IGNORE_INDEX
+from tests.support.corpora import prepare, write_corpus, write_tokenizer
+
+SEQ_LEN, GLOBAL_BATCH, SEED, VOCABULARY = 24, 8, 7, 300
+IN_ORDER = LaneOrder(1, SEED, False)
+Packing = Literal["concat", "best_fit"]
+TEXTS = [f"{number}: " + "snow and rain " * (number * number % 11) for number in range(37)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "t", VOCABULARY), VOCABULARY)
+
+
+@pytest.fixture(scope="module", params=["text", "ids"])
+def documents(
+    request: pytest.FixtureRequest, tokenizer: TextTokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Documents:
+    folder = tmp_path_factory.mktemp("corpus")
+    options: dict[str, Any] = {"tokenizer": tokenizer.path} if request.param == "ids" else {}
+    prepare(write_corpus(folder / "src", "a.jsonl", TEXTS), out=folder / "o.arrow", **options)
+    known = None if request.param == "ids" else tokenizer
+    return Documents(PreparedCorpus(folder / "o.arrow"), known, VOCABULARY)
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "WINDOW_ROWS", 3)
+    monkeypatch.setattr(streams, "_GROUP_BYTES", 100)
+
+
+def ids_of(tokenizer: TextTokenizer, text: str) -> list[int]:
+    return [*next(tokenizer.encode([text])).tolist(), tokenizer.end_id]
+
+
+def loader(
+    documents: Documents,
+    packing: Packing,
+    *,
+    dp: tuple[int, int] = (0, 1),
+    micro: int = 1,
+    places: Sequence[tuple[int, int]] = (),
+    shuffle: bool = True,
+) -> StreamLoader:
+    lanes = num_lanes(GLOBAL_BATCH)
+    return StreamLoader(
+        lambda lane, place: open_lane(documents, packing, SEQ_LEN, LaneOrder(lanes, SEED, shuffle), lane, place),
+        lanes,
+        BatchShare(GLOBAL_BATCH, micro, *dp),
+        end_id=0,
+        places=places,
+    )
+
+
+def taken(each: StreamLoader, number: int, depth: int = 2) -> list[Batch]:
+    batches = each.prefetched(0, depth)
+    try:
+        return list(islice(batches, number))
+    finally:
+        batches.close()
+
+
+def rows_of(batch: Batch) -> list[list[int]]:
+    """Inputs and targets of each row, side by side."""
+    inputs, targets = (x.reshape(-1, SEQ_LEN) for x in (batch.inputs, batch.targets))
+    found: list[list[int]] = np.concatenate([inputs, targets], axis=1).tolist()
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_lanes_hold_every_document_once_an_epoch_for_three_epochs(
+    documents: Documents, tokenizer: TextTokenizer, shuffle: bool
+) -> None:
+    total, lanes = len(TEXTS), 4
+    wanted = {number: ids_of(tokenizer, text) for number, text in enumerate(TEXTS)}
+    found: dict[int, list[int]] = {}
+    for lane in range(lanes):
+        ours = documents.lane(LaneOrder(lanes, SEED, shuffle), lane)
+        found |= {lane + ordinal * lanes: ids.tolist() for ordinal, ids in islice(ours, 3 * total // lanes + 1)}
+    for epoch in range(3):
+        places = np.arange(epoch * total, (epoch + 1) * total)
+        order = shuffled(places, total, SEED).tolist() if shuffle else list(range(total))
+        assert [found[place] for place in places.tolist()] == [wanted[number] for number in order]
+        assert sorted(order) == list(range(total))
+
+
+def test_concat_is_one_stream_per_lane_whose_rows_share_a_token(documents: Documents, tokenizer: TextTokenizer) -> None:
+    ours = documents.lane(LaneOrder(4, SEED, True), 1)
+    stream = [token for _, ids in islice(ours, 40) for token in ids.tolist()]
+    lane = open_lane(documents, "concat", SEQ_LEN, LaneOrder(4, SEED, True), 1)
+    for number in range((len(stream) - 1) // SEQ_LEN):
+        assert lane.row().tolist() == stream[number * SEQ_LEN : (number + 1) * SEQ_LEN + 1]
+
+
+def pieces(row: NDArray[np.int64], end_id: int) -> list[list[int]]:
+    """Documents of a row, each with its end; the last one may be a whole row without one."""
+    found: list[list[int]] = [[]]
+    for token in row[row != IGNORE_INDEX].tolist():
+        found[-1].append(token)
+        if token == end_id:
+            found.append([])
+    return [piece for piece in found if piece]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.sampled_from([None, 3]))
+def test_best_fit_gives_every_token_once_and_cuts_only_documents_above_a_row(
+    lengths: list[int], seed: int | None
+) -> None:
+    given_documents = [np.array([*range(1 + n, n + length), 0], np.uint16) for n, length in enumerate(lengths)]
+    endless = enumerate(given_documents * 400)
+    lane = BestFitLane(endless, SEQ_LEN, (0, 0), seed)
+    lane.row()
+    while lane.place[1]:  # to the end of the window
+        lane.row()
+    window = (given_documents * 400)[: lane.place[0]]
+    again = BestFitLane(enumerate(given_documents * 400), SEQ_LEN, (0, 0), seed)
+    rows = []
+    while again.place != lane.place:
+        rows.append(again.row())
+    assert sum(int((row != IGNORE_INDEX).sum()) for row in rows) == sum(ids.size for ids in window)
+    found = Counter(tuple(piece) for row in rows for piece in pieces(row, 0))
+    capacity = SEQ_LEN + 1
+    whole = Counter(
+        tuple(ids[start : start + capacity].tolist()) for ids in window for start in range(0, ids.size, capacity)
+    )
+    assert found == whole  # a document that fits is one piece of its own
+    assert sum(ids.size for ids in window) >= 3 * capacity > sum(ids.size for ids in window[:-1])
+
+
+def test_best_fit_wastes_at_most_one_percent_of_log_normal_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for median, seq_len in ((150, 2048), (600, 4096)):
+        lengths = np.random.default_rng(0).lognormal(np.log(median), 1.0, 60_000).astype(np.int64) + 2
+        lane = BestFitLane(enumerate(np.ones(length, np.uint16) for length in lengths), seq_len, (0, 0), 1)
+        rows = [lane.row() for _ in range(900)]
+        assert np.mean([row == IGNORE_INDEX for row in rows]) <= 0.01
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize(("dp", "micro"), [(2, 1), (2, 4), (4, 2), (8, 1)])
+def test_ranks_share_what_one_rank_reads(documents: Documents, packing: Packing, dp: int, micro: int) -> None:
+    alone = taken(loader(documents, packing), 12)
+    ranks = [taken(loader(documents, packing, dp=(rank, dp), micro=micro), 12, depth=rank + 1) for rank in range(dp)]
+    for step, batch in enumerate(alone):
+        assert [row for rank in ranks for row in rows_of(rank[step])] == rows_of(batch)
+        assert sum(rank[step].num_tokens for rank in ranks) == batch.num_tokens
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_from_every_step_of_three_epochs_the_rows_go_on_as_they_would_have(
+    documents: Documents, packing: Packing, shuffle: bool
+) -> None:
+    """One, two and again one rank, each from the places that the ranks before it left."""
+    total = sum(len(ids) for _, ids in islice(documents.lane(IN_ORDER, 0), len(TEXTS)))
+    steps = 3 * total // (GLOBAL_BATCH * SEQ_LEN) + 2
+    straight = [rows_of(batch) for batch in taken(loader(documents, packing, shuffle=shuffle), steps)]
+    places: Sequence[tuple[int, int]] = ()
+    for step in range(steps):
+        dp = 1 + step % 2
+        ranks = [loader(documents, packing, dp=(r, dp), places=places, shuffle=shuffle) for r in range(dp)]
+        found = [row for rank in ranks for row in rows_of(taken(rank, 1)[0])]
+        assert found == straight[step]
+        places = places_of(merged([rank.cursor() for rank in ranks]), num_lanes(GLOBAL_BATCH))
+
+
+def test_the_cursor_is_that_of_what_was_consumed_and_not_of_what_was_read_ahead(documents: Documents) -> None:
+    one = loader(documents, "concat")
+    batches = one.prefetched(0, depth=5)
+    next(batches)
+    batches.close()
+    other = loader(documents, "concat", places=places_of(merged([one.cursor()]), num_lanes(GLOBAL_BATCH)))
+    assert rows_of(taken(other, 1)[0]) == rows_of(taken(loader(documents, "concat"), 2)[1])
+
+
+def test_held_out_documents_are_never_trained_on(documents: Documents, tokenizer: TextTokenizer) -> None:
+    share = Documents(documents.corpus, documents.tokenizer, VOCABULARY, held_out=0.3)
+    held = {number for number in range(len(TEXTS)) if share.is_held_out(documents.corpus.raw(number))}
+    assert 3 < len(held) < 25
+    found = {tuple(ids.tolist()) for _, ids in islice(share.lane(LaneOrder(1, SEED, True), 0), 2 * len(TEXTS))}
+    assert found == {tuple(ids_of(tokenizer, TEXTS[number])) for number in range(len(TEXTS)) if number not in held}
+    everything = Documents(documents.corpus, documents.tokenizer, VOCABULARY, held_out=0.999999)
+    with pytest.raises(DataError, match="holds out every document"):
+        next(everything.lane(LaneOrder(1, SEED, True), 0))
+
+
+def test_lanes_divide_the_batch_whatever_it_is() -> None:
+    for batch in range(1, 200):
+        assert batch % num_lanes(batch) == 0
+        assert num_lanes(batch) <= MAX_LANES
+    assert [num_lanes(batch) for batch in (1, 8, 37, 1024)] == [1, 8, 1, 32]
+    with pytest.raises(CheckpointError, match=r"8 lanes, and train\.global_batch here makes 4"):
+        places_of({"places": [[0, 0]] * 8}, 4)
+
+
+def test_damage_and_ids_outside_of_the_vocabulary_are_named(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    prepare(write_corpus(tmp_path / "src", "a.jsonl", TEXTS), out=tmp_path / "text.arrow")
+    content = (tmp_path / "text.arrow").read_bytes()
+    (tmp_path / "text.arrow").write_bytes(content.replace(b"5: snow", b"5: sn\xffw"))
+    damaged = Documents(PreparedCorpus(tmp_path / "text.arrow"), tokenizer, VOCABULARY)
+    with pytest.raises(DataError, match=r"text\.arrow, document 5 of 37, is damaged: its text is no UTF-8"):
+        list(islice(damaged.lane(IN_ORDER, 0), len(TEXTS)))
+    prepare(tmp_path / "src", out=tmp_path / "ids.arrow", tokenizer=tokenizer.path)
+    small = Documents(PreparedCorpus(tmp_path / "ids.arrow"), None, 100)
+    with pytest.raises(DataError, match="outside of the vocabulary, 0 to 99"):
+        next(small.lane(IN_ORDER, 0))

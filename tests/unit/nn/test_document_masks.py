@@ -1,0 +1,115 @@
+"""Documents that share a row compute what each computes alone: logits, losses and gradients."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from nxtrain.backends.base import Kernels
+from nxtrain.backends.cpu import CpuBackend, CpuKernels
+from nxtrain.backends.kernels import FusedKernels, PlainKernels
+from nxtrain.data.loader import Batch, batch_of
+from nxtrain.family import IGNORE_INDEX
+from nxtrain.mesh import Mesh
+from tests.support.models import SHAPES, our_model, plan, weights_of
+
+SEQ_LEN, END, TOLERANCE = 64, 0, 1e-5
+KERNELS: dict[str, Kernels] = {"cpu": CpuKernels(), "fused": FusedKernels(), "plain": PlainKernels()}
+
+
+def drawn_row(rng: Random, vocab_size: int) -> list[int]:
+    """S + 1 ids: documents of drawn lengths, each with its end; the last one may be cut, or padding may follow."""
+    row: list[int] = []
+    while len(row) <= SEQ_LEN:
+        row += [rng.randrange(1, vocab_size) for _ in range(rng.choice((0, 1, 3, 10, 30)))] + [END]
+        if rng.random() < 0.1:
+            row += [IGNORE_INDEX] * (SEQ_LEN + 1)
+    return row[: SEQ_LEN + 1]
+
+
+def spans(row: list[int]) -> list[tuple[int, int]]:
+    """First and last + 1 position of each document among the inputs of a row."""
+    bounds = [0, *(place + 1 for place, token in enumerate(row[:SEQ_LEN]) if token in {END, IGNORE_INDEX}), SEQ_LEN]
+    return [(begin, end) for begin, end in pairwise(bounds) if begin < end]
+
+
+def drawn_batch(rng: Random, vocab_size: int, rows: int) -> tuple[list[list[int]], Batch]:
+    found = [drawn_row(rng, vocab_size) for _ in range(rows)]
+    return found, batch_of(np.array(found), rows, end_id=END, doc_mask=True)
+
+
+@given(st.integers(0, 1 << 32))
+def test_starts_and_targets_are_those_of_the_documents(seed: int) -> None:
+    rows, batch = drawn_batch(Random(seed), 50, 3)
+    assert batch.starts is not None
+    for number, row in enumerate(rows):
+        starts = [begin for begin, end in spans(row) for _ in range(begin, end)]
+        assert batch.starts[0, number].tolist() == starts
+        inputs = [END if token == IGNORE_INDEX else token for token in row[:-1]]
+        assert batch.inputs[0, number].tolist() == inputs
+        targets = [IGNORE_INDEX if inputs[place] == END else row[place + 1] for place in range(SEQ_LEN)]
+        assert batch.targets[0, number].tolist() == targets
+    assert batch.num_tokens == int((batch.targets != IGNORE_INDEX).sum())
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[tuple[str, str], nn.Module]:
+    backend = CpuBackend()
+    found = {}
+    for shape in ("mha", "gqa2", "llama3-rope"):
+        resolved = plan(shape, train={"seq_len": SEQ_LEN})
+        for name, kernels in KERNELS.items():
+            backend.kernels = kernels
+            found[shape, name] = our_model(resolved, backend, Mesh(1, 0), weights_of(resolved))
+    backend.close()
+    return found
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@settings(deadline=None, max_examples=8)
+@given(st.integers(0, 1 << 32), st.sampled_from(["mha", "gqa2", "llama3-rope"]))
+def test_packed_documents_are_those_alone(
+    models: dict[tuple[str, str], nn.Module], kernels: str, seed: int, shape: str
+) -> None:
+    assert shape in SHAPES
+    model, rng = models[shape, kernels], Random(seed)
+    rows, batch = drawn_batch(rng, 128, rng.choice((1, 2, 3)))
+    assert batch.starts is not None
+    inputs, targets, starts = (torch.from_numpy(x[0]) for x in (batch.inputs, batch.targets, batch.starts))
+    logits = model.logits(inputs, starts)  # type: ignore[operator]
+    packed = model.loss(inputs, targets, starts)  # type: ignore[operator]
+    packed_grads = gradients(model, packed)
+    alone = torch.zeros(())
+    for number, row in enumerate(rows):
+        for begin, end in spans(row):
+            document = inputs[number : number + 1, begin:end]
+            expected = model.logits(document)  # type: ignore[operator]
+            torch.testing.assert_close(logits[number : number + 1, begin:end], expected, rtol=0, atol=TOLERANCE)
+            alone = alone + model.loss(document, targets[number : number + 1, begin:end])  # type: ignore[operator]
+    assert float(packed) == pytest.approx(float(alone), rel=TOLERANCE)
+    for name, expected in gradients(model, alone).items():
+        scale = max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(packed_grads[name], expected, rtol=0, atol=TOLERANCE * scale, msg=name)
+
+
+def test_without_masks_documents_see_each_other(models: dict[tuple[str, str], nn.Module]) -> None:
+    _, batch = drawn_batch(Random(3), 128, 2)
+    assert batch.starts is not None
+    model, inputs = models["gqa2", "cpu"], torch.from_numpy(batch.inputs[0])
+    masked = model.logits(inputs, torch.from_numpy(batch.starts[0]))  # type: ignore[operator]
+    assert float((masked - model.logits(inputs)).abs().max()) > 100 * TOLERANCE  # type: ignore[operator]
+    assert not math.isnan(float(masked.sum()))
