@@ -74,6 +74,19 @@ def test_one_two_and_again_one_rank_train_on_the_rows_of_one(runs: Runs, packing
     assert len(metas[0].data_cursor["places"]) == GLOBAL_BATCH
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_masks_between_documents_change_the_losses_and_no_rows(runs: Runs, remat: str) -> None:
+    train = {"remat": remat, "eval_every": 3, "eval_batches": 1}
+    data = {"doc_mask": True, "validation_fraction": 0.3}
+    masked = runs.run(changed(runs.plan(f"masked-{remat}", "best_fit", 3, train=train), data=data))
+    plain = runs.run(changed(runs.plan(f"plain-{remat}", "best_fit", 3, train=train), data={**data, "doc_mask": False}))
+    metas = [read_meta(folder / "checkpoints" / "step-00000003").data_cursor for folder in (masked, plain)]
+    assert metas[0] == metas[1]
+    for ours, theirs in zip(records(masked), records(plain), strict=True):
+        assert 0 < abs(ours["loss"] - theirs["loss"]) < 1
+    assert records(masked)[-1]["val_loss"] != records(plain)[-1]["val_loss"]
+
+
 def test_another_batch_or_packing_is_not_continued(runs: Runs) -> None:
     runs.run(runs.plan("drift", "concat", 2))
     with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: .*the data's fingerprint is"):
