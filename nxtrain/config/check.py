@@ -282,7 +282,13 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
     if data.source == "tokens" and held_out:
         reason = f"holds out {held_out} of the documents, but source=tokens has rows and knows no documents"
         yield Problem("data.validation_fraction", reason, hint="use data.validation_fraction=0")
-    if train.eval_every and (data.source == "tokens" or not held_out):
+    if data.validation_path and data.source != "arrow":
+        reason = f"{data.validation_path} is a prepared corpus, which source={data.source} does not read"
+        yield Problem("data.validation_path", reason, hint="use data.source=arrow, or data.validation_fraction")
+    if data.validation_path and held_out:
+        reason = f"{data.validation_path} is evaluated, so that holding out {held_out} of the documents has no use"
+        yield Problem("data.validation_fraction", reason, hint="use 0, or leave data.validation_path out")
+    if train.eval_every and (data.source == "tokens" or not (held_out or data.validation_path)):
         reason = f"eval_every={train.eval_every} evaluates on held-out documents, and none are held out"
         fraction = "" if data.source == "tokens" else ", or data.validation_fraction=0.05"
         yield Problem("train.eval_every", reason, hint=f"use train.eval_every=0{fraction}")

@@ -187,6 +187,8 @@ class DataConfig(Section):
     """Tokens attend only inside their own document, in which positions begin at 0."""
     shuffle: bool = True
     """Rows in an order drawn from the seed, new each epoch; otherwise in the order of the file."""
+    validation_path: LocalText = ""
+    """Prepared corpus for evaluation, of source=arrow; empty: validation_fraction of the documents, if any."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the documents that is held out for evaluation."""
 

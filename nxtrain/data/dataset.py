@@ -81,7 +81,8 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         StorageError: The storage of the data fails.
         LostPeerError: The rank that prepares the data failed.
     """
-    settings = (config.source, config.path, config.tokenizer, config.validation_fraction, seq_len, vocab_size)
+    evaluated = (config.validation_fraction, config.validation_path)
+    settings = (config.source, config.path, config.tokenizer, *evaluated, seq_len, vocab_size)
     receipt = workdir / f"prepared-{digest(*settings)}.json"
     make = partial(prepare, config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
     if config.source == "arrow":
@@ -118,6 +119,8 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         validation = rows(prepared.validation, prepared.validation_probe)
         held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
         way_out = "raise the fraction, or set it to 0 to train without evaluation"
+        if config.validation_path:
+            held_out, way_out = f"of data.validation_path={config.validation_path} has", "give more text"
         _refuse_too_short(validation, prepared.validation, held_out, way_out)
     return Data(
         train,

@@ -107,6 +107,24 @@ def test_held_out_documents_are_evaluated(runs: Runs) -> None:
     assert summary["bits_per_byte"] > 0
 
 
+def test_another_corpus_is_evaluated(runs: Runs) -> None:
+    prepare(write_corpus(runs.folder / "val", "a.jsonl", documents(70)[40:]), out=runs.folder / "val.arrow")
+    prepare(runs.folder / "val", out=runs.folder / "val-ids.arrow", tokenizer=runs.tokenizer)
+    train = {"eval_every": 2, "eval_batches": 3}
+    losses = []
+    for name in ("val", "val-ids"):
+        resolved = runs.plan(f"evaluated-{name}", "best_fit", 2, train=train)
+        folder = runs.run(changed(resolved, data={"validation_path": str(runs.folder / f"{name}.arrow")}))
+        losses.append([record.get("val_loss") for record in records(folder)])
+        assert [record["loss"] for record in records(folder)] == [
+            r["loss"] for r in records(runs.straight("best_fit"))
+        ][:2]
+        assert json.loads((folder / "summary.json").read_text())["val_tokens"] == 3 * GLOBAL_BATCH * SEQ_LEN
+    assert losses[0] == losses[1]
+    assert losses[0][0] is None
+    assert losses[0][1] == pytest.approx(5.5, abs=1.5)
+
+
 def test_ids_need_no_tokenizer_and_refuse_another(runs: Runs) -> None:
     corpus = runs.folder / "ids.arrow"
     prepare(runs.folder / "src", out=corpus, tokenizer=runs.tokenizer)

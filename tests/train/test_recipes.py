@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nxtrain.config.check import resolve_config
@@ -20,9 +19,10 @@ from nxtrain.config.load import load, values
 from nxtrain.optim.schedule import Schedule
 from tests.support import commands
 from tests.support.command_ranks import train_as_launched
+from tests.support.corpora import documents, write_corpus, write_tokenizer
 from tests.support.shipped import CONFIGS, world_of
 
-SEQ_LEN, VOCABULARY, STEPS, NUM_ROWS = 32, 128, 4, 40
+SEQ_LEN, VOCABULARY, STEPS = 32, 300, 4
 SCALED: dict[str, Any] = {
     "model.config.vocab_size": VOCABULARY,
     "model.config.hidden_size": 64,
@@ -54,7 +54,8 @@ def nxtrain(*argv: object, environ: dict[str, str] | None = None) -> subprocess.
 
 def changes(name: str, folder: Path) -> dict[str, Any]:
     """Keys in which a run here differs from the recipe."""
-    return {**SCALED, **DEGREES[name], "run.dir": str(folder / "run"), "data.path": str(folder / "rows.npy")}
+    data = {"data.path": str(folder / "corpus.arrow"), "data.tokenizer": str(folder / "tokenizer")}
+    return {**SCALED, **DEGREES[name], **data, "run.dir": str(folder / "run")}
 
 
 def overrides(changed: dict[str, Any]) -> list[str]:
@@ -64,10 +65,12 @@ def overrides(changed: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", DEGREES)
 def test_a_recipe_trains_on_cpu_and_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
-    """As `nxtrain launch` renders it; the smaller recipe goes on by the command itself."""
+    """From a folder of files, as `nxtrain launch` renders it; the smaller recipe goes on by the command itself."""
     path, changed = CONFIGS / f"{name}.toml", changes(name, tmp_path)
-    ids = np.random.default_rng(0).integers(0, VOCABULARY, (NUM_ROWS, SEQ_LEN + 1), np.uint16)
-    np.save(tmp_path / "rows.npy", ids)
+    sources = write_corpus(tmp_path / "src", "text", documents(60))
+    prepared = nxtrain("data", "prepare", sources, "--out", changed["data.path"])
+    assert prepared.returncode == 0, prepared.stderr[-3000:]
+    write_tokenizer(tmp_path / "tokenizer", VOCABULARY)
     train_as_launched(commands.context(), tmp_path, path, overrides({**changed, "train.steps": STEPS // 2}))
     if name == "llama2_7b_trn1":
         done = nxtrain("launch", path, *overrides(changed))
@@ -96,13 +99,13 @@ def test_a_recipe_trains_on_cpu_and_goes_on_from_its_checkpoint(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", DEGREES)
-def test_a_recipe_without_its_data_ends_with_the_shape_that_it_needs(name: str, tmp_path: Path) -> None:
+def test_a_recipe_without_its_data_ends_with_the_command_that_makes_it(name: str, tmp_path: Path) -> None:
     changed = {**changes(name, tmp_path), **{f"parallel.{axis}": 1 for axis in ("tp", "pp", "dp")}}
     changed["parallel.sequence_parallel"] = False
     done = nxtrain("train", CONFIGS / f"{name}.toml", *overrides(changed))
     assert done.returncode == 3, done.stderr[-3000:]
-    assert f"{tmp_path}/rows.npy cannot be read: No such file" in done.stderr.replace("\n", "")
-    assert f"rows of train.seq_len + 1 = {SEQ_LEN + 1} integer ids below {VOCABULARY}" in done.stderr.replace("\n", " ")
+    assert f"data.path: {tmp_path}/corpus.arrow does not exist" in done.stderr.replace("\n", "")
+    assert f"nxtrain data prepare FILES --out {tmp_path}/corpus.arrow" in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +69,7 @@ def prepare_streams(
         StorageError: The storage fails.
     """
     clear_drafts(workdir)
-    corpus = _open(config)
+    corpus = _open(config.path, "data.path")
     known = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
     trained = known is None and not corpus.is_ids
     if trained:
@@ -84,8 +84,13 @@ def prepare_streams(
     settings = (config.packing, config.validation_fraction)
     documents = _documents(corpus, tokenizer, config, vocab_size)
     validation = None
-    if config.validation_fraction and held_out.num_rows:
-        name = digest(corpus.identity, identity, config.validation_fraction, held_out.num_tokens)
+    if config.validation_path:
+        evaluated = _open(config.validation_path, "data.validation_path")
+        if evaluated.tokenizer not in {"", identity}:
+            raise DataError(f"data.validation_path: {evaluated.path} has ids of another tokenizer than {corpus.path}")
+        documents = replace(documents, corpus=evaluated, tokenizer=None if evaluated.is_ids else tokenizer)
+    if held_out.num_rows and (config.validation_path or config.validation_fraction):
+        name = digest(documents.corpus.identity, identity, config.validation_fraction, held_out.num_tokens)
         validation = workdir / f"validation-{name}.npy"
         if not is_whole(validation):
             _write_held_out(documents, validation, held_out.num_tokens)
@@ -110,7 +115,7 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
     Raises:
         DataError: The corpus differs from that which was checked.
     """
-    corpus = _open(config)
+    corpus = _open(config.path, "data.path")
     if corpus.identity != prepared.probe:
         raise DataError(f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew")
     tokenizer = None
@@ -122,12 +127,12 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
     return Streams(partial(open_lane, documents, config.packing, seq_len), len(corpus))
 
 
-def _open(config: DataConfig) -> PreparedCorpus:
-    path = Path(config.path).expanduser()
+def _open(name: str, key: str) -> PreparedCorpus:
+    path = Path(name).expanduser()
     if not path.exists():
         relative = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
         raise DataError(
-            f"data.path: {path}{relative} does not exist. data.source=arrow reads a prepared corpus: "
+            f"{key}: {path}{relative} does not exist. data.source=arrow reads a prepared corpus: "
             f"nxtrain data prepare FILES --out {path}"
         )
     corpus = PreparedCorpus(path)
@@ -164,13 +169,15 @@ def _train_tokenizer(corpus: PreparedCorpus, config: DataConfig, vocab_size: int
 
 
 def _write_held_out(documents: Documents, path: Path, num_tokens: int) -> None:
-    """Write the tokens of held-out documents, in the order of the corpus, up to a number."""
+    """Write the tokens of held-out documents, in the order of the corpus, up to a number; without a share, of all."""
     corpus, written = documents.corpus, 0
     dtype = documents.tokenizer.dtype if documents.tokenizer else corpus.dtype
     with writing_tokens(path, dtype) as append:
         for document in range(len(corpus)):
+            if written >= num_tokens:
+                return
             content = corpus.raw(document)
-            if written < num_tokens and documents.is_held_out(content):
+            if not documents.held_out or documents.is_held_out(content):
                 (ids,) = documents.ids([content])
                 append(ids[: num_tokens - written])
                 written += ids.size

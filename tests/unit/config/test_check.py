@@ -241,6 +241,14 @@ def test_token_rows_hold_nothing_out(tmp_path: Path) -> None:
     checked(tmp_path, *overrides, "train.eval_every=0", "data.validation_fraction=0")
 
 
+def test_a_corpus_for_evaluation_is_that_of_arrow_and_instead_of_a_fraction(tmp_path: Path) -> None:
+    arrow = ("data.source=arrow", "data.path=x", "data.validation_path=y", "data.validation_fraction=0")
+    checked(tmp_path, *arrow, "train.eval_every=5")
+    assert only(tmp_path, *arrow[:3], "data.validation_fraction=0.1").key == "data.validation_fraction"
+    text = ("data.source=text", "data.path=x", "data.validation_path=y", "data.validation_fraction=0")
+    assert only(tmp_path, *text, "train.eval_every=5").key == "data.validation_path"
+
+
 def test_best_fit_needs_documents(tmp_path: Path) -> None:
     checked(tmp_path, "data.source=arrow", "data.path=x", "data.packing=best_fit")
     found = only(tmp_path, "data.packing=best_fit")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from nxtrain.cli.main import main
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded, load, values
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.streams import Documents, open_lane
 from nxtrain.data.packing import concat
-from nxtrain.data.samples import check_table
+from nxtrain.data.stream_loader import LaneOrder
+from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw
 from nxtrain.optim.schedule import Schedule
 from nxtrain.sharding import ParamTable
+from tests.support.corpora import write_corpus, write_tokenizer
 from tests.support.parity import table_of
 from tests.support.shipped import CONFIGS, world_of
 
@@ -43,7 +49,8 @@ BOTH: dict[str, Any] = {
     "optim.weight_decay": 0.1,
     "optim.decay_norms": True,
     "optim.clip": 1.0,
-    "data.source": "tokens",
+    "data.source": "arrow",
+    "data.validation_path": "",
     "data.validation_fraction": 0.0,
     "train.eval_every": 0,
     "data.packing": "concat",
@@ -158,20 +165,27 @@ def test_the_learning_rates_are_the_published_ones(name: str, rates: dict[int, f
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_rows_that_a_recipe_asks_for_are_those_of_packed_text(
+def test_the_command_of_a_recipe_makes_the_corpus_that_it_reads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lines of its comment, executed, make what `packing = "concat"` makes of the same ids."""
-    config, model = recipe(name).config, plan(name).model
+    """The line of its comment, executed; rows of the recipe's length are then documents end to end."""
+    config = recipe(name).config
     text = (CONFIGS / f"{name}.toml").read_text(encoding="utf-8")
-    lines = re.findall(r"^#     (.+)$", text.partition("[data]")[2], re.MULTILINE)
-    ids = np.random.default_rng(0).integers(0, model.vocab_size, 3 * config.train.seq_len + 5, np.uint16)
+    (line,) = re.findall(r"^#     (nxtrain .+)$", text.partition("[data]")[2], re.MULTILINE)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / config.data.path).parent.mkdir()
-    exec("\n".join(lines), {"numpy": np, "ids": ids})
-    table = np.load(config.data.path)
-    check_table(table, Path(config.data.path), seq_len=config.train.seq_len, vocab_size=model.vocab_size)
-    np.testing.assert_array_equal(table, concat(ids, config.train.seq_len))
+    write_corpus(tmp_path / "data", "text", [f"{number} " * 3000 for number in range(9)])
+    monkeypatch.setattr("sys.argv", line.split())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    known = load_tokenizer(write_tokenizer(tmp_path / "tokenizer"), 300)
+    documents = Documents(PreparedCorpus(Path(config.data.path)), known, 300)
+    order = LaneOrder(32, config.run.seed, config.data.shuffle)
+    seq_len = config.train.seq_len
+    stream = np.concatenate([ids for _, ids in islice(documents.lane(order, 5), 9)])
+    lane = open_lane(documents, config.data.packing, seq_len, order, 5)
+    for row in concat(stream, seq_len)[:3]:
+        np.testing.assert_array_equal(lane.row(), row)
 
 
 def expected_norm(table: ParamTable, kv_copies: int = 1) -> float:

@@ -69,7 +69,7 @@ def test_of_a_run_that_cannot_start_yet_dry_run_prints_what_each_node_runs_and_t
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XLA_USE_BF16", "1")
-    assert main(monkeypatch, "launch", str(RECIPE), "data.packing=best_fit", "--dry-run") == 2
+    assert main(monkeypatch, "launch", str(RECIPE), "data.source=text", "data.packing=best_fit", "--dry-run") == 2
     printed = capsys.readouterr()
     assert "\nexport NEURON_RT_STOCHASTIC_ROUNDING_EN=1\n" in printed.out
     assert "\nexport FI_PROVIDER=efa\n" in printed.out
