@@ -6,9 +6,12 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError, DataError
@@ -19,6 +22,13 @@ from tests.support.runs import GLOBAL_BATCH, SEQ_LEN, course, records, run_plan,
 
 STEPS, VOCABULARY = 6, 300
 PACKINGS = ("concat", "best_fit")
+
+
+def train_eagerly(backend: Backend, resolved: Resolved) -> None:
+    """One rank of a run whose blocks are traced as for a compiler, and run without one."""
+    torch._dynamo.reset()
+    with patch.object(backend, "compiler", "aot_eager"):
+        train_rank(backend, resolved)
 
 
 class Runs:
@@ -85,6 +95,36 @@ def test_masks_between_documents_change_the_losses_and_no_rows(runs: Runs, remat
     for ours, theirs in zip(records(masked), records(plain), strict=True):
         assert 0 < abs(ours["loss"] - theirs["loss"]) < 1
     assert records(masked)[-1]["val_loss"] != records(plain)[-1]["val_loss"]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"parallel": {"tp": 2, "dp": 1, "sequence_parallel": True}},
+    "full": {"parallel": {"tp": 1, "dp": 2, "shard": "full"}, "train": {"remat": "selective"}},
+    "compiled": {"compile": {"torch_compile": True}},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masked_losses_are_those_of_one_rank(runs: Runs, layout: str) -> None:
+    data = {"doc_mask": True}
+    alone = runs.folder / "alone-masked"
+    if not alone.exists():
+        runs.run(changed(runs.plan(alone.name, "best_fit", 3), data=data))
+    resolved = changed(runs.plan(layout, "best_fit", 3), data=data, **LAYOUTS[layout])
+    parallel = resolved.config.parallel
+    runs.ranks.run(parallel.tp * parallel.dp, train_eagerly if layout == "compiled" else train_rank, resolved)
+    for ours, theirs in zip(records(runs.folder / layout), records(alone), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_damage_in_a_corpus_ends_the_run_with_its_place(runs: Runs) -> None:
+    content = runs.corpus.read_bytes()
+    damaged = runs.folder / "damaged.arrow"
+    damaged.write_bytes(content.replace(b"document 7\n", b"documen\xff 7\n"))
+    resolved = changed(runs.plan("damaged", "concat", 60), data={"path": str(damaged)})
+    with pytest.raises(AssertionError, match=r"DataError: .*damaged\.arrow, document 7 of 40, is damaged: its text is"):
+        runs.run(resolved)
 
 
 def test_another_batch_or_packing_is_not_continued(runs: Runs) -> None:
