@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Kernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.nn.rope import Rope, positions_of
 from nxtrain.sharding import Init, Segment
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from nxtrain.backends.kernel_base import Kernels
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,14 @@ class Rope(nn.Module):
         head_dim: H.
         theta: Base of the wavelengths.
         scaling: Llama 3's frequency scaling, or None.
+        kernels: Kernels of the device.
     """
 
-    def __init__(self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(
+        self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None, kernels: Kernels
+    ) -> None:
         super().__init__()
+        self._kernels = kernels
         self._seq_len, self._head_dim, self._theta, self._scaling = seq_len, head_dim, theta, scaling
         self.cos: Tensor
         self.sin: Tensor
@@ -77,35 +82,17 @@ class Rope(nn.Module):
         """
         length = x.shape[0]
         if positions is not None:
-            shape = (*positions.shape, 1, -1) if positions.dim() > 1 else (-1, 1, 1, self._head_dim // 2)
+            # Positions of each row of the batch: sequence and batch become one dimension, as long as the tables.
+            rows = x if positions.dim() == 1 else x.flatten(0, 1).unsqueeze(1)
             chosen = positions.flatten()
-            tables = (self.cos.index_select(0, chosen).view(shape), self.sin.index_select(0, chosen).view(shape))
-        else:
-            # Whole tables are no views: a graph that ends between forward and backward would copy views.
-            tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
-        rotated: Tensor = _Rotate.apply(x, *tables)
-        return rotated
+            return self._kernels.rotate(
+                rows, self.cos.index_select(0, chosen), self.sin.index_select(0, chosen)
+            ).view_as(x)
+        # Whole tables are no views: a graph that ends between forward and backward would copy views.
+        tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
+        return self._kernels.rotate(x, *tables)
 
 
 def positions_of(starts: Tensor) -> Tensor:
     """Positions inside of the documents, from the first position of each document: (B, S) to (S, B)."""
     return torch.arange(starts.shape[1], device=starts.device)[:, None] - starts.t()
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotation whose backward is the inverse rotation, so that only the tables are saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

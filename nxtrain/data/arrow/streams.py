@@ -27,7 +27,7 @@ from nxtrain.data.packing import best_fit
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.errors import DataError
-from nxtrain.family import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX
 
 WINDOW_ROWS = 128
 """Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from nxtrain.data import stream_loader
 from nxtrain.data.arrow import streams
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import BestFitLane, Documents, open_lane
@@ -22,7 +23,7 @@ from nxtrain.data.order import shuffled
 from nxtrain.data.stream_loader import MAX_LANES, LaneOrder, StreamLoader, merged, num_lanes, places_of
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.errors import CheckpointError, DataError
-from nxtrain.family import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.corpora import prepare, write_corpus, write_tokenizer
 
 SEQ_LEN, GLOBAL_BATCH, SEED, VOCABULARY = 24, 8, 7, 300
@@ -163,7 +164,12 @@ def test_best_fit_wastes_at_most_one_percent_of_log_normal_documents(monkeypatch
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize(("dp", "micro"), [(2, 1), (2, 4), (4, 2), (8, 1)])
-def test_ranks_share_what_one_rank_reads(documents: Documents, packing: Packing, dp: int, micro: int) -> None:
+@pytest.mark.parametrize("most_lanes", [32, 2, 1])
+def test_ranks_share_what_one_rank_reads(
+    documents: Documents, packing: Packing, dp: int, micro: int, most_lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer lanes than ranks, a rank reads a part of the rows of its lane."""
+    monkeypatch.setattr(stream_loader, "MAX_LANES", most_lanes)
     alone = taken(loader(documents, packing), 12)
     ranks = [taken(loader(documents, packing, dp=(rank, dp), micro=micro), 12, depth=rank + 1) for rank in range(dp)]
     for step, batch in enumerate(alone):

@@ -13,16 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Kernels
-from nxtrain.backends.cpu import CpuBackend, CpuKernels
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.cpu_native import build
+from nxtrain.backends.cpu_native.kernels import NativeKernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from nxtrain.data.loader import Batch, batch_of
-from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Mesh
+from nxtrain.nn.rope import Rope, positions_of
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.models import SHAPES, our_model, plan, weights_of
 
 SEQ_LEN, END, TOLERANCE = 64, 0, 1e-5
-KERNELS: dict[str, Kernels] = {"cpu": CpuKernels(), "fused": FusedKernels(), "plain": PlainKernels()}
+KERNELS: dict[str, Kernels] = {
+    "native": NativeKernels(build.load()),
+    "cpu": CpuKernels(),
+    "fused": FusedKernels(),
+    "plain": PlainKernels(),
+}
 
 
 def drawn_row(rng: Random, vocab_size: int) -> list[int]:
@@ -104,6 +113,37 @@ def test_packed_documents_are_those_alone(
     for name, expected in gradients(model, alone).items():
         scale = max(1.0, float(expected.abs().max()))
         torch.testing.assert_close(packed_grads[name], expected, rtol=0, atol=TOLERANCE * scale, msg=name)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_positions_begin_at_0_in_each_document(kernels: str) -> None:
+    """Scores depend on distances alone, so that no loss shows the positions themselves."""
+    rows, batch = drawn_batch(Random(5), 128, 3)
+    assert batch.starts is not None
+    rope = Rope(SEQ_LEN, 8, 10000.0, None, KERNELS[kernels])
+    for name, table in rope.host_buffers().items():
+        rope.register_buffer(name, table, persistent=False)
+    x = torch.randn(SEQ_LEN, 3, 6, 8, generator=torch.Generator().manual_seed(1))
+    for heads in (x, x[:, :, 1:3]):
+        packed = rope(heads, positions_of(torch.from_numpy(batch.starts[0])))
+        for number, row in enumerate(rows):
+            for begin, end in spans(row):
+                alone = rope(heads[begin:end, number : number + 1])
+                torch.testing.assert_close(packed[begin:end, number : number + 1], alone, rtol=0, atol=1e-6)
+
+
+def test_attention_is_given_these_positions(models: dict[tuple[str, str], nn.Module]) -> None:
+    model = models["gqa2", "plain"]
+    _, batch = drawn_batch(Random(5), 128, 2)
+    assert batch.starts is not None
+    inputs, starts = torch.from_numpy(batch.inputs[0]), torch.from_numpy(batch.starts[0])
+    seen = []
+    rope = next(module for module in model.modules() if isinstance(module, Rope))
+    with rope.register_forward_pre_hook(lambda _, args, options: seen.append(options["positions"]), with_kwargs=True):
+        model.logits(inputs, starts)  # type: ignore[operator]
+    assert len(seen) == 2
+    for positions in seen:
+        assert torch.equal(positions, torch.arange(SEQ_LEN)[:, None] - starts.t())
 
 
 def test_without_masks_documents_see_each_other(models: dict[tuple[str, str], nn.Module]) -> None:
