@@ -15,28 +15,49 @@ bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other impl
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@bench.command("train", epilog="Example: nxtrain bench train --precision bf16 --threads 2")
+@bench.command("train", epilog="Example: nxtrain bench train --threads 1 --batch 2 --chart ratios.svg")
 def bench_train(
+    candidates: Annotated[
+        str,
+        typer.Option(
+            help="Commas between nxtrain, nxtrain_compiled, transformers_default, transformers, "
+            "transformers_compiled; by default all that are installed."
+        ),
+    ] = "",
     threads: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="CPU threads; 0: all cores.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 3,
     batch: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Sequences per step.")] = 4,
     seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 512,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
+    preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
+    backend: Annotated[str, typer.Option(help="Device, as in backend.name.")] = "cpu",
+    stock_allocator: Annotated[
+        bool, typer.Option("--stock-allocator", help="Give peers glibc's default settings, not nxtrain's.")
+    ] = False,
+    chart: Annotated[
+        Path | None, typer.Option(help="SVG file to draw the ratios into.", parser=local_path, metavar="FILE.svg")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train the same model here and in Hugging Face transformers, and compare tokens per second."""
-    from nxtrain.bench.train import bench_train
+    """Train the same model here and in other trainers, in turns, and compare tokens per second.
 
-    bench_train(
-        threads=threads,
-        rounds=rounds,
+    Ratios are of CPU time with one thread, of the device's clock on GPUs, and of wall time otherwise.
+    """
+    from nxtrain.bench.train import bench_train, workload
+
+    work = workload(
         steps=steps,
         batch=batch,
         seq_len=seq_len,
         precision=precision,
-        as_json=as_json,
+        preset=preset,
+        threads=threads,
+        backend=backend,
+        stock=stock_allocator,
     )
+    names = [name.strip() for name in candidates.split(",") if name.strip()]
+    bench_train(work=work, candidates=names, rounds=rounds, chart=chart, as_json=as_json)
 
 
 @bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")

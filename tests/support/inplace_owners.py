@@ -97,8 +97,8 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/bench/pipeline_rank.py": {
         "step.Counted.start_send: sent_bytes +=": "host: number",
     },
-    "nxtrain/bench/worker.py": {
-        "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
+    "nxtrain/bench/peers.py": {
+        "transformers_step.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
         ),
     },
