@@ -15,10 +15,10 @@ from nxtrain.family import find_family
 LR, CLIP = 1e-4, 1.0
 
 
-def batch(work: Workload) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (B, S) each, the same for every implementation."""
+def batch(work: Workload, sequences: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, (B, S) each, the same for every implementation; by default the workload's batch."""
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, work.shape["vocab_size"], (work.batch, work.seq_len + 1), generator=generator)
+    rows = torch.randint(0, work.shape["vocab_size"], (sequences or work.batch, work.seq_len + 1), generator=generator)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 

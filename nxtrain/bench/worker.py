@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -33,6 +33,8 @@ Step: TypeAlias = Callable[[], float]
 
 BREAKDOWN = "breakdown"
 WARM_UP_STEPS = 3
+PIPELINED = 8
+"""Micro-batches of a pipeline's step, if its sequences can be so divided."""
 
 
 def main(name: str, work: Workload) -> None:
@@ -83,28 +85,41 @@ def clocks_of(backend: Backend) -> Clocks:
     return Clocks(backend.device, read)
 
 
-def ours(work: Workload, backend: Backend, *, compiled: bool = False) -> tuple[Step, TrainState]:
-    """nxtrain's own step, as `nxtrain train` runs it, and its state."""
+def ours(
+    work: Workload, backend: Backend, *, compiled: bool = False, parallel: Mapping[str, Any] | None = None
+) -> tuple[Step, TrainState]:
+    """nxtrain's own step, as `nxtrain train` runs it, and its state.
+
+    Args:
+        work: Workload; with several ranks its batch is that of each rank.
+        backend: Device, and ranks.
+        compiled: compile.torch_compile.
+        parallel: Table [parallel].
+    """
     from nxtrain.config.check import Resolved
     from nxtrain.config.schema import RunConfig
     from nxtrain.family import find_family
-    from nxtrain.mesh import Mesh
-    from nxtrain.train.build import build_model, build_state
+    from nxtrain.train.build import build_model, build_state, mesh_of
     from nxtrain.train.step import DeviceBatch, train_step
 
+    degrees = dict(parallel or {})
+    sequences = work.batch * backend.world
+    per_replica = work.batch * degrees.get("tp", 1) * degrees.get("pp", 1)
+    micro_batch = per_replica // (math.gcd(per_replica, PIPELINED) if degrees.get("pp", 1) > 1 else 1)
     tables: dict[str, Any] = {
-        "train": {"seq_len": work.seq_len, "global_batch": work.batch, "micro_batch": work.batch},
+        "train": {"seq_len": work.seq_len, "global_batch": sequences, "micro_batch": micro_batch},
         "precision": {"params": work.precision, "update": "fp32_master" if work.precision == "bf16" else "fp32"},
         "optim": {"clip": CLIP},
         "compile": {"torch_compile": compiled},
+        "parallel": degrees,
     }
     family = find_family("llama")
     plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(work.shape))
-    mesh = Mesh.build(1, 0)
+    mesh = mesh_of(plan, backend)
     state = build_state(plan, build_model(plan, backend, mesh, init="draw"), backend, mesh)
-    inputs, targets = batch(work)
+    inputs, targets = (x.unflatten(0, (mesh.dp.size, -1, micro_batch))[mesh.dp.rank] for x in batch(work, sequences))
     read = clocks_of(backend).read
-    on_device = DeviceBatch([backend.put(inputs)], [backend.put(targets)])
+    on_device = DeviceBatch.of(inputs, targets, backend.put)
 
     def step() -> float:
         return read(train_step(state, on_device, LR).loss)

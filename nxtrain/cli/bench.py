@@ -15,6 +15,10 @@ bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other impl
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
 @bench.command("train", epilog="Example: nxtrain bench train --threads 1 --batch 2 --chart ratios.svg")
 def bench_train(
     candidates: Annotated[
@@ -56,8 +60,38 @@ def bench_train(
         backend=backend,
         stock=stock_allocator,
     )
-    names = [name.strip() for name in candidates.split(",") if name.strip()]
-    bench_train(work=work, candidates=names, rounds=rounds, chart=chart, as_json=as_json)
+    bench_train(work=work, candidates=_names(candidates), rounds=rounds, chart=chart, as_json=as_json)
+
+
+@bench.command("scaling", epilog="Example: nxtrain bench scaling --layouts tp2,zero1 --batch 2")
+def bench_scaling(
+    layouts: Annotated[str, typer.Option(help="Commas between tp2, dp2, zero1, pp2; by default all.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each runs, in turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 2,
+    batch: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Sequences per step and rank.")] = 4,
+    seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 512,
+    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
+    preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Train with two ranks on this machine's CPU, beside one rank and beside two independent runs at once.
+
+    Efficiency is tokens per second of two ranks over those of two independent runs, which share the machine, too.
+    """
+    from nxtrain.bench.scaling import bench_scaling
+    from nxtrain.bench.train import workload
+
+    work = workload(
+        steps=steps,
+        batch=batch,
+        seq_len=seq_len,
+        precision=precision,
+        preset=preset,
+        threads=1,
+        backend="cpu",
+        stock=False,
+    )
+    bench_scaling(work=work, layouts=_names(layouts), rounds=rounds, as_json=as_json)
 
 
 @bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")
