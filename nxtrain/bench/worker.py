@@ -86,7 +86,12 @@ def clocks_of(backend: Backend) -> Clocks:
 
 
 def ours(
-    work: Workload, backend: Backend, *, compiled: bool = False, parallel: Mapping[str, Any] | None = None
+    work: Workload,
+    backend: Backend,
+    *,
+    compiled: bool = False,
+    parallel: Mapping[str, Any] | None = None,
+    micro_batches: int = 1,
 ) -> tuple[Step, TrainState]:
     """nxtrain's own step, as `nxtrain train` runs it, and its state.
 
@@ -95,6 +100,7 @@ def ours(
         backend: Device, and ranks.
         compiled: compile.torch_compile.
         parallel: Table [parallel].
+        micro_batches: Micro-batches of a step without a pipeline.
     """
     from nxtrain.config.check import Resolved
     from nxtrain.config.schema import RunConfig
@@ -105,7 +111,7 @@ def ours(
     degrees = dict(parallel or {})
     sequences = work.batch * backend.world
     per_replica = work.batch * degrees.get("tp", 1) * degrees.get("pp", 1)
-    micro_batch = per_replica // (math.gcd(per_replica, PIPELINED) if degrees.get("pp", 1) > 1 else 1)
+    micro_batch = per_replica // (math.gcd(per_replica, PIPELINED) if degrees.get("pp", 1) > 1 else micro_batches)
     tables: dict[str, Any] = {
         "train": {"seq_len": work.seq_len, "global_batch": sequences, "micro_batch": micro_batch},
         "precision": {"params": work.precision, "update": "fp32_master" if work.precision == "bf16" else "fp32"},

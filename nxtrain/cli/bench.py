@@ -94,6 +94,62 @@ def bench_scaling(
     bench_scaling(work=work, layouts=_names(layouts), rounds=rounds, as_json=as_json)
 
 
+@bench.command("collectives", epilog="Example: nxtrain bench collectives --sizes-kib 4,1024,65536")
+def bench_collectives(
+    ranks: Annotated[int, typer.Option(min=2, max=MAX_SIZE, help="Processes; an even number.")] = 2,
+    sizes_kib: Annotated[str, typer.Option(help="KiB of the tensors, with commas.")] = "4,64,1024,16384",
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each size is measured.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure nxtrain's collectives between processes of this machine by size, beside a copy in memory."""
+    from nxtrain.bench.collectives import CollectivesJob, bench_collectives
+
+    sizes = [int(size) if size.isdecimal() else 0 for size in _names(sizes_kib)]
+    bench_collectives(job=CollectivesJob(ranks, sizes), rounds=rounds, as_json=as_json)
+
+
+@bench.command("startup", epilog="Example: nxtrain bench startup --config configs/tiny_cpu.toml")
+def bench_startup(
+    config: Annotated[
+        Path | None, typer.Option(help="Measure the first step of this configuration, too.", parser=local_path)
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each runs, in turns.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long nxtrain takes to start, beside `import torch`, in fresh processes."""
+    from nxtrain.bench.startup import bench_startup
+
+    bench_startup(config=config, rounds=rounds, as_json=as_json)
+
+
+@bench.command("data", epilog="Example: nxtrain bench data --mib 256 --seq-len 2048")
+def bench_data(
+    mib: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="MiB of token ids, two bytes each.")] = 64,
+    seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how many tokens a second one core reads for training, beside numpy's copy of random rows."""
+    from nxtrain.bench.data import bench_data
+
+    bench_data(mib=mib, seq_len=seq_len, rounds=rounds, as_json=as_json)
+
+
+@bench.command("growth", epilog="Example: nxtrain bench growth --curves layers,world")
+def bench_growth(
+    curves: Annotated[
+        str, typer.Option(help="Commas between seq_len, layers, accumulation, world; by default all.")
+    ] = "",
+    points: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="Number of sizes, the least first; 0: all.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each curve is measured.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how the cost of a step, or of a trace, grows with its size, as exponents: 1 is linear, 0 is flat."""
+    from nxtrain.bench.growth import bench_growth
+
+    bench_growth(curves=_names(curves), points=points, rounds=rounds, as_json=as_json)
+
+
 @bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")
 def bench_xla(
     layers: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Blocks of the model.")] = 8,

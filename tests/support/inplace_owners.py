@@ -94,6 +94,10 @@ OWNERS: dict[str, dict[str, str]] = {
             "state: gradients of the model that this benchmark trains"
         ),
     },
+    "nxtrain/bench/collectives_rank.py": {
+        "_operation.<lambda>: comm.all_reduce(whole)": "state: buffer of this benchmark",
+        "_operation.<lambda>: spare.copy_": "state: buffer of this benchmark",
+    },
     "nxtrain/bench/pipeline_rank.py": {
         "step.Counted.start_send: sent_bytes +=": "host: number",
     },
