@@ -40,7 +40,7 @@ def bench_startup(*, config: Path | None, rounds: int, as_json: bool) -> None:
         BackendError: A command failed; its output contains the reason.
     """
     if config is not None and not config.is_file():
-        raise ConfigError([Problem("--config", f"there is no file {config}", hint="give the path of a TOML file")])
+        raise ConfigError([Problem("--first-step", f"there is no file {config}", hint="give the path of a TOML file")])
     result = {"machine": machine(), "rounds": rounds, **summarize(measure(config, rounds))}
     if as_json:
         print(json.dumps(result, indent=2))

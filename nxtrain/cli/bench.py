@@ -108,10 +108,11 @@ def bench_collectives(
     bench_collectives(job=CollectivesJob(ranks, sizes), rounds=rounds, as_json=as_json)
 
 
-@bench.command("startup", epilog="Example: nxtrain bench startup --config configs/tiny_cpu.toml")
+@bench.command("startup", epilog="Example: nxtrain bench startup --first-step configs/tiny_cpu.toml")
 def bench_startup(
-    config: Annotated[
-        Path | None, typer.Option(help="Measure the first step of this configuration, too.", parser=local_path)
+    first_step: Annotated[
+        Path | None,
+        typer.Option(help="Configuration whose first step is measured, too.", parser=local_path, metavar="CONFIG"),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each runs, in turns.")] = 5,
     as_json: AsJson = False,
@@ -119,7 +120,7 @@ def bench_startup(
     """Measure how long nxtrain takes to start, beside `import torch`, in fresh processes."""
     from nxtrain.bench.startup import bench_startup
 
-    bench_startup(config=config, rounds=rounds, as_json=as_json)
+    bench_startup(config=first_step, rounds=rounds, as_json=as_json)
 
 
 @bench.command("data", epilog="Example: nxtrain bench data --mib 256 --seq-len 2048")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,17 @@ def test_the_parts_of_a_step_add_up_to_it_and_hide_nothing() -> None:
     assert kinds["optimizer"]["calls"] > 15
     assert kinds["communication"]["s"] == kinds["waiting"]["s"] == 0
     assert "step" not in vars(state.optimizer)  # the marks are gone
+
+
+def test_peers_get_our_allocator_settings_unless_these_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(worker, "keep_heap", lambda: calls.append("kept"))
+    work = Workload(1, 1, 8, "fp32", {**SMALL, "max_position_embeddings": 8})
+    for name in ("transformers", "gemm"):
+        worker.turns(name, work)
+    assert calls == ["kept", "kept"]
+    worker.turns("transformers", replace(work, stock_allocator=True))
+    assert calls == ["kept", "kept"]
 
 
 class Traffic(TorchDispatchMode):

@@ -52,7 +52,7 @@ def bench(*argv: str) -> Any:
 
 
 def test_every_start_takes_cpu_time_and_the_first_step_more_than_torch_alone(tmp_path: Path) -> None:
-    found = bench("startup", "--config", str(config(tmp_path)))
+    found = bench("startup", "--first-step", str(config(tmp_path)))
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == [PYTHON, TORCH, PACKAGE, HELP, FIRST_STEP]
     assert all(row["value"] > 0 and row["cpu_s"]["value"] > 0 for row in rows.values())
@@ -64,7 +64,7 @@ def test_every_start_takes_cpu_time_and_the_first_step_more_than_torch_alone(tmp
 def test_a_command_that_fails_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     bad = tmp_path / "bad.toml"
     bad.write_text("[train]\nstepz = 3\n")
-    argv = [sys.executable, "-m", "nxtrain", "bench", "startup", "--config", str(bad), "--rounds", "1"]
+    argv = [sys.executable, "-m", "nxtrain", "bench", "startup", "--first-step", str(bad), "--rounds", "1"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 5
     assert "first step ended with exit code 2" in done.stderr
