@@ -31,6 +31,7 @@ SHAPE = {
 
 OURS, COMPILED = "nxtrain", "nxtrain_compiled"
 PEER_DEFAULT, PEER, PEER_COMPILED = "transformers_default", "transformers", "transformers_compiled"
+TITAN = "torchtitan"
 PEAK = "gemm"
 
 
@@ -55,6 +56,7 @@ CANDIDATES = {
     PEER_DEFAULT: Candidate("transformers, eager, AdamW's defaults", "transformers"),
     PEER: Candidate("transformers, eager, fused AdamW", "transformers"),
     PEER_COMPILED: Candidate("transformers, torch.compile, fused AdamW", "transformers", compiled=True),
+    TITAN: Candidate("torchtitan, AMP, compiled blocks, fused AdamW", "torchtitan", compiled=True),
 }
 
 MFU_FORMULA = "tokens/s * 6 * (matmul parameters + layers * heads * head size * seq_len) / peak; causal attention"

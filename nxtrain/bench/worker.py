@@ -23,7 +23,7 @@ from nxtrain.bench.breakdown import UPDATE, break_down
 from nxtrain.bench.clocks import Clocks
 from nxtrain.bench.gemm import peak
 from nxtrain.bench.peers import CLIP, LR, batch, transformers_step
-from nxtrain.bench.train import COMPILED, OURS, PEAK, PEER, PEER_COMPILED, PEER_DEFAULT, Workload
+from nxtrain.bench.train import COMPILED, OURS, PEAK, PEER, PEER_COMPILED, PEER_DEFAULT, TITAN, Workload
 from nxtrain.bench.turns import serve
 from nxtrain.errors import BackendError
 from nxtrain.train.step import TrainState
@@ -59,6 +59,10 @@ def turns(name: str, work: Workload) -> dict[str, Callable[[], dict[str, Any]]]:
 
 def peer_step(name: str, work: Workload, clocks: Clocks) -> Step:
     """Step of a peer."""
+    if name == TITAN:
+        from nxtrain.bench.titan import titan_step
+
+        return titan_step(work, clocks)
     how = {PEER_DEFAULT: (False, False), PEER: (True, False), PEER_COMPILED: (True, True)}
     fused, compiled = how[name]
     # torch has no fused AdamW for lazy tensors, whose compiler fuses anyway.

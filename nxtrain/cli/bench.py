@@ -25,7 +25,7 @@ def bench_train(
         str,
         typer.Option(
             help="Commas between nxtrain, nxtrain_compiled, transformers_default, transformers, "
-            "transformers_compiled; by default all that are installed."
+            "transformers_compiled, torchtitan; by default all that are installed."
         ),
     ] = "",
     threads: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="CPU threads; 0: all cores.")] = 0,
