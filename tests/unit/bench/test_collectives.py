@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from nxtrain.bench import startup
-from nxtrain.bench.collectives import GIB, KIB, LEAST_REPEATS, MOST_REPEATS, CollectivesJob, summarize
+from nxtrain.bench.collectives import (
+    GIB,
+    KIB,
+    LEAST_REPEATS,
+    MOST_REPEATS,
+    CollectivesJob,
+    bench_collectives,
+    summarize,
+)
+from nxtrain.errors import ConfigError
 
 
 def rank(all_reduce_s: float, copy_s: float) -> dict[str, Any]:
@@ -30,6 +39,20 @@ def test_the_slowest_rank_counts_and_ratios_are_inside_rounds() -> None:
 def test_small_tensors_are_repeated_and_great_ones_not_only_once() -> None:
     job = CollectivesJob(2, [4])
     assert (job.repeats(4), job.repeats(16 << 10), job.repeats(1 << 20)) == (MOST_REPEATS, 4, LEAST_REPEATS)
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (CollectivesJob(2, [4, 0]), "0: sizes are KiB that 2 ranks can share"),
+        (CollectivesJob(6, [4]), "4: sizes are KiB that 6 ranks can share"),
+        (CollectivesJob(2, []), "no size"),
+        (CollectivesJob(3, [3]), "3 ranks are an odd number"),
+    ],
+)
+def test_sizes_and_ranks_that_cannot_be_are_refused(job: CollectivesJob, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench_collectives(job=job, rounds=1, as_json=True)
 
 
 def test_starts_are_compared_with_torch_by_cpu_time_inside_rounds() -> None:
