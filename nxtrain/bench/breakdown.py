@@ -23,7 +23,7 @@ KINDS = {
     MATMUL: "products with weights",
     ATTENTION: "scores, softmax, values, and their gradients",
     COPIES: "casts, layouts, concatenations and fills",
-    ELEMENTWISE: "arithmetic, norms, sums and compiled loops",
+    ELEMENTWISE: "arithmetic, norms, gates, rotations and sums",
     OPTIMIZER: "norm of the gradient, update, and publication of parameters",
     LOSS: "cross entropy without its matrix products",
     COMMUNICATION: "starting collectives and transfers",
@@ -48,7 +48,8 @@ _VIEWS = re.compile(
     r"item|_local_scalar_dense|zeros|ones|full|scalar_tensor|zeros_like|ones_like|empty_like|new_.*|is_nonzero|"
     r"set_|requires_grad_|numpy_T|mT|movedim|view_as|expand_as|_has_compatible_shallow_copy_type)$"
 )
-_COMPILED = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")
+_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_|^_Native")
+"""Loops of compilers, and functions whose work is a kernel of `nxtrain.backends.cpu_native`, unknown to torch."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def kind_of(chain: Sequence[str]) -> str:
         return LOSS
     if _COPIES.search(name):
         return COPIES
-    if _COMPILED.search(name):
+    if _LOOPS.search(name):
         return ELEMENTWISE
     if not name.startswith("aten::") or _VIEWS.search(name):
         return DISPATCH

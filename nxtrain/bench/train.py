@@ -268,6 +268,7 @@ def _row(
         "mfu_of_maker": median(rates[clock]) * flops / maker if maker else None,
         "first_step_s": first["step_s"][0],
         "loss": rest[-1]["loss"],
+        "notes": list(first["notes"]),
     }
     if CANDIDATES[name].compiled:
         row["compile_s"] = max(0.0, first["step_s"][0] - steady_s)

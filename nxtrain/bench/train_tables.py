@@ -20,6 +20,8 @@ def show(result: Mapping[str, Any]) -> None:
     console.print(machine_line(result["machine"]), markup=False)
     for name, reason in result["left_out"].items():
         console.print(f"left out {name}: {reason}", markup=False)
+    for note in dict.fromkeys(note for row in result["rows"] for note in row.get("notes", ())):
+        console.print(note, markup=False)
     console.print(_speeds(result))
     console.print(_ratios(result))
     for name, parts in result["breakdown"].items():

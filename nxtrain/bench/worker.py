@@ -154,7 +154,14 @@ def timed(step: Step, steps: int, clocks: Clocks, backend: Backend | None) -> Ca
         if not math.isfinite(loss):
             raise BackendError(f"the loss is {loss}, so these steps are no training; see --precision")
         maker = backend.peak_flops() if backend is not None else None
-        return {**seconds, "step_s": step_s, "loss": loss, "maker_flops": maker, "device": str(clocks.device.type)}
+        return {
+            **seconds,
+            "step_s": step_s,
+            "loss": loss,
+            "maker_flops": maker,
+            "device": clocks.device.type,
+            "notes": backend.notes() if backend is not None else (),
+        }
 
     return turn
 

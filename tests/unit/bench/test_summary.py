@@ -19,7 +19,7 @@ TOKENS = 1000
 
 def turns(*cpu_s: float, wall: float = 3.0, first: float = 9.0) -> list[dict[str, Any]]:
     """A warm-up that takes long, and turns of so many seconds."""
-    common = {"loss": 6.0, "maker_flops": None, "device": "cpu"}
+    common = {"loss": 6.0, "maker_flops": None, "device": "cpu", "notes": ["C++"]}
     warm_up = {"cpu": 99.0, "wall": 99.0, "step_s": [first, 1.0], **common}
     return [warm_up, *({"cpu": one, "wall": wall * one, "step_s": [one / 2] * 2, **common} for one in cpu_s)]
 
