@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -38,13 +38,10 @@ def load() -> ctypes.CDLL:
     Raises:
         KernelBuildError: No compiler, no folder to write to, or a compiler that fails.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if platform.system() != "Linux" or compiler is None:
-        raise KernelBuildError("no C++ compiler is on PATH; Debian and Ubuntu: apt install g++")
     try:
-        library = cache_folder(os.environ) / f"{_key(compiler)}.so"
+        library = cache_folder(os.environ) / f"{_key(find_compiler())}.so"
         if not library.exists():
-            _build(compiler, library)
+            _build(library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise KernelBuildError(str(error)) from None
@@ -74,16 +71,37 @@ def _torch_folder() -> Path:
     return Path(torch.__file__).parent / "lib"
 
 
-def _build(compiler: str, library: Path) -> None:
+def _build(library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
-    folder = _torch_folder()
     # Ranks that start together may each build; the last rename wins, and all results are equal.
     with replacing(library, durable=False, shared=True) as out:
-        argv = [compiler, *FLAGS, str(SOURCE), "-o", str(out), f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch_cpu"]
-        try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise KernelBuildError(f"{compiler} did not end within {BUILD_TIMEOUT_S} s") from None
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200].strip())
-            raise KernelBuildError(f"{compiler} failed: {first}")
+        compile_library(SOURCE, out, FLAGS)
+
+
+def compile_library(source: Path, library: Path, flags: Sequence[str]) -> None:
+    """Compile a source that uses torch's matrix products.
+
+    Raises:
+        KernelBuildError: There is no compiler, or the compiler fails.
+    """
+    compiler, folder = find_compiler(), _torch_folder()
+    argv = [compiler, *flags, str(source), "-o", str(library), f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch_cpu"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise KernelBuildError(f"{compiler} did not end within {BUILD_TIMEOUT_S} s") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200].strip())
+        raise KernelBuildError(f"{compiler} failed: {first}")
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler.
+
+    Raises:
+        KernelBuildError: There is none.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if platform.system() != "Linux" or compiler is None:
+        raise KernelBuildError("no C++ compiler is on PATH; Debian and Ubuntu: apt install g++")
+    return compiler
