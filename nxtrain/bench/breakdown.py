@@ -32,8 +32,8 @@ KINDS = {
     OUTSIDE: "Python between operations",
 }
 
-STEP, UPDATE = "nxtrain.step", "nxtrain.optimizer"
-"""Marks in the profile: the whole step, and its update."""
+STEP, UPDATE, WAIT = "nxtrain.step", "nxtrain.optimizer", "nxtrain.wait"
+"""Marks in the profile: the whole step, its update, and waits for other ranks."""
 
 _COMMUNICATION = re.compile(r"^(c10d::|gloo:|nccl:|_c10d_functional::|record_param_comms)")
 _ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
@@ -70,6 +70,8 @@ def kind_of(chain: Sequence[str]) -> str:
     name = chain[0]
     if name == STEP:
         return OUTSIDE
+    if name == WAIT:
+        return WAITING
     if any(_COMMUNICATION.search(one) for one in chain):
         return COMMUNICATION
     if _BATCHED.search(name) or any(_ATTENTION.search(one) for one in chain):
@@ -89,31 +91,23 @@ def kind_of(chain: Sequence[str]) -> str:
     return ELEMENTWISE
 
 
-def add_up(events: Iterable[Event], waited_s: float = 0.0) -> dict[str, dict[str, float]]:
+def add_up(events: Iterable[Event]) -> dict[str, dict[str, float]]:
     """Seconds and operations of each kind.
 
     Args:
         events: Operations of the step, the mark `STEP` among them.
-        waited_s: Seconds of waiting for other ranks, which the profile has as Python's time.
     """
     own: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for event in events:
         own[kind_of(event.chain)].append(event.self_s)
-    python_s = {kind: sum(own[kind]) for kind in (OUTSIDE, DISPATCH)}
-    from_outside = min(waited_s, python_s[OUTSIDE])
-    moved = {OUTSIDE: -from_outside, DISPATCH: -min(waited_s - from_outside, python_s[DISPATCH])}
-    moved[WAITING] = -sum(moved.values())
-    return {kind: {"s": sum(own[kind]) + moved.get(kind, 0.0), "calls": len(own[kind])} for kind in KINDS}
+    return {kind: {"s": sum(seconds), "calls": len(seconds)} for kind, seconds in own.items()}
 
 
-def break_down(
-    step: Callable[[], object], waited_s: Callable[[], float] = lambda: 0.0, *, on_device: bool = False
-) -> dict[str, Any]:
+def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[str, Any]:
     """Profile one step.
 
     Args:
         step: The step; the device is idle before and after it.
-        waited_s: Seconds of waiting for other ranks so far.
         on_device: Count the device's time of each operation; the rest of the step is waiting for the device.
 
     Returns:
@@ -125,12 +119,12 @@ def break_down(
     with profile(activities=activities):
         step()  # the first profile of a process sets up buffers
     with profile(activities=activities, acc_events=True) as profiled:
-        waited, began = waited_s(), time.perf_counter()
+        began = time.perf_counter()
         with record_function(STEP):
             step()
-        step_s, waited = time.perf_counter() - began, waited_s() - waited
+        step_s = time.perf_counter() - began
     events = _read(profiled.events() or (), on_device=on_device)
-    kinds = add_up(events, waited)
+    kinds = add_up(events)
     if on_device:
         idle_s = step_s - sum(kind["s"] for name, kind in kinds.items() if name not in (OUTSIDE, WAITING))
         kinds = {**kinds, OUTSIDE: {"s": 0.0, "calls": 0}, WAITING: {"s": max(0.0, idle_s), "calls": 0}}

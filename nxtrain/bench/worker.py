@@ -9,7 +9,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -19,12 +20,13 @@ from torch import Tensor
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import keep_heap
-from nxtrain.bench.breakdown import UPDATE, break_down
+from nxtrain.bench.breakdown import UPDATE, WAIT, break_down
 from nxtrain.bench.clocks import Clocks
 from nxtrain.bench.gemm import peak
 from nxtrain.bench.peers import CLIP, LR, batch, transformers_step
 from nxtrain.bench.train import COMPILED, OURS, PEAK, PEER, PEER_COMPILED, PEER_DEFAULT, TITAN, Workload
 from nxtrain.bench.turns import serve
+from nxtrain.distributed.c10d_collectives import WaitClock
 from nxtrain.errors import BackendError
 from nxtrain.train.step import TrainState
 
@@ -174,12 +176,37 @@ def parts(step: Step, state: TrainState, backend: Backend) -> Callable[[], dict[
         for owner, method in marked:
             setattr(owner, method, _marked(getattr(owner, method)))
         try:
-            return break_down(step, backend.waited_s, on_device=backend.device.type != "cpu")
+            with waits_marked():
+                return break_down(step, on_device=backend.device.type != "cpu")
         finally:
             for owner, method in marked:
                 delattr(owner, method)
 
     return turn
+
+
+@contextmanager
+def waits_marked() -> Iterator[None]:
+    """Mark waits for other ranks in profiles."""
+    methods = {name: getattr(WaitClock, name) for name in ("__enter__", "__exit__")}
+    marks: list[torch.profiler.record_function] = []
+
+    def enter(clock: WaitClock) -> None:
+        marks.append(torch.profiler.record_function(WAIT))
+        marks[-1].__enter__()
+        methods["__enter__"](clock)
+
+    def leave(clock: WaitClock, *error: object) -> None:
+        methods["__exit__"](clock, *error)
+        marks.pop().__exit__(None, None, None)
+
+    try:
+        for name, method in (("__enter__", enter), ("__exit__", leave)):
+            setattr(WaitClock, name, method)
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(WaitClock, name, method)
 
 
 def _marked(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,15 +18,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.bench import optim, worker
-from nxtrain.bench.breakdown import KINDS, OUTSIDE
+from nxtrain.bench.breakdown import KINDS, OUTSIDE, UPDATE, break_down
 from nxtrain.bench.clocks import Clocks
 from nxtrain.bench.peers import transformers_step
 from nxtrain.bench.train import SHAPE, Workload
+from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, WaitClock
 from nxtrain.family import find_family
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
@@ -135,6 +137,20 @@ def test_the_parts_of_a_step_add_up_to_it_and_hide_nothing() -> None:
     assert kinds["optimizer"]["calls"] > 15
     assert kinds["communication"]["s"] == kinds["waiting"]["s"] == 0
     assert "step" not in vars(state.optimizer)  # the marks are gone
+
+
+def test_waiting_for_other_ranks_is_a_kind_wherever_it_happens() -> None:
+    waited_s = 0.2
+
+    def step() -> None:
+        with record_function(UPDATE), WAIT_CLOCK:
+            time.sleep(waited_s)
+
+    with worker.waits_marked():
+        kinds = break_down(step)["kinds"]
+    assert kinds["waiting"]["s"] > 0.99 * waited_s
+    assert kinds["optimizer"]["s"] < 0.5 * waited_s
+    assert WaitClock.__enter__.__module__ == WaitClock.__module__  # the marks are gone
 
 
 def test_peers_get_our_allocator_settings_unless_these_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from nxtrain.bench.breakdown import (
     OUTSIDE,
     STEP,
     UPDATE,
+    WAIT,
     WAITING,
     Event,
     add_up,
@@ -47,6 +48,7 @@ from nxtrain.bench.breakdown import (
         (("aten::empty_strided", STEP), DISPATCH),
         (("_RMSNorm", STEP), DISPATCH),
         (("autograd::engine::evaluate_function: MmBackward0", STEP), DISPATCH),
+        ((WAIT, UPDATE, STEP), WAITING),
         ((STEP,), OUTSIDE),
     ],
 )
@@ -54,10 +56,10 @@ def test_an_operation_has_the_kind_of_its_name_or_of_its_place(chain: tuple[str,
     assert kind_of(chain) == kind
 
 
-def test_kinds_add_up_and_waiting_is_taken_from_python() -> None:
-    events = [Event(("aten::mm", STEP), 3.0), Event(("aten::view", STEP), 2.0), Event((STEP,), 1.0)]
-    found = add_up(events, waited_s=1.5)
+def test_kinds_add_up() -> None:
+    events = [Event(("aten::mm", STEP), 3.0), Event(("aten::mm", STEP), 2.0), Event((STEP,), 1.0)]
+    found = add_up(events)
     seconds = {kind: one["s"] for kind, one in found.items() if one["s"]}
-    assert seconds == {MATMUL: 3.0, DISPATCH: 1.5, WAITING: 1.5}
+    assert seconds == {MATMUL: 5.0, OUTSIDE: 1.0}
     assert set(found) == set(KINDS)
-    assert found[MATMUL]["calls"] == 1
+    assert found[MATMUL]["calls"] == 2
