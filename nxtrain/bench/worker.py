@@ -191,17 +191,17 @@ def waits_marked() -> Iterator[None]:
     methods = {name: getattr(WaitClock, name) for name in ("__enter__", "__exit__")}
     marks: list[torch.profiler.record_function] = []
 
-    def enter(clock: WaitClock) -> None:
+    def enter_wait(clock: WaitClock) -> None:
         marks.append(torch.profiler.record_function(WAIT))
         marks[-1].__enter__()
         methods["__enter__"](clock)
 
-    def leave(clock: WaitClock, *error: object) -> None:
+    def exit_wait(clock: WaitClock, *error: object) -> None:
         methods["__exit__"](clock, *error)
         marks.pop().__exit__(None, None, None)
 
     try:
-        for name, method in (("__enter__", enter), ("__exit__", leave)):
+        for name, method in (("__enter__", enter_wait), ("__exit__", exit_wait)):
             setattr(WaitClock, name, method)
         yield
     finally:
