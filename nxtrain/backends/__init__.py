@@ -26,11 +26,20 @@ def choose(name: str) -> tuple[str, str]:
         return name, f"backend.name={name}"
     reasons = []
     for candidate in _ORDER:
-        support = _load(candidate).support()
-        reasons.append(f"{candidate}: {support.reason.splitlines()[0]}")
-        if support.ok:
+        found = _load(candidate).support()
+        reasons.append(f"{candidate}: {found.reason.splitlines()[0]}")
+        if found.ok:
             return candidate, "; ".join(reasons)
     raise BackendError("no backend can run here: " + "; ".join(reasons))
+
+
+def support(name: str) -> Support:
+    """Check if a backend can run on this machine, with the reason; claims no device.
+
+    Raises:
+        BackendError: There is no such backend.
+    """
+    return _load(name).support()
 
 
 def choose_layers(
@@ -53,12 +62,12 @@ def choose_layers(
         return name, "backend.layers=native"
     if name == "auto" and backend != "neuron":
         return "native", ""
-    support = _distributed_support(backend, allow_unverified, assumed)
+    found = _distributed_support(backend, allow_unverified, assumed)
     if name == "nxd":
-        if not support.ok:
-            raise BackendError(f"backend.layers=nxd cannot run here: {support.reason}; or use backend.layers=native")
-        return name, support.reason
-    return "nxd" if support.ok else "native", support.reason
+        if not found.ok:
+            raise BackendError(f"backend.layers=nxd cannot run here: {found.reason}; or use backend.layers=native")
+        return name, found.reason
+    return "nxd" if found.ok else "native", found.reason
 
 
 def _distributed_support(backend: str, allow_unverified: bool, assumed: Package | None) -> Support:

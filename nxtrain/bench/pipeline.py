@@ -14,8 +14,6 @@ can sleep in all of them at once, but not compute.
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +23,8 @@ from typing import Any, Literal, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.bench.train import SHAPE, Worker
+from nxtrain.bench.train import SHAPE
+from nxtrain.bench.turns import Worker, num_cores, rank_environments
 from nxtrain.errors import ConfigError
 from nxtrain.parallel.schedule import Action, Order
 from nxtrain.parallel.simulate import Span
@@ -154,7 +153,7 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
         pipelines = [
             [
                 stack.enter_context(Worker("nxtrain.bench.pipeline_rank", str(rank), json.dumps(asdict(work)), env))
-                for rank, env in enumerate(_environments(work.pp))
+                for rank, env in enumerate(rank_environments(work.pp))
             ]
             for work in works
         ]
@@ -186,7 +185,7 @@ def summarize(work: StageWork, turns: Sequence[Turn]) -> dict[str, Any]:
     if best is not None:
         result["measured"] = _of(figures(plan, best.spans)) | {"sent_bytes": list(best.sent_bytes)}
         result["bubbles"] = [figures(plan, turn.spans).bubble for turn in turns]
-        result["cores"] = _num_cores()
+        result["cores"] = num_cores()
     return result
 
 
@@ -206,19 +205,6 @@ def _plan(work: StageWork, best: Turn | None) -> PipelineCosts:
     if best is None or work.work == "sleep":
         return work.expected()
     return work.expected(*(best.mean_s(kind) for kind in ("forward", "backward", "weight")))
-
-
-def _environments(pp: int) -> list[dict[str, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": str(pp), "LOCAL_WORLD_SIZE": str(pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    one_thread = {"OMP_NUM_THREADS": "1"}  # more would make a rank faster when others wait, and stages unequal
-    return [{**os.environ, **common, **one_thread, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(pp)]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _show(work: StageWork, turns: Sequence[Turn], result: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:

@@ -6,13 +6,12 @@ python -m nxtrain.bench.pipeline_rank RANK WORK
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.bench.pipeline import BACKWARD, StageWork
 from nxtrain.bench.train import SHAPE
+from nxtrain.bench.turns import own_output
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.family import CausalLM, find_family
@@ -37,25 +37,16 @@ PATIENCE_S = 60.0
 
 def main(work: StageWork) -> None:
     """Serve turns until standard input ends; each prints what was done when."""
-    answers = _own_output()
     torch.set_num_threads(1)
-    backend = open_backend("cpu", PATIENCE_S)
-    mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
-    backend.lay_out(mesh)
-    turn = step(work, backend, mesh)
-    for _ in sys.stdin:
-        backend.collectives.barrier()
-        print(json.dumps(turn()), file=answers, flush=True)
-    backend.close()
-
-
-def _own_output() -> TextIO:
-    """Standard output for this program alone: gloo prints there whom it connects."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, sys.stdout.fileno())
-    os.close(nothing)
-    return answers
+    with own_output() as answers:  # gloo prints its connections on standard output
+        backend = open_backend("cpu", PATIENCE_S)
+        mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
+        backend.lay_out(mesh)
+        turn = step(work, backend, mesh)
+        for _ in sys.stdin:
+            backend.collectives.barrier()
+            print(json.dumps(turn()), file=answers, flush=True)
+        backend.close()
 
 
 def step(work: StageWork, backend: Backend, mesh: Mesh) -> Callable[[], dict[str, Any]]:

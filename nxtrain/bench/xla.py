@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nxtrain.backends.xla.tracing import trace_environment
-from nxtrain.bench.train import OURS, PEER, Worker, take_turns
+from nxtrain.bench.train import OURS, PEER
+from nxtrain.bench.turns import Worker, started, take_turns
 from nxtrain.errors import BackendError
 
 TRACE = "trace"
@@ -75,8 +76,8 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
             )
     work = LazyWorkload(layers, micro_batches, steps)
     env, job = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1"}, json.dumps(asdict(work))
-    workers = {name: Worker("nxtrain.bench.lazy", name, job, env) for name in (OURS, PEER, TRACE)}
-    result = summarize(take_turns(workers, rounds))
+    with started({name: Worker("nxtrain.bench.lazy", name, job, env) for name in (OURS, PEER, TRACE)}) as workers:
+        result = summarize(take_turns(workers, rounds))
     if as_json:
         print(json.dumps({**asdict(work), "rounds": rounds, **result}, indent=2))
     else:

@@ -15,28 +15,140 @@ bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other impl
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@bench.command("train", epilog="Example: nxtrain bench train --precision bf16 --threads 2")
+def _names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+@bench.command("train", epilog="Example: nxtrain bench train --threads 1 --batch 2 --chart ratios.svg")
 def bench_train(
+    candidates: Annotated[
+        str,
+        typer.Option(
+            help="Commas between nxtrain, nxtrain_compiled, transformers_default, transformers, "
+            "transformers_compiled, torchtitan; by default all that are installed."
+        ),
+    ] = "",
     threads: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="CPU threads; 0: all cores.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
     steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 3,
     batch: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Sequences per step.")] = 4,
     seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 512,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
+    preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
+    backend: Annotated[str, typer.Option(help="Device, as in backend.name.")] = "cpu",
+    stock_allocator: Annotated[
+        bool, typer.Option("--stock-allocator", help="Give peers glibc's default settings, not nxtrain's.")
+    ] = False,
+    chart: Annotated[
+        Path | None, typer.Option(help="SVG file to draw the ratios into.", parser=local_path, metavar="FILE.svg")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train the same model here and in Hugging Face transformers, and compare tokens per second."""
-    from nxtrain.bench.train import bench_train
+    """Train the same model here and in other trainers, in turns, and compare tokens per second.
 
-    bench_train(
-        threads=threads,
-        rounds=rounds,
+    Ratios are of CPU time with one thread, of the device's clock on GPUs, and of wall time otherwise.
+    """
+    from nxtrain.bench.train import bench_train, workload
+
+    work = workload(
         steps=steps,
         batch=batch,
         seq_len=seq_len,
         precision=precision,
-        as_json=as_json,
+        preset=preset,
+        threads=threads,
+        backend=backend,
+        stock=stock_allocator,
     )
+    bench_train(work=work, candidates=_names(candidates), rounds=rounds, chart=chart, as_json=as_json)
+
+
+@bench.command("scaling", epilog="Example: nxtrain bench scaling --layouts tp2,zero1 --batch 2")
+def bench_scaling(
+    layouts: Annotated[str, typer.Option(help="Commas between tp2, dp2, zero1, pp2; by default all.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each runs, in turns.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 2,
+    batch: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Sequences per step and rank.")] = 4,
+    seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 512,
+    precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
+    preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Train with two ranks on this machine's CPU, beside one rank and beside two independent runs at once.
+
+    Efficiency is tokens per second of two ranks over those of two independent runs, which share the machine, too.
+    """
+    from nxtrain.bench.scaling import bench_scaling
+    from nxtrain.bench.train import workload
+
+    work = workload(
+        steps=steps,
+        batch=batch,
+        seq_len=seq_len,
+        precision=precision,
+        preset=preset,
+        threads=1,
+        backend="cpu",
+        stock=False,
+    )
+    bench_scaling(work=work, layouts=_names(layouts), rounds=rounds, as_json=as_json)
+
+
+@bench.command("collectives", epilog="Example: nxtrain bench collectives --sizes-kib 4,1024,65536")
+def bench_collectives(
+    ranks: Annotated[int, typer.Option(min=2, max=MAX_SIZE, help="Processes; an even number.")] = 2,
+    sizes_kib: Annotated[str, typer.Option(help="KiB of the tensors, with commas.")] = "4,64,1024,16384",
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each size is measured.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure nxtrain's collectives between processes of this machine by size, beside a copy in memory."""
+    from nxtrain.bench.collectives import CollectivesJob, bench_collectives
+
+    sizes = [int(size) if size.isdecimal() else 0 for size in _names(sizes_kib)]
+    bench_collectives(job=CollectivesJob(ranks, sizes), rounds=rounds, as_json=as_json)
+
+
+@bench.command("startup", epilog="Example: nxtrain bench startup --first-step configs/tiny_cpu.toml")
+def bench_startup(
+    first_step: Annotated[
+        Path | None,
+        typer.Option(help="Configuration whose first step is measured, too.", parser=local_path, metavar="CONFIG"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each runs, in turns.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how long nxtrain takes to start, beside `import torch`, in fresh processes."""
+    from nxtrain.bench.startup import bench_startup
+
+    bench_startup(config=first_step, rounds=rounds, as_json=as_json)
+
+
+@bench.command("data", epilog="Example: nxtrain bench data --mib 256 --seq-len 2048")
+def bench_data(
+    mib: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="MiB of token ids, two bytes each.")] = 64,
+    seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how many tokens a second one core reads for training, beside numpy's copy of random rows."""
+    from nxtrain.bench.data import bench_data
+
+    bench_data(mib=mib, seq_len=seq_len, rounds=rounds, as_json=as_json)
+
+
+@bench.command("growth", epilog="Example: nxtrain bench growth --curves layers,world")
+def bench_growth(
+    curves: Annotated[
+        str, typer.Option(help="Commas between seq_len, layers, accumulation, world; by default all.")
+    ] = "",
+    points: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="Number of sizes, the least first; 0: all.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each curve is measured.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how the cost of a step, or of a trace, grows with its size, as exponents: 1 is linear, 0 is flat."""
+    from nxtrain.bench.growth import bench_growth
+
+    bench_growth(curves=_names(curves), points=points, rounds=rounds, as_json=as_json)
 
 
 @bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")

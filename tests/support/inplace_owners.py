@@ -108,11 +108,20 @@ OWNERS: dict[str, dict[str, str]] = {
             "state: gradients of the model that this benchmark trains"
         ),
     },
+    "nxtrain/bench/collectives_rank.py": {
+        "_operation.<lambda>: comm.all_reduce(whole)": "state: buffer of this benchmark",
+        "_operation.<lambda>: spare.copy_": "state: buffer of this benchmark",
+    },
+    "nxtrain/bench/titan.py": {
+        "titan_step.step: nn.utils.clip_grad_norm_(model.parameters())": (
+            "state: gradients of the model that this benchmark trains"
+        ),
+    },
     "nxtrain/bench/pipeline_rank.py": {
         "step.Counted.start_send: sent_bytes +=": "host: number",
     },
-    "nxtrain/bench/worker.py": {
-        "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
+    "nxtrain/bench/peers.py": {
+        "transformers_step.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
         ),
     },

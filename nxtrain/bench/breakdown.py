@@ -1,0 +1,157 @@
+"""Time of one training step by kind of work, from torch's profiler; the kinds add up to the step.
+
+Each operation counts with its own time, without that of the operations inside it. Time in which no operation of torch
+runs is a kind too, so that nothing is hidden.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+MATMUL, ATTENTION, COPIES, ELEMENTWISE = "matrix products", "attention", "copies", "element-wise"
+OPTIMIZER, LOSS, COMMUNICATION, WAITING = "optimizer", "loss", "communication", "waiting"
+DISPATCH, OUTSIDE = "dispatch", "outside torch"
+
+KINDS = {
+    MATMUL: "products with weights",
+    ATTENTION: "scores, softmax, values, and their gradients",
+    COPIES: "casts, layouts, concatenations and fills",
+    ELEMENTWISE: "arithmetic, norms, gates, rotations and sums",
+    OPTIMIZER: "norm of the gradient, update, and publication of parameters",
+    LOSS: "cross entropy without its matrix products",
+    COMMUNICATION: "starting collectives and transfers",
+    WAITING: "waiting for other ranks, or for the device",
+    DISPATCH: "views, allocation, autograd, and Python inside operations",
+    OUTSIDE: "Python between operations",
+}
+
+STEP, UPDATE, WAIT = "nxtrain.step", "nxtrain.optimizer", "nxtrain.wait"
+"""Marks in the profile: the whole step, its update, and waits for other ranks."""
+
+_COMMUNICATION = re.compile(r"^(c10d::|gloo:|nccl:|_c10d_functional::|record_param_comms)")
+_ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
+_LOSS = re.compile(r"CrossEntropy|cross_entropy|log_softmax|LogSoftmax|nll_loss|NllLoss")
+_BATCHED = re.compile(r"^aten::(bmm|baddbmm|_softmax.*|softmax)$")
+"""Operations that a Llama has in attention alone; in a compiled block no name of a function is around them."""
+_MATMUL = re.compile(r"::(addmm|mm|mv|addmv|linear|matmul|dot|_scaled_mm)_?(backward)?$|mkl|gemm", re.IGNORECASE)
+_COPIES = re.compile(r"^aten::(_?to_copy|copy_|clone|contiguous|cat|stack|fill_|zero_|index_select|embedding)$")
+_VIEWS = re.compile(
+    r"^aten::(view|_?unsafe_view|transpose|permute|expand|slice|select|as_strided|_?reshape.*|t|detach_?|empty.*|"
+    r"unflatten|flatten|split.*|narrow|alias|resize_.*|unsqueeze|squeeze|chunk|unbind|to|lift_fresh|result_type|"
+    r"item|_local_scalar_dense|zeros|ones|full|scalar_tensor|zeros_like|ones_like|empty_like|new_.*|is_nonzero|"
+    r"set_|requires_grad_|numpy_T|mT|movedim|view_as|expand_as|_has_compatible_shallow_copy_type)$"
+)
+_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_|^_Native")
+"""Loops of compilers, and functions whose work is a kernel of `nxtrain.backends.cpu_native`, unknown to torch."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Operation in a profile.
+
+    Args:
+        chain: Name of the operation, then the names of those around it, outwards.
+        self_s: Its seconds without those of the operations inside it.
+    """
+
+    chain: tuple[str, ...]
+    self_s: float
+
+
+def kind_of(chain: Sequence[str]) -> str:
+    """Kind of an operation, by its name and the names of those around it."""
+    name = chain[0]
+    if name == STEP:
+        return OUTSIDE
+    if name == WAIT:
+        return WAITING
+    if any(_COMMUNICATION.search(one) for one in chain):
+        return COMMUNICATION
+    if _BATCHED.search(name) or any(_ATTENTION.search(one) for one in chain):
+        return ATTENTION
+    if _MATMUL.search(name):
+        return MATMUL
+    if UPDATE in chain:
+        return OPTIMIZER
+    if any(_LOSS.search(one) for one in chain):
+        return LOSS
+    if _COPIES.search(name):
+        return COPIES
+    if _LOOPS.search(name):
+        return ELEMENTWISE
+    if not name.startswith("aten::") or _VIEWS.search(name):
+        return DISPATCH
+    return ELEMENTWISE
+
+
+def add_up(events: Iterable[Event]) -> dict[str, dict[str, float]]:
+    """Seconds and operations of each kind.
+
+    Args:
+        events: Operations of the step, the mark `STEP` among them.
+    """
+    own: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for event in events:
+        own[kind_of(event.chain)].append(event.self_s)
+    return {kind: {"s": sum(seconds), "calls": len(seconds)} for kind, seconds in own.items()}
+
+
+def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[str, Any]:
+    """Profile one step.
+
+    Args:
+        step: The step; the device is idle before and after it.
+        on_device: Count the device's time of each operation; the rest of the step is waiting for the device.
+
+    Returns:
+        `step_s`, by a clock around the step; `kinds`, each with its seconds, operations and share of the sum.
+    """
+    activities = [ProfilerActivity.CPU]
+    if on_device:
+        activities = [*torch.profiler.supported_activities()]
+    with profile(activities=activities):
+        step()  # the first profile of a process sets up buffers
+    with profile(activities=activities, acc_events=True) as profiled:
+        began = time.perf_counter()
+        with record_function(STEP):
+            step()
+        step_s = time.perf_counter() - began
+    events = _read(profiled.events() or (), on_device=on_device)
+    kinds = add_up(events)
+    if on_device:
+        idle_s = step_s - sum(kind["s"] for name, kind in kinds.items() if name not in (OUTSIDE, WAITING))
+        kinds = {**kinds, OUTSIDE: {"s": 0.0, "calls": 0}, WAITING: {"s": max(0.0, idle_s), "calls": 0}}
+    total = sum(kind["s"] for kind in kinds.values())
+    return {
+        "step_s": step_s,
+        "sum_s": total,
+        "kinds": {name: {**kind, "share": kind["s"] / total} for name, kind in kinds.items()},
+    }
+
+
+def _read(events: Iterable[Any], *, on_device: bool) -> list[Event]:
+    """The operations inside the mark `STEP`, and the mark."""
+    found = []
+    for event in events:
+        chain = _chain(event)
+        if on_device:
+            # Kernels belong to the operation that launched them, and backward runs on a thread without the mark.
+            found.append(Event((*chain, STEP), event.self_device_time_total / 1e6))
+        elif STEP in chain:
+            found.append(Event(chain, event.self_cpu_time_total / 1e6))
+    return found
+
+
+def _chain(event: Any) -> tuple[str, ...]:
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    return tuple(names)

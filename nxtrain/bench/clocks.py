@@ -1,0 +1,62 @@
+"""Clocks of a measurement: wall, CPU time of this process, and the device's own where it has one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Clock = Literal["wall", "cpu", "device"]
+
+
+class Clocks:
+    """Clocks of one device.
+
+    Args:
+        device: Device of the tensors.
+        read: Runs what is recorded, waits for the device, and reads a () tensor.
+    """
+
+    def __init__(self, device: torch.device, read: Callable[[Tensor], float] = float) -> None:
+        self.device, self.read = device, read
+        self._has_events = device.type not in ("cpu", "xla") and hasattr(torch, "Event")
+
+    @contextmanager
+    def measure(self) -> Iterator[dict[str, float]]:
+        """Seconds by clock, which are there when the context ends; the device must be idle before and after."""
+        seconds: dict[str, float] = {}
+        first = self._event()
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield seconds
+        seconds["cpu"] = time.process_time() - cpu
+        seconds["wall"] = time.perf_counter() - wall
+        last = self._event()
+        if first is not None and last is not None:
+            last.synchronize()
+            seconds["device"] = first.elapsed_time(last) / 1e3
+
+    def _event(self) -> torch.Event | None:
+        if not self._has_events:
+            return None
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+
+def ratio_clock(device_type: str, threads: int, found: set[str]) -> Clock:
+    """Clock that ratios are taken by: the device's, CPU time of one thread, else wall.
+
+    CPU time is steadier than wall on a machine that others use. With several threads it counts those that wait, too.
+
+    Args:
+        device_type: Type of the device.
+        threads: Threads of each process.
+        found: Clocks that every measurement has.
+    """
+    if "device" in found:
+        return "device"
+    return "cpu" if device_type == "cpu" and threads == 1 else "wall"

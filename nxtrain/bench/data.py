@@ -1,0 +1,119 @@
+"""Speed of the loader that training reads from: token ids in a file, drawn in random order, on one core.
+
+The floor is numpy's own copy of as many random rows out of the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from nxtrain.bench.turns import machine, machine_line, median_ratio
+from nxtrain.config.schema import DataConfig
+from nxtrain.data.dataset import open_data
+from nxtrain.data.loader import BatchShare, Loader
+
+LOADER, NUMPY = "loader", "numpy"
+
+VOCAB = 32000
+BATCH = 32
+
+
+def bench_data(*, mib: int, seq_len: int, rounds: int, as_json: bool) -> None:
+    """Measure and print.
+
+    Args:
+        mib: MiB of token ids, two bytes each.
+        seq_len: Targets in a row.
+        rounds: Turns of each, after one that warms the page cache.
+        as_json: Print JSON instead of a table.
+    """
+    result = {
+        "machine": machine(),
+        "mib": mib,
+        "seq_len": seq_len,
+        "rounds": rounds,
+        **summarize(measure(mib, seq_len, rounds)),
+    }
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        _show(result)
+
+
+def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens per CPU second of each side in every round."""
+    num_rows = max(BATCH, mib * (1 << 20) // (2 * (seq_len + 1)))
+    with tempfile.TemporaryDirectory() as place, Console(stderr=True).status("reading"):
+        file = Path(place) / "rows.npy"
+        rows = np.random.default_rng(0).integers(0, VOCAB, (num_rows, seq_len + 1), dtype=np.uint16)
+        np.save(file, rows)
+        del rows
+        loader = _loader(file, seq_len)
+        ids = np.load(file, mmap_mode="r")
+        draw = np.random.default_rng(1)
+        steps = num_rows // BATCH
+
+        def load() -> None:
+            for step in range(steps):
+                loader.batch(step)
+
+        def copy() -> None:
+            for _ in range(steps):
+                ids[draw.integers(0, num_rows, BATCH)].astype(np.int64)
+
+        sides: dict[str, Callable[[], None]] = {LOADER: load, NUMPY: copy}
+        found: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds + 1):
+            for name, act in sides.items():
+                began = time.process_time()
+                act()
+                found[name].append(steps * BATCH * seq_len / (time.process_time() - began))
+    return {name: turns[1:] for name, turns in found.items()}
+
+
+def _loader(file: Path, seq_len: int) -> Loader:
+    data = open_data(
+        DataConfig(source="tokens", path=str(file)),
+        seq_len=seq_len,
+        vocab_size=VOCAB,
+        workdir=file.parent / "work",
+        leader=True,
+        barrier=lambda: None,
+    )
+    share = BatchShare(global_batch=BATCH, micro_batch=BATCH, dp_rank=0, dp_size=1)
+    return Loader(data.train, share, seed=0, shuffle=True)
+
+
+def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians over rounds, and the ratio inside each round."""
+    return {
+        "rows": [
+            {"name": name, "value": median(rates), "unit": "tokens/s", "rounds": list(rates)}
+            for name, rates in found.items()
+        ],
+        "ratios": {NUMPY: median_ratio(found[LOADER], found[NUMPY])},
+    }
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(machine_line(result["machine"]), markup=False)
+    table = Table(title=f"{result['mib']} MiB of token ids, rows of {result['seq_len']}", title_style="bold")
+    table.add_column("")
+    table.add_column("million tokens per CPU second", justify="right")
+    for row in result["rows"]:
+        table.add_row(row["name"], f"{row['value'] / 1e6:.1f}")
+    table.caption = (
+        f"the loader reaches {result['ratios'][NUMPY]:.2f} of numpy's speed; medians over {result['rounds']} rounds"
+    )
+    console.print(table)

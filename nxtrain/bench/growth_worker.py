@@ -1,0 +1,94 @@
+"""A process of `nxtrain bench growth`: one curve, a turn for each line on standard input.
+
+python -m nxtrain.bench.growth_worker CURVE JOB
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nxtrain.backends import open_backend
+from nxtrain.bench.growth import ACCUMULATION, LAYERS, SEQ_LEN, WORLD, GrowthJob
+from nxtrain.bench.train import Workload
+from nxtrain.bench.turns import serve
+from nxtrain.bench.worker import ours
+
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+SIZES = {SEQ_LEN: 256, LAYERS: SHAPE["num_hidden_layers"], ACCUMULATION: 1}
+"""Sizes of the curves that are not measured."""
+
+TRACED = {**SHAPE, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
+TP = 8
+
+
+def main(job: GrowthJob) -> None:
+    """Serve turns until standard input ends."""
+    torch.set_num_threads(1)
+    serve(lambda: {"": traces(job) if job.curve == WORLD else steps(job)})
+
+
+def steps(job: GrowthJob) -> Callable[[], list[float]]:
+    """A turn of one step at each size: CPU seconds."""
+    backend = open_backend("cpu")
+
+    def make(size: int) -> Callable[[], float]:
+        of = {**SIZES, job.curve: size}
+        shape = {**SHAPE, "num_hidden_layers": of[LAYERS], "max_position_embeddings": of[SEQ_LEN]}
+        work = Workload(1, of[ACCUMULATION], of[SEQ_LEN], "fp32", shape)
+        return ours(work, backend, micro_batches=of[ACCUMULATION])[0]
+
+    made = [make(size) for size in job.sizes]
+
+    def turn() -> list[float]:
+        return [_cpu_s(step) for step in made]
+
+    return turn
+
+
+def traces(job: GrowthJob) -> Callable[[], list[float]]:
+    """A turn of one trace in each world: CPU seconds."""
+    from nxtrain.config.check import Resolved
+    from nxtrain.config.schema import RunConfig
+    from nxtrain.family import find_family
+    from nxtrain.graphs.trace import trace
+
+    family = find_family("llama")
+
+    def plan(world: int) -> Resolved:
+        tables: dict[str, Any] = {
+            "train": {"seq_len": 32, "global_batch": world // TP, "micro_batch": 1},
+            "parallel": {"tp": TP, "sequence_parallel": True},
+        }
+        shape = {**TRACED, "num_key_value_heads": TP, "max_position_embeddings": 32}
+        return Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
+
+    plans = {world: plan(world) for world in job.sizes}
+
+    def turn() -> list[float]:
+        return [_cpu_s(partial(trace, plans[world], world, [0], steps=2, hlo=None)) for world in plans]
+
+    return turn
+
+
+def _cpu_s(act: Callable[[], object]) -> float:
+    began = time.process_time()
+    act()
+    return time.process_time() - began
+
+
+if __name__ == "__main__":
+    main(GrowthJob(**json.loads(sys.argv[2])))

@@ -1,0 +1,38 @@
+"""`nxtrain bench growth` and `nxtrain bench data` measure real work, and their figures follow from it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from nxtrain.bench.growth import CURVES, LAYERS, WORLD, exponent
+
+
+def bench(*argv: str) -> Any:
+    line = [sys.executable, "-m", "nxtrain", "bench", *argv, "--rounds", "1", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_steps_and_traces_are_measured_at_growing_sizes() -> None:
+    pytest.importorskip("torch_xla")
+    found = bench("growth", "--curves", f"{LAYERS},{WORLD}", "--points", "2")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == [LAYERS, WORLD]
+    for name, row in rows.items():
+        assert row["sizes"] == list(CURVES[name].sizes[:2])
+        assert min(row["cpu_s"]) > 0
+        assert found["exponents"][name] == pytest.approx(exponent(row["sizes"], row["cpu_s"]))
+
+
+def test_the_loader_is_measured_beside_numpy() -> None:
+    found = bench("data", "--mib", "2", "--seq-len", "128")
+    loader, numpy = (row["value"] for row in found["rows"])
+    assert [row["name"] for row in found["rows"]] == ["loader", "numpy"]
+    assert min(loader, numpy) > 0
+    assert found["ratios"] == {"numpy": pytest.approx(loader / numpy)}

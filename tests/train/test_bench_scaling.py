@@ -1,0 +1,32 @@
+"""`nxtrain bench scaling` runs real ranks, and what it prints follows from what they measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nxtrain.bench.breakdown import COMMUNICATION
+from nxtrain.bench.scaling import ONE, TWO
+
+
+def test_two_ranks_run_in_turn_with_two_independent_runs() -> None:
+    argv = [sys.executable, "-m", "nxtrain", "bench", "scaling", "--preset", "tiny", "--layouts", "pp2", "--json"]
+    argv += ["--rounds", "1", "--steps", "1", "--batch", "2", "--seq-len", "32"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == [ONE, TWO, "pp2"]
+    assert set(found["ratios"]) == set(found["cpu_ratios"]) == set(found["breakdown"]) == {"pp2"}
+    assert found["ratios"]["pp2"] == pytest.approx(rows["pp2"]["value"] / rows[TWO]["value"])
+    assert found["over_one"]["pp2"] == pytest.approx(rows["pp2"]["value"] / rows[ONE]["value"])
+    cpu = (rows[one]["cpu_s_per_token"]["value"] for one in (TWO, "pp2"))
+    assert found["cpu_ratios"]["pp2"] == pytest.approx(next(cpu) / next(cpu))
+    assert 0 < rows["pp2"]["waited"] < 1
+    parts = found["breakdown"]["pp2"]
+    assert parts["sum_s"] == pytest.approx(parts["step_s"], rel=0.05)
+    assert parts["kinds"][COMMUNICATION]["calls"] > 0
+    assert rows[TWO]["waited"] == 0
