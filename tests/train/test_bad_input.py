@@ -1,4 +1,4 @@
-"""What a person gets wrong ends in a message that says what works and in the exit code of its kind, no traceback."""
+"""Mistakes of users end in a message with the values that work and in the exit code of their kind, no traceback."""
 
 from __future__ import annotations
 

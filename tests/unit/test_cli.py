@@ -294,7 +294,7 @@ def test_a_command_outlives_whoever_reads_it(argv: tuple[str, ...], code: int, e
 
 
 def test_a_full_disk_under_the_output_is_told() -> None:
-    """Which is no reader that has gone: half a table that looks whole would be worse than an error."""
+    """A full disk is no closed pipe: half a table that looks whole would be worse than an error."""
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full, the disk that is always full; runs on Linux")
     with open("/dev/full", "w") as full:

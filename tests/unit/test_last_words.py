@@ -1,4 +1,4 @@
-"""Who looks for the words of others leaves its own at once."""
+"""A rank that reads the others' errors writes its own at once."""
 
 from __future__ import annotations
 

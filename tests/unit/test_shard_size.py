@@ -1,4 +1,4 @@
-"""How many data parallel ranks `parallel.shard=hybrid` cuts over where no number is given: those of one node."""
+"""Default number of data parallel ranks that `parallel.shard=hybrid` shards over: those of one node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of the errors of a connection: lines as gloo, torch's store and NCCL print them."""
+"""Classification of connection errors: lines as gloo, torch's store and NCCL print them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agents wait for, and what people are told of it."""
+"""Rendezvous of agents, and its messages."""
 
 from __future__ import annotations
 
