@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.metrics.progress import LINE_EVERY_S
-from nxtrain.train.generate import generate
-from nxtrain.train.sampling import Sampling
+from nxtrain.train.generate import Sampling, generate
 from tests.support.patience import patient_s
 from tests.support.terminals import Shown, on_terminal
 
