@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from nxtrain.backends.base import Kernels, LayerSet
-
-
-IGNORE_INDEX = -100
-"""Target that every loss ignores; torch's own choice in `cross_entropy`."""
+    from nxtrain.backends.base import LayerSet
+    from nxtrain.backends.kernel_base import Kernels
 
 
 class ModelConfig(BaseModel):

@@ -63,7 +63,7 @@ class LlamaBody(nn.Module):
         self.layers = nn.ModuleDict({str(i): LlamaBlock(config, context) for part in parts for i in part.blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)
-        self.rope = Rope(context.seq_len, config.head_size, config.rope_theta, _scaling(config))
+        self.rope = Rope(context.seq_len, config.head_size, config.rope_theta, _scaling(config), context.kernels)
 
     def forward(self, x: Tensor, part: StagePart) -> Tensor:
         """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D)."""

@@ -7,10 +7,10 @@ libraries.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nxtrain.distributed.collectives import Collectives, Pending
 from nxtrain.errors import BackendError, ConfigError, Problem
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from nxtrain.backends.rounding import RoundingKey
+    from nxtrain.backends.kernel_base import Kernels
     from nxtrain.config.schema import RunConfig
     from nxtrain.distributed.heartbeats import HeartbeatStore
     from nxtrain.sharding import Init, Segment, ShardSpec
@@ -53,47 +53,6 @@ class Head(Protocol):
 
 
 @dataclass(frozen=True)
-class AdamStep:
-    """Numbers of an AdamW update.
-
-    Args:
-        lr: () float32, on the device, so that a new value needs no new graph.
-        step: () float32, on the device, updates done including this one.
-        grad_scale: () float32, on the device, multiplies every gradient.
-        betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
-        skip: () bool, on the device, keeps every tensor unchanged, bit for bit; None: never.
-    """
-
-    lr: Tensor
-    step: Tensor
-    grad_scale: Tensor
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    skip: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Adjacent rows of a parameter.
-
-    Args:
-        name: The parameter.
-        start, number: First row and number of rows.
-        whole: The rows are all rows of the parameter.
-    """
-
-    name: str
-    start: int
-    number: int
-    whole: bool
-
-    def of(self, x: Tensor) -> Tensor:
-        """View of the rows in a tensor of the parameter's shape."""
-        return x if self.whole else x.narrow(0, self.start, self.number)
-
-
-@dataclass(frozen=True)
 class AttentionShape:
     """Shape of one rank's attention in each block.
 
@@ -116,86 +75,6 @@ class AttentionShape:
         """Attention shape of a run, whose model has so many query heads of a size."""
         train, params = config.train, config.precision.params
         return AttentionShape(train.micro_batch, train.seq_len, num_heads // config.parallel.tp, head_size, params)
-
-
-class Kernels(ABC):
-    """Operations with an implementation for each kind of device.
-
-    Attributes:
-        host_may_look: The host can read a number in the middle of an update at no cost.
-        rounds: The device rounds every cast from float32 to bfloat16 at random, with a random stream of its own. Ranks
-            that compute the same values then get different results wherever their streams differ.
-    """
-
-    host_may_look: bool = False
-    rounds: bool = False
-
-    @abstractmethod
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of grouped queries, scaled by 1/sqrt(head_dim).
-
-        Args:
-            q: (S, B, num_heads, head_dim).
-            k, v: (S, B, num_kv_heads, head_dim); each serves num_heads / num_kv_heads adjacent query heads.
-
-        Returns:
-            (S, B, num_heads, head_dim).
-        """
-
-    @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
-
-    @abstractmethod
-    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Return `function(*inputs)`, saving only the inputs; the backward pass calls the function again.
-
-        Args:
-            function: Deterministic function, without random numbers.
-            inputs: Arguments; tensors among them receive gradients, like the parameters that the function uses.
-        """
-
-    def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
-        """Division of an update into calls of `adamw`: one call, unless the device prefers otherwise."""
-        rows = [Rows(name, 0, shape[0], whole=True) for name, shape in shapes.items() if shape[0]]
-        return [rows] if rows else []
-
-    @abstractmethod
-    def adamw(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        how: AdamStep,
-    ) -> None:
-        """Apply one AdamW update in place to contiguous float32 tensors of equal shapes; may overwrite `grads`.
-
-        The result of an entry does not depend on the entry's position in a tensor.
-        """
-
-    @abstractmethod
-    def bits(self, x: Tensor) -> Tensor:
-        """Bits of float32 as int32 of the same shape."""
-
-    @abstractmethod
-    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
-        """Overwrite `x` with new values, rounded to nearest, unless the () bool `unless` is true."""
-
-    @abstractmethod
-    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-        """Round to one of the two nearest bfloat16 values, the nearer the likelier, so that the mean is `x`.
-
-        Values of bfloat16, infinities and NaN are unchanged; a value rounded above the largest number becomes infinite.
-        The result depends on the arguments alone, and is the same on every device that rounds in software. A device
-        may draw bits of its own instead, unless the key is shared.
-
-        Args:
-            x: float32; may be overwritten.
-            out: Result of the shape of `x`, bfloat16 or float32; may be `x`.
-            key: Key of the random bits; a row of the key is an index of dimension 0.
-            step: () int32, `step_hash` of the number of updates.
-        """
 
 
 class LayerSet(ABC):
@@ -375,6 +254,16 @@ class Backend(ABC):
         with without_greetings():
             group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
         return group
+
+    def choose_kernels(self, wanted: str) -> None:
+        """Choose the kernels of a CPU; all ranks call this, before a model is built. Other devices have one kind.
+
+        Args:
+            wanted: `auto`, `torch` or `native`.
+
+        Raises:
+            BackendError: The wanted kernels cannot run.
+        """
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         """Choose the implementation of attention; called once, before a model is built.

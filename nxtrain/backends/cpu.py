@@ -1,71 +1,21 @@
-"""CPU backend: gloo between processes, torch's fused kernels, an allocator that keeps freed pages."""
+"""CPU backend: gloo between processes, kernels in C++ or torch's, an allocator that keeps freed pages."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.base import AdamStep, Rows, Support
+from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dBackend
-from nxtrain.backends.cpu_attention import blocked_attention, is_short
-from nxtrain.backends.kernels import FusedKernels, row_tiles
-from nxtrain.backends.rounding import RoundingKey, round_by_pairs_on_host
-
-TILE_ENTRIES = 1 << 19
-"""Entries of a tile: few enough to stay in the cache between operations, and enough to amortize a call."""
-
-
-VECTOR_ENTRIES = 16
-"""Entries of a cache line, a multiple of every vector length of torch's fused update."""
-
-
-class CpuKernels(FusedKernels):
-    """torch's fused kernels, with blocked attention for short sequences and updates tile by tile."""
-
-    host_may_look = True
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return blocked_attention(q, k, v) if is_short(q) else super().attention(q, k, v)
-
-    def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
-        return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]
-
-    def adamw(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        how: AdamStep,
-    ) -> None:
-        for entry in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-            self._update(entry, how)
-
-    def _update(self, entry: Sequence[Tensor], how: AdamStep) -> None:
-        if not (left_over := entry[0].numel() % VECTOR_ENTRIES):
-            param, grad, exp_avg, exp_avg_sq = entry
-            super().adamw([param], [grad], [exp_avg], [exp_avg_sq], how)
-            return
-        # torch's kernel rounds entries after the last full vector differently, so these entries are padded to a vector.
-        flat = [x.view(-1) for x in entry]
-        filled = [F.pad(x[-left_over:], (0, VECTOR_ENTRIES - left_over)) for x in flat]
-        self._update(filled, how)
-        for x, updated in zip(flat, filled, strict=True):
-            x[-left_over:] = updated[:left_over]
-        if len(flat[0]) > left_over:
-            self._update([x[:-left_over] for x in flat], how)
-
-    def _divisor(self, grad_scale: Tensor) -> Tensor | None:
-        # The kernel writes scaled gradients back. The host can read the scale at no cost, and skip this for 1.
-        return None if grad_scale.item() == 1 else super()._divisor(grad_scale)
-
-    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-        round_by_pairs_on_host(x, out, key, step)
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.cpu_native.build import KernelBuildError, load
+from nxtrain.backends.cpu_native.kernels import NativeKernels
+from nxtrain.errors import BackendError
 
 
 class CpuBackend(C10dBackend):
@@ -77,13 +27,37 @@ class CpuBackend(C10dBackend):
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
         self._take_place()
         self.device = torch.device("cpu")
-        self.kernels = self.host_kernels = CpuKernels()
         keep_heap()
         self._join("gloo", hang_timeout_s)
+        self.choose_kernels("auto")
 
     @staticmethod
     def support() -> Support:
         return Support(True, "every machine has a CPU")
+
+    def choose_kernels(self, wanted: str) -> None:
+        reason = "as backend.cpu_kernels=torch asks" if wanted == "torch" else ""
+        try:
+            library = None if reason else load()
+        except KernelBuildError as error:
+            library, reason = None, str(error)
+        # Ranks with different kernels would round replicated values differently.
+        lacking = torch.tensor(float(library is None))
+        if self.world > 1:
+            dist.all_reduce(lacking)
+        if library is None or lacking:
+            reason = reason or "another rank cannot build ours"
+            if wanted == "native":
+                raise BackendError(f"backend.cpu_kernels=native cannot run here: {reason}; or use auto")
+            self.kernels = self.host_kernels = CpuKernels()
+            self._note = f"CPU kernels: torch's, {reason}"
+        else:
+            native = NativeKernels(library)
+            self.kernels = self.host_kernels = native
+            self._note = f"CPU kernels: C++, {native.products} for attention in bf16"
+
+    def notes(self) -> tuple[str, ...]:
+        return (self._note,)
 
     def put(self, x: Tensor) -> Tensor:
         return x

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Rows, Support
+from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import AcceleratorBackend
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.kernel_base import Rows
 from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
 from nxtrain.errors import BackendError
 

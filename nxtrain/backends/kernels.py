@@ -11,60 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nxtrain.backends.base import AdamStep, Kernels, Rows
+from nxtrain.backends.kernel_base import AdamStep, Kernels, Rows
 from nxtrain.backends.rounding import RoundingKey, round_by_pairs, round_one_by_one
-
-
-class FusedKernels(Kernels):
-    """torch's own fused kernels, on CPU and CUDA."""
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa(q, k, v)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        return recompute(function, *inputs)
-
-    def adamw(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        how: AdamStep,
-    ) -> None:
-        torch._fused_adamw_(
-            list(params),
-            list(grads),
-            list(exp_avgs),
-            list(exp_avg_sqs),
-            [],
-            [how.step] * len(params),
-            lr=how.lr,
-            beta1=how.betas[0],
-            beta2=how.betas[1],
-            weight_decay=how.weight_decay,
-            eps=how.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=self._divisor(how.grad_scale),
-            found_inf=None if how.skip is None else how.skip.float(),
-        )
-
-    def bits(self, x: Tensor) -> Tensor:
-        return x.view(torch.int32)
-
-    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
-        torch.where(unless, x, new.to(x.dtype), out=x)
-
-    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-        round_by_pairs(x, out, key, step)
-
-    def _divisor(self, grad_scale: Tensor) -> Tensor | None:
-        """Divisor of gradients for torch's kernel; None: 1."""
-        return grad_scale.reciprocal()
+from nxtrain.vocab import VocabColumns
 
 
 class PlainKernels(Kernels):
@@ -76,8 +25,25 @@ class PlainKernels(Kernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        out: Tensor = _SwiGLU.apply(gate_up)
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out: Tensor = _Rotate.apply(x, cos, sin)
+        return out
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return recompute(function, *inputs)
+
+    def row_square_sums(self, x: Tensor) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+        return norms.square()
 
     def adamw(
         self,
@@ -107,6 +73,46 @@ class PlainKernels(Kernels):
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         round_one_by_one(x, out, key, step, bitcast=torch.Tensor.view)
+
+
+class FusedKernels(PlainKernels):
+    """torch's own fused updates, on CPU and CUDA."""
+
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        how: AdamStep,
+    ) -> None:
+        torch._fused_adamw_(
+            list(params),
+            list(grads),
+            list(exp_avgs),
+            list(exp_avg_sqs),
+            [],
+            [how.step] * len(params),
+            lr=how.lr,
+            beta1=how.betas[0],
+            beta2=how.betas[1],
+            weight_decay=how.weight_decay,
+            eps=how.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self._divisor(how.grad_scale),
+            found_inf=None if how.skip is None else how.skip.float(),
+        )
+
+    def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
+        torch.where(unless, x, new.to(x.dtype), out=x)
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_by_pairs(x, out, key, step)
+
+    def _divisor(self, grad_scale: Tensor) -> Tensor | None:
+        """Divisor of gradients for torch's kernel; None: 1."""
+        return grad_scale.reciprocal()
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:
@@ -174,3 +180,60 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """`Kernels.recompute` by torch, which stops the second call after the last value that backward needs."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of a concatenated input; saves only the input and computes the unit again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.cat([gate_grad, F.silu(gate).mul_(grad)], dim=-1)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation whose backward is the inverse rotation, so that only the tables are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`Kernels.cross_entropy` in elementary operations."""
+    dtype, comm, axis = logits.dtype, columns.comm, columns.axis
+    scores = logits.float() if columns.padding is None else logits.float() + columns.padding
+    counted, here, column = columns.place(targets)
+
+    peak = comm.all_reduce(scores.amax(dim=1), axis, "max")
+    target_score = torch.where(here, scores.gather(1, column).squeeze(1), torch.zeros_like(peak))
+    exp = scores.sub_(peak.unsqueeze(1)).exp_()
+    sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
+    losses = sums[0].log() + peak - sums[1]
+    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum()
+    if not needs_grad:
+        return loss, None
+    grad = exp.mul_((counted.float() / sums[0]).unsqueeze(1))
+    grad.scatter_add_(1, column, -here.float().unsqueeze(1))
+    return loss, grad.to(dtype)

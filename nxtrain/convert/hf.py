@@ -134,7 +134,7 @@ def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_00
 def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Whole shape of every tensor of a model, by global name."""
     alone = TensorParallel(Mesh(1, 0).tp, C10dCollectives(1), torch.float32)
-    context = BuildContext(NativeLayers(alone), FusedKernels(), torch.float32, seq_len=1)
+    context = BuildContext(NativeLayers(alone, FusedKernels()), FusedKernels(), torch.float32, seq_len=1)
     return ParamTable.of(family.build(config, context)).global_shapes()
 
 

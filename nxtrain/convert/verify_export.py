@@ -60,7 +60,7 @@ def open_model(path: Location, backend: Backend, seq_len: int) -> CausalLM:
     meta = read_meta(path)
     family, config = meta.model()
     mesh, dtype = Mesh(1, 0), getattr(torch, meta.dtype)
-    layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype))
+    layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype), backend.kernels)
     model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
     materialize(model, backend.put, fill=None)
     load(path, {MODEL: dict(model.named_parameters())}, Layout(ParamTable.of(model), mesh))
@@ -85,7 +85,7 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
     mesh = Mesh(1, 0)
     # A CPU computes no float16 attention, and float32 holds it exactly.
     dtype = torch.float32 if folder.dtype == torch.float16 else folder.dtype
-    layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype))
+    layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype), backend.kernels)
     model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
     table = ParamTable.of(model)
     weights = HfWeights(path, table, mesh.tp, table.global_shapes())

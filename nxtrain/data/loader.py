@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nxtrain.data.order import shuffled
 from nxtrain.data.samples import Samples
-from nxtrain.family import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

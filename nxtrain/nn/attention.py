@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Kernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.nn.rope import Rope
 from nxtrain.sharding import Init, Segment
 

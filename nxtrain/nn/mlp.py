@@ -5,9 +5,8 @@ Shapes: S sequence, B batch, D hidden, F intermediate of this rank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,7 +37,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         layers = context.layers
         segments = (Segment("gate_proj", intermediate_size), Segment("up_proj", intermediate_size))
-        self._fused = context.fused_gate_up
+        self._fused, self._kernels = context.fused_gate_up, context.kernels
         if self._fused:
             self.gate_up_proj = layers.column(hidden_size, segments, init)
         else:
@@ -48,24 +47,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(S/tp, B, D) to (S/tp, B, D)."""
         if self._fused:
-            hidden: Tensor = _SwiGLU.apply(self.gate_up_proj(x))
+            hidden = self._kernels.swiglu(self.gate_up_proj(x))
         else:
             hidden = F.silu(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(hidden)  # type: ignore[no-any-return]
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of a concatenated input; saves only the input and computes the unit again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
-        return torch.cat([gate_grad, F.silu(gate).mul_(grad)], dim=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Kernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.sharding import Init, ShardSpec
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Kernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.family import CausalLM
 from nxtrain.nn.attention import CausalAttention
 from nxtrain.nn.mlp import GatedMLP

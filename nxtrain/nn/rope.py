@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from nxtrain.backends.kernel_base import Kernels
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,14 @@ class Rope(nn.Module):
         head_dim: H.
         theta: Base of the wavelengths.
         scaling: Llama 3's frequency scaling, or None.
+        kernels: Kernels of the device.
     """
 
-    def __init__(self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(
+        self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None, kernels: Kernels
+    ) -> None:
         super().__init__()
+        self._kernels = kernels
         self._seq_len, self._head_dim, self._theta, self._scaling = seq_len, head_dim, theta, scaling
         self.cos: Tensor
         self.sin: Tensor
@@ -81,24 +86,4 @@ class Rope(nn.Module):
         else:
             # Whole tables are no views: a graph that ends between forward and backward would copy views.
             tables = (self.cos, self.sin) if length == self._seq_len else (self.cos[:length], self.sin[:length])
-        rotated: Tensor = _Rotate.apply(x, *tables)
-        return rotated
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotation whose backward is the inverse rotation, so that only the tables are saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+        return self._kernels.rotate(x, *tables)

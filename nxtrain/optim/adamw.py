@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import AdamStep, Kernels, Rows
+from nxtrain.backends.kernel_base import AdamStep, Kernels, Rows
 from nxtrain.backends.kernels import bias_correction
 from nxtrain.backends.rounding import RoundingKey, step_hash
 from nxtrain.config.schema import OptimConfig

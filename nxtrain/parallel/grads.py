@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.distributed.collectives import Collectives
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.sharding import Layout, ShardSpec
@@ -19,7 +20,7 @@ class Gradients:
         data_parallel: Averages gradients over the data parallel ranks.
         comm: Collectives.
         put: Copies a host tensor to the device.
-        rounds: As `Kernels.rounds`: tensor parallel ranks compute different gradients of replicated parameters.
+        kernels: Kernels of the device.
     """
 
     def __init__(
@@ -27,13 +28,13 @@ class Gradients:
         data_parallel: DataParallel,
         comm: Collectives,
         put: Callable[[Tensor], Tensor],
-        *,
-        rounds: bool = False,
+        kernels: Kernels,
     ) -> None:
         self._data_parallel, self._comm, self._layout = data_parallel, comm, data_parallel.layout
-        self.square_sum = SquareSum(self._layout, data_parallel.shards, put)
+        self.square_sum = SquareSum(self._layout, data_parallel.shards, put, kernels)
         self._tp_sums = _TensorParallelSums(self._layout, data_parallel.shards, comm, put)
-        self._tp_means = _TensorParallelMeans(self._layout, comm) if rounds else None
+        # A device that rounds at random computes different gradients of a parameter that its ranks replicate.
+        self._tp_means = _TensorParallelMeans(self._layout, comm) if kernels.rounds else None
         self._tied_sums = _TiedSums(self._layout, comm)
 
     @torch.no_grad()
@@ -65,9 +66,13 @@ class SquareSum:
         layout: The entries that this rank holds.
         shards: Tensors of the same shapes as the later arguments.
         put: Copies a host tensor to the device.
+        kernels: Kernels of the device.
     """
 
-    def __init__(self, layout: Layout, shards: Mapping[str, Tensor], put: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, layout: Layout, shards: Mapping[str, Tensor], put: Callable[[Tensor], Tensor], kernels: Kernels
+    ) -> None:
+        self._kernels = kernels
         mixed = {name for name in layout if layout.mixes_copies(name)}
         weights = [
             1.0 if name in mixed else _weight(spec, spec.pieces(layout.mesh.tp)[0].copies)
@@ -85,7 +90,7 @@ class SquareSum:
         """Weighted sum of squares, () float32, of all of this rank's shards, given in the layout's order."""
         sums = []
         for name, tensor in tensors:
-            squares = torch.linalg.vector_norm(_rows(tensor), dim=1, dtype=torch.float32).square()
+            squares = self._kernels.row_square_sums(_rows(tensor))
             sums.append((squares * self._row_weights[name] if name in self._row_weights else squares).sum())
         return (torch.stack(sums) * self._weights).sum()
 

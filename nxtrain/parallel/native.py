@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nxtrain.backends.base import LayerSet
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.parallel.embedding import VocabEmbedding
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.loss import VocabHead
@@ -15,12 +16,13 @@ class NativeLayers(LayerSet):
 
     Args:
         parallel: Tensor parallel context of the layers.
+        kernels: Kernels of the device.
         loss_chunk_bytes: Most bytes of float32 logits that exist at once.
     """
 
-    def __init__(self, parallel: TensorParallel, *, loss_chunk_bytes: int = 64 << 20) -> None:
+    def __init__(self, parallel: TensorParallel, kernels: Kernels, *, loss_chunk_bytes: int = 64 << 20) -> None:
         self.tp, self.sequence_parallel = parallel.axis, parallel.sequence_parallel
-        self._parallel, self._loss_chunk_bytes = parallel, loss_chunk_bytes
+        self._parallel, self._kernels, self._loss_chunk_bytes = parallel, kernels, loss_chunk_bytes
 
     def column(self, in_features: int, segments: tuple[Segment, ...], init: Init) -> ColumnLinear:
         return ColumnLinear(in_features, segments, init, self._parallel)
@@ -32,4 +34,11 @@ class NativeLayers(LayerSet):
         return VocabEmbedding(vocab_size, hidden_size, init, self._parallel)
 
     def head(self, vocab_size: int, hidden_size: int, init: Init) -> VocabHead:
-        return VocabHead(vocab_size, hidden_size, init, self._parallel, chunk_bytes=self._loss_chunk_bytes)
+        return VocabHead(
+            vocab_size,
+            hidden_size,
+            init,
+            self._parallel,
+            kernels=self._kernels,
+            chunk_bytes=self._loss_chunk_bytes,
+        )

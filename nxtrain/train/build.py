@@ -10,7 +10,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Backend, Kernels
+from nxtrain.backends.base import Backend
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
 from nxtrain.convert.hf_folder import HfWeights
@@ -129,7 +130,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     run = plan.config
     dtype = Precision.of(run.precision).params
     parallel = TensorParallel(mesh.tp, backend.collectives, dtype, run.parallel.sequence_parallel and mesh.tp.size > 1)
-    native = NativeLayers(parallel, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
+    native = NativeLayers(parallel, backend.kernels, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
     context = BuildContext(
         layers=backend.binding.layers(native, mesh, dtype),
         kernels=backend.kernels,
@@ -151,7 +152,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
 def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor of the whole model by its name in a checkpoint, independent of this rank's shard."""
     dtype = Precision.of(plan.config.precision).params
-    layers = NativeLayers(TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype))
+    layers = NativeLayers(TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype), backend.kernels)
     context = BuildContext(layers, backend.kernels, dtype, plan.config.train.seq_len)
     return ParamTable.of(plan.family.build(plan.model, context)).global_shapes()
 
@@ -189,7 +190,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     return TrainState(
         model=model,
         data_parallel=data_parallel,
-        gradients=Gradients(data_parallel, backend.collectives, put, rounds=kernels.rounds),
+        gradients=Gradients(data_parallel, backend.collectives, put, kernels),
         optimizer=optimizer,
         pipeline=_pipeline(plan, model, backend, mesh, precision),
         num_params=plan.family.num_params(plan.model),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
 from nxtrain.distributed.agreement import Ranks
-from nxtrain.family import IGNORE_INDEX, CausalLM
+from nxtrain.family import CausalLM
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.data_parallel import DataParallel
@@ -19,6 +19,7 @@ from nxtrain.parallel.pipeline import MicroBatches, Pipeline
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.health.skipped_steps import SkippedSteps, not_finite
+from nxtrain.vocab import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import Init, ShardSpec
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.layers import filled, random
 from tests.support.ranks import RankPool
 
@@ -58,7 +58,8 @@ def run(backend: Backend, vocab: int, scale: float, tp: int, sp: bool, rows: int
     parallel = TensorParallel(axis, backend.collectives, torch.float32, sp)
     tensors = given(vocab, scale)
     with torch.device("meta"):
-        head = VocabHead(vocab, D, Init(), parallel, chunk_bytes=4 * rows * -(-vocab // tp))
+        num_bytes = 4 * rows * -(-vocab // tp)
+        head = VocabHead(vocab, D, Init(), parallel, kernels=backend.kernels, chunk_bytes=num_bytes)
     filled(head, axis, {"": tensors["weight"]})
     hidden = tensors["hidden"].chunk(tp)[backend.rank].clone() if sp else tensors["hidden"].clone()
     hidden.requires_grad_()

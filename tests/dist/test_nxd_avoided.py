@@ -14,12 +14,12 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.errors import BackendError
-from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import Init
 from nxtrain.train.build import build_meta
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.layers import random
 from tests.support.models import weights_of
 from tests.support.parity import batches, gradient, layout, local_batch, start
@@ -33,7 +33,8 @@ S, B, D, V = 4, 2, 8, 16
 def nxd_layers(backend: Backend, dtype: torch.dtype, *, sp: bool = False) -> Mesh:
     """Make NxD's groups over all ranks, by asking for its layers."""
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
-    backend.binding.layers(NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype, sp)), mesh, dtype)
+    parallel = TensorParallel(mesh.tp, backend.collectives, dtype, sp)
+    backend.binding.layers(NativeLayers(parallel, backend.kernels), mesh, dtype)
     return mesh
 
 
@@ -70,7 +71,7 @@ def losses(backend: Backend) -> tuple[Tensor, float, float, float]:
     logits = random(1, 1, V, seed=1).chunk(backend.world, dim=-1)[backend.rank].clone()
     before, ignored = logits.clone(), torch.full((1, 1), IGNORE_INDEX)
     theirs = parallel_cross_entropy(vocab_parallel_logits=logits, target=ignored)
-    native = NativeLayers(TensorParallel(mesh.tp, backend.collectives, torch.float32))
+    native = NativeLayers(TensorParallel(mesh.tp, backend.collectives, torch.float32), backend.kernels)
     head = backend.binding.layers(native, mesh, torch.float32).head(V, D, Init())
     for name, value in head.host_buffers().items():  # type: ignore[attr-defined]
         head.register_buffer(name, value, persistent=False)  # type: ignore[attr-defined]

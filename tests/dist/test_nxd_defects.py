@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.config.check import Resolved
 from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.distributed.collectives import Done, Op, Pending
@@ -117,14 +118,14 @@ def test_nxd_4_2_fused_projections_have_the_gradients_and_the_norm_of_separate_o
 class CountsEveryCopy(SquareSum):
     """Counts a replicated K/V head once per rank that holds it."""
 
-    def __init__(self, layout: Layout, shards: Mapping[str, Tensor]) -> None:
-        super().__init__(layout, shards, lambda host: host)
+    def __init__(self, layout: Layout, shards: Mapping[str, Tensor], kernels: Kernels) -> None:
+        super().__init__(layout, shards, lambda host: host, kernels)
         self._row_weights = {name: torch.ones_like(weights) for name, weights in self._row_weights.items()}
 
 
 def norms_counting_copies(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> float:
     state = start(backend, resolved, weights)
-    state.gradients.square_sum = CountsEveryCopy(state.layout, state.data_parallel.shards)
+    state.gradients.square_sum = CountsEveryCopy(state.layout, state.data_parallel.shards, backend.kernels)
     (batch,) = batches(resolved, 1)
     return gradient(state, local_batch(state, batch, resolved.config.train.micro_batch)).norm
 
@@ -210,7 +211,7 @@ def gradient_without_norm_sum(backend: Backend, resolved: Resolved, weights: Map
     state = start(backend, resolved, weights)
     table = ParamTable({name: replace(spec, sequence_parallel=False) for name, spec in state.table.items()})
     state.data_parallel.layout = Layout(table, state.mesh)
-    grads = Gradients(state.data_parallel, backend.collectives, backend.put)
+    grads = Gradients(state.data_parallel, backend.collectives, backend.put, backend.kernels)
     (batch,) = batches(resolved, 1)
     mutant = replace(state, gradients=grads)
     return gradient(mutant, local_batch(mutant, batch, resolved.config.train.micro_batch))

@@ -13,7 +13,8 @@ import pytest
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from nxtrain.backends.base import AdamStep, Backend
+from nxtrain.backends.base import Backend
+from nxtrain.backends.kernel_base import AdamStep
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
 from nxtrain.train.step import TrainState, train_step

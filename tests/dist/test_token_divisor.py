@@ -18,11 +18,11 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.distributed.collectives import Pending
-from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis
 from nxtrain.parallel.data_parallel import Reduction, Replicated
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import DeviceBatch
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.models import hf_model, our_model, tokens, weights_of
 from tests.support.parity import (
     GLOBAL_BATCH,
@@ -94,9 +94,8 @@ def gradient_in_small_buckets(backend: Backend, resolved: Resolved, weights: Map
     how = Reduction(state.precision, num_micro=1, bucket_bytes=20_000)
     split = Replicated(dict(model.named_parameters()), state.layout, backend.collectives, how, backend.put)
     assert len(split.buckets) > 5
-    small = replace(
-        state, model=model, data_parallel=split, gradients=Gradients(split, backend.collectives, backend.put)
-    )
+    gradients = Gradients(split, backend.collectives, backend.put, backend.kernels)
+    small = replace(state, model=model, data_parallel=split, gradients=gradients)
     one, many = gradient(state, batch), gradient(small, batch)
     return one.norm == many.norm and all(torch.equal(one.shards[name], many.shards[name]) for name in one.shards)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.base import Kernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.config.schema import OptimConfig
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW

@@ -55,6 +55,7 @@ class Work:
         later: Gradients that are computed after the backward pass, by operand.
         once: A second backward pass is refused, as the docstring says.
         in_float64: The operation computes in the type of its operands, float64 among them.
+        computes_in: The only type that the operation knows; None: that of its operands.
         leaves_only: Its gradients may be asked for by `backward()` alone, as torch-xla's recomputation has it.
     """
 
@@ -66,6 +67,7 @@ class Work:
     once: bool = False
     in_float64: bool = False
     leaves_only: bool = False
+    computes_in: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def _hold_work(work: Work, setting: Setting) -> None:
     ]
     out, wanted = work.call(*inputs), work.exact(*exact.values())
     watch.check("the forward pass")
-    compare("the result", out, wanted, setting.dtype)
+    dtype = work.computes_in or setting.dtype
+    compare("the result", out, wanted, dtype)
     if not chosen:
         return
     assert out.requires_grad, "the result has lost its gradient"
@@ -162,7 +165,7 @@ def _hold_work(work: Work, setting: Setting) -> None:
     found = {name: x.clone() for name, x in found.items()}
     wanted_grads = _gradients(wanted, {name: exact[name] for name in sources}, _exact(grad.x, False))
     for name in sources:
-        compare(f"the gradient of {name}", found[name], wanted_grads[name], setting.dtype, grad.x)
+        compare(f"the gradient of {name}", found[name], wanted_grads[name], dtype, grad.x)
     if work.later is None:
         _repeat(work, out, sources, grad.x, found)
         watch.check("a second backward pass")

@@ -8,7 +8,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend, Kernels, LayerSet
+from nxtrain.backends.base import Backend, LayerSet
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from tests.support import contract_functions, contract_kernels, contract_layers
@@ -41,7 +42,7 @@ def hold_layers(backend: Backend, seed: int, draws: int) -> None:
     ranks = ranks_of(backend)
 
     def make(ranks: Ranks, dtype: torch.dtype, sequence_parallel: bool) -> LayerSet:
-        native = NativeLayers(ranks.parallel(dtype, sequence_parallel), loss_chunk_bytes=64)
+        native = NativeLayers(ranks.parallel(dtype, sequence_parallel), backend.kernels, loss_chunk_bytes=64)
         return backend.binding.layers(native, mesh, dtype)
 
     for name, cases in contract_layers.CASES.items():

@@ -16,20 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.cpu_attention import _BlockedAttention
-from nxtrain.backends.kernels import _RMSNorm
+from nxtrain.backends.cpu_native.kernels import _NativeAttention, _NativeRMSNorm, _NativeRotate, _NativeSwiGLU
+from nxtrain.backends.kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.bench.pipeline_rank import _Sleep
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
-from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Axis
-from nxtrain.nn.mlp import _SwiGLU
-from nxtrain.nn.rope import _Rotate
 from nxtrain.parallel.linear import Product, _ColumnProduct, _Product, _SplitProduct
 from nxtrain.parallel.loss import _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
 from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
 from nxtrain.parallel.weight_grads import _Gradient
+from nxtrain.vocab import IGNORE_INDEX, VocabColumns
 from tests.support.contract import Operand, Work
-from tests.support.contract_kernels import EPS, LENGTHS, exact_attention, exact_rms_norm
+from tests.support.contract_kernels import (
+    EPS,
+    LENGTHS,
+    exact_attention,
+    exact_rms_norm,
+    exact_rotate,
+    exact_swiglu,
+    rotated_operands,
+    swiglu_shape,
+)
 from tests.support.forms import WHOLE, Shape
 
 
@@ -106,27 +114,44 @@ class Ranks:
 
 def swiglu(ranks: Ranks, rng: Random) -> Work:
     """A gated unit."""
-    half = rng.choice((1, 3, 8))
-    shape = ranks.draw_shape(rng, 2 * half)
-    shape = shape if rng.random() < 0.7 else shape[1:]
-
-    def exact(x: Tensor) -> Tensor:
-        return F.silu(x[..., :half]) * x[..., half:]
-
-    return Work(f"_SwiGLU on {shape}", {"x": Operand(shape)}, _SwiGLU.apply, exact, in_float64=True)
+    shape = swiglu_shape(rng)
+    return Work(f"_SwiGLU on {shape}", {"x": Operand(shape)}, _SwiGLU.apply, exact_swiglu, in_float64=True)
 
 
 def rotate(ranks: Ranks, rng: Random) -> Work:
     """A rotation of pairs."""
-    half = rng.choice((1, 2, 4))
-    shape = (rng.choice((1, 2, 5)), rng.choice((1, 2)), rng.choice((1, 3)), 2 * half)
-    table = Operand((shape[0], 1, 1, half), dtype=torch.float32, has_gradient=False)
+    operands = rotated_operands(rng)
+    return Work(f"_Rotate on {operands['x'].shape}", operands, _Rotate.apply, exact_rotate)
 
-    def exact(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
-    return Work(f"_Rotate on {shape}", {"x": Operand(shape), "cos": table, "sin": table}, _Rotate.apply, exact)
+def native_swiglu(ranks: Ranks, rng: Random) -> Work:
+    """A gated unit in C++."""
+    shape = swiglu_shape(rng)
+    return Work(f"_NativeSwiGLU on {shape}", {"x": Operand(shape)}, _NativeSwiGLU.apply, exact_swiglu)
+
+
+def native_rotate(ranks: Ranks, rng: Random) -> Work:
+    """A rotation of pairs in C++."""
+    operands = rotated_operands(rng)
+    return Work(f"_NativeRotate on {operands['x'].shape}", operands, _NativeRotate.apply, exact_rotate)
+
+
+def native_norm(ranks: Ranks, rng: Random) -> Work:
+    """Normalization of rows in C++."""
+    shape = (rng.choice((1, 31, 32, 33, 70)), rng.choice((4, 7, 33)))
+    operands = {"x": Operand(shape), "weight": Operand(shape[-1:])}
+    return Work(f"_NativeRMSNorm on {shape}", operands, lambda x, w: _NativeRMSNorm.apply(x, w, EPS), exact_rms_norm)
+
+
+def native_attention(ranks: Ranks, rng: Random) -> Work:
+    """Attention in C++, which knows bfloat16 alone."""
+    length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 6, 32))
+    kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
+    shapes = {"q": (length, batch, kv_heads * repeats, width), "k": (length, batch, kv_heads, width)}
+    shapes["v"] = shapes["k"]
+    operands = {name: Operand(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    label = f"_NativeAttention on {shapes['q']} and {shapes['k']}"
+    return Work(label, operands, _NativeAttention.apply, exact_attention, computes_in=torch.bfloat16)
 
 
 def norm(ranks: Ranks, rng: Random) -> Work:
@@ -286,7 +311,8 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
         return values
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
-        given = (hidden, weight, target, start, pad, ranks.comm, ranks.axis, chunk_rows)
+        columns = VocabColumns(start, pad, ranks.comm, ranks.axis)
+        given = (hidden, weight, target, columns, FusedKernels(), chunk_rows)
         return _VocabCrossEntropy.apply(*given)  # type: ignore[no-any-return]
 
     def exact(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
@@ -313,6 +339,10 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Rotate: rotate,
     _RMSNorm: norm,
     _BlockedAttention: attention,
+    _NativeSwiGLU: native_swiglu,
+    _NativeRotate: native_rotate,
+    _NativeRMSNorm: native_norm,
+    _NativeAttention: native_attention,
     _Product: product,
     _ColumnProduct: column_product,
     _SplitProduct: split_product,

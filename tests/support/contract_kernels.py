@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.base import AdamStep, Kernels
+from nxtrain.backends.kernel_base import AdamStep, Kernels
 from nxtrain.backends.rounding import RoundingKey, mix_, step_hash
-from tests.support.contract import Operand, Update, Work
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.mesh import Mesh
+from nxtrain.vocab import IGNORE_INDEX, VocabColumns
+from tests.support.contract import Operand, Update, Work, compare
 from tests.support.forms import CONTIGUOUS, WHOLE, Shape
 
 LENGTHS = (1, 2, 7, 127, 128, 129, 130)
@@ -52,6 +56,101 @@ def rms_norm(kernels: Kernels, rng: Random) -> Work:
 def exact_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """x / rms(x) * weight."""
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def swiglu(kernels: Kernels, rng: Random) -> Work:
+    """A gated unit."""
+    shape = swiglu_shape(rng)
+    return Work(f"swiglu of {type(kernels).__name__} on {shape}", {"x": Operand(shape)}, kernels.swiglu, exact_swiglu)
+
+
+def swiglu_shape(rng: Random) -> Shape:
+    """(S, B, 2F) or (S, 2F), with odd F among them."""
+    shape: Shape = (rng.choice((1, 2, 6)), rng.choice((1, 2)), 2 * rng.choice((1, 3, 8, 33)))
+    return shape if rng.random() < 0.7 else shape[1:]
+
+
+def exact_swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate(kernels: Kernels, rng: Random) -> Work:
+    """A rotation of pairs."""
+    operands = rotated_operands(rng)
+    label = f"rotate of {type(kernels).__name__} on {operands['x'].shape}"
+    return Work(label, operands, kernels.rotate, exact_rotate)
+
+
+def rotated_operands(rng: Random) -> dict[str, Operand]:
+    """Heads and tables of angles."""
+    half = rng.choice((1, 2, 4, 17))
+    shape = (rng.choice((1, 2, 5)), rng.choice((1, 2)), rng.choice((1, 3)), 2 * half)
+    table = Operand((shape[0], 1, 1, half), dtype=torch.float32, has_gradient=False)
+    return {"x": Operand(shape), "cos": table, "sin": table}
+
+
+def exact_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair of dimensions (i, i + H/2) as one complex number, times cos + i sin."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def cross_entropy(kernels: Kernels, rng: Random) -> Update:
+    """Loss of tokens over columns that are all of the vocabulary, and the gradient of the logits."""
+    rows, vocab, needs_grad = rng.choice((1, 5)), rng.choice((2, 5, 40)), rng.random() < 0.8
+    padded = rng.choice((0, 0, 1, vocab - 1))
+    axis = Mesh.build(1, 0).tp
+    found: list[tuple[Tensor, Tensor | None]] = []
+
+    def targets(generator: torch.Generator, shape: Shape) -> Tensor:
+        drawn = torch.randint(vocab - padded, shape, generator=generator)
+        return torch.where(torch.rand(shape, generator=generator) < 0.3, IGNORE_INDEX, drawn)
+
+    def call(logits: Tensor, target: Tensor) -> None:
+        padding = torch.zeros(vocab).index_fill(0, torch.arange(vocab - padded, vocab), float("-inf"))
+        columns = VocabColumns(
+            torch.tensor([0, vocab], device=logits.device),
+            padding.to(logits.device) if padded else None,
+            C10dCollectives(1),
+            axis,
+        )
+        loss, grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad)
+        found.append((loss.cpu(), None if grad is None else grad.cpu()))
+
+    def check(before: Values, after: Values) -> None:
+        logits = before["logits"].double()
+        exact = logits.clone().requires_grad_()
+        kept = exact[:, : vocab - padded]
+        wanted = F.cross_entropy(kept, before["target"], ignore_index=IGNORE_INDEX, reduction="sum")
+        loss, grad = found[-1]
+        compare("the loss", loss, wanted, torch.float32)
+        assert (grad is not None) == needs_grad
+        if grad is not None:
+            assert grad.dtype == before["logits"].dtype
+            (wanted_grad,) = torch.autograd.grad(wanted, exact)
+            compare("the gradient", grad, wanted_grad, grad.dtype)
+
+    label = f"cross_entropy of {type(kernels).__name__} on {rows} rows, {vocab} columns, {padded} padded, {needs_grad}"
+    operands = {
+        "logits": Operand((rows, vocab), forms=CONTIGUOUS, written=True),
+        "target": Operand((rows,), targets, has_gradient=False),
+    }
+    return Update(label, operands, call, check)
+
+
+def row_square_sums(kernels: Kernels, rng: Random) -> Update:
+    """Sums of squares of rows."""
+    shape = (rng.choice((1, 3)), rng.choice((1, 8, 700)))
+    found: list[Tensor] = []
+
+    def check(before: Values, after: Values) -> None:
+        wanted = before["x"].double().square().sum(dim=1)
+        torch.testing.assert_close(found[-1].double(), wanted, rtol=2e-6, atol=0)
+
+    label = f"row_square_sums of {type(kernels).__name__} on {shape}"
+    return Update(label, {"x": Operand(shape)}, lambda x: found.append(kernels.row_square_sums(x).cpu()), check)
 
 
 def recompute(kernels: Kernels, rng: Random) -> Work:
@@ -204,6 +303,10 @@ def _squares(generator: torch.Generator, shape: Shape) -> Tensor:
 CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
     "attention": attention,
     "rms_norm": rms_norm,
+    "swiglu": swiglu,
+    "rotate": rotate,
+    "cross_entropy": cross_entropy,
+    "row_square_sums": row_square_sums,
     "recompute": recompute,
     "adamw": adamw,
     "bits": bits,

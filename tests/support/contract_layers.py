@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nxtrain.backends.base import Head, LayerSet
-from nxtrain.family import IGNORE_INDEX
+from nxtrain.backends.kernels import FusedKernels
 from nxtrain.nn.init import materialize
 from nxtrain.parallel.linear import Product, SplitBackward
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.sharding import Init, Segment
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.contract import Operand, Work
 from tests.support.contract_functions import Ranks
 from tests.support.forms import CONTIGUOUS, Shape
@@ -30,7 +31,7 @@ Put = Callable[[Tensor], Tensor]
 
 def native(ranks: Ranks, dtype: torch.dtype, sequence_parallel: bool) -> LayerSet:
     """Our own, whose loss goes through the logits of a few tokens at a time."""
-    return NativeLayers(ranks.parallel(dtype, sequence_parallel), loss_chunk_bytes=64)
+    return NativeLayers(ranks.parallel(dtype, sequence_parallel), FusedKernels(), loss_chunk_bytes=64)
 
 
 class _Loss(nn.Module):

@@ -22,7 +22,7 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
 from nxtrain.errors import ConfigError
-from nxtrain.family import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny_cpu.toml"

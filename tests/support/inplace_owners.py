@@ -36,7 +36,7 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/distributed/collectives.py": {
         "Collectives.all_reduce: self.start_all_reduce(x)": "given: `Collectives.all_reduce` may overwrite its input",
     },
-    "nxtrain/backends/cpu.py": {
+    "nxtrain/backends/cpu_kernels.py": {
         "CpuKernels._update: x[-left_over:] =": (
             "given: `Kernels.adamw` updates these in place, and may overwrite gradients"
         ),
@@ -49,6 +49,12 @@ OWNERS: dict[str, dict[str, str]] = {
         "CudaKernels.tiles: room -=": "host: number",
     },
     "nxtrain/backends/kernels.py": {
+        "cross_entropy: scores.sub_(peak.unsqueeze(1)).exp_": (
+            "given: the logits, which the docstring lets it overwrite"
+        ),
+        "cross_entropy: scores.sub_": "given: the logits, which the docstring lets it overwrite",
+        "cross_entropy: exp.mul_": "given: the logits, which the docstring lets it overwrite",
+        "cross_entropy: grad.scatter_add_": "given: the logits, which the docstring lets it overwrite",
         "FusedKernels.adamw: torch._fused_adamw_(list(params))": (
             "given: `Kernels.adamw` updates all in place but gradients, which it may overwrite"
         ),
@@ -222,10 +228,6 @@ OWNERS: dict[str, dict[str, str]] = {
         "_VocabCrossEntropy.backward: weight_grad.mul_": (
             "fresh: made and saved by forward; a second backward pass is refused"
         ),
-        "_chunk: scores.sub_(peak.unsqueeze(1)).exp_": "given: the logits, which the docstring lets it overwrite",
-        "_chunk: scores.sub_": "given: the logits, which the docstring lets it overwrite",
-        "_chunk: exp.mul_": "given: the logits, which the docstring lets it overwrite",
-        "_chunk: grad.scatter_add_": "given: the logits, which the docstring lets it overwrite",
     },
     "nxtrain/parallel/pipeline.py": {
         "Pipeline._forward: entered.requires_grad_": "fresh: what the transfer received; values stay",

@@ -14,12 +14,12 @@ from torch import Tensor
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
-from nxtrain.family import IGNORE_INDEX
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.models import hf_model, our_model, plan, tokens
 
 LR = 3e-3

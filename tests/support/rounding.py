@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Kernels
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.rounding import step_hash
 from nxtrain.mesh import Mesh
 from nxtrain.optim.rounding import rounding_keys

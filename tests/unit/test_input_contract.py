@@ -18,9 +18,12 @@ import torch
 
 import nxtrain
 import nxtrain_models
-from nxtrain.backends.base import Kernels, LayerSet
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.base import LayerSet
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.cpu_native.build import load
+from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cuda import CudaKernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
@@ -31,7 +34,7 @@ from tests.support.contract_functions import NOT_ECHOED, Echo, Ranks
 SEED = 0
 DRAWS = 40
 DTYPES = (torch.float32, torch.bfloat16)
-KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels())
+KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels(), NativeKernels(load()))
 
 ELSEWHERE = {
     "nxtrain.backends.xla.backend:XlaKernels": "tests/xla/test_input_contract.py",

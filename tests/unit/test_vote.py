@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Kernels
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.mesh import Mesh
 from nxtrain.train.health.replica_check import Dissent, Holders, checksums, factors, minority

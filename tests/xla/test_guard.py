@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.config.check import Resolved
 from nxtrain.errors import HangError
 from nxtrain.train.health.replica_check import checksums, factors

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import AcceleratorBackend
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.hardware import this_machine

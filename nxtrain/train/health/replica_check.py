@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Kernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.rounding import folded, mix_
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.fully_sharded import FullySharded

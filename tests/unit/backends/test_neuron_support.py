@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nxtrain.backends import choose, open_backend
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
 from nxtrain.backends.neuron.hardware import this_machine

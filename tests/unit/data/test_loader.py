@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nxtrain.data import BatchShare, Loader
 from nxtrain.data.samples import TableSamples
-from nxtrain.family import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX
 
 NUM_ROWS, SEQ_LEN = 21, 6
 TABLE = np.arange(NUM_ROWS * (SEQ_LEN + 1), dtype=np.uint16).reshape(NUM_ROWS, SEQ_LEN + 1)

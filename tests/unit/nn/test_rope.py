@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxtrain.backends.kernels import FusedKernels
 from nxtrain.nn.init import materialize
 from nxtrain.nn.rope import Rope, RopeScaling, frequencies
 from tests.support.layers import random
@@ -19,7 +20,7 @@ LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, orig
 
 def rope_of(scaling: RopeScaling | None = None) -> Rope:
     with torch.device("meta"):
-        rope = Rope(S, H, THETA, scaling)
+        rope = Rope(S, H, THETA, scaling, FusedKernels())
     materialize(rope, lambda host: host, None)
     return rope
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.config.schema import OptimConfig
 from nxtrain.mesh import Mesh
 from nxtrain.optim import adamw as adamw_module

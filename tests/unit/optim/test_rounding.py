@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Kernels
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cuda import CudaKernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import step_hash
 from tests.support.rounding import rounded

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Kernels
-from nxtrain.backends.cpu import CpuKernels
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from nxtrain.optim.adamw import AdamW
 from nxtrain.precision import Update

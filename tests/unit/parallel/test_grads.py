@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Binding
+from nxtrain.backends.kernels import FusedKernels
 from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.distributed.collectives import Collectives, Done, Pending
 from nxtrain.mesh import Axis, Mesh
@@ -71,7 +72,7 @@ def test_the_ranks_together_count_every_entry_once(tp: int, shard: int) -> None:
         layout = Layout(TABLE if tp > 1 else unshared(TABLE), mesh)
         shards = {name: spec.shard(whole[name], mesh.tp) for name, spec in layout.table.items()}
         rows = {name: t.narrow(0, *row_cut(t.shape[0], mesh.shard)) for name, t in shards.items()}
-        total += SquareSum(layout, rows, host)(rows.items()).item()
+        total += SquareSum(layout, rows, host, FusedKernels())(rows.items()).item()
     assert total == pytest.approx(expected, rel=1e-6)
 
 
@@ -89,7 +90,7 @@ def test_nxd_4_9_the_norm_of_bf16_gradients_is_summed_in_float32() -> None:
     """NxD 4.9: a sum of squares in bf16 stands still as soon as the next square is less than half its last digit."""
     grads = {"w": torch.full((4096,), 0.01, dtype=torch.bfloat16)}
     layout = Layout(ParamTable({"w": ShardSpec((4096,))}), Mesh.build(1, 0))
-    squares = SquareSum(layout, grads, host)(grads.items())
+    squares = SquareSum(layout, grads, host, FusedKernels())(grads.items())
     assert squares.dtype == torch.float32
     assert squares.item() == pytest.approx(4096 * grads["w"][0].double().item() ** 2, rel=1e-6)
 
@@ -102,7 +103,7 @@ def test_the_sum_of_millions_of_small_squares_loses_none(shape: tuple[int, ...],
     grad[7] = 0.1
     grads = {"w": grad.to(dtype)}
     layout = Layout(ParamTable({"w": ShardSpec(shape)}), Mesh.build(1, 0))
-    squares = SquareSum(layout, grads, host)(grads.items())
+    squares = SquareSum(layout, grads, host, FusedKernels())(grads.items())
     assert squares.item() == pytest.approx(grads["w"].double().square().sum().item(), rel=2e-6)
 
 

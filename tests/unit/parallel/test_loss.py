@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxtrain.family import IGNORE_INDEX
-from nxtrain.parallel import loss as loss_module
+from nxtrain import vocab as vocab_module
+from nxtrain.backends.kernels import FusedKernels
 from nxtrain.parallel.loss import VocabHead
 from nxtrain.sharding import Init
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.layers import ALONE, alone, filled, random
 
 S, B, D, V = 16, 4, 8, 131
@@ -24,7 +25,8 @@ def head_of(weight: Tensor, rows: int) -> VocabHead:
     """A head whose chunks have so many rows."""
     vocab, width = weight.shape
     with torch.device("meta"):
-        head = VocabHead(vocab, width, Init(), alone(weight.dtype), chunk_bytes=4 * rows * vocab)
+        parallel, num_bytes = alone(weight.dtype), 4 * rows * vocab
+        head = VocabHead(vocab, width, Init(), parallel, kernels=FusedKernels(), chunk_bytes=num_bytes)
     return filled(head, ALONE, {"": weight})
 
 
@@ -78,7 +80,7 @@ def test_nothing_but_ignored_tokens_is_a_loss_and_a_gradient_of_zero() -> None:
 def test_a_loss_that_counts_ignored_tokens_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = losses(7)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
-    monkeypatch.setattr(loss_module, "IGNORE_INDEX", IGNORE_INDEX - 1)
+    monkeypatch.setattr(vocab_module, "IGNORE_INDEX", IGNORE_INDEX - 1)
     assert losses(7)[0].item() > theirs.item() * 1.2
 
 
@@ -159,7 +161,7 @@ def test_a_chunk_is_as_many_rows_of_float32_logits_as_its_bytes_hold_and_at_leas
     num_bytes: int, rows: int
 ) -> None:
     with torch.device("meta"):
-        head = VocabHead(V, D, Init(), alone(torch.bfloat16), chunk_bytes=num_bytes)
+        head = VocabHead(V, D, Init(), alone(torch.bfloat16), kernels=FusedKernels(), chunk_bytes=num_bytes)
     assert head._chunk_rows == rows
 
 

@@ -1,0 +1,63 @@
+"""torch's kernels for the CPU: blocked attention for short sequences, and updates tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nxtrain.backends.cpu_attention import blocked_attention, is_short
+from nxtrain.backends.kernel_base import AdamStep, Rows
+from nxtrain.backends.kernels import FusedKernels, row_tiles
+from nxtrain.backends.rounding import RoundingKey, round_by_pairs_on_host
+
+TILE_ENTRIES = 1 << 19
+"""Entries of a tile: few enough to stay in the cache between operations, and enough to amortize a call."""
+
+VECTOR_ENTRIES = 16
+"""Entries of a cache line, a multiple of every vector length of torch's fused update."""
+
+
+class CpuKernels(FusedKernels):
+    """torch's fused kernels, with blocked attention for short sequences and updates tile by tile."""
+
+    host_may_look = True
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return blocked_attention(q, k, v) if is_short(q) else super().attention(q, k, v)
+
+    def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
+        return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]
+
+    def adamw(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        how: AdamStep,
+    ) -> None:
+        for entry in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+            self._update(entry, how)
+
+    def _update(self, entry: Sequence[Tensor], how: AdamStep) -> None:
+        if not (left_over := entry[0].numel() % VECTOR_ENTRIES):
+            param, grad, exp_avg, exp_avg_sq = entry
+            super().adamw([param], [grad], [exp_avg], [exp_avg_sq], how)
+            return
+        # torch's kernel rounds entries after the last full vector differently, so these entries are padded to a vector.
+        flat = [x.view(-1) for x in entry]
+        filled = [F.pad(x[-left_over:], (0, VECTOR_ENTRIES - left_over)) for x in flat]
+        self._update(filled, how)
+        for x, updated in zip(flat, filled, strict=True):
+            x[-left_over:] = updated[:left_over]
+        if len(flat[0]) > left_over:
+            self._update([x[:-left_over] for x in flat], how)
+
+    def _divisor(self, grad_scale: Tensor) -> Tensor | None:
+        # The kernel writes scaled gradients back. The host can read the scale at no cost, and skip this for 1.
+        return None if grad_scale.item() == 1 else super()._divisor(grad_scale)
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        round_by_pairs_on_host(x, out, key, step)

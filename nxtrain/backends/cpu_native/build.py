@@ -1,0 +1,107 @@
+"""Build of `kernels.cpp` with the machine's C++ compiler, once per compiler, torch and CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from nxtrain.errors import BackendError
+from nxtrain.io.atomic import replacing
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-strict-aliasing"),
+    # Reductions are marked one by one in the source. Order of sums, infinities and NaN stay as IEEE 754 has them.
+    *("-fno-math-errno", "-fno-trapping-math"),
+)
+BUILD_TIMEOUT_S = 300
+
+
+class KernelBuildError(BackendError):
+    """The kernels cannot be built or loaded here; the text says why and what helps."""
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Library of the kernels; the first call on a machine builds the library, in a few seconds.
+
+    Raises:
+        KernelBuildError: No compiler, no folder to write to, or a compiler that fails.
+    """
+    try:
+        library = cache_folder(os.environ) / f"{_key(find_compiler())}.so"
+        if not library.exists():
+            _build(library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelBuildError(str(error)) from None
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Folder of built libraries, in the user's cache."""
+    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "nxtrain" / "cpu_native"
+
+
+def _key(compiler: str) -> str:
+    """Hash of all that the library depends on."""
+    binary = Path(compiler).resolve()
+    stat = binary.stat()
+    parts = (SOURCE.read_text(), str(binary), stat.st_size, stat.st_mtime_ns, FLAGS, torch.__version__, _torch_folder())
+    return hashlib.sha256(repr((*parts, _cpu_flags())).encode()).hexdigest()[:32]
+
+
+def _cpu_flags() -> str:
+    """Instruction sets of this CPU, since a shared home may serve machines of several kinds."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent / "lib"
+
+
+def _build(library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks that start together may each build; the last rename wins, and all results are equal.
+    with replacing(library, durable=False, shared=True) as out:
+        compile_library(SOURCE, out, FLAGS)
+
+
+def compile_library(source: Path, library: Path, flags: Sequence[str]) -> None:
+    """Compile a source that uses torch's matrix products.
+
+    Raises:
+        KernelBuildError: There is no compiler, or the compiler fails.
+    """
+    compiler, folder = find_compiler(), _torch_folder()
+    argv = [compiler, *flags, str(source), "-o", str(library), f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch_cpu"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise KernelBuildError(f"{compiler} did not end within {BUILD_TIMEOUT_S} s") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200].strip())
+        raise KernelBuildError(f"{compiler} failed: {first}")
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler.
+
+    Raises:
+        KernelBuildError: There is none.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if platform.system() != "Linux" or compiler is None:
+        raise KernelBuildError("no C++ compiler is on PATH; Debian and Ubuntu: apt install g++")
+    return compiler
