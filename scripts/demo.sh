@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small Llama on the text of Python's standard library, tensor parallel over two processes, and shows the result.
+# Trains a small Llama on the text of Python's standard library, data parallel over two processes, and shows the result.
 #
 #   bash scripts/demo.sh [--short]
 #
@@ -19,7 +19,7 @@ setup
 nxtrain="$venv/bin/nxtrain"
 rm -rf "$run"
 
-say "=== training; tp=2 with sequence parallelism"
+say "=== training; dp=2, two processes that share every batch"
 "$nxtrain" launch configs/demo.toml --nproc 2 "run.dir=$run" checkpoint.resume=never ${overrides[@]+"${overrides[@]}"}
 say "=== export to Hugging Face, loaded by transformers, logits compared"
 "$nxtrain" convert nxtrain-to-hf "$run" "$run/huggingface" --verify

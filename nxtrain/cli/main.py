@@ -319,8 +319,7 @@ def generate(
 ) -> None:
     """Continue a text with a trained model; each token is shown as it comes."""
     from nxtrain.process.console import standard_error
-    from nxtrain.train.generate import generate
-    from nxtrain.train.sampling import Sampling
+    from nxtrain.train.generate import Sampling, generate
 
     sampling = Sampling(temperature, top_k, top_p)
     for piece in generate(checkpoint, prompt, max_new_tokens, sampling, seed, stop or (), standard_error().print):

@@ -51,8 +51,7 @@ from torch.distributed.launcher import api
 from nxtrain.config.load import load
 from nxtrain.config.schema import RecoveryConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
-from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unmet
-from nxtrain.launch.loopback import unreachable
+from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unmet, unreachable
 from nxtrain.metrics.start_log import last_step
 from nxtrain.process.signals import STOPPING
 from nxtrain.run_folder import LOGS_DIR

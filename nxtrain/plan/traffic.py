@@ -34,11 +34,6 @@ class Traffic:
     seconds: float
     hidden: float
 
-    @property
-    def exposed_s(self) -> float:
-        """Seconds in which the rank waits."""
-        return self.seconds * (1.0 - self.hidden)
-
 
 @dataclass(frozen=True)
 class Links:

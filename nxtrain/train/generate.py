@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
@@ -17,11 +19,10 @@ from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.convert.hf_folder import CONFIG
 from nxtrain.convert.verify_export import open_hf_model, open_model
 from nxtrain.data.tokenization import end_ids
-from nxtrain.errors import ConfigError, DamagedError
+from nxtrain.errors import ConfigError, DamagedError, DivergedError
 from nxtrain.family import CausalLM, ModelConfig, find_family
 from nxtrain.io.object_store import Location, content_of, place_of
 from nxtrain.nn.decoding import Decoder
-from nxtrain.train.sampling import Sampling
 from nxtrain.train.text_stream import Detokenizer, Stops
 
 
@@ -153,3 +154,41 @@ def _refuse_misfit(ids: Sequence[int], config: ModelConfig, room: int) -> None:
     if max(ids) >= config.vocab_size:
         reason = f"its tokenizer gives ids up to {max(ids)}, and its vocabulary ends at {config.vocab_size - 1}"
         raise ConfigError(f"the tokenizer does not belong to the model: {reason}")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rule by which tokens are drawn.
+
+    Args:
+        temperature: Divides the scores; 0 takes the likeliest token.
+        top_k: Number of likeliest tokens to choose among; 0: all.
+        top_p: Joint probability of the likeliest tokens to choose among; 1: all.
+
+    Source: Holtzman et al. 2020 (arXiv:1904.09751) section 3.1, for top_p.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+
+    def draw(self, scores: Tensor, generator: torch.Generator) -> int:
+        """Choose a token.
+
+        Args:
+            scores: (V,) of the vocabulary.
+            generator: Random generator of the draw.
+
+        Raises:
+            DivergedError: Scores are not finite.
+        """
+        if not bool(torch.isfinite(scores).all()):
+            raise DivergedError("the model's scores are not finite: its weights diverged; take an earlier checkpoint")
+        if self.temperature == 0:
+            return int(scores.argmax())
+        best, tokens = scores.double().topk(min(self.top_k or scores.numel(), scores.numel()))
+        # Subtract the best score first: dividing by a temperature near 0 would overflow.
+        chances = ((best - best[0]) / self.temperature).softmax(0)
+        before = chances.cumsum(0) - chances
+        chances = torch.where(before < self.top_p, chances, 0.0)
+        return int(tokens[torch.multinomial(chances, 1, generator=generator)])

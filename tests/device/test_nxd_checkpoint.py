@@ -108,7 +108,7 @@ def gathered(case: Case, seen: list[Seen]) -> Tensor:
 
 
 def by_our_names(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What one rank has under NxD's names, cut where gate and up meet."""
+    """Tensors of one rank under NxD's names, with gate and up split into two."""
     parts: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if "gate_up_proj" in name:

@@ -37,7 +37,7 @@ for name in json.load(sys.stdin):
         found[name] = [(p.name, p.kind.name, p.default is not p.empty) for p in parameters]
 print("\\n" + json.dumps(found))
 """
-"""What the imported package says of names that it is given."""
+"""Program that prints the signatures of names of the imported package."""
 
 
 @pytest.mark.nxd

@@ -1,4 +1,4 @@
-"""What several ranks save, any other layout loads, bit for bit: other tp, pp and dp, fused or not, padded or not."""
+"""Checkpoints of several ranks load into any layout, bit for bit: other tp, pp and dp, fused or not, padded or not."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 def world_of(cut: Mapping[str, Any]) -> int:
-    """How many ranks a cut takes."""
+    """Number of ranks of a layout."""
     return int(cut["tp"] * cut.get("pp", 1) * cut["dp"])
 
 

@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def held_by(rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    """What a rank brings: small integers, so that sums are exact in every type and order."""
+    """Input of a rank: small integers, so that sums are exact in every type and order."""
     return random(*shape, seed=rank, scale=4.0).round().to(dtype)
 
 

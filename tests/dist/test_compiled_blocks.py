@@ -32,7 +32,7 @@ LAYERS = {"num_hidden_layers": 3}
 
 
 def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> tuple[Course, int]:
-    """What was trained, and how many graphs it took."""
+    """Train with compiled blocks; return the course and the number of graphs."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     with patch.object(backend, "compiler", counter):

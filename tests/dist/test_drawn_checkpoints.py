@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,15 +12,98 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxtrain.backends.base import Backend
 from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.directory import Retention
+from nxtrain.errors import ConfigError
 from nxtrain.sharding import Layout
 from nxtrain.train.build import build_mesh
-from tests.support.checkpoints import Shards
-from tests.support.drawn import SEED, Degrees, Drawn, covering_array
-from tests.support.drawn_checkpoints import SAVED, draw_pair, load_and_train, train_and_save
+from nxtrain.train.start import restore, shards_of
+from nxtrain.train.step import TrainState, train_step
+from tests.support.checkpoints import Shards, meta, save
+from tests.support.drawn import SEED, TRIES, Degrees, Drawn, covering_array, draw
 from tests.support.drawn_runs import LOSS, NORM, first_weights, wanted
-from tests.support.parity import table_of
+from tests.support.parity import Course, local_pair, start, table_of
 from tests.support.ranks import RankPool
+
+SAVED = 2
+"""Steps before the checkpoint."""
+
+MODEL = "model.config."
+SHARED = (MODEL, "optim.", "precision.", "train.seq_len=", "train.global_batch=")
+"""Beginnings of the overrides that two layouts of one run have in common; all others are drawn for each."""
+
+
+def draw_pair(seed: int, index: int, saved: Degrees, loaded: Degrees, *, bf16: bool) -> tuple[Drawn, Drawn]:
+    """One run under two layouts."""
+    rng = Random(f"pair/{seed}/{index}")
+    both = Degrees(
+        tp=math.lcm(saved.tp, loaded.tp),
+        pp=max(saved.pp * saved.virtual_pp, loaded.pp * loaded.virtual_pp),
+        dp=math.lcm(saved.dp, loaded.dp),
+        sequence_parallel=saved.sequence_parallel or loaded.sequence_parallel,
+    )
+    for _ in range(TRIES):
+        number = rng.randrange(1 << 30)
+        try:
+            whole = draw("checkpoint", seed, number, both, bf16=bf16)
+            return _relaid(whole, index, saved, rng), _relaid(whole, index, loaded, rng)
+        except ConfigError:
+            continue
+    raise AssertionError(f"no run suits {saved} and {loaded}")
+
+
+def _relaid(whole: Drawn, index: int, degrees: Degrees, rng: Random) -> Drawn:
+    """The same run under another layout, with options of its own."""
+    other = draw(whole.lane, whole.seed, rng.randrange(1 << 30), degrees)
+    shared = [line for line in whole.overrides if line.startswith(SHARED)]
+    own = [line for line in other.overrides if not line.startswith((*SHARED, "train.micro_batch="))]
+    own = [line for line in own if not line.startswith("parallel.pipeline_cuts=")]
+    rows = whole.resolved.config.train.global_batch // degrees.dp
+    micro_batch = f"train.micro_batch={_micro_batch(rows, 2 * degrees.pp + 1)}"
+    found = replace(other, index=index, overrides=(*own, *shared, micro_batch), steps=4, mask=0.0)
+    _ = found.resolved
+    return found
+
+
+def _micro_batch(rows: int, most: int) -> int:
+    """The smallest micro-batch by which a rank's rows are as many micro-batches as a draw may have, or fewer."""
+    return next(size for size in range(1, rows + 1) if rows % size == 0 and rows // size <= most)
+
+
+def train_and_save(backend: Backend, drawn: Drawn, weights: dict[str, Tensor], path: Path) -> tuple[Course, Shards]:
+    """Train up to the checkpoint; losses, norms and the tensors that were saved."""
+    state = start(backend, drawn.resolved, weights)
+    course = _steps(state, drawn, range(SAVED))
+    shards = shards_of(state)
+    dtype = str(state.precision.params).removeprefix("torch.")
+    save(path, shards, state.layout, meta(step=SAVED, dtype=dtype), retention=Retention(keep=2))
+    return course, _copies(shards)
+
+
+def load_and_train(backend: Backend, drawn: Drawn, weights: dict[str, Tensor], path: Path) -> tuple[Course, Shards]:
+    """Go on from the checkpoint, with first weights that it must replace; and the tensors that were loaded."""
+    state = start(backend, drawn.resolved, {name: torch.full_like(weight, 9.0) for name, weight in weights.items()})
+    restore(state, path, weights_only=False)
+    state.optimizer.num_updates.copy_(backend.put(torch.full((2,), float(SAVED))))
+    loaded = _copies(shards_of(state))
+    return _steps(state, drawn, range(SAVED, drawn.steps)), loaded
+
+
+def _steps(state: TrainState, drawn: Drawn, steps: range) -> Course:
+    losses, norms = [], []
+    config, data = drawn.resolved.config, drawn.batches()
+    for step in steps:
+        result = train_step(state, local_pair(state, data[step], config.train.micro_batch), config.optim.lr)
+        read = state.backend.fetch({"loss": result.loss, "norm": result.grad_norm})
+        losses.append(read["loss"])
+        norms.append(read["norm"])
+    return Course(losses, norms, {})
+
+
+def _copies(shards: Mapping[str, Mapping[str, Tensor]]) -> Shards:
+    return {kind: {name: t.detach().clone() for name, t in tensors.items()} for kind, tensors in shards.items()}
+
 
 FEW = covering_array(SEED, 24, lambda degrees: degrees.world <= 4)
 LOADED = Random(SEED).sample(FEW, len(FEW))

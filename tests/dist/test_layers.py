@@ -138,7 +138,7 @@ def test_a_cut_layer_equals_the_whole_one(ranks: RankPool, name: str, tp: int, s
 
 
 def weight_spec(name: str, case: Case) -> ShardSpec:
-    """How the layer cuts its weight."""
+    """Sharding of the layer's weight."""
     if name == "column":
         assert case.out_cut is not None
         return ShardSpec((Q + K, D), dim=0, segments=case.out_cut.segments)

@@ -227,7 +227,7 @@ def test_the_model_is_made_of_nxd_layers_but_for_norms_and_head(nxd_ranks: RankP
 
 
 def strided(backend: Backend, sp: bool) -> list[Tensor]:
-    """What column, row and embedding make of transposed inputs and gradients: outputs, and gradients of the weights."""
+    """Outputs and weight gradients of column, row and embedding for transposed inputs and gradients."""
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
     plain = NativeLayers(TensorParallel(mesh.tp, backend.collectives, torch.float32, sp), backend.kernels)
     layers = backend.binding.layers(plain, mesh, torch.float32)
@@ -256,7 +256,7 @@ def test_inputs_and_gradients_may_have_any_strides(ranks: RankPool, nxd_ranks: R
 
 
 def refused_strangers(backend: Backend, resolved: Resolved) -> list[str]:
-    """What is said of ranks in another order than NxD's, and of a mesh of another tp after its groups were made."""
+    """Errors for ranks in another order than NxD's, and for a mesh of another tp after its groups were made."""
     said = []
     meshes = [Mesh.build(4, backend.rank, tp=2, order=order) for order in ((0, 2, 1, 3), ())]
     for mesh in (meshes[0], meshes[1], Mesh.build(4, backend.rank, tp=4)):

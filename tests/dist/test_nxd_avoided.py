@@ -39,7 +39,7 @@ def nxd_layers(backend: Backend, dtype: torch.dtype, *, sp: bool = False) -> Mes
 
 
 def sequence_dimensions(backend: Backend) -> tuple[list[tuple[int, ...]], list[int]]:
-    """What NxD's embedding makes of (B, S) tokens at each sequence dimension, and the dimensions in our model."""
+    """Output shapes of NxD's embedding for (B, S) tokens at each sequence dimension, and our model's dimensions."""
     from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
 
     nxd_layers(backend, torch.float32)
@@ -116,7 +116,7 @@ def test_nxd_4_9_the_norm_is_ours_and_summed_in_float32(nxd_ranks: RankPool) -> 
 
 
 def half_types(backend: Backend) -> tuple[str, str]:
-    """What becomes of float16 in NxD's embedding, and in ours."""
+    """Output type of NxD's embedding for float16, and the error of ours."""
     from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
 
     nxd_layers(backend, torch.float32)

@@ -1,4 +1,4 @@
-"""What NeuronX Distributed 0.18 gets silently wrong, held here to the unsharded model, with either set of layers.
+"""Silent defects of NeuronX Distributed 0.18, checked against the unsharded model with either set of layers.
 
 Beside each rule stands the mutant that makes the same mistake, to show that the rule would see it. The defects were
 found by reading and running NeuronX Distributed; 4.1 and so on number them.

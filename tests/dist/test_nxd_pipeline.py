@@ -138,7 +138,7 @@ def test_a_device_has_no_pipeline_of_an_odd_number_of_ranks(nxd_ranks: RankPool)
 
 
 class First(nn.Module):
-    """What the pipeline hands its first layer is a list."""
+    """First layer, which gets a list from the pipeline."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each way to cut training state costs a rank: bytes at rest, and collectives per step; both counted."""
+"""Costs of each sharding of training state to a rank: bytes at rest, and collectives per step; both counted."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def collectives_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping
 
 
 UNITS = LAYERS + 1
-"""What is gathered together: each block, and all that is outside them."""
+"""Units that are gathered together: each block, and the parameters outside the blocks."""
 SCALARS = 1
 """All-reduces of every step: the loss with the number of tokens."""
 

@@ -87,7 +87,7 @@ def test_uneven_masks_give_the_mean_over_all_tokens(ranks: RankPool, tp: int, dp
 
 
 def gradient_in_small_buckets(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> bool:
-    """Whether all-reduces of some tensors each give the bits of one for all."""
+    """True if all-reduces of a few tensors each give the bits of one all-reduce of all tensors."""
     state = start(backend, resolved, weights)
     batch = local_batch(state, tokens(resolved, GLOBAL_BATCH), resolved.config.train.micro_batch)
     model = our_model(resolved, backend, state.mesh, weights)

@@ -37,7 +37,7 @@ def bf16(update: str, state: str = "fp32", shape: str = "odd", **cuts: Any) -> R
 
 
 def updated_by_given_gradients(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Weights:
-    """What this rank holds after five updates from whole float32 gradients, equal in every layout."""
+    """Weights of this rank after five updates from whole float32 gradients, equal in every layout."""
     state = start(backend, resolved, weights)
     for step in range(5):
         grads = {name: random(*w.shape, seed=100 * step + i) for i, (name, w) in enumerate(sorted(weights.items()))}
@@ -81,7 +81,7 @@ def test_equal_gradients_give_equal_bits_in_every_layout(ranks: RankPool, update
 
 
 def whole_of(weights: Weights, resolved: Resolved) -> Weights:
-    """What one rank holds alone, by global name."""
+    """Weights of a run with one rank, by global name."""
     mesh = Mesh.build(1, 0)
     blocks = Layout(table_of(resolved, mesh), mesh)
     return {global_name(n, block.segment): block.of(weights[n]) for n, parts in blocks.items() for block in parts}

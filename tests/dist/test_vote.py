@@ -25,7 +25,7 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 def found_after_flips(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], flipped: int
 ) -> dict[str, list[str]]:
-    """What the vote says after a step, untouched (``) and with one bit turned over on a rank, by kind of tensor."""
+    """Findings of the vote after a step, untouched (``) and with one flipped bit on a rank, by kind of tensor."""
     state = start(backend, resolved, weights)
     (batch,) = batches(resolved, 1)
     train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)

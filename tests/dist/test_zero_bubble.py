@@ -69,7 +69,7 @@ def test_everything_composes(ranks: RankPool, shape: str, how: dict[str, Any], p
 
 
 def held(backend: Backend, resolved: Resolved, weights: dict[str, Any]) -> tuple[str, int, int]:
-    """What a rank computes, in order, and of what it postpones the bytes of a micro-batch and the most at once."""
+    """Work of a rank in order, and its postponed bytes: those of a micro-batch, and the most at once."""
     state = start(backend, resolved, weights)
     pipeline = state.pipeline
     assert pipeline is not None

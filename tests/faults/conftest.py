@@ -1,4 +1,4 @@
-"""What the modules of this lane share: processes that start at once, and the runs that nothing befell."""
+"""Fixtures of this lane: a fork server with all imports, and the runs without faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of `nxtrain launch`, and of its ranks, when either is told to stop, killed, or cannot meet others."""
+"""`nxtrain launch` and its ranks when either is asked to stop, is killed, or finds no rendezvous."""
 
 from __future__ import annotations
 

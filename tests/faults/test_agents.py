@@ -37,7 +37,7 @@ def late(code):
 if "RANK" in os.environ:
     os._exit = late
 """
-"""What Python imports as it starts a rank of the second node, so that the agent with the store is gone before it."""
+"""Start-up module of the second node's rank, which outlasts the agent with the store."""
 
 
 class Agents:
@@ -77,7 +77,7 @@ class Agents:
             )
 
     def start_again(self, number: int) -> None:
-        """What supervises an agent starts it again."""
+        """Start an agent again, as its supervisor would."""
         self.agents[number] = self._start(number)
         self._sessions.add(self.agents[number].pid)
 

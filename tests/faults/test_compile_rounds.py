@@ -45,7 +45,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What fails keeps its logs: not in the machine's own folder."""
+    """Redirect temporary files into the test's folder, since failed compilations keep their logs."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yield
 

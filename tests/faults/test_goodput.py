@@ -1,4 +1,4 @@
-"""What a run that was killed tells of its time, against a clock outside of it."""
+"""Goodput that a killed run reports, against a clock outside the run."""
 
 from __future__ import annotations
 

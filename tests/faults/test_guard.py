@@ -6,19 +6,60 @@ The reference is the run itself: its checkpoints before and after a bad step, an
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.config.check import Resolved
+from nxtrain.errors import NxtrainError
 from nxtrain.run_folder import CHECKPOINTS_DIR
-from tests.support.faulty import train_broken
+from nxtrain.testing import faults
+from nxtrain.testing.fault_points import PatchPoint
+from nxtrain.train import run
+from nxtrain.train.context import RunContext
 from tests.support.ranks import RankPool, ranks
 from tests.support.runs import GLOBAL_BATCH, assert_equal_bits, course, run_plan, state_at, token_file
+
+
+@contextmanager
+def armed(text: str, run_dir: Path, rank: int) -> Iterator[None]:
+    """Arm faults, and take them back."""
+    undo: list[Callable[[], None]] = []
+    replace = faults._replace
+
+    def recorded(place: PatchPoint, wrapper: Any) -> None:
+        owner, attribute = faults._owner(place), place.attribute
+        before = getattr(owner, attribute)
+        undo.append(lambda: setattr(owner, attribute, before))
+        replace(place, wrapper)
+
+    faults._replace = recorded
+    try:
+        if text:
+            faults.arm(text, run_dir, rank)
+        yield
+    finally:
+        faults._replace = replace
+        for each in reversed(undo):
+            each()
+
+
+def train_broken(backend: Backend, resolved: Resolved, text: str) -> str:
+    """One rank of a run with faults; how it failed, empty if it did not."""
+    with armed(text, resolved.config.run.dir, backend.rank):
+        try:
+            run.train_on(RunContext.open(backend, resolved), "chosen by the test")
+        except NxtrainError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
 
 __all__ = ["ranks"]
 

@@ -51,7 +51,7 @@ def strike(rank: int, kind: str, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: its exit code, the seconds since the fault, what it printed."""
+    """End of a rank: its exit code, the seconds since the fault, and its output."""
 
     code: int
     after_s: float

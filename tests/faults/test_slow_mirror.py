@@ -74,7 +74,7 @@ def test_a_rank_that_has_all_waits_for_one_that_still_reads(lost: Path, s3_varia
 
 
 def two_ranks(folder: Path, variables: dict[str, str], seconds: float) -> dict[int, str]:
-    """What two ranks said that go on from the mirror, with one slow answer for both."""
+    """Output of two ranks that resume from the mirror, with one slow answer for both."""
     port = free_port()
     with slow_s3(variables, seconds, 1) as slow:
         overrides = (MIRROR, PATIENCE, "train.steps=8", "optim.decay_steps=8", "checkpoint.every=0")

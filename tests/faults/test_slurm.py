@@ -59,7 +59,7 @@ class Job:
         return lambda: self.state("Restarts") == str(times) and self.state("JobState") in {"PENDING", "RUNNING"}
 
     def await_end(self) -> str:
-        """How it ended, with its exit code."""
+        """State at the end of the job, with its exit code."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         until(lambda: self.state("JobState") in over, WITHIN_S, self._all)
         return f"{self.state('JobState')} {self.state('ExitCode')}"

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("nxtrain", "models", "tests/support")
+FOLDERS = ("nxtrain", "models", "scripts", "tests")
 QUESTION_WORDS = frozenset({"how", "what", "where", "whether", "which", "who", "whose", "why"})
 OLD_WORDS = frozenset(
     {"arrivals", "aside", "befall", "board", "heed", "heeds", "lasting", "leave", "lineage", "meeting", "parting"}

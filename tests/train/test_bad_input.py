@@ -1,4 +1,4 @@
-"""What a person gets wrong ends in a message that says what works and in the exit code of its kind, no traceback."""
+"""Mistakes of users end in a message with the values that work and in the exit code of their kind, no traceback."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nxtrain.checkpoint import directory
 from nxtrain.cli import main as cli
 from nxtrain.config.show import dump
-from nxtrain.errors import ConfigError, DivergedError
+from nxtrain.errors import CheckpointError, ConfigError, DataError, DivergedError
 from tests.support.models import hf_model, plan
 from tests.support.runs import course, run_plan, token_file
 
@@ -118,3 +119,39 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_exit_code_6(command: Comman
     assert [record["step"] for record in course(command.run_dir)] == [1]
     # The state that diverged is not among the checkpoints.
     assert [path.name for path in (command.run_dir / "checkpoints").glob("step-*")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ends_with"),
+    [
+        (["run.seed=9"], CheckpointError.exit_code),
+        (["model.config.hidden_size=128"], CheckpointError.exit_code),
+        (["train.global_batch=2"], CheckpointError.exit_code),
+        (["precision.params=bf16", "precision.update=fp32_master"], CheckpointError.exit_code),
+        (["data.path=/nowhere.npy"], DataError.exit_code),
+        (["train.seq_len=17"], DataError.exit_code),
+        (["checkpoint.resume=/nowhere"], CheckpointError.exit_code),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_the_configuration_of_a_run_is_that_of_the_start_that_it_goes_on_from(
+    command: Command, overrides: list[str], ends_with: int
+) -> None:
+    """`convert nxtrain-to-nxd RUN` takes the optimizer's settings from there."""
+    assert command.train("optim.lr=0.002", "checkpoint.every=2")[0] == 0
+    file = command.run_dir / "config.toml"
+    before = file.read_bytes()
+    code, said = command.train("optim.lr=0.009", *overrides)
+    assert code == ends_with, said
+    assert file.read_bytes() == before
+    assert b"lr = 0.002" in before
+    code, said = command.train("optim.lr=0.009", "train.steps=6", "checkpoint.every=2")
+    assert code == 0, said
+    assert b"lr = 0.009" in file.read_bytes()
+    assert directory.newest(command.run_dir / "checkpoints") == command.run_dir / "checkpoints/step-00000006"
+
+
+def test_a_first_start_that_is_refused_has_no_configuration(command: Command) -> None:
+    code, said = command.train("data.path=/nowhere.npy")
+    assert code == DataError.exit_code, said
+    assert not (command.run_dir / "config.toml").exists()

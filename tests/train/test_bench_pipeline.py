@@ -67,7 +67,7 @@ def test_split_backwards_leave_the_bubble_of_their_formula_and_are_faster() -> N
 
 
 def test_stages_compute_blocks_too() -> None:
-    """How long they take says nothing here, where ranks may share cores."""
+    """Times are not compared, since ranks may share cores."""
     found = bench("--pp", "2", "--micro", "2", "--work", "blocks", "--rounds", "1")
     measured = found["measured"]
     assert measured["forwards_in_flight"] == [2, 1]

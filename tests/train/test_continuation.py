@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.train.generate import generate
-from nxtrain.train.sampling import Sampling
+from nxtrain.train.generate import Sampling, generate
 from tests.support.runs import run_plan, train_rank
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.metrics.loss_chart import ASCII, BRAILLE, loss_chart
-from nxtrain.train.generate import generate
-from nxtrain.train.sampling import Sampling
+from nxtrain.train.generate import Sampling, generate
 
 ROOT = Path(__file__).parents[2]
 

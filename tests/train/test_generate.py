@@ -16,8 +16,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.convert.hf import hf_to_nxtrain
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.errors import CheckpointError, ConfigError
-from nxtrain.train.generate import generate
-from nxtrain.train.sampling import Sampling
+from nxtrain.train.generate import Sampling, generate
 from tests.support.commands import in_process
 from tests.support.models import hf_model, plan
 

@@ -37,7 +37,7 @@ def run(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
 
 
 def told(folder: Path, environ: dict[str, str], *argv: object, code: int = 0) -> str:
-    """What a command told that ends with a code."""
+    """Output of a command, whose exit code is `code`."""
     found, text = command(folder.parent, *argv, environ=environ)
     assert found == code, text
     return text

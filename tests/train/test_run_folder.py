@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and that it can be had again from there."""
+"""Files in a run's folder, and the run repeated from them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_step_k_trains_on_the_rows_that_the_contract_says(tmp_path: Path, data: 
 
 
 def batches_of(backend: Backend, resolved: Resolved) -> list[DeviceBatch]:
-    """What the steps of a run trained this rank on."""
+    """Batches of this rank in the steps of a run."""
     seen: list[DeviceBatch] = []
 
     def seeing(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:

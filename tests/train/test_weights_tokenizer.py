@@ -17,8 +17,7 @@ from nxtrain.config.show import dump
 from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.errors import CheckpointError, DataError
 from nxtrain.run_folder import CHECKPOINTS_DIR
-from nxtrain.train.generate import generate
-from nxtrain.train.sampling import Sampling
+from nxtrain.train.generate import Sampling, generate
 from tests.support.models import hf_model, plan
 from tests.support.runs import course, run_plan, token_file
 

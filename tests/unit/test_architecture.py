@@ -40,7 +40,7 @@ def expressions(path: Path) -> Iterator[ast.expr]:
 
 
 def writes_environment(node: ast.AST) -> bool:
-    """Whether a statement or call changes this process's environment variables."""
+    """True if a statement or call changes this process's environment variables."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.ctx, ast.Store | ast.Del) and ast.unparse(node.value).endswith("environ")
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -52,7 +52,7 @@ def writes_environment(node: ast.AST) -> bool:
 
 
 def says_cuda(node: ast.AST) -> bool:
-    """Whether code names the device: `x.cuda`, `"cuda"`, `"cuda:0"`. Prose may."""
+    """True if code names the device: `x.cuda`, `"cuda"`, `"cuda:0"`. Prose may."""
     if isinstance(node, ast.Attribute):
         return node.attr == "cuda"
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(":")[0] == "cuda"

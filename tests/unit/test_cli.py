@@ -235,7 +235,7 @@ def test_launch_refuses_targets_that_are_not_there(
     assert "--target slurm is not available in this release; use local" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("overrides", "nproc"), [([], 2), (["parallel.dp=2"], 4), (["parallel.tp=4"], 4)])
+@pytest.mark.parametrize(("overrides", "nproc"), [([], 2), (["parallel.dp=4"], 4), (["parallel.tp=2"], 4)])
 def test_launch_starts_as_many_ranks_as_the_degrees_ask_for(overrides: list[str], nproc: int) -> None:
     assert f"--nproc-per-node={nproc}" in render(DEMO, [*overrides, "train.micro_batch=1"], None, {}).argv
 
@@ -243,7 +243,9 @@ def test_launch_starts_as_many_ranks_as_the_degrees_ask_for(overrides: list[str]
 def test_launch_shares_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nxtrain.launch.local._num_cores", lambda: 7)
     assert render(DEMO, (), 2, {}).env == {"OMP_NUM_THREADS": "3"}
-    assert render(DEMO, ["train.micro_batch=1", "train.global_batch=8"], 16, {}).env == {"OMP_NUM_THREADS": "1"}
+    assert render(DEMO, ["train.micro_batch=1", "train.global_batch=16", "parallel.dp=16"], 16, {}).env == {
+        "OMP_NUM_THREADS": "1"
+    }
     assert render(DEMO, (), 2, {"OMP_NUM_THREADS": "5"}).env == {}
 
 
@@ -256,7 +258,7 @@ def test_launch_starts_a_lone_rank_without_torchrun() -> None:
 
 def test_launch_checks_the_ranks_against_the_degrees() -> None:
     with pytest.raises(ConfigError, match="tp=2 x pp=1 = 2 does not divide the world of 3 ranks"):
-        render(DEMO, (), 3, {})
+        render(DEMO, ["parallel.tp=2", "parallel.dp=0"], 3, {})
     with pytest.raises(ConfigError, match="nodes=2, but this is one machine"):
         render(DEMO, ["cluster.nodes=2"], None, {})
 
@@ -294,7 +296,7 @@ def test_a_command_outlives_whoever_reads_it(argv: tuple[str, ...], code: int, e
 
 
 def test_a_full_disk_under_the_output_is_told() -> None:
-    """Which is no reader that has gone: half a table that looks whole would be worse than an error."""
+    """A full disk is no closed pipe: half a table that looks whole would be worse than an error."""
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full, the disk that is always full; runs on Linux")
     with open("/dev/full", "w") as full:

@@ -221,3 +221,27 @@ def test_choices_among_tests_and_one_summary_of_skips(
     lines = (tmp_path / "skips").read_text(encoding="utf-8").splitlines()
     assert [line.split(" skipped: ")[1][: len(reason)] for line, reason in zip(lines, skipped, strict=True)] == skipped
     assert [int(line.split()[0]) for line in lines] == [1] * len(skipped)
+
+
+def test_what_a_lane_skips_is_appended_with_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "skips"
+    file.write_text("of another lane\n", encoding="utf-8")
+    argv = [sys.executable, "-m", "pytest", "tests/device/test_nxd_signatures.py", "-q", "-p", "no:cacheprovider"]
+    env = {**os.environ, SKIPS_FILE: str(file)}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    first, *lines = file.read_text(encoding="utf-8").splitlines()
+    assert first == "of another lane"
+    skipped = sum(int(line.split()[1]) for line in lines)
+    assert f"{skipped} skipped" in done.stdout or not skipped
+    for line in lines:
+        lane, number, verdict, reason = line.split(maxsplit=3)
+        assert (lane, verdict) == ("device", "skipped:")
+        assert int(number) > 0
+        assert "scripts/test.sh nxd --source" in reason
+    assert len({line.split(maxsplit=3)[3] for line in lines}) == len(lines)
+
+
+def test_the_script_of_the_lanes_prints_what_they_skipped() -> None:
+    text = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
+    assert f"{SKIPS_FILE}=" in text
+    assert f'cat "${SKIPS_FILE}"' in text

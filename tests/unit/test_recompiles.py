@@ -1,4 +1,4 @@
-"""Which compilations count as recompilations, and what people read of them."""
+"""Compilations that count as recompilations, and their messages."""
 
 from __future__ import annotations
 

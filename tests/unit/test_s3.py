@@ -1,4 +1,4 @@
-"""What S3 answers is the server's failure, which may pass, or a refusal, which does not; the codes are those of AWS."""
+"""Errors of S3 are failures of the server, which may pass, or refusals, which do not; the codes are those of AWS."""
 
 from __future__ import annotations
 

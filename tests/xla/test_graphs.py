@@ -1,4 +1,4 @@
-"""What a compiler sees: one graph per step, whatever changes from step to step or from rank to rank."""
+"""Graphs of a run: one per step, whatever changes from step to step or from rank to rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def record(
 
 
 def census(text: str) -> Counter[tuple[str, int, int]]:
-    """How often each collective stands in a graph over how many groups of how many ranks."""
+    """Count of each collective in a graph, by number of groups and of ranks in a group."""
     found = parse(text).collectives
     return Counter((each.op, len(each.groups), len(each.groups[0])) for each in found)
 

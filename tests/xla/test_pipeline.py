@@ -25,7 +25,7 @@ def expected(shape: str, batch: int, steps: int) -> Course:
 
 
 def play(shape: str, cases: list[tuple[Resolved, int]], folder: Path) -> list[list[Piped]]:
-    """What each rank went through in each case, which is transformers' course."""
+    """Course of each rank in each case, equal to that of transformers."""
     first, _ = cases[0]
     parallel = first.config.parallel
     world = parallel.tp * parallel.pp * parallel.dp

@@ -52,7 +52,7 @@ class Runs:
 
     @cache  # noqa: B019  (lives as long as this module)
     def golden(self, world: int) -> tuple[Golden, int]:
-        """What nothing befell on so many ranks, and the graphs of one."""
+        """Run without faults on so many ranks, and the number of graphs of a rank."""
         folder = self._folder / str(world)
         return Golden.of(self.run(folder, world)), compiled(folder / "counted")
 

@@ -1,4 +1,4 @@
-"""What gloo ranks saved under any layout goes on on an XLA device with the losses that it would have had."""
+"""Checkpoints of gloo ranks under any layout resume on an XLA device with unchanged losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend opens, and what a machine without its device says."""
+"""Choice of the backend, and errors on a machine without its device."""
 
 from __future__ import annotations
 

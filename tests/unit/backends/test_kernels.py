@@ -1,4 +1,4 @@
-"""What kernels compute, whoever computes it, against explicit formulas in float64."""
+"""Results of the kernels of every backend, against explicit formulas in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parallel layers a run takes, and what it says where they are missing; no NeuronX Distributed is needed."""
+"""Choice of parallel layers, and errors where they are missing; no NeuronX Distributed is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TorchNeuron needs and says is missing, and what its backend asks of torch; behind the device stands a fake."""
+"""Requirements of TorchNeuron, errors for missing ones, and the calls of its backend to torch, on a fake device."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_opening_it_here_is_refused_with_exit_code_5() -> None:
 
 @pytest.fixture
 def torch_calls(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What rank 3 of 64 asks of torch, in order."""
+    """Calls of rank 3 of 64 to torch, in order."""
     calls: list[Any] = []
     place = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "64"}
     for name, value in place.items():

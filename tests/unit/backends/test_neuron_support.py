@@ -1,4 +1,4 @@
-"""What the Neuron backend says is missing: against folders that pip leaves behind, of AWS's packages and of PyPI's."""
+"""Missing packages that the Neuron backend names, for folders as pip makes them of AWS's and of PyPI's packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library takes from NeuronX Distributed, by name: little, and none of what is known to be wrong."""
+"""Names that the library takes from NeuronX Distributed: few, and none of those known to be wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said when ranks do not fit together."""
+"""Errors for ranks that do not fit together."""
 
 from __future__ import annotations
 

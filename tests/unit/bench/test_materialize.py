@@ -1,4 +1,4 @@
-"""Whose shard is made, and the bound on the memory that it may take."""
+"""Rank whose shard is made, and the bound on its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a checkpoint, which is the newest, and what survives a commit or a deletion."""
+"""Checkpoints of a folder, the newest of them, and the state after an interrupted commit or deletion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks write is told once, in few bytes, and read by those who need it only."""
+"""Plans that all ranks share are sent once, in few bytes, and read only by ranks that need them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chunk(name: str, rank: int) -> TensorShard:
 
 
 def told(folder: Path, rank: int, joint: SharedPlan) -> tuple[FileWriter, SavePlan]:
-    """What a rank tells the coordinator."""
+    """Writer of a rank, and its plan for the coordinator."""
     planner = ChunkSavePlanner([chunk(name, rank) for name in NAMES], lambda chunk: torch.zeros(chunk.block.sizes))
     writer = FileWriter(folder, rank, None, joint)
     return writer, writer.prepare_local_plan(planner.create_local_plan())

@@ -78,7 +78,7 @@ class Run:
 
     @property
     def unmirrored(self) -> str:
-        """Why the mirror lacks the last checkpoint."""
+        """Reason for which the mirror lacks the last checkpoint."""
         return self.copied[-1][1]
 
     def load(self, *places: Any) -> tuple[torch.Tensor, list[DamagedError]]:

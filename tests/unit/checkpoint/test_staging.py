@@ -1,4 +1,4 @@
-"""What a rank writes lies in memory as it will lie in its file."""
+"""Staged chunks have the same layout in memory as in the rank's file."""
 
 from __future__ import annotations
 

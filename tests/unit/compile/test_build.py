@@ -1,4 +1,4 @@
-"""What a manifest says of a run: whatever shapes its graphs, and nothing that does not."""
+"""Settings of a run in its manifest: those that shape its graphs, and no others."""
 
 from __future__ import annotations
 

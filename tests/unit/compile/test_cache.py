@@ -27,7 +27,7 @@ def dead() -> str:
 
 
 def filler(of: Key) -> Callable[[Path], Seal]:
-    """What `store` calls to write an entry."""
+    """Callback of `store` that writes an entry."""
 
     def fill(folder: Path) -> Seal:
         (folder / NEFF).write_bytes(neff(of))
@@ -38,7 +38,7 @@ def filler(of: Key) -> Callable[[Path], Seal]:
 
 
 def leftovers(cache: Cache) -> list[str]:
-    """What lies in our own folder besides the lock and the quarantine."""
+    """Names in our own folder besides the lock and the quarantine."""
     return [path.name for name in ("staging", "trash") for path in (cache.root / OWN / name).glob("*")]
 
 

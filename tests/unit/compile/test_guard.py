@@ -39,7 +39,7 @@ def stranger() -> Iterator[int]:
 
 
 class Told:
-    """What a watch tells."""
+    """Recorded misses of a watch."""
 
     def __init__(self) -> None:
         self.misses: list[tuple[Key, int]] = []

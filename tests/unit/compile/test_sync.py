@@ -1,4 +1,4 @@
-"""What travels between nodes arrives whole or not at all, through folders and through S3 behind a real HTTP server."""
+"""Entries travel between nodes whole or not at all, through folders and through S3 behind a real HTTP server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log of the compiler's tool tells, and how the tool is called."""
+"""Log of the compiler's tool, and the command that calls the tool."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_run_is_held_to_the_rules_of_the_backend_that_auto_chose(
 
 
 def shaped(tmp_path: Path, *overrides: str, layers: int = 6, world: int | None = None) -> list[tuple[str, str, str]]:
-    """What is wrong with the stages of a model of so many blocks: key, reason, way out."""
+    """Problems with the stages of a model of so many blocks: key, reason, way out."""
     found = problems(tmp_path, f"model.config.num_hidden_layers={layers}", *overrides, world=world)
     return [(problem.key, problem.reason, problem.hint) for problem in found]
 

@@ -1,4 +1,4 @@
-"""What is printed reads back equal; every key has a type, a default and a sentence."""
+"""Printed configurations read back equal; every key has a type, a default and a sentence."""
 
 from __future__ import annotations
 

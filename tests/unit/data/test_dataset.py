@@ -20,8 +20,6 @@ from nxtrain.data.prepare import Survey, sections
 from nxtrain.errors import DataError, LostPeerError
 from tests.unit.data.conftest import OpenAlone
 
-END = 0
-
 
 def all_rows(samples: Samples) -> NDArray[np.int64]:
     return samples.rows(np.arange(samples.num_rows))

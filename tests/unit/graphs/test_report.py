@@ -1,4 +1,4 @@
-"""What `nxtrain graphs` makes of records: their names, and what it refuses."""
+"""Report of `nxtrain graphs` on records: their names, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run on Neuron devices gets as its environment, and what a shell may not set.
+"""Environment of a run on Neuron devices, and variables that a shell may not set.
 
 The tables are what the pages named in `nxtrain.launch.variables` say for each instance, SDK and update rule.
 """

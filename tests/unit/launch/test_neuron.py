@@ -1,4 +1,4 @@
-"""How a run on Neuron devices comes by its environment: printed, given to ranks, or taken up by a rank itself."""
+"""Environment of a run on Neuron devices: printed, passed to ranks, or set by a rank itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, over starts that end in every way, on clocks that the test moves."""
+"""Shares of a run's time, over starts that end in every way, on clocks that the test moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bf16 rules keep that rounding to nearest loses, and what each must not."""
+"""Small updates that bf16 rules keep and rounding to nearest loses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def step(adamw: AdamW, grad: Tensor, lr: float) -> None:
 
 
 def displacement(update: Update, params: torch.dtype = BF16) -> Tensor:
-    """Where five updates of 1e-5 take weights of order 1."""
+    """Displacement of weights of order 1 by five updates of 1e-5."""
     start = random(512, 64).to(BF16)
     param = start.to(params, copy=True)
     adamw = optimizer(param, update)
@@ -44,7 +44,7 @@ def displacement(update: Update, params: torch.dtype = BF16) -> Tensor:
 
 
 def along(found: Tensor, wanted: Tensor) -> float:
-    """How far one vector goes in the direction of another, whose length is 1."""
+    """Length of one vector along another, in units of the latter."""
     return ((found * wanted).sum() / wanted.square().sum()).item()
 
 

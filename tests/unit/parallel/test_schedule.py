@@ -33,7 +33,7 @@ KINDS: dict[Callable[[int, int, int], Schedule], list[Kind]] = {
     zero_bubble: ["forward", "backward", "weight"],
     evaluation_schedule: ["forward"],
 }
-"""What each computes."""
+"""Work of each schedule."""
 
 cases: st.SearchStrategy[Case] = st.sampled_from(list(KINDS)).flatmap(
     lambda kind: st.sampled_from([(shape, kind) for shape in SHAPES if shape[1] == 1 or kind is not zero_bubble])

@@ -102,7 +102,7 @@ AUTOMATIC, BY_HAND = 0.9881, 0.7783
 
 
 def response_s(goodput: float, mtbf_s: float, stall_s: float = 0.5) -> float:
-    """What may pass between a failure and the next step for a goodput, of which nothing may fail: the model, solved."""
+    """Seconds between a failure and the next step at which a goodput holds: the model, solved."""
     costs = Failures(mtbf_s=mtbf_s, stall_s=stall_s)
     return EVERY * STEP_S / (goodput * costs.wall_s(EVERY * STEP_S) / mtbf_s) - mtbf_s
 

@@ -1,4 +1,4 @@
-"""What a pipeline costs, by hand and by the formulas of the field, and its picture."""
+"""Cost of a pipeline, by hand and by the formulas of the field, and its picture."""
 
 from __future__ import annotations
 

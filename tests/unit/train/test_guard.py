@@ -1,4 +1,4 @@
-"""What the guard decides where disks are full, or where each node has its own; the device's answers are made up."""
+"""Decisions of the guard where disks are full, or where each node has its own; the device's answers are made up."""
 
 from __future__ import annotations
 

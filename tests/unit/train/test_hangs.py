@@ -1,4 +1,4 @@
-"""Who is named when a run hangs, from what all ranks were doing."""
+"""Rank that is named for a hang, from the positions of all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_many_are_told_in_short() -> None:
 
 
 def frame_of(work: Callable[[], object]) -> tuple[bool, str]:
-    """What is seen of a thread that is about some work."""
+    """Position of a thread during some work: waiting or not, and the line of code."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(0.1)

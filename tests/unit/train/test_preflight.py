@@ -1,4 +1,4 @@
-"""What is looked at before the first step: the folder, and the clock against what the folder tells."""
+"""Checks before the first step: the folder, and the clock against the times in the folder."""
 
 from __future__ import annotations
 

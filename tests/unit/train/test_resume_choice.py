@@ -1,4 +1,4 @@
-"""Which checkpoint a start goes on from: told to, told another, and started again by an agent after either.
+"""Checkpoint from which a start resumes: by default, by `checkpoint.resume`, and after a restart by an agent.
 
 Starts are real but for the model: what each takes, and what is then in the folder and in the mirror, tells it all.
 """
@@ -47,7 +47,7 @@ class Run:
     def start(
         self, resume: str | Path = "auto", *, restarted: bool = False, job: str = "", killed: bool = False
     ) -> Path | None:
-        """What a start takes; one that is killed has chosen it and done nothing else."""
+        """Checkpoint that a start chooses; a killed start has chosen and done nothing else."""
         config = RunConfig.model_validate({"run": {"dir": self.dir}, "checkpoint": {"resume": str(resume)}})
         self.said.clear()
         resumption = ResumePlanner(config, self.mirrored, ALONE, self.said.append, restarted=restarted, job=job)

@@ -9,7 +9,7 @@ FAST = {"data": 0.001, "training": 0.010}
 
 
 def told(stragglers: Stragglers, rates: list[dict[str, float]], steps: range) -> list[str]:
-    """What is said of ranks that spend so much in each step."""
+    """Warnings about ranks with these times per step."""
     lines: list[str] = []
     for step in steps:
         beats = {

@@ -1,4 +1,4 @@
-"""What the watchdog outlives: a screen that is gone, a store that is slow, a disk that does not answer."""
+"""The watchdog survives a closed screen, a slow store, and a disk that does not answer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""What is made of the errors of a connection: lines as gloo, torch's store and NCCL print them."""
+"""Classification of connection errors, and the first failure that the ranks share."""
 
 from __future__ import annotations
 
-import pytest
+import time
 
-from nxtrain.distributed.failures import Peers, blaming, loss
+import pytest
+from torch.distributed import TCPStore
+
+from nxtrain.distributed.failures import ANSWER_S, FirstFailure, Peers, blaming, loss
 from nxtrain.errors import HangError, LostPeerError
 
 PEER = Peers("pipeline stage 1 of 2 (rank 7)", 7, 30.0)
@@ -53,3 +56,12 @@ def test_a_loss_is_found_behind_what_it_caused() -> None:
     assert isinstance(found, LostPeerError)
     assert found.peer is None
     assert str(found).startswith("a rank that this one works with is gone: ")
+
+
+def test_words_are_left_at_once_after_none_were_found() -> None:
+    words = FirstFailure(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    begin = time.monotonic()
+    assert words.await_first(0.1) == ""
+    assert words.publish("rank 1 failed") == "rank 1 failed"
+    assert time.monotonic() - begin < ANSWER_S / 2
+    assert words.await_first(0.1) == words.publish("rank 2 failed") == "rank 1 failed"

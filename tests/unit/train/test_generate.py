@@ -1,4 +1,4 @@
-"""Streamed text is the text of all tokens, never splits a character, and ends before a stop text."""
+"""Draws follow scores, temperature and number of choices; streamed text splits no character and ends before a stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.errors import DivergedError
-from nxtrain.train.sampling import Sampling
+from nxtrain.train.generate import Sampling
 from nxtrain.train.text_stream import Detokenizer, Stops
 
 
@@ -93,3 +93,24 @@ def test_tokens_come_from_those_that_may_be_chosen(sampling: Sampling, expected:
 def test_scores_that_are_not_finite_are_refused(bad: float, temperature: float) -> None:
     with pytest.raises(DivergedError, match="not finite"):
         draws(Sampling(temperature), torch.tensor([0.0, bad]), 1)
+
+
+UNEQUAL = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0])
+DRAWS = 4000
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 3), (1.0, 99)])
+def test_frequencies_are_the_softmax_of_the_best_scores(temperature: float, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [Sampling(temperature, top_k).draw(UNEQUAL, generator) for _ in range(DRAWS)]
+    best = UNEQUAL.topk(min(top_k or len(UNEQUAL), len(UNEQUAL))).indices
+    expected = torch.zeros(len(UNEQUAL))
+    expected[best] = (UNEQUAL[best] / temperature).softmax(0)
+    found = torch.bincount(torch.tensor(drawn), minlength=len(UNEQUAL)) / DRAWS
+    assert bool(((found - expected).abs() <= 5 * (expected * (1 - expected) / DRAWS).sqrt()).all()), (found, expected)
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (0.0, 3), (5.0, 1)])
+def test_no_temperature_or_one_choice_takes_the_likeliest(temperature: float, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert {Sampling(temperature, top_k).draw(UNEQUAL, generator) for _ in range(50)} == {0}
