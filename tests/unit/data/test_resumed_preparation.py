@@ -83,7 +83,7 @@ def test_any_number_of_ends_behind_any_batch_gives_the_same_bytes(
 
 
 def _tear(folder: Path, number: int) -> None:
-    """What a kill may add: a part of a batch, of a shard, of a bad row and of a line of the journal."""
+    """Torn ends that a kill may leave: a part of a batch, of a shard, of a bad row and of a line of the journal."""
     newest = max((folder / "shards").iterdir())
     for path, torn in ((newest, b"\xff" * 9), (folder / "bad.jsonl", b'{"fi'), (folder / "journal.jsonl", b'{"posi')):
         with path.open("ab") as file:
