@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.cpu_attention import _BlockedAttention
-from nxtrain.backends.cpu_native.kernels import _NativeAttention, _NativeRMSNorm, _NativeRotate, _NativeSwiGLU
+from nxtrain.backends.cpu_native.kernels import (
+    _NativeAttention,
+    _NativeRMSNorm,
+    _NativeRotate,
+    _NativeSwiGLU,
+    has_bf16_products,
+)
 from nxtrain.backends.kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.bench.pipeline_rank import _Sleep
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
@@ -145,6 +152,8 @@ def native_norm(ranks: Ranks, rng: Random) -> Work:
 
 def native_attention(ranks: Ranks, rng: Random) -> Work:
     """Attention in C++, which knows bfloat16 alone."""
+    if not has_bf16_products():
+        pytest.skip("bf16 attention in C++ needs AMX or avx512_bf16; it runs on CPUs that have one")
     length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 6, 32))
     kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
     shapes = {"q": (length, batch, kv_heads * repeats, width), "k": (length, batch, kv_heads, width)}

@@ -16,7 +16,7 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_attention import BLOCK
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import load
-from nxtrain.backends.cpu_native.kernels import NativeKernels
+from nxtrain.backends.cpu_native.kernels import NativeKernels, has_bf16_products
 from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
@@ -136,7 +136,9 @@ def expected_bytes(resolved: Resolved, batch: int) -> int:
     block = num_tokens * (inner * size + 2 * 4)
     rope = 2 * length * head_dim // 2 * 4
     probabilities = batch * heads * sum(BLOCK * end for end in range(BLOCK, length + 1, BLOCK)) * size
-    if run.precision.params == "bf16":  # kernels in C++ keep one float32 number per row of scores
+    if (
+        run.precision.params == "bf16" and has_bf16_products()
+    ):  # kernels in C++ keep one float32 number per row of scores
         probabilities = batch * heads * length * 4
     layers = model["num_hidden_layers"]
     return {
