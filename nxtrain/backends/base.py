@@ -265,6 +265,16 @@ class Backend(ABC):
             BackendError: The wanted kernels cannot run.
         """
 
+    def choose_transport(self, wanted: str) -> None:
+        """Choose the transport between ranks on CPUs; all ranks call this, before a model is built.
+
+        Args:
+            wanted: `auto`, `gloo` or `shared_memory`.
+
+        Raises:
+            BackendError: The wanted transport cannot run.
+        """
+
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         """Choose the implementation of attention; called once, before a model is built.
 

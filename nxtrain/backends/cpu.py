@@ -1,4 +1,4 @@
-"""CPU backend: gloo between processes, kernels in C++ or torch's, an allocator that keeps freed pages."""
+"""CPU backend: collectives through shared memory or gloo, kernels in C++ or torch's, an allocator that keeps pages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import KernelBuildError, load
 from nxtrain.backends.cpu_native.kernels import NativeKernels
+from nxtrain.backends.cpu_native.shared_memory import SharedMemoryCollectives
 from nxtrain.errors import BackendError
 
 
@@ -23,13 +24,18 @@ class CpuBackend(C10dBackend):
 
     name = "cpu"
     compiler = "inductor"
+    collectives: SharedMemoryCollectives
 
     def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
         self._take_place()
         self.device = torch.device("cpu")
         keep_heap()
+        self.collectives = SharedMemoryCollectives(self.world)
         self._join("gloo", hang_timeout_s)
+        self._notes: dict[str, str] = {}
+        self._transport = ""
         self.choose_kernels("auto")
+        self.choose_transport("auto")
 
     @staticmethod
     def support() -> Support:
@@ -50,14 +56,28 @@ class CpuBackend(C10dBackend):
             if wanted == "native":
                 raise BackendError(f"backend.cpu_kernels=native cannot run here: {reason}; or use auto")
             self.kernels = self.host_kernels = CpuKernels()
-            self._note = f"CPU kernels: torch's, {reason}"
+            self._notes["kernels"] = f"CPU kernels: torch's, {reason}"
         else:
             native = NativeKernels(library)
             self.kernels = self.host_kernels = native
-            self._note = f"CPU kernels: C++, {native.products} for attention in bf16"
+            self._notes["kernels"] = f"CPU kernels: C++, {native.products} for attention in bf16"
+
+    def choose_transport(self, wanted: str) -> None:
+        if self.world == 1 or wanted == self._transport:
+            return
+        self._transport, reason = wanted, "as backend.cpu_transport=gloo asks" if wanted == "gloo" else ""
+        try:
+            library = None if reason else load()
+        except KernelBuildError as error:
+            library, reason = None, str(error)
+        reason = self.collectives.share(library, reason)
+        if reason and wanted == "shared_memory":
+            raise BackendError(f"backend.cpu_transport=shared_memory cannot run here: {reason}; or use auto")
+        said = f"gloo, {reason}" if reason else "shared memory, gloo between hosts"
+        self._notes["transport"] = f"CPU collectives: {said}"
 
     def notes(self) -> tuple[str, ...]:
-        return (self._note,)
+        return tuple(self._notes.values())
 
     def put(self, x: Tensor) -> Tensor:
         return x

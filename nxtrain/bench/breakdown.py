@@ -32,10 +32,10 @@ KINDS = {
     OUTSIDE: "Python between operations",
 }
 
-STEP, UPDATE, WAIT = "nxtrain.step", "nxtrain.optimizer", "nxtrain.wait"
-"""Marks in the profile: the whole step, its update, and waits for other ranks."""
+STEP, UPDATE, WAIT, EXCHANGE = "nxtrain.step", "nxtrain.optimizer", "nxtrain.wait", "nxtrain.exchange"
+"""Marks in the profile: the whole step, its update, waits for other ranks, and starts of exchanges with them."""
 
-_COMMUNICATION = re.compile(r"^(c10d::|gloo:|nccl:|_c10d_functional::|record_param_comms)")
+_COMMUNICATION = re.compile(r"^(nxtrain\.exchange|c10d::|gloo:|nccl:|_c10d_functional::|record_param_comms)")
 _ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
 _LOSS = re.compile(r"CrossEntropy|cross_entropy|log_softmax|LogSoftmax|nll_loss|NllLoss")
 _BATCHED = re.compile(r"^aten::(bmm|baddbmm|_softmax.*|softmax)$")

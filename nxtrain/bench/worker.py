@@ -20,7 +20,8 @@ from torch import Tensor
 from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import keep_heap
-from nxtrain.bench.breakdown import UPDATE, WAIT, break_down
+from nxtrain.backends.cpu_native.shared_memory import Exchange
+from nxtrain.bench.breakdown import EXCHANGE, UPDATE, WAIT, break_down
 from nxtrain.bench.clocks import Clocks
 from nxtrain.bench.gemm import peak
 from nxtrain.bench.peers import CLIP, LR, batch, transformers_step
@@ -187,7 +188,8 @@ def parts(step: Step, state: TrainState, backend: Backend) -> Callable[[], dict[
 
 @contextmanager
 def waits_marked() -> Iterator[None]:
-    """Mark waits for other ranks in profiles."""
+    """Mark waits for other ranks in profiles, and the start of operations in shared memory."""
+    start = Exchange.start
     methods = {name: getattr(WaitClock, name) for name in ("__enter__", "__exit__")}
     marks: list[torch.profiler.record_function] = []
 
@@ -203,16 +205,18 @@ def waits_marked() -> Iterator[None]:
     try:
         for name, method in (("__enter__", enter_wait), ("__exit__", exit_wait)):
             setattr(WaitClock, name, method)
+        Exchange.start = _marked(start, EXCHANGE)  # type: ignore[method-assign]
         yield
     finally:
+        Exchange.start = start  # type: ignore[method-assign]
         for name, method in methods.items():
             setattr(WaitClock, name, method)
 
 
-def _marked(method: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(method: Callable[..., Any], mark: str = UPDATE) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(UPDATE):
+        with torch.profiler.record_function(mark):
             return method(*args, **kwargs)
 
     return call

@@ -26,7 +26,7 @@ from torch.futures import Future
 from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, StoredShard, TensorEntry, file_of, header
 from nxtrain.checkpoint.shards import Shards, TensorShard, owned, tensor_shards
 from nxtrain.errors import DamagedError
-from nxtrain.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory, verify
+from nxtrain.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory
 from nxtrain.io.object_store import Location, open_source
 from nxtrain.sharding import Layout
 
@@ -127,15 +127,6 @@ class FileWriter(StorageWriter):
         """Make the manifest of the files of all ranks."""
         files = {result.index.fqn: FileEntry.of(result.storage_data) for written in results for result in written}
         self.manifest = Manifest(files=dict(sorted(files.items())), tensors=self._joint.tensors)
-
-    def verify(self) -> None:
-        """Read back the file that this rank wrote.
-
-        Raises:
-            DamagedError: The bytes on the disk differ from the bytes that were written.
-        """
-        for name, stored in self.stored.items():
-            verify(self._folder / name, stored)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -112,7 +112,7 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     Ranks that share one shard share all shards with the same number of replicas, in the same order. Each rank therefore
     computes the same assignment without communication.
     """
-    held = [chunk for chunk in held if not chunk.tied]
+    held = [chunk for chunk in held if chunk.num_bytes and not chunk.tied]
     total, before = Counter[int](), Counter[int]()
     for chunk in held:
         total[chunk.copies] += chunk.num_bytes
@@ -120,9 +120,7 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     for chunk in held:
         start = before[chunk.copies]
         before[chunk.copies] += chunk.num_bytes
-        if not chunk.num_bytes:
-            mine += [chunk] * (chunk.copy == 0)
-        elif rows := _rows(chunk, start, total[chunk.copies]):
+        if rows := _rows(chunk, start, total[chunk.copies]):
             mine.append(chunk.rows(rows.start, len(rows)))
     return mine
 

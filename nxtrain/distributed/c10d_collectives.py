@@ -96,8 +96,10 @@ class _Traced:
 
 
 @dataclass(frozen=True)
-class _AsyncBucket:
-    flat: _Async
+class PendingBucket:
+    """A bucket under way, as one flat tensor of tensors with these shapes."""
+
+    flat: Pending[Tensor]
     shapes: list[torch.Size]
 
     def wait(self) -> list[Tensor]:
@@ -219,18 +221,20 @@ class C10dCollectives(Collectives):
         flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
         for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
             part.view(tensor.shape).copy_(tensor)
+        return PendingBucket(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
+
+    def _start_sum(self, flat: Tensor, axis: Axis, scale: float) -> Pending[Tensor]:
+        """Start to sum a bucket in place."""
         work = _started(dist.all_reduce(flat, group=self.group(axis), async_op=True))
-        return _AsyncBucket(_Async(work, flat, axis, scale), [tensor.shape for tensor in tensors])
+        return _Async(work, flat, axis, scale)
 
     def lay_out(self, mesh: Mesh) -> None:
         """Make all groups that ranks of different pipeline stages would otherwise make in different orders."""
         self._mesh = mesh
         if mesh.pp_size == 1:
             return
-        stage = [mesh.tp, mesh.dp, mesh.shard, mesh.replica, mesh.stage]
-        for axis in (*stage, mesh.pp, mesh.batch, mesh.model, mesh.state, mesh.all):
-            if axis.size > 1:
-                self.group(axis)
+        for axis in axes_of(mesh):
+            self.group(axis)
         size = mesh.pp_size
         neighbours = {(group[i - 1], group[i]) for group in mesh.pp.groups for i in range(size)}
         for low, high in sorted({(min(ends), max(ends)) for ends in neighbours}):
@@ -287,6 +291,12 @@ class C10dCollectives(Collectives):
         """Drop all groups, so that they end with the process group, and their threads before the interpreter."""
         self._links.clear()
         self._groups.clear()
+
+
+def axes_of(mesh: Mesh) -> list[Axis]:
+    """Axes of a pipeline on which ranks communicate, in one order on all ranks."""
+    stage = [mesh.tp, mesh.dp, mesh.shard, mesh.replica, mesh.stage]
+    return [axis for axis in (*stage, mesh.pp, mesh.batch, mesh.model, mesh.state, mesh.all) if axis.size > 1]
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -157,23 +157,25 @@ def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError 
         if isinstance(at, LostPeerError | HangError):
             return at
         if isinstance(at, RuntimeError) and _GONE.search(str(at)):
-            return _gone(at, peers)
+            return gone(peers, first_line(at))
         if isinstance(at, RuntimeError) and _LATE.search(first_line(at)):
-            return _late(at, peers)
+            return late(peers, first_line(at))
         at = at.__cause__
     return None
 
 
-def _gone(error: RuntimeError, peers: Peers) -> LostPeerError:
+def gone(peers: Peers, why: str) -> LostPeerError:
+    """Error for a peer that has ended; `why` is what this rank saw."""
     return LostPeerError(
-        f"{peers.words} is gone: {first_line(error)}. It died, or left early; its own last lines say why", peers.rank
+        f"{peers.words} is gone: {why}. It died, or left early; its own last lines say why", peers.rank
     )
 
 
-def _late(error: RuntimeError, peers: Peers) -> HangError:
+def late(peers: Peers, why: str) -> HangError:
+    """Error for a peer that did not come within the time limit; `why` is what this rank saw."""
     limit = f"={peers.hang_timeout_s:g} seconds" if peers.hang_timeout_s else ""
     return HangError(
-        f"{peers.words} did not come within recovery.hang_timeout_s{limit}: {first_line(error)}. "
+        f"{peers.words} did not come within recovery.hang_timeout_s{limit}: {why}. "
         "It hangs, or does other work than was agreed; its own last lines say more",
         peers.rank,
     )

@@ -49,7 +49,6 @@ class AdamW:
         optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
 
-    @torch.no_grad()
     def __init__(
         self,
         shards: Mapping[str, Tensor],

@@ -37,7 +37,6 @@ class Gradients:
         self._tp_means = _TensorParallelMeans(self._layout, comm) if kernels.rounds else None
         self._tied_sums = _TiedSums(self._layout, comm)
 
-    @torch.no_grad()
     def reduce(self) -> dict[str, Tensor]:
         """Average over data parallel ranks; sum partial gradients of tensor parallel ranks, and of tied copies."""
         grads = self._data_parallel.reduce()

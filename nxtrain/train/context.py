@@ -67,6 +67,7 @@ class RunContext:
         mesh, config = mesh_of(plan, backend), plan.config
         backend.allow_unverified = config.backend.allow_unverified
         backend.choose_kernels(config.backend.cpu_kernels)
+        backend.choose_transport(config.backend.cpu_transport)
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, *plan.family.heads(plan.model)))
         if watchdog is not None:
             watchdog.lay_out(mesh.words, [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)])

@@ -14,6 +14,7 @@ from tests.support.ranks import RankPool
 Results = dict[str, Tensor]
 
 DTYPES = [torch.float32, torch.bfloat16]
+TRANSPORTS = ["gloo", "shared_memory"]
 
 
 def held_by(rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -26,7 +27,8 @@ def axes(world: int, rank: int) -> dict[str, Axis]:
     return {"tp": mesh.tp, "dp": mesh.dp, "all": mesh.all, "neighbours": mesh.all.neighbours(2)}
 
 
-def collect(backend: Backend, dtype: torch.dtype) -> dict[str, Results]:
+def collect(backend: Backend, transport: str, dtype: torch.dtype) -> dict[str, Results]:
+    backend.choose_transport(transport)
     comm = backend.collectives
     found = {}
     for name, axis in axes(backend.world, backend.rank).items():
@@ -47,10 +49,13 @@ def collect(backend: Backend, dtype: torch.dtype) -> dict[str, Results]:
     return found
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", [2, 4])
-def test_collectives_combine_what_the_ranks_of_an_axis_hold(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
-    for rank, by_axis in enumerate(ranks.run(world, collect, dtype)):
+def test_collectives_combine_what_the_ranks_of_an_axis_hold(
+    ranks: RankPool, world: int, dtype: torch.dtype, transport: str
+) -> None:
+    for rank, by_axis in enumerate(ranks.run(world, collect, transport, dtype)):
         for name, axis in axes(world, rank).items():
             group = next(group for group in axis.groups if rank in group)
             vectors = torch.stack([held_by(member, 3, dtype=dtype) for member in group])

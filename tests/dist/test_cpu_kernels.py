@@ -27,7 +27,7 @@ def choose(backend: Backend, lacking: int, wanted: str) -> tuple[str, tuple[str,
     try:
         with patch:
             backend.choose_kernels(wanted)
-        return type(backend.kernels).__name__, backend.notes()
+        return type(backend.kernels).__name__, backend.notes()[:1]
     except BackendError as error:
         return "", (str(error),)
     finally:

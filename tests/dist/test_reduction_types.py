@@ -61,6 +61,7 @@ def gradient_and_types(
     backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Counter[tuple[str, torch.dtype]]]:
     """This rank's part of a reduced gradient, and the operands that the reduction had."""
+    backend.choose_transport("gloo")  # torch dispatches what goes through it
     recording = _Types()
     with recording:
         found = reduced_gradient(backend, resolved, weights)

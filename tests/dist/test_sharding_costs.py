@@ -87,6 +87,7 @@ class _Counting(TorchDispatchMode):
 
 
 def collectives_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    backend.choose_transport("gloo")  # torch dispatches what goes through it
     state = start(backend, resolved, weights)
     for batch in batches(resolved, 2):  # the first makes the groups
         local = local_batch(state, batch, resolved.config.train.micro_batch)

@@ -1,4 +1,4 @@
-"""Tensors that go from one rank to another, over gloo, and what becomes of a rank whose peer dies or does not come."""
+"""Tensors between two ranks, over each transport, and what becomes of a rank whose peer dies or does not come."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
-from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.errors import NxtrainError
 from nxtrain.mesh import Mesh
-from tests.dist.test_collectives import DTYPES, held_by
+from tests.dist.test_collectives import DTYPES, TRANSPORTS, held_by
 from tests.support.ranks import RankPool
 
 PATIENCE_S = 1.5
 ORDER = (0, 2, 1)
+HELD_NUMBERS = {"gloo": 1 << 20, "shared_memory": 32 * (1 << 20) // 4}
+"""Numbers that a transport may hold, so that a sender of more of them waits for its receiver."""
 
 LAYOUTS = {
     "pp2": Mesh(2, 0, pp_size=2),
@@ -37,8 +39,9 @@ def seen_by(mesh: Mesh, rank: int) -> Mesh:
     return Mesh(mesh.world, rank, **sizes, order=mesh.order)
 
 
-def moved(backend: Backend, layout: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
+def moved(backend: Backend, layout: Mesh, transport: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Send round the ring of stages, two tensors each way under way at once, and swap with a neighbour."""
+    backend.choose_transport(transport)
     comm, mesh = backend.collectives, seen_by(layout, backend.rank)
     backend.lay_out(mesh)
     pp, number = mesh.pp, held_by(backend.rank, 1, dtype=torch.float32)
@@ -59,11 +62,14 @@ def moved(backend: Backend, layout: Mesh, dtype: torch.dtype) -> dict[str, Tenso
     return found
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_one_stage_sends_its_neighbour_receives(ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+def test_what_one_stage_sends_its_neighbour_receives(
+    ranks: RankPool, name: str, dtype: torch.dtype, transport: str
+) -> None:
     layout = LAYOUTS[name]
-    for rank, found in enumerate(ranks.run(layout.world, moved, layout, dtype)):
+    for rank, found in enumerate(ranks.run(layout.world, moved, layout, transport, dtype)):
         pp = seen_by(layout, rank).pp
         (group,) = (group for group in pp.groups if rank in group)
         before, across = group[pp.rank - 1], group[min(pp.rank ^ 1, pp.size - 1)]
@@ -75,13 +81,14 @@ def test_what_one_stage_sends_its_neighbour_receives(ranks: RankPool, name: str,
             assert torch.equal(found[what], tensor) and found[what].dtype == dtype, (rank, what)
 
 
-def waited(backend: Backend, dies: bool) -> tuple[str, str, float]:
+def waited(backend: CpuBackend, dies: bool, transport: str) -> tuple[str, str, float]:
     """Transfer with the stage in the middle, which dies or sleeps instead; what that ends in, and after what time."""
-    comm = C10dCollectives(backend.world)
+    backend.choose_transport(transport)
+    comm = backend.collectives
     comm.hang_timeout_s = PATIENCE_S
     mesh = Mesh(3, backend.rank, pp_size=3, order=ORDER)
     comm.lay_out(mesh)
-    x, pp = torch.zeros(1 << 20), mesh.pp  # more than a socket holds
+    x, pp = torch.zeros(HELD_NUMBERS[transport] + 1), mesh.pp
     under_way = [comm.start_send(x, pp, (pp.rank + 1) % 3), comm.start_receive(x, pp, (pp.rank - 1) % 3)]
     for transfer in under_way:  # the connections are there, and good
         transfer.wait()
@@ -103,8 +110,9 @@ def waited(backend: Backend, dies: bool) -> tuple[str, str, float]:
 
 
 @pytest.mark.alone
-def test_a_peer_that_does_not_come_is_named_in_time(ranks: RankPool) -> None:
-    receiver, sender, middle = ranks.run(3, waited, False)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_peer_that_does_not_come_is_named_in_time(ranks: RankPool, transport: str) -> None:
+    receiver, sender, middle = ranks.run(3, waited, False, transport)
     assert middle == ("", "", 0.0)
     for kind, message, seconds in (receiver, sender):
         assert kind == "HangError"
@@ -112,9 +120,10 @@ def test_a_peer_that_does_not_come_is_named_in_time(ranks: RankPool) -> None:
         assert PATIENCE_S * 0.9 < seconds < PATIENCE_S * 1.9
 
 
-def test_a_peer_that_dies_is_named(ranks: RankPool) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_peer_that_dies_is_named(ranks: RankPool, transport: str) -> None:
     with pytest.raises(AssertionError) as ended:
-        ranks.run(3, waited, True)
+        ranks.run(3, waited, True, transport)
     receiver, sender, middle = str(ended.value).split("\nrank ")
     assert middle == "2:\ndied"
     for text in (receiver, sender):

@@ -185,6 +185,8 @@ def _overrides(rng: Random, degrees: Degrees, *, bf16: bool, xla: bool) -> tuple
         **_optim(rng),
     }
     steps, mask = rng.randint(*STEPS), rng.choice((0.0, 0.0, 0.3, 0.6))
+    if degrees.world > 1 and not xla:
+        values["backend.cpu_transport"] = rng.choice(("shared_memory", "shared_memory", "gloo"))
     return values, min(STEPS) if passes > MOST_PASSES else steps, mask
 
 

@@ -53,6 +53,7 @@ def wanted(drawn: Drawn) -> Course:
 
 def ours(backend: Backend, drawn: Drawn, weights: dict[str, Tensor]) -> Course:
     """The course of one rank."""
+    backend.choose_transport(drawn.resolved.config.backend.cpu_transport)
     return run_ours(backend, drawn.resolved, drawn.steps, weights, drawn.batches())
 
 

@@ -25,6 +25,11 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/distributed/heartbeats.py": {
         "HeartbeatStore.answers: found[rank] =": "host: dictionary",
     },
+    "nxtrain/backends/cpu_native/shared_memory.py": {
+        "SharedMemoryCollectives.start_all_reduce: super().start_all_reduce(x)": (
+            "given: `Collectives.all_reduce` may overwrite its input"
+        ),
+    },
     "nxtrain/distributed/c10d_collectives.py": {
         "_Async.wait: self.result.mul_": "fresh: made by the collective, which alone scales",
         "_Traced.wait: self.into.copy_": "given: `Collectives.all_reduce` may overwrite its input",
@@ -37,6 +42,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "C10dCollectives.start_reduce_scatter: dist.reduce_scatter_tensor(out)": (
             "fresh: `new_empty` right above; the other `out` is that of the functional form"
         ),
+        "C10dCollectives._start_sum: dist.all_reduce(flat)": "fresh: the bucket that its caller has just allocated",
         "C10dCollectives.start_all_reduce_bucket: part.view(tensor.shape).copy_": (
             "fresh: a part of the bucket that was just allocated"
         ),

@@ -1,4 +1,4 @@
-"""Build of `kernels.cpp` with the machine's C++ compiler, once per compiler, torch and CPU."""
+"""Build of the C++ sources with the machine's compiler, once per compiler, torch and CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from nxtrain.errors import BackendError
 from nxtrain.io.atomic import replacing
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "exchange.cpp"))
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-strict-aliasing"),
@@ -33,7 +33,7 @@ class KernelBuildError(BackendError):
 
 @cache
 def load() -> ctypes.CDLL:
-    """Library of the kernels; the first call on a machine builds the library, in a few seconds.
+    """Library of kernels and collectives; the first call on a machine builds the library, in a few seconds.
 
     Raises:
         KernelBuildError: No compiler, no folder to write to, or a compiler that fails.
@@ -57,7 +57,8 @@ def _key(compiler: str) -> str:
     """Hash of all that the library depends on."""
     binary = Path(compiler).resolve()
     stat = binary.stat()
-    parts = (SOURCE.read_text(), str(binary), stat.st_size, stat.st_mtime_ns, FLAGS, torch.__version__, _torch_folder())
+    texts = tuple(source.read_text() for source in SOURCES)
+    parts = (texts, str(binary), stat.st_size, stat.st_mtime_ns, FLAGS, torch.__version__, _torch_folder())
     return hashlib.sha256(repr((*parts, _cpu_flags())).encode()).hexdigest()[:32]
 
 
@@ -75,17 +76,18 @@ def _build(library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     # Ranks that start together may each build; the last rename wins, and all results are equal.
     with replacing(library, durable=False, shared=True) as out:
-        compile_library(SOURCE, out, FLAGS)
+        compile_library(SOURCES, out, FLAGS)
 
 
-def compile_library(source: Path, library: Path, flags: Sequence[str]) -> None:
-    """Compile a source that uses torch's matrix products.
+def compile_library(sources: Sequence[Path], library: Path, flags: Sequence[str]) -> None:
+    """Compile sources that use torch's matrix products.
 
     Raises:
         KernelBuildError: There is no compiler, or the compiler fails.
     """
     compiler, folder = find_compiler(), _torch_folder()
-    argv = [compiler, *flags, str(source), "-o", str(library), f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch_cpu"]
+    files = [*map(str, sources), "-o", str(library)]
+    argv = [compiler, *flags, *files, f"-L{folder}", f"-Wl,-rpath,{folder}", "-ltorch_cpu"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

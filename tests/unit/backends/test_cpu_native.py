@@ -160,13 +160,13 @@ MUTANTS = {
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     """Libraries with one defect each, compiled without optimization."""
     folder = tmp_path_factory.mktemp("mutants")
-    source, flags = build.SOURCE.read_text(), tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS)
+    source, flags = build.SOURCES[0].read_text(), tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS)
     found = {}
     for number, (name, (text, replacement)) in enumerate(MUTANTS.items()):
         assert source.count(text) >= 1, f"{name}: kernels.cpp has no {text!r}"
         path = folder / f"{number}.cpp"
         path.write_text(source.replace(text, replacement))
-        build.compile_library(path, path.with_suffix(".so"), flags)
+        build.compile_library([path], path.with_suffix(".so"), flags)
         found[name] = ctypes.CDLL(str(path.with_suffix(".so")))
     return found
 
@@ -220,7 +220,7 @@ def test_without_a_compiler_the_kernels_are_torchs(forget: None, monkeypatch: py
 def test_a_compiler_that_fails_is_quoted(forget: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text("int f() { return unknown; }\n")
-    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "SOURCES", (source,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(build.KernelBuildError, match=r"failed: .*broken\.cpp:1.*unknown"):
         build.load()

@@ -141,6 +141,10 @@ def test_an_incomplete_or_foreign_meta_is_an_error_that_names_the_file(path: Pat
     (path / directory.META).write_text("{")
     with pytest.raises(DamagedError, match=r"meta\.json is damaged: it is no JSON"):
         read_meta(path)
+    for content in ("{}", "[]", '"format"', "3"):
+        (path / directory.META).write_text(content)
+        with pytest.raises(DamagedError, match="it tells no format"):
+            read_meta(path)
     (path / directory.META).write_text(json.dumps({**meta().model_dump(mode="json"), "format": 1}))
     with pytest.raises(CheckpointError, match="has format 1; this nxtrain reads format 2"):
         read_meta(path)

@@ -44,6 +44,7 @@ def test_scores_are_those_of_the_whole_text(monkeypatch: pytest.MonkeyPatch, sha
         with torch.no_grad():
             expected = whole.logits(torch.tensor([text[:length]]))[0, -1].float()
         found = decoder.scores(piece)
+        assert not found.requires_grad, "the cache would keep the graph of all tokens so far"
         assert (found - expected).abs().max() <= TOLERANCE[params] * expected.abs().max(), length
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nxtrain.config.schema import RunConfig
 from nxtrain.optim.schedule import Schedule
 
 
@@ -33,6 +34,13 @@ def test_constant_after_the_warmup(step: int, lr: float) -> None:
 def test_without_warmup_the_first_update_is_already_on_the_cosine() -> None:
     # Halfway along a quarter: cos(pi / 4) = 0.7071068.
     assert Schedule(lr=1.0, decay_steps=4).at(1) == pytest.approx(0.5 * (1 + 0.7071068), rel=1e-7)
+
+
+@pytest.mark.parametrize(("decay_steps", "reached"), [(0, 20), (7, 7), (90, 90)])
+def test_the_floor_is_reached_with_the_run_or_where_the_configuration_says(decay_steps: int, reached: int) -> None:
+    optim = {"decay_steps": decay_steps, "warmup_steps": 2}
+    config = RunConfig.model_validate({"train": {"steps": 20}, "optim": optim})
+    assert Schedule.of(config).decay_steps == reached
 
 
 def test_a_warmup_as_long_as_the_run_ends_at_the_floor() -> None:

@@ -1,0 +1,362 @@
+"""Collectives between processes of one host through shared memory; gloo does the rest.
+
+gloo passes each message through a socket and three threads. `exchange.cpp` passes the bytes through memory that both
+processes map, so that a small collective costs a few context switches. The memory has no name in any file system, and
+ends with its processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import select
+import time
+from collections.abc import Sequence
+from ctypes import c_double, c_int, c_long, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives, axes_of
+from nxtrain.distributed.collectives import Op, Pending, Result_co
+from nxtrain.distributed.failures import Peers, gone, late
+from nxtrain.mesh import Axis, Mesh
+
+Result = TypeVar("Result")
+
+MOST_RANKS = 64
+"""Most ranks of a host; the memory of links between all pairs takes address space."""
+
+SLICE_S = 0.1
+"""Seconds of a wait between two looks at the awaited process."""
+
+GATHER, SCATTER, SUM, MAX, SEND, RECEIVE = range(6)
+"""Kinds of operations in `exchange.cpp`."""
+
+REDUCED = {torch.float32: 1, torch.bfloat16: 2, torch.float64: 3, torch.int64: 4, torch.int32: 5}
+"""Types that `exchange.cpp` reduces, with their numbers there; 0 is for bytes."""
+
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "nx_box_bytes": (c_long, (c_int,)),
+    "nx_lanes": (c_int, ()),
+    "nx_open_exchange": (c_void_p, (c_void_p, c_int, c_int, c_long)),
+    "nx_close_exchange": (None, (c_void_p,)),
+    "nx_has_left": (c_int, (c_void_p, c_int)),
+    "nx_open_lane": (c_void_p, (c_void_p, c_int, c_void_p, c_int, c_int)),
+    "nx_open_link": (c_void_p, (c_void_p, c_int)),
+    "nx_start": (c_void_p, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p, c_long, c_double)),
+    "nx_wait": (c_int, (c_void_p, c_void_p, c_long)),
+    "nx_missing": (c_int, (c_void_p, c_void_p, c_void_p)),
+}
+
+
+@dataclass(frozen=True)
+class Box:
+    """Memory of one rank, as other processes find it.
+
+    Args:
+        host: Hash of all that processes must share to reach each other's memory.
+        process: Process id.
+        file: File descriptor in that process; -1 if the rank has no memory to share.
+    """
+
+    host: int
+    process: int
+    file: int
+
+
+class Exchange:
+    """Shared memory of the ranks of one host.
+
+    Args:
+        library: `build.load()`.
+        rank: This rank.
+        world: Number of ranks on all hosts.
+    """
+
+    def __init__(self, library: ctypes.CDLL, rank: int, world: int) -> None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self._library, self._rank = library, rank
+        self._bytes = library.nx_box_bytes(min(world, MOST_RANKS))
+        self._file = os.memfd_create("nxtrain")
+        os.ftruncate(self._file, self._bytes)
+        self._handle: Any = None
+        self._hosts: list[int] = []
+        self._ranks: list[int] = []
+        self._processes: dict[int, int] = {}
+        self._lanes: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._links: dict[int, Any] = {}
+        self._held: dict[Any, tuple[Tensor | None, Tensor | None]] = {}
+
+    @property
+    def box(self) -> Box:
+        """Memory of this rank."""
+        return Box(_host(), os.getpid(), self._file)
+
+    def map(self, boxes: Sequence[Box]) -> None:
+        """Map the memory of all ranks of this host.
+
+        Args:
+            boxes: Of all ranks of the world.
+
+        Raises:
+            OSError: The host has too many ranks, or the memory of one cannot be mapped.
+        """
+        self._hosts = [box.host for box in boxes]
+        self._ranks = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]]
+        if len(self._ranks) > MOST_RANKS:
+            raise OSError(f"{len(self._ranks)} ranks on a host; shared memory serves {MOST_RANKS} at most")
+        files: list[int] = []
+        try:
+            for rank in self._ranks:
+                files.append(os.open(f"/proc/{boxes[rank].process}/fd/{boxes[rank].file}", os.O_RDWR))
+                self._processes[rank] = os.pidfd_open(boxes[rank].process)
+            place, number = self._ranks.index(self._rank), len(files)
+            self._handle = self._library.nx_open_exchange((c_int * number)(*files), number, place, self._bytes)
+            if not self._handle:
+                raise OSError("the memory of another rank cannot be mapped")
+        finally:
+            for file in files:
+                os.close(file)
+
+    def lane(self, axis: Axis) -> Any:
+        """Lane of this rank's group on an axis; None if a group of the axis is on several hosts.
+
+        All ranks ask for the lanes of different axes in the same order.
+        """
+        if axis.groups not in self._lanes:
+            self._lanes[axis.groups] = self._open_lane(axis)
+        return self._lanes[axis.groups]
+
+    def _open_lane(self, axis: Axis) -> Any:
+        index = sum(lane is not None for lane in self._lanes.values())
+        if any(len({self._hosts[rank] for rank in group}) > 1 for group in axis.groups):
+            return None
+        if index == self._library.nx_lanes():
+            return None
+        group = axis.group_of(self._rank)
+        members = (c_int * len(group))(*map(self._ranks.index, group))
+        return self._library.nx_open_lane(self._handle, index, members, len(group), group.index(self._rank))
+
+    def link(self, peer: int) -> Any:
+        """Lane of the transfers with another rank; None if that rank is on another host."""
+        if peer not in self._ranks:
+            return None
+        if peer not in self._links:
+            self._links[peer] = self._library.nx_open_link(self._handle, self._ranks.index(peer))
+        return self._links[peer]
+
+    def start(self, lane: Any, kind: int, x: Tensor | None, out: Tensor | None, dtype: int, scale: float) -> Any:
+        """Start an operation, and keep its tensors until it is complete."""
+        counted = out if kind in (SCATTER, RECEIVE) else x
+        assert counted is not None and counted.is_contiguous()
+        count = counted.numel() if dtype else counted.nbytes
+        x_at, out_at = (tensor if tensor is None else tensor.data_ptr() for tensor in (x, out))
+        operation = self._library.nx_start(self._handle, lane, kind, dtype, x_at, out_at, count, scale)
+        self._held[operation] = x, out
+        return operation
+
+    def wait(self, lane: Any, operation: Any, limit_s: float) -> tuple[int, bool] | None:
+        """Wait for an operation.
+
+        Returns:
+            None when the operation is complete; otherwise the rank that did not come, and True if that rank has ended.
+        """
+        until, has_ended = time.monotonic() + limit_s, False
+        while not self._library.nx_wait(self._handle, operation, int(SLICE_S * 1e6)):
+            place = self._library.nx_missing(self._handle, lane, operation)
+            if place < 0:
+                continue
+            # The last chunk of a rank that has ended may have come since: it counts in the next slice.
+            if has_ended or time.monotonic() > until:
+                return self._ranks[place], has_ended
+            has_ended = self._has_ended(place)
+        del self._held[operation]
+        return None
+
+    def _has_ended(self, place: int) -> bool:
+        process = self._processes[self._ranks[place]]
+        return bool(select.select([process], [], [], 0)[0] or self._library.nx_has_left(self._handle, place))
+
+    def close(self) -> None:
+        """Leave, and free the memory."""
+        if self._handle:
+            self._library.nx_close_exchange(self._handle)
+            self._handle = None
+        for file in (self._file, *self._processes.values()):
+            os.close(file)
+        self._processes.clear()
+
+
+def _host() -> int:
+    """Hash of the machine's start, of the name space of process ids, and of the user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    space = Path("/proc/self/ns/pid").stat().st_ino
+    digest = hashlib.sha256(f"{boot} {space} {os.getuid()}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+@dataclass(frozen=True)
+class _Shared(Generic[Result_co]):
+    """An operation in shared memory under way."""
+
+    owner: SharedMemoryCollectives
+    lane: Any
+    operation: Any
+    result: Result_co
+
+    def wait(self) -> Result_co:
+        self.owner.finish(self.lane, self.operation)
+        return self.result
+
+
+class SharedMemoryCollectives(C10dCollectives):
+    """Collectives through shared memory for groups of ranks of one host, and through gloo for all others.
+
+    A sum is in the order of the ranks, in float32 for bfloat16, and equal in every bit on all ranks.
+    """
+
+    _exchange: Exchange | None = None
+
+    def share(self, library: ctypes.CDLL | None, reason: str = "") -> str:
+        """Open shared memory; all ranks call this, after the process group has begun.
+
+        Args:
+            library: `build.load()`; None if this rank has none, or must not use it.
+            reason: Reason for None.
+
+        Returns:
+            Reason why all ranks use gloo; empty if shared memory is in use.
+        """
+        self.unshare()
+        exchange, box = None, Box(0, 0, -1)
+        try:
+            if library:
+                exchange = Exchange(library, dist.get_rank(), self._world)
+                box = exchange.box
+        except (OSError, AttributeError) as error:  # AttributeError: a kernel or a Python without memfd
+            reason = f"this machine has no memory to share: {error}"
+        boxes = _gather(box, self._world)
+        try:
+            if exchange and all(box.file >= 0 for box in boxes):
+                exchange.map(boxes)
+        except (OSError, AttributeError) as error:
+            reason = f"the memory of another rank cannot be reached: {error}"
+        lacking = torch.tensor(float(exchange is None or bool(reason)))
+        dist.all_reduce(lacking)
+        if lacking:
+            if exchange:
+                exchange.close()
+            return reason or "another rank cannot share memory"
+        self._exchange = exchange
+        return ""
+
+    def unshare(self) -> None:
+        """Close the shared memory."""
+        if self._exchange:
+            self._exchange.close()
+        self._exchange = None
+
+    def _lane(self, axis: Axis, dtype: torch.dtype | None = None) -> Any:
+        """Lane for an operation on an axis; None if gloo does the operation."""
+        if self._exchange is None or torch.compiler.is_compiling() or (dtype and dtype not in REDUCED):
+            return None
+        return self._exchange.lane(axis)
+
+    def _start(
+        self, lane: Any, kind: int, x: Tensor | None, out: Tensor | None, result: Result, scale: float = 1.0
+    ) -> Pending[Result]:
+        assert self._exchange is not None
+        dtype = 0 if kind in (GATHER, SEND, RECEIVE) or x is None else REDUCED[x.dtype]
+        return _Shared(self, lane, self._exchange.start(lane, kind, x, out, dtype, scale), result)
+
+    def finish(self, lane: Any, operation: Any) -> None:
+        """Wait for an operation.
+
+        Raises:
+            LostPeerError: A rank that the operation needs has ended.
+            HangError: A rank did not come in time.
+        """
+        assert self._exchange is not None
+        with WAIT_CLOCK:
+            missing = self._exchange.wait(lane, operation, self.hang_timeout_s)
+        if missing:
+            rank, has_ended = missing
+            peer = Peers(self.words(rank), rank, self.hang_timeout_s)
+            if has_ended:
+                raise gone(peer, "its process has ended, or it has left the run")
+            raise late(peer, "its data did not come")
+
+    def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
+        lane = self._lane(axis, x.dtype) if axis.size > 1 else None
+        if lane is None:
+            return super().start_all_reduce(x, axis, op)
+        return self._start(lane, SUM if op == "sum" else MAX, x, x, x)
+
+    def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+        lane = self._lane(axis) if axis.size > 1 else None
+        if lane is None:
+            return super().start_all_gather(x, axis)
+        out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+        return self._start(lane, GATHER, x, out, out)
+
+    def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
+        lane = self._lane(axis, x.dtype) if axis.size > 1 else None
+        if lane is None:
+            return super().start_reduce_scatter(x, axis, scale)
+        out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+        return self._start(lane, SCATTER, x, out, out, scale)
+
+    def _start_sum(self, flat: Tensor, axis: Axis, scale: float) -> Pending[Tensor]:
+        lane = self._lane(axis, flat.dtype)
+        return (
+            super()._start_sum(flat, axis, scale) if lane is None else self._start(lane, SUM, flat, flat, flat, scale)
+        )
+
+    def lay_out(self, mesh: Mesh) -> None:
+        super().lay_out(mesh)
+        if self._exchange and mesh.pp_size > 1:
+            for axis in axes_of(mesh):
+                self._exchange.lane(axis)
+
+    def _link(self, axis: Axis, position: int) -> Any:
+        peer = axis.group_of(dist.get_rank())[position]
+        return self._exchange.link(peer) if self._exchange else None
+
+    def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
+        link = self._link(axis, to)
+        return super().start_send(x, axis, to) if link is None else self._start(link, SEND, x, None, None)
+
+    def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
+        link = self._link(axis, source)
+        if link is None:
+            return super().start_receive(like, axis, source)
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return self._start(link, RECEIVE, None, out, out)
+
+    def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
+        if self._link(axis, peer) is None:
+            return super().exchange(x, axis, peer)
+        sending = self.start_send(x, axis, peer)
+        received = self.start_receive(x, axis, peer).wait()
+        sending.wait()
+        return received
+
+    def forget(self) -> None:
+        self.unshare()
+        super().forget()
+
+
+def _gather(box: Box, world: int) -> list[Box]:
+    """Boxes of all ranks."""
+    mine = torch.tensor([[box.host, box.process, box.file]])
+    boxes = torch.empty(world, 3, dtype=torch.int64)
+    dist.all_gather_into_tensor(boxes, mine)
+    return [Box(*row) for row in boxes.tolist()]
