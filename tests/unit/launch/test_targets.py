@@ -7,14 +7,13 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -44,14 +43,9 @@ TEXTS = st.text(
     ),
     min_size=1,
 ).filter(lambda text: "\0" not in text)
-NASTY = st.one_of(
-    TEXTS,
-    st.sampled_from(
-        ["$(touch owned)", "`touch owned`", "$(HOME)", "$$(HOME)", "$HOME", "';touch owned;'", '"', "a\n#SBATCH --nodes=9"]
-        + ["y", "n", "on", "null", "~", "1e3", "0o7", "0x1F", "1_0", ".inf", "2026-01-01", "=", "<<", "a: b", "- a", "{{x}}"]
-        + ["'''\nimport os", '"""', "{nodes}", "x\n---\nkind: Pod", "--wrap=touch owned"]
-    ),
-)
+WORDS = """$(touch~owned) `touch~owned` $(HOME) $$(HOME) $HOME ';touch~owned;' " a|#SBATCH~--nodes=9 y n on null ~ 1e3
+0o7 0x1F 1_0 .inf 2026-01-01 = << a:~b -~a {{x}} '''|import~os {nodes} x|---|kind:~Pod --wrap=touch~owned"""
+NASTY = st.one_of(TEXTS, st.sampled_from([word.replace("~", " ").replace("|", "\n") for word in WORDS.split()]))
 
 
 @pytest.fixture(autouse=True)
@@ -81,24 +75,16 @@ def test_validators_have_judged_the_kept_files_as_they_are() -> None:
     wanted = {name: text for name, text in files.items() if not name.endswith((".sbatch", ".toml"))}
     assert set(judged) == set(wanted)
     for name, text in wanted.items():
-        assert judged[name]["sha256"] == hashlib.sha256(text.encode()).hexdigest(), f"{name}: see docs/slurm_kubernetes.md"
+        assert judged[name]["sha256"] == hashlib.sha256(text.encode()).hexdigest(), (
+            f"{name}: see docs/slurm_kubernetes.md"
+        )
         assert judged[name]["by"], name
 
 
 def test_the_command_offers_every_target() -> None:
-    (choices,) = [
-        get_args(annotation.__args__[0] if hasattr(annotation, "__args__") else annotation)
-        for name, annotation in _annotations().items()
-        if name == "target"
-    ]
+    choices = get_args(get_type_hints(launch_command.launch)["target"])
     assert set(choices) == {"local", *RENDERERS}
     assert {case.target for case in CASES.values()} == set(RENDERERS)
-
-
-def _annotations() -> dict[str, Any]:
-    from typing import get_type_hints
-
-    return get_type_hints(launch_command.launch)
 
 
 def test_machines_have_the_devices_that_the_planner_counts() -> None:
@@ -138,17 +124,18 @@ def texts_and_paths(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=12)
 @given(name=NASTY, folder=TEXTS, image=NASTY, claim=NASTY)
 def test_every_text_is_itself_in_manifests_and_no_field_appears(name: str, folder: str, image: str, claim: str) -> None:
-    run = job(f"run.name={toml_value(name)}", options=Options(image=image, claim=claim))
-    plain = job("run.name=plain", options=Options(image="image", claim="claim"))
-    for file, text in {**kubernetes.render(run), **kubernetes.render_hyperpod(run)}.items():
+    overrides = (f"run.name={toml_value(name)}", f"compile.cache_dir={toml_value(f'/{folder}')}")
+    run = job(*overrides, options=Options(image=image, claim=claim))
+    for file, text in kubernetes.render(run).items():
         config, manifest = yaml.safe_load_all(text)
-        reference = {**kubernetes.render(plain), **kubernetes.render_hyperpod(plain)}[file]
-        _, expected = yaml.safe_load_all(reference)
-        assert {path for path, _ in texts_and_paths(manifest)} == {path for path, _ in texts_and_paths(expected)}
+        _, expected = yaml.safe_load_all((GOLDEN / "kubernetes" / file).read_text(encoding="ascii"))
         fields = list(texts_and_paths(manifest))
+        assert {path for path, _ in fields} == {path for path, _ in texts_and_paths(expected)}
+        graphs = {value for path, value in fields if path.endswith("/hostPath/path")}
+        assert graphs == {str(run.config.compile.cache_dir) if "{" not in folder else kubernetes.CACHE}
         assert {value for path, value in fields if path.endswith("/image")} == {image}
         assert {value for path, value in fields if path.endswith("/claimName")} == {claim}
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", manifest["metadata"]["name"])
@@ -189,7 +176,9 @@ def test_what_parsers_read_differently_is_quoted(text: str) -> None:
 
 def in_bash(script: str, *argv: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[bytes]:
     env = {"PATH": f"{folder}:{os.environ['PATH']}", **environ}
-    return subprocess.run(["bash", "-c", script, *argv], capture_output=True, cwd=folder, env=env, check=False, timeout=20)
+    return subprocess.run(
+        ["bash", "-c", script, *argv], capture_output=True, cwd=folder, env=env, check=False, timeout=20
+    )
 
 
 def test_slurms_script_has_arguments_as_they_were_given(tmp_path: Path) -> None:
@@ -198,11 +187,10 @@ def test_slurms_script_has_arguments_as_they_were_given(tmp_path: Path) -> None:
     def check(names: list[str], path: str) -> None:
         run = job(*(f"run.name={toml_value(name)}" for name in names))
         script = RENDERERS["slurm"](replace(run, path=Path(path)))["train.sbatch"]
-        directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
-        head = script[: script.index("\nset -- ")]
-        assert [line for line in head.split("\n") if line.startswith("#SBATCH")] == directives[:2]
-        assert all(re.fullmatch(r"[\w#=@:. -]+", line) for line in directives[:2])
-        assert in_bash(script, folder=tmp_path).returncode == 0 or True
+        head = script[: script.index("\nset -- ")].split("\n")  # sbatch reads no directive after the first command
+        directives = [line for line in head if not line.startswith("# ") and line not in {"#", "#!/bin/bash"}]
+        assert len(directives) == 2
+        assert all(re.fullmatch(r"#SBATCH( --[a-z-]+(=[a-zA-Z0-9:@-]+)?)+", line) for line in directives), directives
         until = script.index("\nfirst=")
         done = in_bash(script[:until] + '\nprintf "%s\\0" "$@"', folder=tmp_path, HOME="/root")
         assert done.returncode == 0, done.stderr
@@ -388,9 +376,5 @@ def test_agents_of_an_elastic_run_take_a_range_of_machines() -> None:
     command = render_local(demo, overrides, 1, {}, first_node="n1", min_nodes=2)
     assert "--nnodes=2:4" in command.argv
     assert "--nnodes=4" in render_local(demo, overrides, 1, {}, first_node="n1").argv
-    with pytest.raises(ConfigError, match="use parallel.dp=0"):
+    with pytest.raises(ConfigError, match=r"use parallel\.dp=0"):
         render_local(demo, [*overrides, "parallel.dp=4"], 1, {}, first_node="n1", min_nodes=2)
-
-
-def test_shlex_is_what_bash_reads() -> None:
-    assert shlex.join(["a b", "$(c)"]) == "'a b' '$(c)'"
