@@ -16,6 +16,8 @@ import nxtrain
 from nxtrain.cli.bench import AsJson, bench
 from nxtrain.cli.convert import convert
 from nxtrain.cli.data import data
+from nxtrain.cli.doctor import EPILOG as DOCTOR_EXAMPLE
+from nxtrain.cli.doctor import doctor
 from nxtrain.cli.launch import EPILOG as LAUNCH_EXAMPLE
 from nxtrain.cli.launch import launch
 from nxtrain.cli.options import ConfigPath, Overrides
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-_LATER = ("doctor", "eval", "report")
+_LATER = ("eval", "report")
 """Commands of later releases."""
 
 
@@ -61,6 +63,7 @@ app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
+app.command("doctor", epilog=DOCTOR_EXAMPLE)(doctor)
 app.command("launch", epilog=LAUNCH_EXAMPLE)(launch)
 
 CacheFolder = Annotated[
