@@ -29,7 +29,7 @@ Avg bus bandwidth:      39.4600GB/s
 
 
 def neuron_ls(chips: int = 16, held: dict[int, list[tuple[int, str]]] | None = None) -> str:
-    """What `neuron-ls --json-output` prints on a trn1."""
+    """Output of `neuron-ls --json-output` on a trn1."""
     rows: list[dict[str, Any]] = []
     for chip in range(chips):
         processes = [
@@ -43,7 +43,7 @@ def neuron_ls(chips: int = 16, held: dict[int, list[tuple[int, str]]] | None = N
 
 
 def fi_info(devices: int = 8) -> str:
-    """What `fi_info -p efa` prints: two entries for each device."""
+    """Output of `fi_info -p efa`, with two entries for each device."""
     kinds = (("rdm", "RDM"), ("dgrm", "DGRAM"))
     return "".join(FI_INFO.format(name=f"rdmap{16 + n}s27", kind=k, type=t) for n in range(devices) for k, t in kinds)
 
