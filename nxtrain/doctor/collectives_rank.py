@@ -41,18 +41,34 @@ def join(backend: str, limit_s: float) -> dict[str, Any]:
     """
     place, host = Placement.read(), os.environ["MASTER_ADDR"]
     timeout = timedelta(seconds=limit_s)
+    port = int(os.environ["MASTER_PORT"])
+    if place.rank and (why := _silence(host, port, limit_s)):
+        return {"missing": [0], "error": why, "rows": []}
     try:
-        store = connect(host, int(os.environ["MASTER_PORT"]), place.rank, timeout)
+        store = connect(host, port, place.rank, timeout)
         if missing := _missing(store, place, limit_s):
             return {"missing": missing, "error": "", "rows": []}
     except DistError as error:
         why = (str(error).strip().splitlines() or ["no answer"])[0]
-        return {"missing": [0] if place.rank else [], "error": why, "rows": []}
+        return {"missing": [], "error": why, "rows": []}
     opened = open_backend(choose(backend)[0], limit_s)
     try:
         return {"missing": [], "error": "", "rows": _measure(opened, place), "device": str(opened.device)}
     finally:
         opened.close()
+
+
+def _silence(host: str, port: int, limit_s: float) -> str:
+    """Reason why nobody answers at an address within the limit; empty if somebody does. torch's own wait has no end."""
+    limit, why = time.monotonic() + limit_s, "no answer"
+    while time.monotonic() < limit:
+        try:
+            socket.create_connection((host, port), timeout=max(POLL_S, limit - time.monotonic())).close()
+            return ""
+        except OSError as error:
+            why = error.strerror or str(error)
+            time.sleep(POLL_S)
+    return f"{host}:{port}: {why}"
 
 
 def _missing(store: Store, place: Placement, limit_s: float) -> list[int]:
