@@ -355,6 +355,14 @@ def test_machines_of_sagemaker_need_a_mirror() -> None:
         RENDERERS["sagemaker"](job())
 
 
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("Llama_2 7B!", "llama-2-7b"), ("9x", "run-9x"), ("___", "run"), (f"a{'-b' * 40}", f"a{'-b' * 19}")],
+)
+def test_the_name_of_a_run_becomes_a_label(name: str, label: str) -> None:
+    assert job(f"run.name={toml_value(name)}").name == label
+
+
 def test_ranks_fill_the_machine_where_the_degrees_follow_it() -> None:
     assert job("parallel.dp=0").nproc == MACHINES["trn1.32xlarge"].ranks
     assert resolve_job(ROOT / "configs/demo.toml", (), Options()).nproc == 2
