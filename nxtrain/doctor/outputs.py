@@ -70,7 +70,7 @@ def parse_neuron_ls(text: str) -> Devices:
                 devices.append(int(row["neuron_device"]))
         numbers = tuple(int(row["neuron_device"]) for row in rows)
         cores = sum(int(row["nc_count"]) for row in rows)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"neuron-ls printed no list of devices: {error!r}") from error
     return Devices(numbers, cores, _holders(held))
 

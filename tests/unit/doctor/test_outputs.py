@@ -82,6 +82,11 @@ def test_chronyc_has_the_offset_unless_the_clock_has_no_source() -> None:
     assert parse_chronyc(line.format("Not synchronised")) is None
 
 
+def test_an_answer_that_is_nested_deeply_is_an_unknown_form() -> None:
+    with pytest.raises(OutputError, match="no list of devices"):
+        parse_neuron_ls("[" * 100_000)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["neuron_device", "nc_count", "pid", "x"]), inner),
