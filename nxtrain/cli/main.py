@@ -16,6 +16,10 @@ import nxtrain
 from nxtrain.cli.bench import AsJson, bench
 from nxtrain.cli.convert import convert
 from nxtrain.cli.data import data
+from nxtrain.cli.doctor import EPILOG as DOCTOR_EXAMPLE
+from nxtrain.cli.doctor import doctor
+from nxtrain.cli.launch import EPILOG as LAUNCH_EXAMPLE
+from nxtrain.cli.launch import launch
 from nxtrain.cli.options import ConfigPath, Overrides
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-_LATER = ("doctor", "eval", "report")
+_LATER = ("eval", "report")
 """Commands of later releases."""
 
 
@@ -59,6 +63,8 @@ app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
+app.command("doctor", epilog=DOCTOR_EXAMPLE)(doctor)
+app.command("launch", epilog=LAUNCH_EXAMPLE)(launch)
 
 CacheFolder = Annotated[
     str | None,
@@ -195,30 +201,6 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         _advise(loaded.config)
     if _has_uploads_underway():
         _end(0)
-
-
-@app.command(epilog="Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine")
-def launch(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks per machine; by default tp x pp x dp / nodes.")
-    ] = None,
-    first_node: Annotated[
-        str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
-    ] = "",
-    target: Annotated[str, typer.Option(hidden=True)] = "local",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
-) -> None:
-    """Start every rank of a run on this machine, with the environment that its devices need.
-
-    Of several machines, start it on all of them with the same arguments, by srun or pdsh.
-    """
-    if target != "local":
-        raise ConfigError(f"--target {target} is not available in this release; use local")
-    from nxtrain.launch.local import launch
-
-    launch(config, overrides or [], nproc, dry_run, first_node)
 
 
 @app.command(

@@ -227,6 +227,8 @@ class BackendConfig(Section):
     """On backend.name=cpu, kernels of torch or our own in C++, built on first use; auto: ours where they build."""
     cpu_transport: Literal["auto", "gloo", "shared_memory"] = "auto"
     """On backend.name=cpu, exchange between ranks; auto: shared memory within a host, where our C++ builds."""
+    in_flight: Annotated[int, Field(ge=1, le=63)] = 3
+    """On backend.name=neuron before SDK 2.31, graphs that the host submits before the first is done."""
     allow_unverified: bool = False
     """Take layers and attention of a neuronx-distributed outside 0.15 to 0.18, whose source nobody has compared: its
     gradients may be wrong without an error. Otherwise auto takes our own, and layers=nxd ends with code 5."""

@@ -40,7 +40,12 @@ def dump(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
         config: The configuration.
         origins: Origin of each value, by dotted key; written as comments.
     """
-    return "\n".join(_lines(config.model_dump(by_alias=True), "", origins or {})).lstrip("\n") + "\n"
+    return dump_table(config.model_dump(by_alias=True), origins)
+
+
+def dump_table(table: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> str:
+    """Write a table of tables as TOML, each value with its origin as a comment; see `dump`."""
+    return "\n".join(_lines(table, "", origins or {})).lstrip("\n") + "\n"
 
 
 def to_json(loaded: Loaded) -> dict[str, Any]:

@@ -57,7 +57,13 @@ class Command:
 
 
 def render(
-    path: Path, overrides: Sequence[str], nproc: int | None, environ: Mapping[str, str], *, first_node: str = ""
+    path: Path,
+    overrides: Sequence[str],
+    nproc: int | None,
+    environ: Mapping[str, str],
+    *,
+    first_node: str = "",
+    min_nodes: int = 0,
 ) -> Command:
     """Build the command that trains on this machine.
 
@@ -68,12 +74,13 @@ def render(
         environ: Environment that the command inherits.
         first_node: With several machines, the name of the one that holds the rendezvous, with `:<port>` unless the
             port is `PORT`; empty: there is only one machine.
+        min_nodes: Fewest machines with which the run goes on when others are lost; 0: it needs all of them.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
     """
     loaded = load(path, overrides)
-    command, problems = _render(loaded, path, overrides, nproc, environ, first_node or FIRST_NODE)
+    command, problems = _render(loaded, path, overrides, nproc, environ, first_node or FIRST_NODE, min_nodes)
     if (nodes := loaded.config.cluster.nodes) > 1 and not first_node:
         reason = f"nodes={nodes}, but this is one machine"
         hint = "use cluster.nodes=1, or start it on each node with --first-node NAME, the name of one of them"
@@ -83,7 +90,9 @@ def render(
     return command
 
 
-def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: bool, first_node: str = "") -> None:
+def launch(
+    path: Path, overrides: Sequence[str], nproc: int | None, dry_run: bool, first_node: str = "", min_nodes: int = 0
+) -> None:
     """Replace this process by the training process, so that signals and the exit code need no relay.
 
     Args:
@@ -92,17 +101,19 @@ def launch(path: Path, overrides: Sequence[str], nproc: int | None, dry_run: boo
         nproc: Number of ranks per machine; None: the number that the degrees require.
         dry_run: Only print the environment and the command, even for a configuration that cannot run yet.
         first_node: With several machines, each of which calls this function, the name of one; see `render`.
+        min_nodes: Fewest machines with which the run goes on; see `render`.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
     """
     if dry_run:
-        command, problems = _render(load(path, overrides), path, overrides, nproc, os.environ, first_node or FIRST_NODE)
+        loaded, node = load(path, overrides), first_node or FIRST_NODE
+        command, problems = _render(loaded, path, overrides, nproc, os.environ, node, min_nodes)
         print(command, flush=True)
         if problems:
             raise ConfigError(problems)
         return
-    command = render(path, overrides, nproc, os.environ, first_node=first_node)
+    command = render(path, overrides, nproc, os.environ, first_node=first_node, min_nodes=min_nodes)
     print(command, flush=True)
     if stacks.DUMP is not None:
         signal.signal(stacks.DUMP, signal.SIG_IGN)  # until the new program handles requests for stacks itself
@@ -114,6 +125,20 @@ def ranks_per_node(config: RunConfig, nproc: int | None) -> int:
     return nproc or max(1, _ranks(config) // config.cluster.nodes)
 
 
+def check_elastic(config: RunConfig, min_nodes: int) -> list[Problem]:
+    """Problems of a run that is to go on with as few as `min_nodes` machines; none if it is not, with 0."""
+    nodes, dp = config.cluster.nodes, config.parallel.dp
+    if not min_nodes:
+        return []
+    if min_nodes >= nodes:
+        reason = f"{nodes}, of which --min-nodes={min_nodes} leaves none that may be lost"
+        return [Problem("cluster.nodes", reason, hint=f"use cluster.nodes={min_nodes + 1} or more, or no --min-nodes")]
+    if dp:
+        reason = f"{dp}, but with --min-nodes the number of replicas follows the machines that are there"
+        return [Problem("parallel.dp", reason, hint="use parallel.dp=0")]
+    return []
+
+
 def _render(
     loaded: Loaded,
     path: Path,
@@ -121,10 +146,11 @@ def _render(
     nproc: int | None,
     environ: Mapping[str, str],
     first_node: str = FIRST_NODE,
+    min_nodes: int = 0,
 ) -> tuple[Command, list[Problem]]:
     """Build the command for one machine, and list the problems that keep it from running."""
     config = loaded.config
-    problems: list[Problem] = []
+    problems = check_elastic(config, min_nodes)
     nodes = config.cluster.nodes
     if nproc is None and _ranks(config) % nodes:
         reason = f"{_ranks(config)} ranks, as the degrees ask for, do not divide over {nodes} nodes"
@@ -148,7 +174,8 @@ def _render(
     if nodes > 1:
         about.append(f"on each of the {nodes} nodes; {first_node} is the name of one of them")
         where = f"--rdzv-endpoint={first_node if ':' in first_node else f'{first_node}:{PORT}'}"
-        options = (f"--nnodes={nodes}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
+        counts = f"{min_nodes}:{nodes}" if min_nodes else f"{nodes}"
+        options = (f"--nnodes={counts}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
     agent = (*AGENT, *options, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
     train = ("-m", "nxtrain", "train", str(path), *overrides)
     # One rank needs an agent, whose imports take seconds, only to be restarted.

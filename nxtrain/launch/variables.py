@@ -24,6 +24,7 @@ _ENVVARS = "archive/nxd-training/torch-neuron-envvars.rst"
 _COMPILER = "compiler/neuronx-cc/api-reference-guide/index.rst"
 _RUNTIME = "neuron-runtime/guides/configuration-guide.rst"
 _MULTI_NODE = "frameworks/torch/torch-neuronx/setup-trn1-multi-node-execution.rst"
+_FORK = "neuron-runtime/nrt-troubleshoot.rst"
 _LOGICAL_CORES = "about-neuron/arch/neuron-features/logical-neuroncore-config.rst"
 _NXD_TRAINING = "release-notes/components/nxd-training.rst"
 _HLAT = "https://github.com/awslabs/HLAT"
@@ -129,8 +130,9 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
         *_host(instance),
     ]
     if sdk < SdkVersion(2, 31):
-        reason = "the host runs ahead of the device; more graphs in flight may run out of memory"
-        variables.append(Variable("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3", reason, _RUNTIME))
+        reason = "backend.in_flight: the host runs ahead of the device; more graphs in flight may run out of memory"
+        in_flight = str(config.backend.in_flight)
+        variables.append(Variable("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", in_flight, reason, _RUNTIME))
     if config.backend.layers != "native":
         reason = "each rank of NeuronX Distributed lists every group of the world at its own default, info"
         variables.append(Variable("NXD_LOG_LEVEL", "warning", reason, _NXD_LOGGER))
@@ -199,6 +201,7 @@ def _network(config: RunConfig, instance: Instance) -> list[Variable]:
     return [
         Variable("FI_PROVIDER", "efa", reason, _MULTI_NODE, way_out),
         Variable("FI_EFA_USE_DEVICE_RDMA", "1", direct, _MULTI_NODE, way_out),
+        Variable("FI_EFA_FORK_SAFE", "1", "libfabric fails on kernels before 5.15 without it", _FORK),
     ]
 
 

@@ -14,6 +14,10 @@ from __future__ import annotations
 KINDS = ("fresh", "given", "state", "read", "host")
 
 OWNERS: dict[str, dict[str, str]] = {
+    "nxtrain/cli/launch.py": {"launch: launch_on(out=out)": "host: a folder"},
+    "nxtrain/doctor/collectives_rank.py": {
+        "_measure: backend.collectives.all_reduce(x)": "fresh: `torch.zeros` right above, or the sum before",
+    },
     "nxtrain/data/arrow/inspection.py": {
         "Lengths.add: self._counts[:found.size] +=": "host: the histogram that this very method counts",
         "PackingWaste.add: self._rests +=": "host: the histogram that this very method counts",

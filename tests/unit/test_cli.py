@@ -231,8 +231,26 @@ def test_launch_prints_the_command_and_starts_nothing(
 def test_launch_refuses_targets_that_are_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(monkeypatch, "launch", str(DEMO), "--target", "slurm") == 2
-    assert "--target slurm is not available in this release; use local" in capsys.readouterr().err
+    assert main(monkeypatch, "launch", str(DEMO), "--target", "nomad") == 2
+    assert "'nomad' is not one of 'local'" in capsys.readouterr().err
+    assert main(monkeypatch, "launch", str(DEMO), "--target", "kubernetes") == 2
+    assert "--target kubernetes starts nothing itself: use --out DIR" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    assert main(monkeypatch, "launch", str(DEMO), "--target", "slurm") == 5
+    assert "sbatch, a program of Slurm, is not on PATH" in capsys.readouterr().err
+
+
+def test_launch_shows_or_writes_the_files_of_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("launch", str(DEMO), "--target", "kubernetes", "--image", "mine", "--claim", "disk")
+    assert main(monkeypatch, *words, "--out", str(tmp_path / "a/b")) == 0
+    names = ["pytorchjob.yaml", "mpijob.yaml", "jobset.yaml", "Dockerfile"]
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "a/b" / name) for name in names]
+    texts = {name: (tmp_path / "a/b" / name).read_text(encoding="ascii") for name in names}
+    assert "claimName: disk\n" in texts["jobset.yaml"]
+    assert main(monkeypatch, *words, "--dry-run") == 0
+    assert capsys.readouterr().out == "\n".join(f"# ===== {name}\n{text}" for name, text in texts.items())
 
 
 @pytest.mark.parametrize(("overrides", "nproc"), [([], 2), (["parallel.dp=4"], 4), (["parallel.tp=2"], 4)])

@@ -59,7 +59,7 @@ OLD_WORDS = re.compile(
 """Words that hide a term of the field."""
 
 KEYS = {key.name: key for key in keys()}
-FILES_LIKE_KEYS = {"metrics.jsonl", "model.done", "model.log", "model.neff"}
+FILES_LIKE_KEYS = {"metrics.jsonl", "model.done", "model.log", "model.neff", "run.toml", "train.sbatch"}
 MADE_LATER = ("models/mistral", "compile_cache/manifests")
 """Paths that the documentation names and that are made by readers or by runs."""
 

@@ -21,6 +21,8 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
 from nxtrain.launch.local import render
+from nxtrain.launch.targets.job import Options, resolve_job
+from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.plan.command import Question, find_layouts, predict, tokens_of
 from nxtrain.plan.predict import Assumptions
 from tests.support import markdown
@@ -133,10 +135,13 @@ def _check_own(words: Sequence[str], world: int) -> None:
     for place in (values.get("src"), values.get("dst"), values.get("where")):
         if place and str(place).endswith(".toml"):
             load(ROOT / str(place))
-    if "config" not in values:
+    if not values.get("config"):
         return
     path, overrides = ROOT / values["config"], values["overrides"] or []
-    if name in {"launch", "compile"}:
+    if values.get("target", "local") != "local":
+        options = Options(values["nproc"], values["image"], values["claim"], values["min_nodes"])
+        assert RENDERERS[values["target"]](resolve_job(path, overrides, options))
+    elif name in {"launch", "compile"}:
         first_node = values.get("first_node") or ("node0" if values["dry_run"] else "")
         render(path, overrides, values["nproc"], {"OMP_NUM_THREADS": "1"}, first_node=first_node)
     elif name == "plan":
@@ -144,7 +149,7 @@ def _check_own(words: Sequence[str], world: int) -> None:
         answer = find_layouts if values["search"] else predict
         answer(path, overrides, question, Assumptions(tokens_of(values["tokens"], values["dataset"])))
     elif path.exists():
-        resolve_config(load(path, overrides), None if name == "show" else values.get("world", world))
+        resolve_config(load(path, overrides), None if name in {"show", "doctor"} else values.get("world", world))
     else:  # one of the reader's own
         load(ROOT / "configs/base.toml", overrides)
 

@@ -87,6 +87,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "llama2_70b_trn1": {
         **BOTH,
+        "backend.in_flight": 31,
         "cluster.nodes": 256,
         "model.preset": "llama2-70b",
         "model.config.initializer_range": 0.02,

@@ -102,6 +102,7 @@ def test_torchneuron_gets_what_the_runtime_and_the_host_read_and_nothing_of_xla(
         "TORCH_NEURONX_NEFF_CACHE_DIR": "compile_cache",
         "FI_PROVIDER": "efa",
         "FI_EFA_USE_DEVICE_RDMA": "1",
+        "FI_EFA_FORK_SAFE": "1",
         "NEURON_CC_FLAGS": "--auto-cast=none",
     }
     assert all(v.reason and (v.source or v.name == "OMP_NUM_THREADS") for v in found.variables)
@@ -131,7 +132,7 @@ def test_the_table_of_instances_is_that_of_the_data_sheets() -> None:
 
 def test_several_nodes_talk_over_efa() -> None:
     alone, together = values(environment()), values(environment(cluster={"nodes": 16}))
-    assert together == {**alone, "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+    assert together == {**alone, "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
 
 
 def test_configuration_keys_reach_the_variables_that_they_decide() -> None:
@@ -185,6 +186,12 @@ def test_a_dead_variable_is_refused_with_its_replacement(dead: Dead) -> None:
     assert (refused.key, refused.origin, refused.hint) == (dead.name, "environment", dead.instead)
     assert refused.reason == f"1 {dead.reason}"
     assert found.conflicts({dead.name: "0"}) == []
+
+
+def test_graphs_in_flight_are_those_of_the_configuration() -> None:
+    name = "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"
+    assert values(environment(backend={"in_flight": 31}))[name] == "31"
+    assert name not in values(environment(sdk=NEWEST, backend={"in_flight": 31}))
 
 
 def test_asynchronous_execution_is_the_shells_choice_while_it_lives() -> None:

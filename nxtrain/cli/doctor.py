@@ -1,0 +1,57 @@
+"""`nxtrain doctor`: checks of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nxtrain.cli.bench import AsJson
+from nxtrain.cli.options import Overrides
+from nxtrain.config.bounds import MAX_RANKS
+from nxtrain.io.paths import local_path
+
+EPILOG = "Example: nxtrain doctor configs/llama2_7b_trn1.toml --collectives"
+
+
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="Run that is to start now.", show_default=False, parser=local_path),
+    ] = None,
+    overrides: Overrides = None,
+    collectives: Annotated[
+        bool,
+        typer.Option("--collectives", help="Test the links, too, between processes or with --first-node machines."),
+    ] = False,
+    first_node: Annotated[
+        str, typer.Option(metavar="NAME[:PORT]", help="With --collectives on several machines: the one of rank 0.")
+    ] = "",
+    rank: Annotated[
+        int,
+        typer.Option(min=0, max=MAX_RANKS, envvar=["RANK", "SLURM_PROCID"], help="With --first-node: this machine."),
+    ] = 0,
+    world: Annotated[
+        int, typer.Option(min=1, max=MAX_RANKS, envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="With --first-node: all.")
+    ] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine before a run, or between runs: devices, network, limits, disks, clock, packages.
+
+    Ends with 0 if all is well, and with 5 after a fault; each fault has its consequence and a fix. Without CONFIG the
+    machine is checked for any run, and a run that is under way is no fault: fit for a health check.
+    """
+    from nxtrain.doctor.collectives import world_of
+    from nxtrain.doctor.examine import EXIT_CODE, examine, line_of, to_json
+
+    meeting = world_of(first_node, rank, world) if collectives and first_node else None
+    findings = []
+    for finding in examine(config, overrides or [], collectives=collectives, world=meeting):
+        findings.append(finding)
+        if not as_json:
+            typer.echo(line_of(finding))
+    if as_json:
+        typer.echo(to_json(findings))
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(EXIT_CODE)

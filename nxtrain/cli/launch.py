@@ -1,0 +1,60 @@
+"""`nxtrain launch`: a run on this machine, or the files that start it on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from nxtrain.cli.options import ConfigPath, Overrides
+from nxtrain.config.bounds import MAX_RANKS
+from nxtrain.io.paths import local_path
+
+EPILOG = "Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine"
+
+
+def launch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks per machine; by default tp x pp x dp / nodes.")
+    ] = None,
+    first_node: Annotated[
+        str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
+    ] = "",
+    min_nodes: Annotated[
+        int, typer.Option(min=0, max=MAX_RANKS, help="Go on with so few machines if others are lost; 0: with all.")
+    ] = 0,
+    target: Annotated[
+        Literal["local", "slurm", "kubernetes", "hyperpod", "sagemaker", "parallelcluster", "eks"],
+        typer.Option(help="This machine, or a kind of cluster."),
+    ] = "local",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With a cluster, write its files.", parser=local_path, show_default=False),
+    ] = None,
+    image: Annotated[str, typer.Option(metavar="NAME", help="With a cluster, the container image.")] = "",
+    claim: Annotated[
+        str, typer.Option(metavar="NAME", help="With Kubernetes, the volume claim of the shared file system.")
+    ] = "fsx-claim",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print environment and command, or the files; start nothing.")
+    ] = False,
+) -> None:
+    """Start every rank of a run on this machine, with the environment that its devices need.
+
+    Of several machines, start it on all of them with the same arguments, by srun or pdsh. For a cluster, --target
+    renders the files that start the run there: --out writes them, --dry-run shows them. With neither, --target slurm
+    submits its script with sbatch.
+    """
+    if target == "local":
+        from nxtrain.launch.local import launch
+
+        launch(config, overrides or [], nproc, dry_run, first_node, min_nodes)
+        return
+    from nxtrain.launch.targets.job import Options
+    from nxtrain.launch.targets.render import launch_on
+
+    options = Options(nproc=nproc, image=image, claim=claim, min_nodes=min_nodes)
+    launch_on(target, config, overrides or [], options, out=out, dry_run=dry_run)

@@ -1,0 +1,1 @@
+"""Checks of one machine before and between runs: devices, network, host, packages, collectives."""

@@ -1,0 +1,103 @@
+"""Result of one check, and the sight of a machine that checks look through."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOL_LIMIT_S = 10.0
+"""Limit for a program such as neuron-ls, which may hang beside a broken driver."""
+
+SHOWN = 8
+"""Most values that one line lists."""
+
+TOOL_FOLDERS = "/opt/aws/neuron/bin:/opt/amazon/efa/bin:/usr/bin:/usr/sbin:/sbin"
+"""Folders of the tools, which the PATH of a scheduler may lack."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    Args:
+        name: Name of the check.
+        ok: False: the check found a fault.
+        what: Observation, with values.
+        why: Consequence for a run; empty if all is well.
+        fix: Way out; empty if all is well.
+    """
+
+    name: str
+    ok: bool
+    what: str
+    why: str = ""
+    fix: str = ""
+
+
+def fault(name: str, what: str, why: str, fix: str) -> Finding:
+    """Finding of a fault."""
+    return Finding(name, False, what, why, fix)
+
+
+def fine(name: str, what: str) -> Finding:
+    """Finding without a fault."""
+    return Finding(name, True, what)
+
+
+class Host:
+    """This machine, or a folder and programs that stand for one.
+
+    Args:
+        root: Folder under which /proc, /sys, /dev and the rest are.
+        path: Folders with programs, as in PATH; empty: those of PATH, and `TOOL_FOLDERS`.
+    """
+
+    def __init__(self, root: Path = Path("/"), path: str = "") -> None:
+        self.root, self._path = root, path
+
+    def at(self, path: str) -> Path:
+        """Path of a file or folder of the machine."""
+        return self.root / path.lstrip("/")
+
+    def read(self, path: str) -> str:
+        """Text of a small file without blanks at its ends; empty if it cannot be read."""
+        try:
+            return self.at(path).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
+    def run(self, *argv: str, limit_s: float = TOOL_LIMIT_S) -> str | None:
+        """Standard output of a program; None if it is not installed.
+
+        Raises:
+            ToolError: The program fails, or takes too long.
+        """
+        program = shutil.which(argv[0], path=self._path or f"{os.environ.get('PATH', '')}:{TOOL_FOLDERS}")
+        if program is None:
+            return None
+        try:
+            done = subprocess.run(
+                [program, *argv[1:]], capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ToolError(f"{argv[0]} gave no answer in {limit_s:g} seconds") from error
+        except OSError as error:
+            raise ToolError(f"{argv[0]} cannot be started: {error.strerror}") from error
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+            raise ToolError(f"{argv[0]} ended with {done.returncode}: {last}")
+        return done.stdout
+
+
+class ToolError(Exception):
+    """Failure of a program that a check needs."""
+
+
+def words(values: Sequence[object]) -> str:
+    """Values in one line, no more than `SHOWN`."""
+    rest = len(values) - SHOWN
+    return ", ".join(map(str, values[:SHOWN])) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,164 @@
+"""Parsers for the output of neuron-ls, nccom-test, nvidia-smi, fi_info and chronyc, which are used by no library.
+
+Sources: tools/neuron-sys-tools/neuron-ls.rst and nccom-test.rst in https://github.com/aws-neuron/aws-neuron-sdk;
+https://docs.nvidia.com/deploy/nvidia-smi; https://ofiwg.github.io/libfabric/main/man/fi_info.1.html;
+https://chrony-project.org/doc/4.5/chronyc.html. neuron-top draws on a terminal only, so the driver's counters under
+/sys serve in its place.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+class OutputError(ValueError):
+    """Output in a form that is not known."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Process that holds devices.
+
+    Args:
+        pid: Its number.
+        command: Its command, perhaps shortened.
+        devices: Numbers of the devices.
+    """
+
+    pid: int
+    command: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Accelerators as their tool lists them.
+
+    Args:
+        numbers: Number of each.
+        cores: Ranks that they serve together.
+        holders: Processes that hold them.
+        driver: Version of the driver, if the tool has it.
+        ecc: Uncorrected errors by device, where counted.
+    """
+
+    numbers: tuple[int, ...]
+    cores: int
+    holders: tuple[Holder, ...]
+    driver: str = ""
+    ecc: tuple[tuple[int, int], ...] = ()
+
+
+def parse_neuron_ls(text: str) -> Devices:
+    """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key.
+
+    Raises:
+        OutputError: Neither.
+    """
+    try:
+        rows = json.loads(text)
+        if isinstance(rows, dict):
+            (rows,) = [value for value in rows.values() if isinstance(value, list)]
+        held: dict[int, tuple[str, list[int]]] = {}
+        for row in rows:
+            for process in row.get("neuron_processes") or ():
+                _, devices = held.setdefault(int(process["pid"]), (str(process.get("command", "")), []))
+                devices.append(int(row["neuron_device"]))
+        numbers = tuple(int(row["neuron_device"]) for row in rows)
+        cores = sum(int(row["nc_count"]) for row in rows)
+    except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OutputError(f"neuron-ls printed no list of devices: {error!r}") from error
+    return Devices(numbers, cores, _holders(held))
+
+
+GPU_QUERY = "index,driver_version,ecc.errors.uncorrected.volatile.total"
+PROCESS_QUERY = "gpu_uuid,pid,process_name"
+UUID_QUERY = "index,uuid"
+
+
+def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
+    """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`.
+
+    Raises:
+        OutputError: A line has another number of fields, or no number where one must be.
+    """
+    try:
+        rows = [(int(index), driver, errors) for index, driver, errors in _lines(gpus)]
+        index_of = {uuid: int(index) for index, uuid in _lines(uuids)}
+        held: dict[int, tuple[str, list[int]]] = {}
+        for uuid, pid, command in _lines(processes):
+            _, devices = held.setdefault(int(pid), (command, []))
+            devices.append(index_of[uuid])
+    except (ValueError, KeyError) as error:
+        raise OutputError(f"nvidia-smi printed another table: {error!r}") from error
+    ecc = tuple((index, int(errors)) for index, _, errors in rows if errors.isdigit())  # else [N/A]
+    numbers = tuple(index for index, _, _ in rows)
+    return Devices(numbers, len(rows), _holders(held), rows[0][1] if rows else "", ecc)
+
+
+def _holders(held: dict[int, tuple[str, list[int]]]) -> tuple[Holder, ...]:
+    return tuple(Holder(pid, command, tuple(sorted(set(devices)))) for pid, (command, devices) in sorted(held.items()))
+
+
+def _lines(text: str) -> list[list[str]]:
+    return [[field.strip() for field in row] for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
+
+
+def parse_fi_info(text: str) -> tuple[str, ...]:
+    """EFA devices of `fi_info -p efa`, which lists each several times: for datagrams, and for reliable messages."""
+    domains = re.findall(r"^\s*domain:\s*(\S+)", text, re.MULTILINE)
+    return tuple(sorted({re.sub(r"-(rdm|dgrm)$", "", domain) for domain in domains}))
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """One line of a sweep over sizes.
+
+    Args:
+        size_bytes: Bytes of the whole tensor.
+        time_s: Time of one operation.
+        bus_bytes_s: Bandwidth of each rank's link, by the convention of nccl-tests.
+    """
+
+    size_bytes: int
+    time_s: float
+    bus_bytes_s: float
+
+
+def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
+    """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s.
+
+    Raises:
+        OutputError: There is no table.
+    """
+    found: list[Bandwidth] = []
+    columns: list[str] = []
+    for line in text.splitlines():
+        fields = line.split()
+        if "busbw(GB/s)" in fields:
+            columns = fields
+        elif columns and len(fields) == len(columns) and fields[0].isdigit():
+            row = dict(zip(columns, fields, strict=True))
+            time = next(value for name, value in row.items() if name in {"time(us)", "time:avg(us)"})
+            found.append(Bandwidth(int(row["size(B)"]), float(time) / 1e6, float(row["busbw(GB/s)"]) * 2**30))
+    if not found:
+        raise OutputError("nccom-test printed no table")
+    return tuple(found)
+
+
+def parse_chronyc(text: str) -> float | None:
+    """Seconds between the clock and its source, from `chronyc -c tracking`; None if the clock has no source.
+
+    Raises:
+        OutputError: The line has other fields.
+    """
+    fields: list[Any] = text.strip().split(",")
+    try:
+        offset, leap = abs(float(fields[4])), fields[13]
+    except (IndexError, ValueError) as error:
+        raise OutputError("chronyc printed another line") from error
+    return None if leap == "Not synchronised" else offset

@@ -1,0 +1,99 @@
+"""Cluster files: AWS ParallelCluster for Slurm, eksctl for Kubernetes.
+
+Ids of subnets, keys and zones are the user's: the files have placeholders of the right form.
+
+Sources: https://docs.aws.amazon.com/parallelcluster/latest/ug/cluster-configuration-file-v3.html,
+https://eksctl.io/usage/schema, https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html.
+"""
+
+from __future__ import annotations
+
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.launch.targets.job import SHARED, Job
+from nxtrain.launch.targets.yaml_text import dump_yaml
+
+_SUBNET = "subnet-00000000000000000"
+_ZONE = "us-east-1a"
+
+_PARALLELCLUSTER = """\
+AWS ParallelCluster for {nodes} x {instance}; written by nxtrain launch --target parallelcluster.
+Replace Region, the subnets and the key by your own.
+
+    pcluster create-cluster --cluster-name nxtrain --cluster-configuration parallelcluster.yaml
+"""
+
+_EKS = """\
+EKS for {nodes} x {instance}; written by nxtrain launch --target eks.
+Replace region and zones by those of your capacity. eksctl installs the device plugins of Neuron and EFA.
+
+    eksctl create cluster -f eks.yaml
+"""
+
+
+def render_parallelcluster(job: Job) -> str:
+    """Configuration of a ParallelCluster with Slurm, one queue of the run's machines, and a shared file system."""
+    _require_instance(job)
+    compute: dict[str, object] = {
+        "Name": "nodes",
+        "InstanceType": job.machine.instance,
+        "MinCount": 0,
+        "MaxCount": job.nodes + 1,  # a spare one, for a node that dies
+    }
+    if job.machine.efa_devices:
+        compute["Efa"] = {"Enabled": True}
+    queue = {
+        "Name": "train",
+        "ComputeResources": [compute],
+        "Networking": {"SubnetIds": [_SUBNET], "PlacementGroup": {"Enabled": True}},
+        "ComputeSettings": {"LocalStorage": {"RootVolume": {"Size": 512}}},  # compiled graphs
+        "HealthChecks": {"Gpu": {"Enabled": True}} if job.lane == "gpu" else None,
+    }
+    lustre = {"StorageCapacity": 4800, "DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 250}
+    cluster = {
+        "Region": "us-east-1",
+        "Image": {"Os": "ubuntu2204"},
+        "HeadNode": {
+            "InstanceType": "m5.8xlarge",
+            "Networking": {"SubnetId": _SUBNET},
+            "Ssh": {"KeyName": "your-key"},
+        },
+        "Scheduling": {
+            "Scheduler": "slurm",
+            "SlurmSettings": {"CustomSlurmSettings": [{"KillWait": 300}, {"SlurmdTimeout": 120}]},
+            "SlurmQueues": [{key: value for key, value in queue.items() if value}],
+        },
+        "SharedStorage": [{"Name": "fsx", "MountDir": SHARED, "StorageType": "FsxLustre", "FsxLustreSettings": lustre}],
+    }
+    return dump_yaml([cluster], _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.instance))
+
+
+def render_eks(job: Job) -> str:
+    """Configuration of an EKS cluster with a managed node group of the run's machines."""
+    _require_instance(job)
+    nodes = {
+        "name": "train",
+        "instanceType": job.machine.instance,
+        "minSize": 0,
+        "desiredCapacity": job.nodes,
+        "maxSize": job.nodes + 1,  # a spare one, for a node that dies
+        "volumeSize": 512,
+        "availabilityZones": [_ZONE],
+        "privateNetworking": True,
+        "efaEnabled": bool(job.machine.efa_devices),
+    }
+    system = {"name": "system", "instanceType": "m5.2xlarge", "desiredCapacity": 2}
+    cluster = {
+        "apiVersion": "eksctl.io/v1alpha5",
+        "kind": "ClusterConfig",
+        "metadata": {"name": "nxtrain", "region": "us-east-1", "version": "1.33"},
+        "availabilityZones": [_ZONE, "us-east-1b"],
+        "iam": {"withOIDC": True},
+        "addons": [{"name": name} for name in ("vpc-cni", "coredns", "kube-proxy", "aws-fsx-csi-driver")],
+        "managedNodeGroups": [system, nodes],
+    }
+    return dump_yaml([cluster], _EKS.format(nodes=job.nodes, instance=job.machine.instance))
+
+
+def _require_instance(job: Job) -> None:
+    if not job.machine.instance:
+        raise ConfigError([Problem("cluster.instance", "not set, and a cluster is made of instances")])

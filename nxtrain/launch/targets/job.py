@@ -1,0 +1,201 @@
+"""The resolved run that every target renders: machines, command, image, and the configuration as one file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES
+from nxtrain.config.check import resolve_config
+from nxtrain.config.decode import nearest
+from nxtrain.config.load import Loaded, load, values
+from nxtrain.config.schema import RunConfig
+from nxtrain.config.show import dump_table
+from nxtrain.config.tables import merge, nest
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.launch.local import PORT, check_elastic, ranks_per_node
+from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, Machine
+
+CONFIG_FILE = "run.toml"
+"""Name of the configuration in containers: the values that the file and the overrides give."""
+
+SHARED = "/fsx"
+"""Folder of the shared file system in containers; relative paths of a configuration begin there."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of a launch that no configuration has.
+
+    Args:
+        nproc: Ranks per machine; None: all cores of the instance, else as the degrees ask.
+        image: Container image; empty: `nxtrain-LANE`, as the rendered Dockerfile makes it.
+        claim: Kubernetes' claim of the shared file system.
+        min_nodes: Fewest machines that the run may shrink to; 0: it needs all of them.
+    """
+
+    nproc: int | None = None
+    image: str = ""
+    claim: str = "fsx-claim"
+    min_nodes: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run and its machines.
+
+    Args:
+        path: Configuration file.
+        overrides: `dotted.key=value` each.
+        loaded: The resolved configuration.
+        machine: Instance type.
+        nproc: Ranks per machine.
+        lane: Kind of environment that an image needs: neuron, neuron-native, gpu, xla or cpu.
+        image: Container image.
+        claim: Kubernetes' claim of the shared file system.
+        min_nodes: Fewest machines that the run may shrink to; equal to `nodes` if it may not.
+    """
+
+    path: Path
+    overrides: tuple[str, ...]
+    loaded: Loaded
+    machine: Machine
+    nproc: int
+    lane: str
+    image: str
+    claim: str
+    min_nodes: int
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration."""
+        return self.loaded.config
+
+    @property
+    def nodes(self) -> int:
+        """Number of machines."""
+        return self.config.cluster.nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the run may go on with fewer machines."""
+        return self.min_nodes < self.nodes
+
+    @property
+    def name(self) -> str:
+        """Name of the run as a DNS label: Kubernetes, SageMaker and Slurm accept no other."""
+        label = re.sub(r"[^a-z0-9]+", "-", self.config.run.name.lower()).strip("-")
+        return (label if label[:1].isalpha() else f"run-{label}")[:40].strip("-")
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Commands of nxtrain in order: graphs for Trainium are compiled before they are needed."""
+        return ("compile", "launch") if self.lane == "neuron" else ("launch",)
+
+    @property
+    def config_text(self) -> str:
+        """Configuration as one file, without values that are defaults."""
+        given = [
+            nest(key, value) for key, value in values(self.config).items() if self.loaded.origins[key] != "default"
+        ]
+        empty: dict[str, Any] = {}
+        return dump_table(reduce(merge, given, empty))
+
+    def arguments(self, config_file: str, first_node: str) -> tuple[str, ...]:
+        """Arguments of `nxtrain compile` and `nxtrain launch` in a container.
+
+        Args:
+            config_file: Path of `CONFIG_FILE` there.
+            first_node: Name of the machine that holds the rendezvous.
+        """
+        meet = (f"--first-node={first_node}:{PORT}",) if self.nodes > 1 else ()
+        return (config_file, f"--nproc={self.nproc}", *meet)
+
+    @property
+    def elastic(self) -> tuple[str, ...]:
+        """Argument of `nxtrain launch` alone that lets the run shrink."""
+        return (f"--min-nodes={self.min_nodes}",) if self.is_elastic else ()
+
+
+def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
+    """Resolve a run for rendering.
+
+    Args:
+        path: Configuration file.
+        overrides: `dotted.key=value` each.
+        options: Choices beyond the configuration.
+
+    Raises:
+        ConfigError: The configuration, the instance or the number of ranks is impossible; all problems together.
+    """
+    loaded = load(path, overrides)
+    config = loaded.config
+    problems: list[Problem] = []
+    machine = MACHINES.get(config.cluster.instance) or Machine(config.cluster.instance, "", 0, 0, 0)
+    lane, wanted = _lane(config, machine)
+    if machine.resource != wanted:
+        problems.append(_misfit(config, lane, wanted))
+    if lane == "neuron-native" and machine.instance in INSTANCES and _target(machine) in FIRST_GENERATION:
+        reason = f"{machine.instance} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
+        problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
+    nproc = options.nproc
+    if nproc is None:
+        nproc = machine.ranks if machine.ranks and not config.parallel.dp else ranks_per_node(config, None)
+    if machine.ranks and nproc > machine.ranks:
+        reason = f"{nproc} ranks per machine, but {machine.instance} has {machine.ranks} cores or GPUs for them"
+        problems.append(Problem("cluster.nodes", reason, hint="use more cluster.nodes, or lower degrees"))
+    if config.cluster.nodes > 1 and machine.resource == NEURON and not machine.efa_devices:
+        reason = f"{config.cluster.nodes} machines, but {machine.instance} has no EFA device to join them"
+        problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
+    problems += check_elastic(config, options.min_nodes)
+    if options.min_nodes and lane == "neuron":
+        reason = "--min-nodes: graphs for Trainium are compiled for one number of ranks"
+        problems.append(
+            Problem("", reason, hint="leave it out, and use checkpoint.resume=auto with other cluster.nodes")
+        )
+    for nodes in {config.cluster.nodes, options.min_nodes or config.cluster.nodes}:
+        try:
+            resolve_config(loaded, world=nproc * nodes)
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ConfigError([replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in problems])
+    return Job(
+        path=path,
+        overrides=tuple(overrides),
+        loaded=loaded,
+        machine=machine,
+        nproc=nproc,
+        lane=lane,
+        image=options.image or f"nxtrain-{lane}",
+        claim=options.claim,
+        min_nodes=options.min_nodes or config.cluster.nodes,
+    )
+
+
+def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:
+    """Kind of environment, and Kubernetes' resource for it: by the backend, or with `auto` by the instance."""
+    name, no_gpu = config.backend.name, {"neuron": NEURON, "neuron-native": NEURON, "xla": "", "cpu": ""}
+    if name == "auto":
+        return {NEURON: "neuron", GPU: "gpu"}.get(machine.resource, "cpu"), machine.resource
+    return (name, no_gpu[name]) if name in no_gpu else ("gpu", GPU)
+
+
+def _target(machine: Machine) -> str:
+    return INSTANCES[machine.instance].target
+
+
+def _misfit(config: RunConfig, lane: str, wanted: str) -> Problem:
+    instance = config.cluster.instance
+    fitting = [name for name, machine in MACHINES.items() if machine.resource == wanted]
+    if not instance:
+        reason = "not set, and the machines of the cluster are not this one"
+        return Problem("cluster.instance", reason, hint=f"set it to one of {', '.join(fitting)}")
+    if instance in MACHINES:
+        reason = f"{instance} has no devices for backend.name={lane}"
+        return Problem("cluster.instance", reason, hint=f"use one of {', '.join(fitting) or 'the other machines'}")
+    return Problem("cluster.instance", f"{instance} is no instance that nxtrain knows", hint=nearest(instance, fitting))

@@ -1,0 +1,233 @@
+"""Manifests for Kubernetes: PyTorchJob, MPIJob and JobSet, each with the configuration as a ConfigMap.
+
+A pod takes a whole machine. One process per pod, `nxtrain launch`, starts the ranks; the pods find each other by the
+name of the first one.
+
+Sources: https://github.com/kubeflow/training-operator (v1.9), https://github.com/kubeflow/mpi-operator (v0.8),
+https://github.com/kubernetes-sigs/jobset (v0.9), https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html,
+https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-eks-resiliency-job-auto-resume.html (annotations).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
+from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, Job
+from nxtrain.launch.targets.yaml_text import dump_yaml
+
+Manifest = dict[str, Any]
+
+FOLDER = "/etc/nxtrain"
+"""Folder of the ConfigMap in containers."""
+
+_CONTAINER = "pytorch"
+"""Name that the training operator requires of the container."""
+
+MISTAKES = sorted({kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)})
+"""Exit codes that a restart would repeat."""
+
+RESTARTS = 100
+"""Restarts of pods or of the whole job, if recovery.max_restarts asks for none."""
+
+CACHE = "/var/tmp/neuron-compile-cache"
+"""Folder of compiled graphs on the node's own disk, for a compile.cache_dir that would be on the shared file system."""
+
+_ENTRY = """\
+for step in {steps}; do
+    {start}nxtrain $step "$@" & pid=$!
+    trap 'kill -TERM $pid' TERM    # Kubernetes signals this shell alone
+    wait $pid; code=$?
+    while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done    # a trap ends a wait early
+    [ $code = 0 ] || break
+done
+"""
+
+_FROM_128 = """\
+case $code in 1 | 4 | 7 | 75) let code+=128 ;; esac    # restartPolicy ExitCode restarts from 128 on
+"""
+
+_HEAD = """\
+Written by nxtrain launch. Needs the {operator}, the device plugins of the nodes, an image,
+and the claim of a file system that all nodes share.
+
+    docker build -t IMAGE -f Dockerfile . && docker push IMAGE    # in a checkout of nxtrain
+    kubectl apply -f {file}
+"""
+
+
+def render(job: Job) -> dict[str, str]:
+    """Manifests of a run for each operator, by file name."""
+    return {
+        "pytorchjob.yaml": _text("Kubeflow training operator", "pytorchjob.yaml", job, pytorch_job(job)),
+        "mpijob.yaml": _text("MPI operator", "mpijob.yaml", job, mpi_job(job)),
+        "jobset.yaml": _text("JobSet controller", "jobset.yaml", job, job_set(job)),
+    }
+
+
+def render_hyperpod(job: Job) -> dict[str, str]:
+    """Manifest for HyperPod on EKS, which replaces a broken node and starts the pods again."""
+    manifest = pytorch_job(job)
+    manifest["metadata"]["annotations"] = {
+        "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
+        "sagemaker.amazonaws.com/job-max-retry-count": str(_restarts(job)),
+    }
+    worker = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]
+    worker["restartPolicy"] = "OnFailure"  # auto-resume knows no other
+    worker["template"]["spec"] |= _pod(job, _first_worker(job), "OnFailure")
+    selector = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
+    if job.machine.instance:
+        selector["node.kubernetes.io/instance-type"] = f"ml.{job.machine.instance}"
+    worker["template"]["spec"]["nodeSelector"] = selector
+    return {"pytorchjob.yaml": _text("Kubeflow training operator", "pytorchjob.yaml", job, manifest)}
+
+
+def pytorch_job(job: Job) -> Manifest:
+    """PyTorchJob with one worker per machine."""
+    spec: Manifest = {"runPolicy": {"cleanPodPolicy": "None", "backoffLimit": _restarts(job)}}
+    if job.is_elastic:
+        spec["elasticPolicy"] = {
+            "rdzvBackend": "c10d",
+            "minReplicas": job.min_nodes,
+            "maxReplicas": job.nodes,
+            "maxRestarts": _restarts(job),
+        }
+    template = {"spec": _pod(job, _first_worker(job), "ExitCode")}
+    worker = {"replicas": job.nodes, "restartPolicy": "ExitCode", "template": template}
+    return _manifest("kubeflow.org/v1", "PyTorchJob", job, {**spec, "pytorchReplicaSpecs": {"Worker": worker}})
+
+
+def mpi_job(job: Job) -> Manifest:
+    """MPIJob whose launcher starts one agent per machine with mpirun; the agents start the ranks."""
+    start = f"mpirun --allow-run-as-root -np {job.nodes} --map-by ppr:1:node --bind-to none "
+    worker = _pod(job, f"{job.name}-worker-0.{job.name}", "Never")
+    container = worker["containers"][0]
+    arguments = container.pop("args")
+    launcher = {
+        "containers": [
+            {
+                "name": _CONTAINER,
+                "image": job.image,
+                "workingDir": SHARED,
+                "command": _command(job, "Never", start),
+                "args": arguments,
+                "volumeMounts": container["volumeMounts"][:2],
+            }
+        ],
+        "volumes": worker["volumes"][:2],
+        "terminationGracePeriodSeconds": worker["terminationGracePeriodSeconds"],
+    }
+    container["command"] = ["/usr/sbin/sshd", "-De"]
+    spec = {
+        "slotsPerWorker": 1,
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": _restarts(job)},
+        "mpiReplicaSpecs": {
+            "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": {"spec": launcher}},
+            "Worker": {"replicas": job.nodes, "restartPolicy": "Never", "template": {"spec": worker}},
+        },
+    }
+    return _manifest("kubeflow.org/v2beta1", "MPIJob", job, spec)
+
+
+def job_set(job: Job) -> Manifest:
+    """JobSet of one indexed Job, whose failure policy repeats no mistake and counts no preemption."""
+
+    def rule(action: str, codes: list[int]) -> Manifest:
+        return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": codes}}
+
+    disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    stopped = rule("Ignore", [StoppedBySignal.exit_code])
+    pod = {**_pod(job, f"{job.name}-node-0-0.{job.name}", "Never"), "restartPolicy": "Never"}
+    one = {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [disrupted, rule("FailJob", MISTAKES), stopped]},
+        "template": {"spec": pod},
+    }
+    mistakes = {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    spec = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": _restarts(job), "rules": [mistakes]},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": one}}],
+    }
+    return _manifest("jobset.x-k8s.io/v1alpha2", "JobSet", job, spec)
+
+
+def literal(text: str) -> str:
+    """Text that Kubernetes hands on unchanged in commands and arguments, where `$(NAME)` is replaced, and `$$` is `$`.
+
+    Source: https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables.
+    """
+    return re.sub(r"\$(?=[$(])", "$$", text)
+
+
+def _manifest(version: str, kind: str, job: Job, spec: Manifest) -> Manifest:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": job.name}, "spec": spec}
+
+
+def _text(operator: str, file: str, job: Job, manifest: Manifest) -> str:
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": job.name}}
+    return dump_yaml(
+        [{**config, "data": {CONFIG_FILE: job.config_text}}, manifest], _HEAD.format(operator=operator, file=file)
+    )
+
+
+def _restarts(job: Job) -> int:
+    return job.config.recovery.max_restarts or RESTARTS
+
+
+def _first_worker(job: Job) -> str:
+    return f"{job.name}-worker-0"
+
+
+def _command(job: Job, restart_policy: str, start: str = "") -> list[str]:
+    script = _ENTRY.format(steps=" ".join(job.steps), start=start)
+    script += _FROM_128 if restart_policy == "ExitCode" else ""
+    return ["bash", "-c", literal(f"{script}exit $code\n"), "nxtrain"]
+
+
+def _pod(job: Job, first_node: str, restart_policy: str) -> Manifest:
+    """Pod that takes one machine."""
+    mounts = [
+        {"name": "config", "mountPath": FOLDER},
+        {"name": "shared", "mountPath": SHARED},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[Manifest] = [
+        {"name": "config", "configMap": {"name": job.name}},
+        {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    arguments = [*job.arguments(f"{FOLDER}/{CONFIG_FILE}", first_node), *job.elastic]
+    if "compile" in job.steps:
+        cache = job.config.compile.cache_dir
+        folder = str(cache) if cache.is_absolute() and "{" not in str(cache) else CACHE
+        arguments += [f"compile.cache_dir={folder}"] if folder != str(cache) else []
+        mounts.append({"name": "graphs", "mountPath": folder})
+        volumes.append({"name": "graphs", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}})
+    container: Manifest = {
+        "name": _CONTAINER,
+        "image": job.image,
+        "workingDir": SHARED,
+        "command": _command(job, restart_policy),
+        "args": [literal(argument) for argument in arguments],
+        "resources": _resources(job),
+        "volumeMounts": mounts,
+    }
+    if job.machine.efa_devices:
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # pinned memory for EFA
+    pod: Manifest = {"containers": [container], "volumes": volumes}
+    if job.machine.instance:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.machine.instance}
+    return {**pod, "terminationGracePeriodSeconds": math.ceil(job.config.recovery.grace_s) + 30}
+
+
+def _resources(job: Job) -> Mapping[str, Manifest]:
+    devices = job.machine.resources
+    requests = {"cpu": job.nproc, **devices}  # a pod with huge pages must ask for processors or memory, too
+    return {"limits": devices, "requests": requests} if devices else {"requests": requests}

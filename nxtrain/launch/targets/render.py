@@ -1,0 +1,81 @@
+"""`nxtrain launch --target NAME`: files of a run for a cluster, written, shown or, under Slurm, submitted."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from nxtrain.errors import BackendError, ConfigError
+from nxtrain.io.atomic import replace_text
+from nxtrain.launch.targets import clusters, docker, kubernetes, sagemaker, slurm
+from nxtrain.launch.targets.job import Job, Options, resolve_job
+
+SCRIPT = "train.sbatch"
+"""Name of Slurm's job script."""
+
+
+RENDERERS: Mapping[str, Callable[[Job], dict[str, str]]] = {
+    "slurm": lambda job: {SCRIPT: slurm.render(job)},
+    "kubernetes": lambda job: {**kubernetes.render(job), **_image(job)},
+    "hyperpod": lambda job: {
+        SCRIPT: slurm.render(job, auto_resume=True),
+        **kubernetes.render_hyperpod(job),
+        **_image(job),
+    },
+    "sagemaker": lambda job: {**sagemaker.render(job), **_image(job)},
+    "parallelcluster": lambda job: {"parallelcluster.yaml": clusters.render_parallelcluster(job)},
+    "eks": lambda job: {"eks.yaml": clusters.render_eks(job)},
+}
+"""Files of each target, by name."""
+
+
+def launch_on(
+    target: str, path: Path, overrides: Sequence[str], options: Options, *, out: Path | None, dry_run: bool
+) -> None:
+    """Write or show the files of a run; with neither, submit the script of Slurm.
+
+    Args:
+        target: Kind of cluster.
+        path: Configuration file.
+        overrides: `dotted.key=value` each.
+        options: Choices beyond the configuration.
+        out: Folder for the files; None: they are not written.
+        dry_run: Print the files.
+
+    Raises:
+        ConfigError: The run is impossible there, or the target has no command that submits it.
+        BackendError: Slurm is absent, or refuses the job.
+    """
+    files = RENDERERS[target](resolve_job(path, overrides, options))
+    if dry_run:
+        print(shown(files), end="")
+    elif out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            replace_text(out / name, text, durable=False)
+            print(out / name)
+    elif target == "slurm":
+        _submit(files[SCRIPT])
+    else:
+        raise ConfigError(f"--target {target} starts nothing itself: use --out DIR to write its files, or --dry-run")
+
+
+def shown(files: Mapping[str, str]) -> str:
+    """All files in one text, each under a line with its name."""
+    return "\n".join(f"# ===== {name}\n{text}" for name, text in files.items())
+
+
+def _image(job: Job) -> dict[str, str]:
+    return {"Dockerfile": docker.render(job.lane)}
+
+
+def _submit(script: str) -> None:
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        hint = "start this on a node of the cluster, or use --out DIR to write the script"
+        raise BackendError(f"sbatch, a program of Slurm, is not on PATH; {hint}")
+    done = subprocess.run([sbatch], input=script.encode(), check=False)
+    if done.returncode:
+        raise BackendError(f"sbatch ended with {done.returncode}; the lines above say why")

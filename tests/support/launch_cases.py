@@ -1,0 +1,85 @@
+"""Runs whose files for each target are kept in `tests/golden/launch`; as a program, writes them again.
+
+    python -m tests.support.launch_cases
+
+Validators that the tests do not have judge these files: `scripts/validate_launch.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nxtrain.launch.targets import docker
+from nxtrain.launch.targets.job import Options, resolve_job
+from nxtrain.launch.targets.render import RENDERERS
+from nxtrain.launch.targets.slurm import render_generic
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests/golden/launch"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch.
+
+    Args:
+        target: Kind of cluster.
+        config: Configuration file.
+        overrides: `dotted.key=value` each.
+        options: Choices beyond the configuration.
+    """
+
+    target: str
+    config: str
+    overrides: tuple[str, ...] = ()
+    options: Options = field(default_factory=Options)
+
+    def files(self) -> dict[str, str]:
+        """Rendered files, by name."""
+        return RENDERERS[self.target](resolve_job(Path(self.config), self.overrides, self.options))
+
+
+_RECIPE = "configs/llama2_7b_trn1.toml"
+_SIXTEEN = ("cluster.nodes=16", "parallel.dp=64", "run.dir=runs/7b")
+_GPU = "configs/llama3_2_1b_cuda.toml"
+_ON_P5 = ("cluster.instance=p5.48xlarge", "cluster.nodes=4")
+_IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/nxtrain:0.1"
+
+CASES = {
+    "slurm": Case("slurm", _RECIPE, _SIXTEEN),
+    "slurm_elastic": Case("slurm", _GPU, _ON_P5, Options(min_nodes=2)),
+    "kubernetes": Case("kubernetes", _RECIPE, _SIXTEEN, Options(image=_IMAGE)),
+    "kubernetes_elastic": Case("kubernetes", _GPU, _ON_P5, Options(image=_IMAGE, min_nodes=2)),
+    "hyperpod": Case("hyperpod", _RECIPE, _SIXTEEN, Options(image=_IMAGE)),
+    "sagemaker": Case("sagemaker", _RECIPE, (*_SIXTEEN, "checkpoint.mirror=s3://bucket/7b"), Options(image=_IMAGE)),
+    "parallelcluster_gpu": Case("parallelcluster", _GPU, _ON_P5),
+    "eks_gpu": Case("eks", _GPU, _ON_P5),
+}
+"""Launches by the name of their folder."""
+
+CLUSTERS = {"parallelcluster": "parallelcluster_trn1.yaml", "eks": "eks_trn1.yaml"}
+"""Files of `configs/clusters` by target: the clusters of the published 7B run."""
+
+LANES = ("neuron", "neuron-native", "gpu", "xla", "cpu")
+
+
+def all_files() -> dict[Path, str]:
+    """Every file that is kept, with its text."""
+    found = {GOLDEN / name / file: text for name, case in CASES.items() for file, text in case.files().items()}
+    found = {path: text for path, text in found.items() if path.name != "Dockerfile"}
+    script = GOLDEN / "sagemaker/sagemaker_job.py"
+    found[script.with_name(f"{script.name}.txt")] = found.pop(script)  # the tools of this tree would judge a program
+    found |= {GOLDEN / "docker" / f"Dockerfile.{lane}": docker.render(lane) for lane in LANES}
+    for target, name in CLUSTERS.items():
+        (text,) = Case(target, _RECIPE).files().values()
+        found[ROOT / "configs/clusters" / name] = text
+    return {**found, ROOT / "scripts/train.sbatch": render_generic()}
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    for path, text in all_files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
