@@ -19,6 +19,8 @@ from nxtrain.cli.data import data
 from nxtrain.cli.options import ConfigPath, Overrides
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
+from nxtrain.cli.report import EPILOG as REPORT_EXAMPLE
+from nxtrain.cli.report import report
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-_LATER = ("doctor", "eval", "report")
+_LATER = ("doctor", "eval")
 """Commands of later releases."""
 
 
@@ -59,6 +61,7 @@ app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
+app.command("report", epilog=REPORT_EXAMPLE)(report)
 
 CacheFolder = Annotated[
     str | None,
