@@ -27,6 +27,9 @@ LOG_FACTOR = 30.0
 """Ratio of the highest to the middle value from which a positive curve gets a logarithmic axis."""
 
 
+LOG_LEAST = 1e-100
+"""Least value on a logarithmic axis, whose edges must stay above zero."""
+
 _MARKS = ("dots", "spikes")
 
 
@@ -130,7 +133,7 @@ def draw(
     x_range = _widened(min(float(c.steps[0]) for c in curves), max(float(c.steps[-1]) for c in curves))
     low, high = min(float(c.values.min()) for c in curves), max(float(c.values.max()) for c in curves)
     middle = max(float(np.median(c.values)) for c in lines)
-    is_log = low > 0 and middle > 0 and high / middle > LOG_FACTOR and not zero
+    is_log = low > LOG_LEAST and high / middle > LOG_FACTOR and not zero
     y_range = _padded(low, high, is_log=is_log, zero=zero)
     drawn = tuple(Drawn(c.name, c.color, c.kind, _path(c, x_range, y_range, is_log=is_log)) for c in curves)
     return Chart(
@@ -163,9 +166,7 @@ def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dt
     edges = np.linspace(0, len(values), buckets + 1).astype(np.intp)
     kept = [edges[:-1], edges[1:] - 1]
     for find in (np.argmin, np.argmax):
-        kept.append(
-            np.array([a + find(values[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)], dtype=np.intp)
-        )
+        kept.append(np.array([a + find(values[a:b]) for a, b in pairwise(edges)], dtype=np.intp))
     return np.unique(np.concatenate(kept))
 
 
@@ -194,7 +195,7 @@ def place(value: float, edges: tuple[float, float], *, is_log: bool = False) -> 
     """Position of a value between two edges, from 0 to 1."""
     low, high = edges
     if is_log:
-        value, low, high = (math.log(max(each, 1e-300)) for each in (value, low, high))
+        value, low, high = math.log(value), math.log(low), math.log(high)
     return (value - low) / (high - low)
 
 
@@ -248,9 +249,9 @@ def _round_values(low: float, high: float, most: int) -> list[float]:
     raw = (high - low) / most
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= raw)
-    first = math.ceil(low / step)
+    first, digits = math.ceil(low / step), max(0, -math.floor(math.log10(step)))
     return [
-        0.0 if number == 0 else float(f"{number * step:.12g}")
+        round(number * step, digits)
         for number in range(first, first + most + 2)
         if number * step <= high
     ]

@@ -128,21 +128,13 @@ class _Found:
         whole, _, torn = block.rpartition(b"\n")
         if torn and (line := _object(torn)) is not None:
             self._add_objects([line])
-        if not whole.strip():
-            return
-        try:
-            table = arrow_json.read_json(
-                pa.BufferReader(whole + b"\n"),
-                read_options=arrow_json.ReadOptions(block_size=1 << 22),
-                parse_options=arrow_json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="ignore"),
-            )
-        except (pa.ArrowException, ValueError):  # a damaged line, or a value of another kind
-            lines = [line for line in whole.split(b"\n") if line.strip()]
-            objects = [found for line in lines if (found := _object(line)) is not None]
-            self._damaged += len(lines) - len(objects)
-            self._add_objects(objects)
-        else:
+        if (table := _parsed(whole)) is not None:
             self._add_table(table)
+            return
+        lines = [line for line in whole.split(b"\n") if line.strip()]
+        objects = [found for line in lines if (found := _object(line)) is not None]
+        self._damaged += len(lines) - len(objects)
+        self._add_objects(objects)
 
     def _add_table(self, table: Any) -> None:
         numbers = {key: _bounded(np.asarray(table[key].to_numpy(), dtype=np.float64)) for key in ("step", *NUMBERS)}
@@ -190,7 +182,7 @@ class _Found:
             order = len(steps) - 1 - np.unique(steps[::-1], return_index=True)[1]
         return Columns(
             steps[order],
-            {key: values[order] for key, values in whole.items() if np.isfinite(values).any()},
+            {key: values[order] for key, values in whole.items() if np.isfinite(values[order]).any()},
             tuple(self._alarms[-MOST_ALARMS:]),
             self._num_alarms,
             tuple(sorted(set(self._skipped))),
@@ -209,6 +201,27 @@ _SCHEMA = pa.schema(
         ("spikes", pa.list_(pa.list_(pa.int64()))),
     ]
 )
+
+
+def _parsed(lines: bytes) -> pa.Table | None:
+    """Table of lines; None if a line is damaged, or has a value of another kind.
+
+    pyarrow ends the process at a lone `null`, and takes two objects in one line. It gets lines with one pair of braces
+    around them only.
+    """
+    num_lines = lines.count(b"\n") + 1
+    braced = lines.startswith(b"{") and lines.endswith(b"}") and lines.count(b"}\n{") == num_lines - 1
+    if not braced or lines.count(b"{") != num_lines or lines.count(b"}") != num_lines:
+        return None
+    try:
+        table = arrow_json.read_json(
+            pa.BufferReader(lines + b"\n"),
+            read_options=arrow_json.ReadOptions(block_size=1 << 22),
+            parse_options=arrow_json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="ignore"),
+        )
+    except (pa.ArrowException, ValueError):
+        return None
+    return table if table.num_rows == num_lines else None
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -188,7 +188,7 @@ def _stability(run: Run) -> Iterator[tuple[str, str]]:
         one = sum(length == 1 for length in lengths)
         yield "spikes of the gradient norm", f"{len(lengths):,}"
         yield "of one step", f"{one / len(lengths):.0%}" if lengths else ""
-        yield "longest spike", f"{max(lengths):,} steps" if lengths else ""
+        yield "longest spike, in steps", f"{max(lengths):,}" if lengths else ""
         _, means = columns.series("grad_norm_mean")
         if len(means) and (lowest := float(means.min())) > 0:
             yield "running mean, lowest", short(lowest)

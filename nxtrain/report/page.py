@@ -19,7 +19,7 @@ from nxtrain.report import facts
 from nxtrain.report.chart import HEIGHT, WIDTH, short
 from nxtrain.report.figures import breakdowns, charts
 from nxtrain.report.parity import Parity
-from nxtrain.report.run import Run, shortened
+from nxtrain.report.run import Run, printable, shortened
 from nxtrain.report.scaling import Point
 from nxtrain.report.timeline import USES, timeline
 
@@ -124,8 +124,15 @@ def _asset(name: str) -> str:
     return files("nxtrain.report").joinpath(name).read_text(encoding="utf-8")
 
 
+def _printable(value: object) -> object:
+    """A value of the page; text is one line of characters that a file can hold, before jinja2 escapes it."""
+    return printable(value) if type(value) is str else value
+
+
 @cache
 def _template() -> Template:
-    surroundings = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    surroundings = Environment(
+        autoescape=True, finalize=_printable, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     surroundings.filters["short"] = short
     return surroundings.from_string(_asset("page.html.j2"))

@@ -121,9 +121,14 @@ def read_run(folder: Path) -> Run:
     )
 
 
+def printable(text: str) -> str:
+    """Text of one line; a character that UTF-8 or a screen cannot show becomes U+FFFD."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
+
+
 def shortened(text: str, most: int = LONGEST_NAME) -> str:
-    """Text of one line, cut in its middle, without characters that UTF-8 or a screen cannot show."""
-    text = "".join(char if char.isprintable() else "\ufffd" for char in text)
+    """Printable text, cut in its middle if it is too long."""
+    text = printable(text)
     half = (most - 1) // 2
     return text if len(text) <= most else f"{text[:half]}\u2026{text[-half:]}"
 
