@@ -43,7 +43,8 @@ def test_parity_holds_up_to_its_bound(tmp_path: Path, key: str, share: float) ->
     bound = {"loss": 0.01, "grad_norm": 0.1}.get(key, 1e-6)
     first = run_with(tmp_path / "a")
     # A relative difference d is one of d times the larger number.
-    other = run_with(tmp_path / "b", **{key: 1 / (1 - share * bound)})
+    factors: dict[str, Any] = {key: 1 / (1 - share * bound)}
+    other = run_with(tmp_path / "b", **factors)
     found = parity(first, other, Bounds())
     assert found.passed is (share <= 1)
     assert [check.name for check in found.checks if not check.passed] == [
