@@ -239,6 +239,8 @@ class MetricsConfig(Section):
     """Write TensorBoard event files as well."""
     progress: bool = True
     """Show progress in the terminal."""
+    spike_threshold: float = Field(default=0.1, ge=0, le=1e9)
+    """Gradient norm above its running mean over 20 steps from which a step belongs to a spike."""
 
 
 class CompileConfig(Section):

@@ -49,6 +49,9 @@ class StepRecord:
         skipped_steps: Steps since the previous record that updated nothing, because they were not finite.
         alarm: Text of an alarm, such as a spike of the loss; empty if there is none.
         goodput: Productive share of the time since the run's first start; None if unknown.
+        grad_norm_mean: Running mean of the gradient norm over 20 steps; None before 20 steps.
+        grad_norm_lowest: Lowest running mean of any step so far; None before 20 steps.
+        spikes: First step and length of each spike of the gradient norm that ended since the previous record.
     """
 
     step: int
@@ -62,12 +65,15 @@ class StepRecord:
     skipped_steps: tuple[int, ...] = ()
     alarm: str = ""
     goodput: float | None = None
+    grad_norm_mean: float | None = None
+    grad_norm_lowest: float | None = None
+    spikes: tuple[tuple[int, int], ...] = ()
 
     def line(self) -> dict[str, Any]:
         """Record as flat keys. `mfu` is None if unknown; `val_loss` and the later keys are absent if they are empty."""
         flat = asdict(self)
         flat |= flat.pop("throughput")
-        for key in ("val_loss", "skipped_steps", "alarm", "goodput"):
+        for key in ("val_loss", "skipped_steps", "alarm", "goodput", "grad_norm_mean", "grad_norm_lowest", "spikes"):
             if flat[key] in (None, (), ""):
                 del flat[key]
         return flat

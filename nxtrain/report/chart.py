@@ -250,11 +250,7 @@ def _round_values(low: float, high: float, most: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= raw)
     first, digits = math.ceil(low / step), max(0, -math.floor(math.log10(step)))
-    return [
-        round(number * step, digits)
-        for number in range(first, first + most + 2)
-        if number * step <= high
-    ]
+    return [round(number * step, digits) for number in range(first, first + most + 2) if number * step <= high]
 
 
 def _powers(low: float, high: float) -> list[float]:

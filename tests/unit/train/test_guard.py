@@ -19,7 +19,7 @@ from nxtrain.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.io.jsonl import JsonlLog
 from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, NumericsGuard
-from nxtrain.train.health.skipped_steps import BadSteps
+from nxtrain.train.health.step_history import PastStep
 from nxtrain.train.step import TrainState
 
 BAD, GOOD = {"loss": float("nan"), "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 1.0}
@@ -28,19 +28,21 @@ BAD, GOOD = {"loss": float("nan"), "grad_norm": 1.0}, {"loss": 1.0, "grad_norm":
 def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | None = None) -> NumericsGuard:
     """One that sees nothing but bad steps, unless a loss is finite."""
 
-    def take(step: int, last: int, read: dict[str, float]) -> BadSteps:
-        return BadSteps() if math.isfinite(read["loss"]) else BadSteps(tuple(range(last + 1, step + 1)), **BAD)
+    def take(step: int, last: int, read: dict[str, float]) -> list[PastStep]:
+        values = GOOD if math.isfinite(read["loss"]) else BAD
+        return [PastStep(each, **values) for each in range(last + 1, step + 1)]
 
     config = SimpleNamespace(
         recovery=SimpleNamespace(non_finite=policy, vote_every=0, on_divergence="warn"),
         run=SimpleNamespace(dir=folder),
+        metrics=SimpleNamespace(spike_threshold=0.1),
         train=SimpleNamespace(global_batch=4),
     )
     collectives = SimpleNamespace(barrier=lambda: None)
     state = SimpleNamespace(
         mesh=SimpleNamespace(rank=rank, world=1),
         backend=SimpleNamespace(host_group=None, collectives=collectives),
-        skipped=SimpleNamespace(take=take),
+        history=SimpleNamespace(take=take),
     )
     console = Console(file=screen or io.StringIO(), soft_wrap=True)
     return NumericsGuard(cast("RunConfig", config), cast("TrainState", state), console=console)
