@@ -22,11 +22,21 @@ from nxtrain.io.regular import open_regular
 
 Column = NDArray[np.float64]
 
-TIMES = ("data_s", "training_s", "vote_s", "log_s", "evaluation_s", "checkpoint_s")
+TIMES = ("data_s", "training_s", "waiting_s", "vote_s", "log_s", "evaluation_s", "checkpoint_s")
 """Seconds of the host since the previous record, by kind of work."""
 
 NUMBERS = (
-    *("loss", "val_loss", "grad_norm", "grad_norm_mean", "param_norm", "lost_update_frac", "lr", "tokens"),
+    *(
+        "loss",
+        "val_loss",
+        "grad_norm",
+        "grad_norm_mean",
+        "grad_norm_lowest",
+        "param_norm",
+        "lost_update_frac",
+        "lr",
+        "tokens",
+    ),
     *("tokens_per_s", "step_time_s", "mfu", "goodput", "peak_memory_bytes", *TIMES),
 )
 """Keys of a record that hold a number."""

@@ -189,10 +189,10 @@ def _stability(run: Run) -> Iterator[tuple[str, str]]:
         yield "spikes of the gradient norm", f"{len(lengths):,}"
         yield "of one step", f"{one / len(lengths):.0%}" if lengths else ""
         yield "longest spike, in steps", f"{max(lengths):,}" if lengths else ""
-        _, means = columns.series("grad_norm_mean")
-        if len(means) and (lowest := float(means.min())) > 0:
+        mean, lowest = columns.last("grad_norm_mean"), columns.last("grad_norm_lowest")
+        if mean is not None and lowest:
             yield "running mean, lowest", short(lowest)
-            yield "growth over the lowest", f"{means[-1] / lowest:.2f} times"
+            yield "growth over the lowest", f"{mean / lowest:.2f} times"
     yield "alarms", f"{columns.num_alarms:,}"
     yield "steps that updated nothing", f"{len(columns.skipped):,}"
     if fit := fit_of(run):

@@ -23,6 +23,7 @@ BINS = 160
 PARTS = {
     "data_s": "waiting for data",
     "training_s": "steps",
+    "waiting_s": "waiting for other ranks",
     "log_s": "reading numbers",
     "vote_s": "comparing replicas",
     "evaluation_s": "evaluation",
@@ -98,6 +99,7 @@ _BOUND_SHARE = 0.15
 
 _BOUND = {
     "data_s": "Data-bound",
+    "waiting_s": "Bound by communication, or by a slow rank",
     "vote_s": "Bound by the comparison of replicas",
     "evaluation_s": "Evaluation-bound",
     "checkpoint_s": "Checkpoint-bound",
