@@ -20,7 +20,8 @@ from nxtrain.cli.options import ConfigPath, Overrides
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
 from nxtrain.cli.report import EPILOG as REPORT_EXAMPLE
-from nxtrain.cli.report import report
+from nxtrain.cli.report import WATCH_EPILOG as WATCH_EXAMPLE
+from nxtrain.cli.report import report, watch
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
@@ -62,6 +63,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
 app.command("report", epilog=REPORT_EXAMPLE)(report)
+app.command("watch", epilog=WATCH_EXAMPLE)(watch)
 
 CacheFolder = Annotated[
     str | None,

@@ -15,6 +15,8 @@ from nxtrain.io.paths import local_path
 
 EPILOG = "Example: nxtrain report runs/trainium runs/gpu --parity"
 
+WATCH_EPILOG = "Example: nxtrain watch runs/demo"
+
 RunDirs = Annotated[
     list[Path],
     typer.Argument(metavar="RUN_DIR...", help="Run folders.", show_default=False, parser=local_path),
@@ -52,3 +54,17 @@ def report(
     typer.echo(json.dumps(done.content, indent=2) if as_json else "\n".join(done.lines))
     if not done.passed:
         raise typer.Exit(DivergedError.exit_code)
+
+
+def watch(
+    runs: RunDirs,
+    once: Annotated[bool, typer.Option("--once", help="Show the lines once.")] = False,
+    every_s: Annotated[
+        float,
+        typer.Option("--every", min=0, max=86_400, callback=finite, help="Seconds between looks; 0: by the terminal."),
+    ] = 0.0,
+) -> None:
+    """Follow runs from another terminal, by their files: a line for each run, until all of them have ended."""
+    from nxtrain.metrics.watch import watch as follow
+
+    follow(runs, once=once, every_s=every_s)
