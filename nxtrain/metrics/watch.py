@@ -95,11 +95,7 @@ class Followed:
             content = self._rest + file.read(size - self._offset)
             self._offset = size
             *lines, self._rest = content.split(b"\n")
-            for line in lines:
-                with suppress(ValueError, RecursionError):
-                    record = json.loads(line)
-                    if isinstance(record, dict) and "step" in record:
-                        yield record
+            yield from (record for line in lines if "step" in (record := _object(line)))
 
 
 def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, console: Console | None = None) -> None:
@@ -144,10 +140,19 @@ def _number(table: Any, key: str) -> float | None:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_text(file))
-        return found if isinstance(found, dict) else {}
-    return {}
+    try:
+        return _object(read_text(file))
+    except (OSError, ValueError):
+        return {}
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    """Object of a JSON text; an empty one for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _config(file: Path) -> dict[str, Any]:

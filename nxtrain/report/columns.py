@@ -207,8 +207,8 @@ _SCHEMA = pa.schema(
     [
         *((key, pa.float64()) for key in ("step", *NUMBERS)),
         ("alarm", pa.string()),
-        ("skipped_steps", pa.list_(pa.int64())),
-        ("spikes", pa.list_(pa.list_(pa.int64()))),
+        ("skipped_steps", pa.array([[0]]).type),
+        ("spikes", pa.array([[[0]]]).type),
     ]
 )
 
