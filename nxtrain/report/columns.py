@@ -224,14 +224,13 @@ def _parsed(lines: bytes) -> pa.Table | None:
     if not braced or lines.count(b"{") != num_lines or lines.count(b"}") != num_lines:
         return None
     try:
-        table = arrow_json.read_json(
+        return arrow_json.read_json(
             pa.BufferReader(lines + b"\n"),
             read_options=arrow_json.ReadOptions(block_size=1 << 22),
             parse_options=arrow_json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="ignore"),
         )
     except (pa.ArrowException, ValueError):
         return None
-    return table if table.num_rows == num_lines else None
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

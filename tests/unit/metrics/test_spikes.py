@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nxtrain.metrics.spikes import WINDOW, NormSpikes
@@ -46,8 +46,12 @@ def test_spikes_and_means_are_those_of_brute_force_however_often_they_are_taken(
     assert detector.lowest == (min(means) if means else None)
 
 
+LONG_SPIKE = [1.0] * WINDOW + [9.0, 9.0, 9.0, 0.0]
+
+
 @settings(deadline=None)
 @given(norms=NORMS, threshold=THRESHOLD, saved=st.integers(0, 120))
+@example(norms=LONG_SPIKE, threshold=0.1, saved=WINDOW + 2)
 def test_a_resumed_detector_goes_on_as_if_it_had_not_stopped(norms: list[float], threshold: float, saved: int) -> None:
     whole, before, after = (NormSpikes(threshold) for _ in range(3))
     for step, norm in enumerate(norms, 1):
