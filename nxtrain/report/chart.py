@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 1000, 400
 BUCKETS = 600
 """Buckets of a thinned curve; each keeps its first, lowest, highest and last point."""
 
-MOST_MARKS = 400
+MOST_MARKS = 100
 """Most marks of a curve, the highest."""
 
 LOG_FACTOR = 30.0

@@ -161,7 +161,7 @@ def _overview(run: Run) -> Iterator[tuple[str, str]]:
     yield "state", run.state
     total = run.number("train.steps")
     step = f"{columns.steps[-1]:,.0f}" if len(columns.steps) else "0"
-    yield "step", f"{step} of {total:,.0f}" if total else step
+    yield "step", f"{step} / {total:,.0f}" if total else step
     yield "loss", _text(columns.last("loss"), "{:.4f}".format)
     yield "held-out loss", _text(columns.last("val_loss"), "{:.4f}".format)
     bits = run.summary.get("bits_per_byte")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nxtrain.report.chart import HEIGHT, WIDTH, Chart, Curve, Tick, draw, short, smooth
+from nxtrain.report.chart import HEIGHT, MOST_MARKS, WIDTH, Chart, Curve, Tick, draw, short, smooth
 from nxtrain.report.columns import TIMES, Column
 from nxtrain.report.run import Run
 
@@ -152,7 +152,12 @@ def _norms(runs: Sequence[Run]) -> Iterator[Curve]:
 def _spike_note(runs: Sequence[Run]) -> str:
     if not any(run.columns.spikes for run in runs):
         return ""
-    return "Dots are spikes above the running mean. A spike between two records is marked at the next record."
+    many = f" Of many, the {MOST_MARKS} highest are marked." if _most_spikes(runs) > MOST_MARKS else ""
+    return f"Dots are spikes above the running mean; one between two records is marked at the next.{many}"
+
+
+def _most_spikes(runs: Sequence[Run]) -> int:
+    return max(len(run.columns.spikes) for run in runs)
 
 
 def _plain(

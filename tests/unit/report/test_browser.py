@@ -64,6 +64,7 @@ return {
   wide: document.documentElement.scrollWidth - innerWidth,
   read: plot.querySelector("output").textContent,
   focused: document.activeElement === plot,
+  full: document.querySelector("#loss").offsetWidth / document.querySelector("#curves").offsetWidth,
   color: getComputedStyle(document.querySelector("#loss .curve:not(.faint)")).stroke,
   paper: getComputedStyle(document.body).backgroundColor,
   box: [box.left + scrollX, box.top + scrollY, box.right + scrollX, box.bottom + scrollY],
@@ -90,6 +91,7 @@ def test_everything_is_visible_readable_and_within_the_screen(
     assert (found["pale"], found["spikes"]) == (0, 2)
     assert found["wide"] <= 0
     assert found["focused"]
+    assert found["full"] == 1  # the chart of the loss takes the whole width
     assert found["read"].startswith("step 60")
     assert "a <b>& 3.645" in found["read"]
 

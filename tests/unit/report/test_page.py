@@ -119,7 +119,7 @@ def test_a_page_has_what_a_run_recorded(tmp_path: Path) -> None:
     for wanted in ("Loss", "Gradient norm", "Learning rate", "Throughput", "Peak memory", "Goodput and restarts"):
         assert wanted in text
     assert "rank 1 was killed" in text
-    assert "60 of 60" in text
+    assert "60 / 60" in text
     assert "spikes of the gradient norm1" in text.replace(" 1", "1")
     assert "no plan, since cluster.instance names no machine" in text
 
@@ -253,5 +253,5 @@ def test_a_long_run_is_read_fast_into_a_small_page(tmp_path: Path, lines: int, l
     began = time.process_time()
     page = render(read_runs([folder]))
     assert time.process_time() - began < patient_s(limit_s)
-    assert f"{lines:,} of 60" in page
+    assert f"{lines:,} / 60" in page
     assert len(page.encode()) < 5_000_000
