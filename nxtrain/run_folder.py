@@ -19,6 +19,8 @@ FAULTS_DIR = "faults"
 """Marks of injected faults that have happened."""
 
 LOGS_DIR = "logs"
+PROFILES_DIR = "profiles"
+"""Profiles of steps, in the folder of the logs."""
 STARTS_FILE = "starts.jsonl"
 """Starts of the run, with a line for the begin and the end of each."""
 START_FILE = "start.json"

@@ -179,7 +179,7 @@ def _train(
     if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
     work = WorkMeter(backend.waited_s, backend.peak_memory_bytes) if context.is_leader else RunObserver()
-    observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints, work)
+    observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints, work, _profiler(context))
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
     sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
     trainer = Trainer(
@@ -205,6 +205,17 @@ def _train(
     finally:
         for sink in sinks:
             sink.close()
+
+
+def _profiler(context: RunContext) -> RunObserver:
+    """Profiler of this rank, if configured."""
+    metrics, rank = context.config.metrics, context.mesh.rank
+    if not metrics.profile_steps or rank not in metrics.profile_ranks:
+        return RunObserver()
+    from nxtrain.train.step_profiler import StepProfiler  # torch's profiler takes time to import
+
+    first, last = metrics.profile_steps
+    return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line)
 
 
 @contextmanager
