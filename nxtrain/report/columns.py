@@ -108,17 +108,9 @@ def read_columns(file: Path) -> Columns:
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Blocks of whole lines; the last may end without a line feed."""
-    rest = b""
+    """Blocks of whole lines; the last may end without a line feed, and so may a block within an endless line."""
     while block := file.read(BLOCK_BYTES):
-        block = rest + block
-        end = block.rfind(b"\n") + 1
-        if end or len(block) > 2 * BLOCK_BYTES:
-            yield block[: end or len(block)]
-            block = block[end:] if end else b""
-        rest = block
-    if rest:
-        yield rest
+        yield block if block.endswith(b"\n") else block + file.readline(BLOCK_BYTES)
 
 
 class _Found:
@@ -135,9 +127,12 @@ class _Found:
 
     def add(self, block: bytes) -> None:
         self._torn = not block.endswith(b"\n")
-        whole, _, torn = block.rpartition(b"\n")
-        if torn and (line := _object(torn)) is not None:
+        end = block.rfind(b"\n") + 1 if self._torn else len(block)
+        self._add_lines(block[:end])
+        if end < len(block) and (line := _object(block[end:])) is not None:
             self._add_objects([line])
+
+    def _add_lines(self, whole: bytes) -> None:
         if (table := _parsed(whole)) is not None:
             self._add_table(table)
             return
@@ -219,13 +214,13 @@ def _parsed(lines: bytes) -> pa.Table | None:
     pyarrow ends the process at a lone `null`, and takes two objects in one line. It gets lines with one pair of braces
     around them only.
     """
-    num_lines = lines.count(b"\n") + 1
-    braced = lines.startswith(b"{") and lines.endswith(b"}") and lines.count(b"}\n{") == num_lines - 1
+    num_lines = lines.count(b"\n")
+    braced = lines.startswith(b"{") and lines.endswith(b"}\n") and lines.count(b"}\n{") == num_lines - 1
     if not braced or lines.count(b"{") != num_lines or lines.count(b"}") != num_lines:
         return None
     try:
         return arrow_json.read_json(
-            pa.BufferReader(lines + b"\n"),
+            pa.BufferReader(lines),
             read_options=arrow_json.ReadOptions(block_size=1 << 22),
             parse_options=arrow_json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="ignore"),
         )

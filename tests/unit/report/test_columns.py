@@ -110,3 +110,11 @@ def test_a_line_without_end_is_read_in_pieces_and_left_out(tmp_path: Path, monke
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"step": 1, "loss": 2.0}\n' + b"x" * 1000 + b'\n{"step": 2, "loss": 1.0}\n')
     assert read_columns(file).steps.tolist() == [1, 2]
+
+
+def test_of_one_step_the_last_record_counts_even_without_a_line_feed(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 3.0}\n{"step": 2, "loss": 4.0}')
+    found = read_columns(file)
+    assert found.numbers["loss"].tolist() == [2.0, 4.0]
+    assert (found.repeated, found.torn) == (1, True)
