@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from nxtrain.backends.base import fetched_names
+from nxtrain.backends.c10d import AcceleratorBackend, C10dBackend
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.config.schema import MetricsConfig
 from nxtrain.train.health.step_history import BadSteps, PastStep, StepHistory, not_finite
 
@@ -69,3 +73,12 @@ def test_the_longest_interval_of_the_configuration_is_remembered_and_a_step_more
     note(history, limit + 1, bad=False)
     past = history.take(limit + 1, 0, fetched(history))
     assert [past[0].step, len(past), BadSteps.among(past)] == [2, limit, BadSteps()]
+
+
+@pytest.mark.parametrize("kind", [AcceleratorBackend, CpuBackend])
+def test_a_backend_reads_entries_under_names_of_their_own(kind: type[C10dBackend]) -> None:
+    values = {"loss": torch.tensor(2.5), "ring": torch.tensor([[1.0, 2.0], [3.0, math.inf]], dtype=torch.float64)}
+    backend = cast("C10dBackend", SimpleNamespace(device=torch.device("cpu")))
+    read = kind.fetch(backend, values)
+    assert read == {"loss": 2.5, "ring_0": 1.0, "ring_1": 2.0, "ring_2": 3.0, "ring_3": math.inf}
+    assert list(read) == fetched_names(values)
