@@ -28,6 +28,8 @@ say "=== what it writes after \"$prompt\""
 "$nxtrain" generate "$run" --prompt "$prompt" --max-new-tokens 120 --temperature 0.5
 say "=== how it learned"
 "$venv/bin/python" -m nxtrain.metrics.loss_chart "$run"
+say "=== its report: one HTML page, to be opened in a browser"
+"$nxtrain" report "$run" >&2
 say "=== done; the run folder is $run. Three commands to try next, in $PWD:"
 say "$nxtrain generate $run --prompt class --max-new-tokens 120 --temperature 0.5"
 say "$nxtrain launch configs/demo.toml run.name=mine data.source=text data.path=docs  # or your own text"

@@ -157,6 +157,15 @@ class Binding:
         """Drop the library's process groups."""
 
 
+def fetched_names(values: Mapping[str, Tensor]) -> list[str]:
+    """Names of the numbers that `Backend.fetch` reads from some tensors, in order."""
+    return [
+        name if value.dim() == 0 else f"{name}_{entry}"
+        for name, value in values.items()
+        for entry in range(value.numel())
+    ]
+
+
 class Backend(ABC):
     """One kind of device: storage of tensors, communication between ranks, and boundaries of graphs.
 
@@ -205,7 +214,11 @@ class Backend(ABC):
 
     @abstractmethod
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """Read scalars: the only device-to-host read in training, one transfer for all of them."""
+        """Read numbers: the only device-to-host read in training, one transfer for all of them.
+
+        Args:
+            values: () tensors, and tensors whose entries get names of their own: NAME_0, NAME_1 and so on.
+        """
 
     @abstractmethod
     def scalars(self, *values: float) -> tuple[Tensor, ...]:

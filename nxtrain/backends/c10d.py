@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nxtrain.backends.base import Backend
+from nxtrain.backends.base import Backend, fetched_names
 from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives
 from nxtrain.distributed.failures import FailureReporter
 from nxtrain.distributed.heartbeats import HeartbeatStore
@@ -84,8 +84,8 @@ class AcceleratorBackend(C10dBackend):
         return x.to(self.device)
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        read = torch.stack([value.detach().to(self.device, torch.float32) for value in values.values()]).tolist()
-        return dict(zip(values, read, strict=True))
+        flat = [value.detach().to(self.device, torch.float32).reshape(-1) for value in values.values()]
+        return dict(zip(fetched_names(values), torch.cat(flat).tolist(), strict=True))
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return self.put(torch.tensor(values, dtype=torch.float32)).unbind()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.base import Support
+from nxtrain.backends.base import Support, fetched_names
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import KernelBuildError, load
@@ -83,7 +83,8 @@ class CpuBackend(C10dBackend):
         return x
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        return {name: float(value) for name, value in values.items()}
+        read = (number for value in values.values() for number in value.detach().float().reshape(-1).tolist())
+        return dict(zip(fetched_names(values), read, strict=True))
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return torch.tensor(values, dtype=torch.float32).unbind()

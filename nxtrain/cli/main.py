@@ -23,6 +23,9 @@ from nxtrain.cli.launch import launch
 from nxtrain.cli.options import ConfigPath, Overrides
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
+from nxtrain.cli.report import EPILOG as REPORT_EXAMPLE
+from nxtrain.cli.report import WATCH_EPILOG as WATCH_EXAMPLE
+from nxtrain.cli.report import report, watch
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-_LATER = ("eval", "report")
+_LATER = ("eval",)
 """Commands of later releases."""
 
 
@@ -65,6 +68,8 @@ app.add_typer(data, name="data")
 app.command("plan", epilog=PLAN_EXAMPLE)(plan)
 app.command("doctor", epilog=DOCTOR_EXAMPLE)(doctor)
 app.command("launch", epilog=LAUNCH_EXAMPLE)(launch)
+app.command("report", epilog=REPORT_EXAMPLE)(report)
+app.command("watch", epilog=WATCH_EXAMPLE)(watch)
 
 CacheFolder = Annotated[
     str | None,

@@ -24,6 +24,8 @@ from nxtrain.mesh import Mesh, divisors, listed
 # Key, available values, and the missing feature that other values need. A new feature deletes its line.
 AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = ()
 
+MOST_PROFILED = 100
+"""Most steps of a profile, which holds every operation of each."""
 MAX_ROUNDED_BETA = 0.99
 """Largest decay with which a running mean in bf16, rounded to nearest, follows its gradients. One step then moves the
 mean by 1% of the distance to the gradient. Adjacent bf16 numbers are 0.4 to 0.8% apart."""
@@ -68,6 +70,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Reso
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
     problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config)]
+    problems += [*_profile(config)]
     problems += [*transport(config), *order(config), *_data(loaded), *_mirror(config)]
     try:
         model = resolve_model(config)
@@ -141,6 +144,13 @@ def _unavailable(config: RunConfig) -> Iterator[Problem]:
     for key, available, instead in AVAILABLE:
         if given[key] not in available:
             yield Problem(key, f"{toml_value(given[key])} is not available in this release, which lacks {instead}")
+
+
+def _profile(config: RunConfig) -> Iterator[Problem]:
+    steps = config.metrics.profile_steps
+    if steps and not (len(steps) == 2 and 0 <= steps[1] - steps[0] < MOST_PROFILED):  # noqa: PLR2004 - first and last
+        reason = f"{toml_value(steps)} is not the first and the last of at most {MOST_PROFILED} steps"
+        yield Problem("metrics.profile_steps", reason, hint="use such as [10, 12]")
 
 
 def _model_choice(config: RunConfig) -> Iterator[Problem]:

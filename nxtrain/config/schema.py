@@ -243,6 +243,12 @@ class MetricsConfig(Section):
     """Write TensorBoard event files as well."""
     progress: bool = True
     """Show progress in the terminal."""
+    spike_threshold: float = Field(default=0.1, ge=0, le=1e9)
+    """Gradient norm above its running mean over 20 steps from which a step belongs to a spike."""
+    profile_steps: tuple[Size, ...] = Field(default=(), strict=False)
+    """First and last step that torch's profiler records into logs/profiles, at most 100; empty: none."""
+    profile_ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), strict=False)
+    """Ranks that are profiled."""
 
 
 class CompileConfig(Section):

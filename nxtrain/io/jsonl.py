@@ -55,10 +55,19 @@ def read(file: Path) -> list[dict[str, Any]]:
     Raises:
         OSError: The file exists and cannot be read.
     """
+    return [*each(file)]
+
+
+def each(file: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a file as `read` finds them, one after the other.
+
+    Raises:
+        OSError: The file exists and cannot be read.
+    """
     if not file.exists():
-        return []
+        return
     with open(open_regular(file), "rb") as lines:
-        return [content for _, _, content in _objects(lines)]
+        yield from (content for _, _, content in _objects(lines))
 
 
 def keep_up_to(file: Path, key: str, last: int) -> None:

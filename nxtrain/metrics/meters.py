@@ -7,9 +7,9 @@ window ends when the trainer fetches its values. The host has then waited for th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Clock = Callable[[], float]
@@ -48,7 +48,10 @@ class StepRecord:
         val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
         skipped_steps: Steps since the previous record that updated nothing, because they were not finite.
         alarm: Text of an alarm, such as a spike of the loss; empty if there is none.
-        goodput: Productive share of the time since the run's first start; None if unknown.
+        measured: Values of the observers by key, such as `goodput` and the host's time by kind of work.
+        grad_norm_mean: Running mean of the gradient norm over 20 steps; None before 20 steps.
+        grad_norm_lowest: Lowest running mean of any step so far; None before 20 steps.
+        spikes: First step and length of each spike of the gradient norm that ended since the previous record.
     """
 
     step: int
@@ -61,13 +64,16 @@ class StepRecord:
     val_loss: float | None = None
     skipped_steps: tuple[int, ...] = ()
     alarm: str = ""
-    goodput: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    grad_norm_mean: float | None = None
+    grad_norm_lowest: float | None = None
+    spikes: tuple[tuple[int, int], ...] = ()
 
     def line(self) -> dict[str, Any]:
         """Record as flat keys. `mfu` is None if unknown; `val_loss` and the later keys are absent if they are empty."""
         flat = asdict(self)
-        flat |= flat.pop("throughput")
-        for key in ("val_loss", "skipped_steps", "alarm", "goodput"):
+        flat |= flat.pop("throughput") | flat.pop("measured")
+        for key in ("val_loss", "skipped_steps", "alarm", "grad_norm_mean", "grad_norm_lowest", "spikes"):
             if flat[key] in (None, (), ""):
                 del flat[key]
         return flat

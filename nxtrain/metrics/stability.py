@@ -1,4 +1,4 @@
-"""Detector of spikes and divergence in the logged losses and gradient norms."""
+"""Detector of spikes and divergence in the losses and gradient norms of all steps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, Literal
 SPIKE = 10.0
 """Factor of a spike: a value this many times the median of the values before it."""
 WINDOW = 64
-"""Number of records in the median."""
+"""Number of steps in the median."""
 FEWEST = 8
-"""Number of records before the first value that can be a spike."""
+"""Number of steps before the first value that can be a spike."""
 
 GROWTH = 3.0
 """Factor of growth: a smoothed norm this many times its lowest value."""
 SMOOTHED = 9
-"""Number of records whose median is the smoothed norm: the median withstands four spikes."""
+"""Number of steps whose median is the smoothed norm: the median withstands four spikes."""
 SUSTAINED = 10
-"""Number of records in a row with a grown norm that raise an alarm."""
+"""Number of steps in a row with a grown norm that raise an alarm."""
 
 
 class Stability:
-    """Detector that takes one record after the other; its alarms depend on the records only.
+    """Detector that takes one step after the other; its alarms depend on the numbers of the steps only.
 
     A spike is a value far above the median of the `WINDOW` values before it; spikes are reported, and normal in
     training. A run diverges when its smoothed gradient norm stays above `GROWTH` times its lowest value.
@@ -40,7 +40,7 @@ class Stability:
         self._grown = 0
 
     def see(self, loss: float, grad_norm: float) -> tuple[Literal["", "spike", "diverging"], str]:
-        """Add a record; returns the kind and the text of its alarm, both empty without an alarm.
+        """Add a step; returns the kind and the text of its alarm, both empty without an alarm.
 
         Values that are not finite are ignored: such steps update nothing, and are reported as skipped steps.
         """
@@ -68,7 +68,7 @@ class Stability:
         if not math.isfinite(value):
             return ""
         usual = median(before) if len(before) >= FEWEST else math.inf
-        text = f"{name} {value:.4g} is {value / usual:.0f} times the median of {len(before)} records before it"
+        text = f"{name} {value:.4g} is {value / usual:.0f} times the median of {len(before)} steps before it"
         is_spike = value > SPIKE * usual > 0
         before.append(value)
         return text if is_spike else ""
@@ -82,6 +82,6 @@ class Stability:
         if self._grown != SUSTAINED:
             return ""
         return (
-            f"the gradient norm has been above {GROWTH:g} times its lowest for {SUSTAINED} records: {smoothed:.4g} "
-            f"against {self._lowest:.4g}, medians of {SMOOTHED} records"
+            f"the gradient norm has been above {GROWTH:g} times its lowest for {SUSTAINED} steps: {smoothed:.4g} "
+            f"against {self._lowest:.4g}, medians of {SMOOTHED} steps"
         )

@@ -99,10 +99,11 @@ def read(logs: Path) -> list[Start]:
         logs: Folder of the files.
     """
     found: list[Start] = []
+    known: set[tuple[str, float]] = set()
     for name in (STARTS_FILE, START_FILE):
         with suppress(OSError):
-            for line in jsonl.read(logs / name):
-                _take(found, line)
+            for line in jsonl.each(logs / name):
+                _take(found, known, line)
     return found
 
 
@@ -129,8 +130,14 @@ def _line(start: Start) -> dict[str, Any]:
     return line | {key: value for key, value in ends.items() if value}
 
 
-def _take(found: list[Start], line: Any) -> None:
-    """Add a line to the starts so far; a line of another format, or of an earlier start, is ignored."""
+def _take(found: list[Start], known: set[tuple[str, float]], line: Any) -> None:
+    """Add a line to the starts so far; a line of another format, or of an earlier start, is ignored.
+
+    Args:
+        found: The starts, changed in place.
+        known: Boot and begin of each, changed in place.
+        line: The line.
+    """
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         spent = Spent(**{key: line[key] for key in _SPENT})
         seen, began = (
@@ -140,13 +147,14 @@ def _take(found: list[Start], line: Any) -> None:
         course = tuple((step, train_s) for step, train_s in line["course"])
         ends = {key: str(line.get(key, "")) for key in ("outcome", "why", "stop")}
         start = Start(int(line["resumed"]), began, seen, spent, course=course, config=str(line["config"]), **ends)
-        known = next((each for each in found if (each.began.boot, each.began.up) == (began.boot, began.up)), None)
-        if known is None:
-            if found and not found[-1].outcome:
-                found[-1] = replace(found[-1], outcome="killed")
+        last, moment = found[-1] if found else None, (began.boot, began.up)
+        if moment not in known:
+            known.add(moment)
+            if last and not last.outcome:
+                found[-1] = replace(last, outcome="killed")
             found.append(start)
-        elif known is found[-1] and not known.outcome and seen.up >= known.seen.up:
-            found[-1] = replace(start, began=known.began, resumed=known.resumed)
+        elif last and moment == (last.began.boot, last.began.up) and not last.outcome and seen.up >= last.seen.up:
+            found[-1] = replace(start, began=last.began, resumed=last.resumed)
 
 
 _SPENT = tuple(asdict(Spent(0)))

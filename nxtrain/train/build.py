@@ -32,7 +32,7 @@ from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.stages import StagePart, split_layers, split_layers_at
-from nxtrain.train.health.skipped_steps import SkippedSteps
+from nxtrain.train.health.step_history import StepHistory
 from nxtrain.train.step import TrainState
 
 
@@ -198,7 +198,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         precision=precision,
         clip=run.optim.clip,
         sums=backend.put(torch.zeros(2)),
-        skipped=SkippedSteps(backend.put),
+        history=StepHistory(backend.put),
     )
 
 

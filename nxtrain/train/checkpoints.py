@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,7 @@ class Checkpoints(RunObserver):
         self._plan, self._state, self._identity, self._print_line = plan, state, identity, print_line
         self._on_saved = on_saved
         self._outcomes: list[SaveOutcome] = []
-        self._failed = ""
+        self._failed, self._saved_step = "", identity.begun.step
         retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
         uploader = None
         if mirrored:
@@ -110,6 +110,9 @@ class Checkpoints(RunObserver):
         With `checkpoint.strict` a failed write is reported at the next save, where it ends the run on all ranks.
         """
         self._report(saves=not self._plan.config.checkpoint.strict)
+
+    def measure(self, step: int) -> Mapping[str, float]:
+        return {"saved_step": self._saved_step} if self._saved_step else {}
 
     def close(
         self,
@@ -160,6 +163,7 @@ class Checkpoints(RunObserver):
         self._failed = outcome.problem
         if not outcome.problem:
             self._on_saved(outcome.stall_s, outcome.write_s)
+            self._saved_step = outcome.step
         if outcome.problem and self._plan.config.checkpoint.strict:
             raise CheckpointError(f"no checkpoint of step {outcome.step}: {outcome.problem}")
         if outcome.problem:

@@ -21,6 +21,7 @@ from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.run_observer import Observers, Outcome, RunObserver
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.start_log import StepFile
+from nxtrain.metrics.work_meter import WorkMeter
 from nxtrain.optim.schedule import Schedule
 from nxtrain.process.clock import Instant
 from nxtrain.process.console import PipeSafeConsole, standard_error
@@ -31,6 +32,7 @@ from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
+from nxtrain.train.environment import record_environment
 from nxtrain.train.graph_extraction import extract_graphs
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
@@ -154,6 +156,7 @@ def _prepare_folder(context: RunContext, state: TrainState) -> None:
         prune(folder / CHECKPOINTS_DIR, Retention(config.checkpoint.keep, config.checkpoint.keep_every))
         check_space(folder, state)
     (folder / CONFIG_FILE).write_text(dump(config), encoding="utf-8")
+    record_environment(folder, context)
 
 
 def _train(
@@ -175,7 +178,8 @@ def _train(
     starts: RunObserver = goodput or RunObserver()
     if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
-    observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints)
+    work = WorkMeter(backend.waited_s, backend.peak_memory_bytes) if context.is_leader else RunObserver()
+    observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints, work, _profiler(context))
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
     sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
     trainer = Trainer(
@@ -201,6 +205,17 @@ def _train(
     finally:
         for sink in sinks:
             sink.close()
+
+
+def _profiler(context: RunContext) -> RunObserver:
+    """Profiler of this rank, if configured."""
+    metrics, rank = context.config.metrics, context.mesh.rank
+    if not metrics.profile_steps or rank not in metrics.profile_ranks:
+        return RunObserver()
+    from nxtrain.train.step_profiler import StepProfiler  # torch's profiler takes time to import
+
+    first, last = metrics.profile_steps
+    return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line)
 
 
 @contextmanager

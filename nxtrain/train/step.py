@@ -18,7 +18,7 @@ from nxtrain.parallel.grads import Gradients, clip_factor
 from nxtrain.parallel.pipeline import MicroBatches, Pipeline
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
-from nxtrain.train.health.skipped_steps import SkippedSteps, not_finite
+from nxtrain.train.health.step_history import StepHistory, not_finite
 from nxtrain.vocab import IGNORE_INDEX
 
 
@@ -37,7 +37,7 @@ class TrainState:
         precision: Types of parameters, gradients and optimizer state.
         clip: Largest global gradient norm; 0: never clip.
         sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update.
-        skipped: The last steps that updated nothing because their loss or gradient was not finite.
+        history: Losses and gradient norms of the last steps.
     """
 
     model: nn.Module
@@ -50,7 +50,7 @@ class TrainState:
     precision: Precision
     clip: float
     sums: Tensor
-    skipped: SkippedSteps
+    history: StepHistory
 
     @property
     def layout(self) -> Layout:
@@ -147,7 +147,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     grads = state.gradients.reduce()
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
     skip = not_finite(loss, norm)
-    state.skipped.note(skip, loss, norm)
+    state.history.note(loss, norm)
     (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
     state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
     state.data_parallel.publish()

@@ -101,8 +101,11 @@ class Trainer:
                             val_loss=val_loss,
                             skipped_steps=verdict.skipped_steps,
                             alarm=verdict.alarm,
+                            spikes=verdict.spikes,
+                            grad_norm_mean=verdict.grad_norm_mean,
+                            grad_norm_lowest=verdict.grad_norm_lowest,
                             **read,
-                            **self.observers.measure(step),
+                            measured=self.observers.measure(step),
                         )
                         for sink in self.sinks:
                             sink.log(record.line())

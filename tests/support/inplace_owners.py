@@ -287,9 +287,8 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/train/health/numerics.py": {
         "NumericsGuard.begin: self._in_a_row +=": "host: number",
     },
-    "nxtrain/train/health/skipped_steps.py": {
-        "SkippedSteps.note: self.marks.copy_": "state: marks of this object",
-        "SkippedSteps.note: self.last.copy_": "state: marks of this object",
+    "nxtrain/train/health/step_history.py": {
+        "StepHistory.note: self.entries.copy_": "state: ring of this object",
     },
     "nxtrain/train/start.py": {
         "_resume: state.optimizer.num_updates.copy_": "state: optimizer state that is loaded",

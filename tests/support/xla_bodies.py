@@ -288,7 +288,7 @@ def _record_rank(
         kinds = [state.data_parallel.shards, *state.optimizer.state.values()]
         kinds.append(getattr(state.data_parallel, "sums", {}))
         live = [*state.model.parameters(), *(tensor for kind in kinds for tensor in kind.values())]
-        live += [state.optimizer.num_updates, state.sums, state.skipped.marks, state.skipped.last, *results]
+        live += [state.optimizer.num_updates, state.sums, state.history.entries, *results]
         graph_hash = torch_xla._XLAC._get_graph_hash(live).hex()
         graphs.append(Recorded(graph_hash, torch_xla._XLAC._get_xla_tensors_hlo(live)))
         torch_xla._XLAC._clear_pending_irs(str(backend.device))

@@ -37,13 +37,13 @@ class Skipping:
 
     Args:
         changed: By step, which tensors the update changed a bit of.
-        skipped: The marks after the last step.
+        history: Losses and norms of the last steps.
         compiled: Graphs that were new, by step.
         fallbacks: Operations that left a graph.
     """
 
     changed: list[list[str]]
-    skipped: list[float]
+    history: list[list[float]]
     compiled: list[int]
     fallbacks: tuple[str, ...]
 
@@ -72,7 +72,7 @@ def skipping(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]
             with torch.no_grad():
                 norm.copy_(backend.put(right))
     backend.step_boundary()
-    return Skipping(changed, state.skipped.marks.cpu().tolist(), compiled, Counts.now().fallbacks)
+    return Skipping(changed, state.history.entries.cpu().tolist(), compiled, Counts.now().fallbacks)
 
 
 def skippings(backend: Backend, cases: list[tuple[Resolved, Mapping[str, Tensor]]]) -> list[Skipping]:

@@ -49,6 +49,8 @@ def test_the_demo_trains_writes_and_exports() -> None:
     assert (run / "huggingface" / "model.safetensors").exists()
     charts = [loss_chart(records, 79, style) for style in (BRAILLE, ASCII)]  # which one depends on the locale
     assert any(done.stdout.endswith(f"\n{chart}\n") for chart in charts), done.stdout
+    assert "\nreport: runs/demo-short/report.html\n" in done.stderr
+    assert "Gradient norm" in (run / "report.html").read_text(encoding="utf-8")
     _check_next_commands(done.stderr)
 
 

@@ -228,7 +228,7 @@ def test_no_number_of_an_option_is_too_large_for_what_takes_it() -> None:
     assert numbers > 30
 
 
-@pytest.mark.parametrize("name", ["report", "eval"])
+@pytest.mark.parametrize("name", ["eval"])
 def test_commands_of_later_releases_are_not_offered_and_get_an_answer(name: str) -> None:
     code, said = run(name, "x", "--json")
     assert (code, f"error: nxtrain {name} is not in this release" in said) == (2, True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from nxtrain.backends.base import AttentionShape, Support
+from nxtrain.backends.base import AttentionShape, Support, fetched_names
 from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.attention import Attention, choose
 from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
@@ -98,7 +98,7 @@ class NeuronBackend(XlaBackend):
         if not self.extracts:
             return super().fetch(values)
         self.step_boundary()
-        return dict.fromkeys(values, 1.0)
+        return dict.fromkeys(fetched_names(values), 1.0)
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         found = choose(

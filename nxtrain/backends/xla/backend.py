@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.base import Backend, Support, fetched_names
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import RoundingKey, round_one_by_one
 from nxtrain.backends.xla.environment import refuse_dead_variables
@@ -230,7 +230,8 @@ class XlaBackend(Backend):
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         # After the boundary the values are device buffers: reading them moves bytes and builds no graph.
         self.step_boundary()
-        return {name: float(value.cpu()) for name, value in values.items()}
+        read = (number for value in values.values() for number in value.cpu().float().reshape(-1).tolist())
+        return dict(zip(fetched_names(values), read, strict=True))
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         # A 0-d host tensor is folded by value: 0 and 1 become constants, equal values one parameter, and each such

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Backend, Binding
+from nxtrain.backends.base import Backend, Binding, fetched_names
 from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
@@ -97,7 +97,7 @@ class TracingBackend(XlaBackend):
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         self._compare()
         self._hand_over()
-        return dict.fromkeys(values, 1.0)
+        return dict.fromkeys(fetched_names(values), 1.0)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -17,17 +17,22 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.io.jsonl import JsonlLog
+from nxtrain.metrics.spikes import NormSpikes
 from nxtrain.metrics.stability import Stability
 from nxtrain.process.console import standard_error
 from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.health.replica_check import ReplicaCheck
-from nxtrain.train.health.skipped_steps import BadSteps
+from nxtrain.train.health.step_history import BadSteps, PastStep
 from nxtrain.train.step import TrainState
 
 NON_FINITE = "non_finite.jsonl"
 VOTES = "votes.jsonl"
 UNRECORDED = "skipped_unrecorded"
 """Key of the checkpoint's stability state for skipped steps that no record contains yet."""
+SPIKES, ALARMS = "spikes", "alarms"
+"""Keys of the checkpoint's stability state for spikes of the gradient norm, and for alarms that no record contains."""
+MOST_ALARMS = 3
+"""Most alarms whose texts a record contains, the first since the record before."""
 HOPELESS = 50
 """Number of consecutive steps without an update that ends the run under every policy."""
 
@@ -40,11 +45,17 @@ class Verdict:
 
     Args:
         skipped_steps: Steps since the previous record that updated nothing.
-        alarm: Text of the alarm; empty: none.
+        alarm: Text of the alarms since the previous record; empty: none.
+        spikes: First step and length of each spike of the gradient norm that ended since the previous record.
+        grad_norm_mean: Running mean of the gradient norm; None in the first steps of a run.
+        grad_norm_lowest: Lowest running mean of any step so far.
     """
 
     skipped_steps: tuple[int, ...] = ()
     alarm: str = ""
+    spikes: tuple[tuple[int, int], ...] = ()
+    grad_norm_mean: float | None = None
+    grad_norm_lowest: float | None = None
 
 
 class NumericsGuard:
@@ -73,7 +84,8 @@ class NumericsGuard:
         attempt: int = 0,
         console: Console | None = None,
     ) -> None:
-        self.stability = Stability()
+        self.stability, self.spikes = Stability(), NormSpikes(config.metrics.spike_threshold)
+        self._alarms: list[tuple[int, str, str]] = []
         self._config, self._state, self._heeds = config, state, heeds
         self._ranks = Ranks(state.mesh, state.backend.host_group)
         self._leads = self._ranks.is_leader
@@ -96,15 +108,19 @@ class NumericsGuard:
         while self._verdicts.get(finished - self._in_a_row) == "persistent":
             self._in_a_row += 1
         self.stability.restore(stability)
+        self.spikes.restore(stability.get(SPIKES, {}))
+        self._alarms = [(at, kind, alarm) for at, kind, alarm in stability.get(ALARMS, ())]
         self._unrecorded = tuple(stability.get(UNRECORDED, ()))
 
     def kept(self) -> dict[str, Any]:
-        """State for a checkpoint, read by `begin`; includes skipped steps that no record contains yet."""
-        return self.stability.state() | ({UNRECORDED: [*self._unrecorded]} if self._unrecorded else {})
+        """State for a checkpoint, read by `begin`; includes skipped steps and alarms that no record contains yet."""
+        waiting = {UNRECORDED: [*self._unrecorded], ALARMS: [list(alarm) for alarm in self._alarms]}
+        found = self.stability.state() | {SPIKES: self.spikes.state()}
+        return found | {key: values for key, values in waiting.items() if values}
 
     def values(self) -> dict[str, Tensor]:
         """Values of the guard to fetch with a record, as () float32 tensors."""
-        return self._state.skipped.values()
+        return self._state.history.values()
 
     def judge(self, step: int, read: dict[str, float], *, recorded: bool = True) -> Verdict:
         """Evaluate the numbers fetched after a step, and remove the guard's own values from them.
@@ -112,15 +128,15 @@ class NumericsGuard:
         Args:
             step: The last finished step.
             read: Fetched numbers by name.
-            recorded: False for the extra read before a stop. That read must not feed the spike detector, or a stopped
-                and resumed run would raise its alarms at other steps than an uninterrupted run.
+            recorded: False for the extra read before a stop, whose findings wait for the next record.
 
         Raises:
             DivergedError: The run must end.
             RestartError: The run must restart from its newest checkpoint.
             CheckpointError: The run must restart, and the verdicts that the restart needs cannot be written.
         """
-        bad = self._state.skipped.take(step, self._last_read, read)
+        past = self._state.history.take(step, self._last_read, read)
+        bad = BadSteps.among(past)
         last_read, self._last_read = self._last_read, step
         if not self._heeds:
             return Verdict()
@@ -134,14 +150,11 @@ class NumericsGuard:
             self._decide(bad)
         skipped = self._unrecorded + bad.steps
         self._unrecorded = () if recorded else skipped
+        for each in past:
+            self._watch(each)
         if not recorded:
             return Verdict(skipped)
-        kind, alarm = self.stability.see(read["loss"], read["grad_norm"])
-        if kind == "diverging" and self._config.recovery.on_divergence == "stop":
-            raise DivergedError(f"step {step}: {alarm}; the run is diverging, recovery.on_divergence=stop. {REMEDY}")
-        if alarm:
-            self._warn(f"step {step}: {kind}: {alarm}")
-        return Verdict(skipped, f"{kind}: {alarm}" if alarm else "")
+        return Verdict(skipped, self._raise_alarms(step), self.spikes.take(), self.spikes.mean, self.spikes.lowest)
 
     def votes_at(self, step: int, *, saves: bool) -> bool:
         """True if the replicas are compared after a step: at the configured interval and before each checkpoint."""
@@ -199,6 +212,28 @@ class NumericsGuard:
         named = {rank: before[rank] for found in dissents for rank in found.ranks}
         again = [f"rank {rank} was named {_often(times)} before" for rank, times in named.items() if times]
         return "; ".join([*map(str, dissents), *again])
+
+    def _watch(self, each: PastStep) -> None:
+        """Add a step to the statistics."""
+        self.spikes.see(each.step, each.grad_norm)
+        kind, alarm = self.stability.see(each.loss, each.grad_norm)
+        if kind:
+            self._alarms.append((each.step, kind, alarm))
+
+    def _raise_alarms(self, step: int) -> str:
+        """Warn of the alarms since the previous record, and return their texts for the record of a step.
+
+        Raises:
+            DivergedError: The run is diverging, and `recovery.on_divergence` is `stop`.
+        """
+        alarms, self._alarms = self._alarms, []
+        for at, kind, alarm in alarms:
+            if kind == "diverging" and self._config.recovery.on_divergence == "stop":
+                raise DivergedError(f"step {at}: {alarm}; the run is diverging, recovery.on_divergence=stop. {REMEDY}")
+            self._warn(f"step {at}: {kind}: {alarm}")
+        shown = [f"{kind}: {alarm}" if at == step else f"{kind} at step {at}: {alarm}" for at, kind, alarm in alarms]
+        rest = len(shown) - MOST_ALARMS
+        return "; ".join([*shown[:MOST_ALARMS], *([f"{rest} more"] if rest > 0 else [])])
 
     def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float]) -> None:
         """End a run whose weights are not finite: they are not saved, and skipping steps cannot repair them.

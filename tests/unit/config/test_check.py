@@ -68,6 +68,14 @@ def test_global_batch_is_whole_micro_batches(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("steps", ["[5]", "[5,4]", "[1,101]", "[1,2,3]"])
+def test_a_profile_has_a_first_and_a_last_step(tmp_path: Path, steps: str) -> None:
+    found = only(tmp_path, f"metrics.profile_steps={steps}")
+    assert found.key == "metrics.profile_steps"
+    assert "is not the first and the last of at most 100 steps" in found.reason
+    checked(tmp_path, f"metrics.profile_steps={found.hint.removeprefix('use such as ')}")
+
+
 @pytest.mark.parametrize("fix", ["train.global_batch=8", "train.global_batch=16", "train.micro_batch=6"])
 def test_the_batches_that_the_hint_names_work(tmp_path: Path, fix: str) -> None:
     checked(tmp_path, "train.global_batch=12", "train.micro_batch=4", "parallel.dp=2", fix)

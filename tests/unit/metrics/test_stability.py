@@ -52,7 +52,7 @@ def test_a_loss_that_jumps_is_told_with_its_numbers() -> None:
     watch = Stability()
     for _ in range(stability.FEWEST):
         assert watch.see(2.0, 1.0) == ("", "")
-    assert watch.see(21.0, 1.0) == ("spike", "loss 21 is 10 times the median of 8 records before it")
+    assert watch.see(21.0, 1.0) == ("spike", "loss 21 is 10 times the median of 8 steps before it")
 
 
 def test_the_first_records_are_no_spikes() -> None:

@@ -6,11 +6,14 @@ import io
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from nxtrain.config.schema import RunConfig
@@ -19,28 +22,33 @@ from nxtrain.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.io.jsonl import JsonlLog
 from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, NumericsGuard
-from nxtrain.train.health.skipped_steps import BadSteps
+from nxtrain.train.health.step_history import PastStep
 from nxtrain.train.step import TrainState
 
 BAD, GOOD = {"loss": float("nan"), "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 1.0}
 
 
-def guard(folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | None = None) -> NumericsGuard:
-    """One that sees nothing but bad steps, unless a loss is finite."""
+def guard(
+    folder: Path, policy: str, *, rank: int = 0, screen: io.StringIO | None = None, norms: Sequence[float] = ()
+) -> NumericsGuard:
+    """One that sees nothing but bad steps, unless a loss is finite; `norms` are those of the steps from 1."""
 
-    def take(step: int, last: int, read: dict[str, float]) -> BadSteps:
-        return BadSteps() if math.isfinite(read["loss"]) else BadSteps(tuple(range(last + 1, step + 1)), **BAD)
+    def take(step: int, last: int, read: dict[str, float]) -> list[PastStep]:
+        values = GOOD if math.isfinite(read["loss"]) else BAD
+        steps = range(last + 1, step + 1)
+        return [PastStep(each, **{**values, **({"grad_norm": norms[each - 1]} if norms else {})}) for each in steps]
 
     config = SimpleNamespace(
         recovery=SimpleNamespace(non_finite=policy, vote_every=0, on_divergence="warn"),
         run=SimpleNamespace(dir=folder),
+        metrics=SimpleNamespace(spike_threshold=0.1),
         train=SimpleNamespace(global_batch=4),
     )
     collectives = SimpleNamespace(barrier=lambda: None)
     state = SimpleNamespace(
         mesh=SimpleNamespace(rank=rank, world=1),
         backend=SimpleNamespace(host_group=None, collectives=collectives),
-        skipped=SimpleNamespace(take=take),
+        history=SimpleNamespace(take=take),
     )
     console = Console(file=screen or io.StringIO(), soft_wrap=True)
     return NumericsGuard(cast("RunConfig", config), cast("TrainState", state), console=console)
@@ -139,3 +147,41 @@ def test_a_file_of_verdicts_that_is_spoilt_tells_the_rest(tmp_path: Path, spoilt
         "persistent",
         "rolled_back",
     ]
+
+
+def course(folder: Path, norms: list[float], reads: list[tuple[int, bool]]) -> tuple[list[tuple[int, int]], list[str]]:
+    """Spikes of the records, and warnings; after each read that is not recorded the run stops, and another resumes."""
+    screen, spikes, kept, last = io.StringIO(), list[tuple[int, int]](), dict[str, Any](), 0
+    watch = guard(folder, "skip", screen=screen, norms=norms)
+    for step, recorded in reads:
+        verdict = watch.judge(step, {"loss": 1.0, "grad_norm": norms[step - 1]}, recorded=recorded)
+        spikes += verdict.spikes
+        if not recorded:
+            kept, last = json.loads(json.dumps(watch.kept(), allow_nan=False)), step
+            watch = guard(folder, "skip", screen=screen, norms=norms)
+            watch.begin(last, kept)
+    return spikes, [line for line in screen.getvalue().splitlines() if "spike" in line or "diverging" in line]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    norms=st.lists(
+        st.one_of(st.floats(0.5, 0.55), st.floats(0.5, 0.55), st.floats(0.5, 40.0)), min_size=2, max_size=90
+    ),
+    cuts=st.dictionaries(st.integers(1, 89), st.booleans(), max_size=8),
+)
+def test_spikes_and_alarms_cover_every_step_whenever_the_numbers_are_read(
+    tmp_path: Path, norms: list[float], cuts: dict[int, bool]
+) -> None:
+    reads = [(step, recorded) for step, recorded in sorted(cuts.items()) if step < len(norms)]
+    every = [(step, True) for step in range(1, len(norms) + 1)]
+    assert course(tmp_path, norms, [*reads, (len(norms), True)]) == course(tmp_path, norms, every)
+
+
+def test_a_record_names_the_alarms_between_two_records(tmp_path: Path) -> None:
+    norms = [1.0] * 30 + [50.0] + [1.0] * 3
+    watch = guard(tmp_path, "skip", norms=norms)
+    verdict = watch.judge(len(norms), {"loss": 1.0, "grad_norm": 1.0})
+    assert verdict.alarm == "spike at step 31: grad_norm 50 is 50 times the median of 30 steps before it"
+    assert verdict.spikes == ((31, 1),)
+    assert watch.judge(len(norms), {"loss": 1.0, "grad_norm": 1.0}).alarm == ""

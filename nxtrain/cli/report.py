@@ -1,0 +1,70 @@
+"""Commands `nxtrain report` and `nxtrain watch`; each imports its implementation when it is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nxtrain.cli.bench import AsJson
+from nxtrain.config.bounds import MAX_SIZE, finite
+from nxtrain.errors import DivergedError
+from nxtrain.io.paths import local_path
+
+EPILOG = "Example: nxtrain report runs/trainium runs/gpu --parity"
+
+WATCH_EPILOG = "Example: nxtrain watch runs/demo"
+
+RunDirs = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN_DIR...", help="Run folders.", show_default=False, parser=local_path),
+]
+
+
+def report(
+    runs: RunDirs,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="By default report.html in the first RUN_DIR.", parser=local_path),
+    ] = None,
+    parity: Annotated[bool, typer.Option("--parity", help="Compare runs with the first: exit code 0, or 6.")] = False,
+    loss_bound: Annotated[
+        float, typer.Option(min=0, max=10, callback=finite, help="Relative difference of losses that passes.")
+    ] = 0.01,
+    norm_bound: Annotated[
+        float, typer.Option(min=0, max=10, callback=finite, help="Relative difference of gradient norms that passes.")
+    ] = 0.1,
+    scaling: Annotated[bool, typer.Option("--scaling", help="Efficiency over nodes, and tokens per dollar.")] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0, max=MAX_SIZE, callback=finite, help="USD per machine and hour.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page of runs that needs no network: curves, stability, goodput, plan, configuration.
+
+    Runs may still train, or be damaged: the page then says so.
+    """
+    from nxtrain.report.command import report as write_report
+    from nxtrain.report.parity import Bounds
+
+    bounds = Bounds(loss_bound, norm_bound) if parity else None
+    done = write_report(runs, out, bounds=bounds, scales=scaling, price_usd_h=price)
+    typer.echo(json.dumps(done.content, indent=2) if as_json else "\n".join(done.lines))
+    if not done.passed:
+        raise typer.Exit(DivergedError.exit_code)
+
+
+def watch(
+    runs: RunDirs,
+    once: Annotated[bool, typer.Option("--once", help="Show the lines once.")] = False,
+    every_s: Annotated[
+        float,
+        typer.Option("--every", min=0, max=86_400, callback=finite, help="Seconds between looks; 0: by the terminal."),
+    ] = 0.0,
+) -> None:
+    """Follow runs from another terminal, by their files: a line for each run, until all of them have ended."""
+    from nxtrain.metrics.watch import watch as follow
+
+    follow(runs, once=once, every_s=every_s)

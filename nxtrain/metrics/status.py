@@ -1,0 +1,71 @@
+"""Words of a run's status line: step, loss, speed and time left, then the other numbers of a record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from nxtrain.metrics.meters import Clock, Pace
+
+KINDS_S = ("data_s", "training_s", "waiting_s", "vote_s", "log_s", "evaluation_s", "checkpoint_s")
+"""Keys of a record that hold the host's seconds by kind of work."""
+
+
+class Status:
+    """Texts for the newest record of a run.
+
+    Args:
+        total_steps: Last step of the run.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, total_steps: int, clock: Clock = time.monotonic) -> None:
+        self.pace = Pace(total_steps, clock=clock)
+        self._val_loss: float | None = None
+
+    def read(self, record: Mapping[str, Any]) -> tuple[int, str, str]:
+        """Step, values and time left of a record; the last held-out loss is shown until the next evaluation."""
+        step = int(record["step"] or 0)
+        self._val_loss = record.get("val_loss", self._val_loss)
+        values = f"loss {record['loss']:.4f}"
+        if self._val_loss is not None:
+            values += f"  val {self._val_loss:.4f}"
+        values += f"  {short(record['tokens_per_s'] or 0.0)} tokens/s"
+        eta_s = self.pace.eta_s(step)
+        return step, values, "" if eta_s is None else f"{duration(eta_s)} left"
+
+
+def details(record: Mapping[str, Any]) -> list[str]:
+    """Further numbers of a record, the most important first; those that the record lacks are left out."""
+    numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+    spent_s = sum(numbers.get(key, 0.0) for key in KINDS_S)
+    found = []
+    if "mfu" in numbers:
+        found.append(f"MFU {numbers['mfu']:.1%}")
+    if "grad_norm" in numbers:
+        found.append(f"grad norm {numbers['grad_norm']:.3g}")
+    if spent_s > 0:
+        found.append(f"data wait {numbers.get('data_s', 0.0) / spent_s:.0%}")
+    if "peak_memory_bytes" in numbers:
+        found.append(f"{numbers['peak_memory_bytes'] / (1 << 30):.1f} GiB")
+    if "saved_step" in numbers:
+        found.append(f"saved {numbers['saved_step']:.0f}")
+    if "goodput" in numbers:
+        found.append(f"goodput {numbers['goodput']:.0%}")
+    return found
+
+
+def short(count: float) -> str:
+    """Number with three significant digits: 987, 12.3k, 4.56M."""
+    for unit in ("", "k", "M"):
+        if count < 999.5:  # noqa: PLR2004 - what rounds to 1000 takes the next unit
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}G"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

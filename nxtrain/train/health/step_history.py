@@ -1,0 +1,89 @@
+"""Losses and gradient norms of the last steps, kept on the device until the host reads its numbers anyway."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_STEPS = 240
+"""Number of steps, the largest `metrics.log_every`.
+
+A size that depended on `metrics.log_every` would change the graphs with the interval.
+"""
+
+_LARGEST = torch.tensor(torch.finfo(torch.float32).max)
+
+
+@dataclass(frozen=True)
+class PastStep:
+    """Numbers of a step, as read by the host.
+
+    Args:
+        step: Number of the step.
+        loss, grad_norm: Its values; not finite if the step updated nothing.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+
+    @property
+    def is_bad(self) -> bool:
+        """True if the step updated nothing, because a value is not finite."""
+        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
+
+@dataclass(frozen=True)
+class BadSteps:
+    """Steps whose loss or gradient was not finite.
+
+    Args:
+        steps: Numbers of the steps, ascending; empty: none.
+        loss, grad_norm: Values of the last of these steps.
+    """
+
+    steps: tuple[int, ...] = ()
+    loss: float = 0.0
+    grad_norm: float = 0.0
+
+    @staticmethod
+    def among(past: list[PastStep]) -> BadSteps:
+        """The bad ones of some steps."""
+        bad = [each for each in past if each.is_bad]
+        return BadSteps(tuple(each.step for each in bad), bad[-1].loss, bad[-1].grad_norm) if bad else BadSteps()
+
+
+def not_finite(*values: Tensor) -> Tensor:
+    """True if any of some () float32 tensors is infinite or NaN: () bool."""
+    return ~torch.stack([value.abs() <= _LARGEST for value in values]).all()
+
+
+class StepHistory:
+    """Ring of losses and norms on the device, newest last; step numbers are implied by position.
+
+    Args:
+        put: Copies a host tensor to the device.
+    """
+
+    def __init__(self, put: Callable[[Tensor], Tensor]) -> None:
+        self.entries = put(torch.zeros(_STEPS, 2))
+
+    @torch.no_grad()
+    def note(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Record a step: () float32 each."""
+        self.entries.copy_(torch.cat([self.entries[1:], torch.stack([loss, grad_norm]).unsqueeze(0)]))
+
+    def values(self) -> dict[str, Tensor]:
+        """The ring as one tensor to fetch."""
+        return {"history": self.entries}
+
+    def take(self, step: int, last_read: int, read: dict[str, float]) -> list[PastStep]:
+        """Decode the steps after `last_read` up to `step`, and remove the values from `read`."""
+        values = [read.pop(f"history_{index}") for index in range(2 * _STEPS)]
+        number = min(_STEPS, step - last_read)
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [PastStep(step - _STEPS + 1 + at, *pair) for at, pair in enumerate(pairs) if at >= _STEPS - number]

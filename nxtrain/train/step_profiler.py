@@ -1,0 +1,69 @@
+"""Profile of some steps on chosen ranks, by torch's profiler, with a span for each kind of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
+
+from nxtrain.metrics.run_observer import Outcome, RunObserver, Work
+from nxtrain.run_folder import PROFILES_DIR
+
+
+class StepProfiler(RunObserver):
+    """Profiler of one rank; before and after its steps it costs a comparison for each kind of work.
+
+    The file opens in Perfetto and in chrome://tracing. A start that ends within the steps writes what it has.
+
+    Args:
+        first, last: Steps that are profiled.
+        logs: Folder of the run's logs.
+        rank: This rank.
+        print_line: Prints a line for people.
+    """
+
+    def __init__(self, first: int, last: int, logs: Path, rank: int, print_line: Callable[[str], None]) -> None:
+        self._steps = range(first, last + 1)
+        self._file = logs / PROFILES_DIR / f"rank-{rank:05d}-steps-{first}-{last}.json.gz"
+        self._print_line = print_line
+        self._profile: Any = None
+        self._span: Any = None
+
+    def enter(self, step: int, work: Work) -> None:
+        if self._profile is None:
+            if step not in self._steps:
+                return
+            self._profile = profile(activities=supported_activities() or [ProfilerActivity.CPU])
+            self._profile.start()
+        self._close_span()
+        self._span = record_function(f"nxtrain.{work}")
+        self._span.__enter__()
+
+    def finish(self, step: int) -> None:
+        self._close_span()
+        if self._profile is not None and step >= self._steps[-1]:
+            self._write()
+
+    def end(self, outcome: Outcome, why: str) -> None:
+        self._close_span()
+        if self._profile is not None:
+            self._write()
+
+    def _close_span(self) -> None:
+        span, self._span = self._span, None
+        if span is not None:
+            span.__exit__(None, None, None)
+
+    def _write(self) -> None:
+        profiled, self._profile = self._profile, None
+        self._steps = range(0)
+        profiled.stop()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            profiled.export_chrome_trace(str(self._file))
+        except (OSError, RuntimeError) as error:  # a disk that fails must not end the run
+            self._print_line(f"warning: the profile cannot be written: {error}; training goes on")
+        else:
+            self._print_line(f"profile: {self._file}")
