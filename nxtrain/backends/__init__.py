@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from nxtrain.backends.base import Backend, Support
     from nxtrain.backends.neuron.sdk import Package
 
-# An environment has the torch-neuronx of PyTorch/XLA or the one of TorchNeuron, never both: the first two entries
-# exclude each other.
-_ORDER = ("neuron", "neuron-native", "cuda", "cpu")
+# An environment has the torch-neuronx of TorchNeuron or the one of PyTorch/XLA, never both: the first two entries
+# exclude each other, and the recommended one comes first.
+_ORDER = ("neuron-native", "neuron", "cuda", "cpu")
 
 
 def choose(name: str) -> tuple[str, str]:

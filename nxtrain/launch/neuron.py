@@ -122,7 +122,10 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
 
 def machine_of(config: RunConfig) -> Instance | None:
     """Instance of a run: the configured one, or this machine; None if nxtrain does not know it."""
-    return INSTANCES.get(config.cluster.instance) if config.cluster.instance else this_machine()
+    named, here = config.cluster.instance, this_machine()
+    if not named or (here is not None and here.name == named):
+        return here
+    return INSTANCES.get(named)
 
 
 def attention_of(

@@ -87,7 +87,7 @@ def releases() -> str:
     ]
     lines += ["", "```text", install_command().partition(": ")[2], "```", ""]
     return "\n".join(
-        [*lines, "For TorchNeuron:", "", "```text", torchneuron.install_command().partition(": ")[2], "```", ""]
+        [*lines, "For TorchNeuron, on Ubuntu 26.04:", "", "```text", torchneuron.pip_command(), "```", ""]
     )
 
 

@@ -35,6 +35,7 @@ PER_INSTANCE = {
     "trn1.2xlarge": {"OMP_NUM_THREADS": "4", "NEURON_PARALLEL_COMPILE_MAX_RETRIES": "1"},
     "trn1.32xlarge": {"OMP_NUM_THREADS": "4"},
     "trn1n.32xlarge": {"OMP_NUM_THREADS": "4"},
+    "trn2.3xlarge": {"OMP_NUM_THREADS": "3", "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"},
     "trn2.48xlarge": {"OMP_NUM_THREADS": "3", "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"},
     "trn2u.48xlarge": {"OMP_NUM_THREADS": "3", "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"},
 }
@@ -52,6 +53,7 @@ TARGETS = {
     "trn1.2xlarge": FLAGS.format(target="trn1"),
     "trn1.32xlarge": FLAGS.format(target="trn1"),
     "trn1n.32xlarge": FLAGS.format(target="trn1n"),
+    "trn2.3xlarge": FLAGS.format(target="trn2") + " --logical-nc-config=2",
     "trn2.48xlarge": FLAGS.format(target="trn2") + " --logical-nc-config=2",
     "trn2u.48xlarge": FLAGS.format(target="trn2") + " --logical-nc-config=2",
 }
@@ -124,6 +126,7 @@ def test_the_table_of_instances_is_that_of_the_data_sheets() -> None:
         "trn1.2xlarge": (2, 32, 190, 0),
         "trn1.32xlarge": (32, 512, 3040, 8),
         "trn1n.32xlarge": (32, 512, 3040, 16),
+        "trn2.3xlarge": (4, 96, 667, 0),
         "trn2.48xlarge": (64, 1536, 10672, 16),
         "trn2u.48xlarge": (64, 1536, 10672, 16),
     }
