@@ -163,6 +163,8 @@ class Backend(ABC):
     Attributes:
         name: `cpu`, `cuda`, `xla` ...
         compiler: `torch.compile`'s backend for this device; None: the device's own compiler gets whole steps.
+        compiles_at_first_use: A graph or operation is compiled when it is first used, for up to an hour. While work is
+            new, the hang limits of watchdog, process groups and runtime allow for that.
         device: Device of this rank's tensors.
         world, rank: Number of processes, and the rank of this one.
         local_world, local_rank: The same numbers among the processes of this node.
@@ -177,6 +179,7 @@ class Backend(ABC):
 
     name: str
     compiler: str | None = None
+    compiles_at_first_use: bool = False
     device: torch.device
     world: int
     rank: int
@@ -191,8 +194,13 @@ class Backend(ABC):
     allow_unverified: bool = False
 
     @abstractmethod
-    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
-        """Claim this rank's device and join the process group, whose collectives have this time limit."""
+    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
+        """Claim this rank's device and join the process group.
+
+        Args:
+            hang_timeout_s: Seconds that a collective waits for the other ranks; more where graphs may compile.
+            torch_compile: The run uses `torch.compile`, which compiles at first use on every device.
+        """
 
     @staticmethod
     @abstractmethod

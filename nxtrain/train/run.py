@@ -63,7 +63,9 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified)
     reason += f"; layers {layers}: {why}" if why else ""
     limit_s, folder = loaded.config.recovery.hang_timeout_s, loaded.config.run.dir
-    backend = open_with_deadline(lambda: open_backend(name, limit_s, layers), limit_s)
+    backend = open_with_deadline(
+        lambda: open_backend(name, limit_s, layers, torch_compile=loaded.config.compile.torch_compile), limit_s
+    )
     ended: BaseException | None = None
     try:
         plan = resolve_config(loaded, backend.world, backend.name)

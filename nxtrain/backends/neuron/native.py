@@ -36,8 +36,9 @@ class NeuronNativeBackend(AcceleratorBackend):
 
     name = "neuron-native"
     compiler = "neuron"
+    compiles_at_first_use = True
 
-    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
+    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name={self.name} cannot run here: {support.reason}")
@@ -46,7 +47,8 @@ class NeuronNativeBackend(AcceleratorBackend):
         self._join(PROCESS_GROUP, hang_timeout_s)
         if self.world > 1:
             with without_greetings():
-                self.host_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
+                limit = timedelta(seconds=self.collectives.hang_timeout_s)
+                self.host_group = dist.new_group(backend="gloo", timeout=limit)
         self.device = torch.device(DEVICE)
         self.kernels, self.host_kernels = PlainKernels(), CpuKernels()
 

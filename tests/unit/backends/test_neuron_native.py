@@ -22,6 +22,7 @@ from nxtrain.backends.neuron import native, sdk, torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES, Instance
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.backends.neuron.sdk import Package
+from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.distributed import rendezvous
 from nxtrain.errors import BackendError
 
@@ -226,9 +227,10 @@ def test_a_rank_joins_before_it_touches_the_device(torch_calls: list[Any]) -> No
     """AWS's process group gives a process its core, and refuses one whose runtime has started."""
     backend = NeuronNativeBackend(hang_timeout_s=90.0)
     (join, name, how), (group, host), device = torch_calls
-    assert (join, name, how["device_id"], how["timeout"].total_seconds()) == ("join", "neuron", None, 90.0)
+    # Another rank may compile for longer than it may hang, and the others wait for it in a collective.
+    assert (join, name, how["device_id"], how["timeout"].total_seconds()) == ("join", "neuron", None, 360.0)
     assert (how["rank"], how["world_size"], how["store"].timeout.total_seconds()) == (3, 64, 90.0)
-    assert (group, host["backend"], host["timeout"].total_seconds()) == ("group", "gloo", 90.0)
+    assert (group, host["backend"], host["timeout"].total_seconds()) == ("group", "gloo", 360.0)
     assert device == ("device", "cpu")
     assert (backend.rank, backend.world, backend.local_rank, backend.local_world) == (3, 64, 3, 64)
     assert type(backend.kernels) is PlainKernels
@@ -246,6 +248,18 @@ def test_memory_is_read_after_the_device_has_caught_up(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: len(calls))
     assert object.__new__(NeuronNativeBackend).peak_memory_bytes() == 1
+
+
+@pytest.mark.parametrize(("backend", "compiles"), [(NeuronNativeBackend, True), (XlaBackend, True), (CpuBackend, False)])
+def test_accelerators_compile_at_first_use(backend: type[Backend], compiles: bool) -> None:
+    assert backend.compiles_at_first_use is compiles
+
+
+def test_inductor_makes_any_device_compile_at_first_use() -> None:
+    backend = CpuBackend(hang_timeout_s=90.0, torch_compile=True)
+    assert backend.compiles_at_first_use
+    assert backend.collectives.hang_timeout_s == 360.0
+    assert CpuBackend(hang_timeout_s=90.0).collectives.hang_timeout_s == 90.0
 
 
 @pytest.mark.parametrize(
