@@ -142,6 +142,9 @@ class PrecisionConfig(Section):
     """Sums of gradients over dp ranks."""
     update: Literal["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"] = "fp32"
     """Update rule: in fp32 params, on fp32 copies of bf16 params, by stochastic rounding, or compensated."""
+    rounding: Literal["auto", "software", "hardware"] = "auto"
+    """Random bits of update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's generator
+    (untested on neuron-native); auto: hardware on neuron, software elsewhere."""
     state: Literal["fp32", "bf16"] = "fp32"
     """Running means of the gradient and of its square; bf16 is rounded to nearest, under bf16_stochastic at random."""
 
@@ -248,10 +251,16 @@ class CompileConfig(Section):
     """Folder of this node's compiled graphs, on its own disk; `{host}` becomes the name of the node."""
     allow_network: bool = False
     """Take a cache_dir on a network file system, where many ranks at once lose and tear entries."""
+    optlevel: int = Field(default=0, ge=0, le=3)
+    """Optimization level of Neuron's compiler, 1 to 3; 0: the default of the compiler or of TorchNeuron."""
     max_recompiles: NonNegativeInt = 3
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
     torch_compile: bool = False
-    """Compile each block with torch.compile, by inductor or TorchNeuron; PyTorch/XLA compiles whole steps anyway."""
+    """Compile each block with torch.compile, by inductor or TorchNeuron, there with loss, norm and update too;
+    PyTorch/XLA compiles whole steps anyway."""
+    allow_fallbacks: bool = False
+    """On neuron-native, take operations in the training step that TorchNeuron computes on the host, slowly; otherwise
+    the run ends with code 5 after its first step."""
     manifest: LocalPath = Path("compile_cache/manifests/{name}.json")
     """List of the graphs that `nxtrain compile` compiled; `{name}` becomes run.name. A node that holds some
     pipeline stages only has a file for these, named `.stages-0` and so on before its ending."""

@@ -40,6 +40,8 @@ def test_a_trn3_is_what_its_driver_shows(
     assert (found.host_threads, found.efa_devices) == (192, 16)
 
 
-@pytest.mark.parametrize(("product", "kind", "chips"), [("m5.large", "", 0), ("trn3.48xlarge", "", 0), ("x", "Inf2", 6)])
+@pytest.mark.parametrize(
+    ("product", "kind", "chips"), [("m5.large", "", 0), ("trn3.48xlarge", "", 0), ("x", "Inf2", 6)]
+)
 def test_a_machine_without_chips_of_a_known_kind_is_none(tmp_path: Path, product: str, kind: str, chips: int) -> None:
     assert this_machine(described(tmp_path, product, kind, chips)) is None

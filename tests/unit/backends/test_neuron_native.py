@@ -27,7 +27,9 @@ from nxtrain.distributed import rendezvous
 from nxtrain.errors import BackendError
 
 GOOD = {"torch": "2.14.0", "torch-neuronx": "2.14.3.0.1301", "neuronx-cc": "2.28.7631.0", "nki": "0.7.0"}
-READY = "16 Neuron devices, TorchNeuron 2.14.3.0.1301, neuronx-cc 2.28.7631.0, nki 0.7.0, driver 2.31.7.0, runtime 2.35.30"
+READY = (
+    "16 Neuron devices, TorchNeuron 2.14.3.0.1301, neuronx-cc 2.28.7631.0, nki 0.7.0, driver 2.31.7.0, runtime 2.35.30"
+)
 OTHER = "use backend.name=neuron"
 
 
@@ -250,7 +252,9 @@ def test_memory_is_read_after_the_device_has_caught_up(monkeypatch: pytest.Monke
     assert object.__new__(NeuronNativeBackend).peak_memory_bytes() == 1
 
 
-@pytest.mark.parametrize(("backend", "compiles"), [(NeuronNativeBackend, True), (XlaBackend, True), (CpuBackend, False)])
+@pytest.mark.parametrize(
+    ("backend", "compiles"), [(NeuronNativeBackend, True), (XlaBackend, True), (CpuBackend, False)]
+)
 def test_accelerators_compile_at_first_use(backend: type[Backend], compiles: bool) -> None:
     assert backend.compiles_at_first_use is compiles
 

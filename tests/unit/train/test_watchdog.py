@@ -68,9 +68,7 @@ class SlowStore:
         raise RuntimeError("gone")
 
 
-def watch(
-    folder: Path, board: SlowStore | None = None, limit_s: float = 3.0, *, compiles: bool = False
-) -> Watchdog:
+def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0, *, compiles: bool = False) -> Watchdog:
     backend = SimpleNamespace(
         rank=1 if board else 0,
         world=2 if board else 1,
