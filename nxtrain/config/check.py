@@ -203,9 +203,9 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
                 f"use precision.state=fp32, update=bf16_stochastic, or optim.betas[{index}]={MAX_ROUNDED_BETA} or less"
             )
             yield Problem("precision.state", reason, hint=hint)
-    if precision.rounding == "hardware" and config.backend.name not in ("auto", "neuron", "neuron-native"):
+    if config.backend.rounding == "hardware" and config.backend.name not in ("auto", "neuron", "neuron-native"):
         reason = f"hardware rounds at random on Trainium alone, not on {config.backend.name}"
-        yield Problem("precision.rounding", reason, hint="use precision.rounding=auto or software")
+        yield Problem("backend.rounding", reason, hint="use backend.rounding=auto or software")
     if params == "fp32" and precision.accumulate == "bf16":
         reason = "bf16 sums would round the fp32 gradients of fp32 params once per micro-batch"
         yield Problem("precision.accumulate", reason, hint="use precision.accumulate=fp32")

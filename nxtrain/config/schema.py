@@ -142,9 +142,6 @@ class PrecisionConfig(Section):
     """Sums of gradients over dp ranks."""
     update: Literal["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"] = "fp32"
     """Update rule: in fp32 params, on fp32 copies of bf16 params, by stochastic rounding, or compensated."""
-    rounding: Literal["auto", "software", "hardware"] = "auto"
-    """Random bits of update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's generator
-    (untested on neuron-native); auto: hardware on neuron, software elsewhere."""
     state: Literal["fp32", "bf16"] = "fp32"
     """Running means of the gradient and of its square; bf16 is rounded to nearest, under bf16_stochastic at random."""
 
@@ -226,6 +223,9 @@ class BackendConfig(Section):
     """Parallel layers: our own, or NeuronX Distributed's; auto takes the latter on neuron, where they are installed."""
     attention: Literal["auto", "plain", "flash"] = "auto"
     """On backend.name=neuron, attention by elementary operations or by NKI's flash kernel; auto says why which."""
+    rounding: Literal["auto", "software", "hardware"] = "auto"
+    """Random bits of precision.update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's
+    generator (untested on neuron-native); auto: hardware on neuron, software elsewhere."""
     cpu_kernels: Literal["auto", "torch", "native"] = "auto"
     """On backend.name=cpu, kernels of torch or our own in C++, built on first use; auto: ours where they build."""
     allow_unverified: bool = False

@@ -108,7 +108,7 @@ def _certain(config: RunConfig) -> list[Variable]:
     folder = config.compile.cache_dir / FOLDERS["graphs"]
     limit = "unset it and use recovery.hang_timeout_s"
     return [
-        *rounding_variables(config, by_hardware=config.precision.rounding == "hardware"),
+        *rounding_variables(config, by_hardware=config.backend.rounding == "hardware"),
         Variable(
             "NEURON_RT_EXEC_TIMEOUT",
             _limit(config),

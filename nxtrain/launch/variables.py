@@ -108,7 +108,7 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
             "https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/runtime.py",
             "unset it, or use backend.name=xla",
         ),
-        *rounding_variables(config, by_hardware=config.precision.rounding != "software"),
+        *rounding_variables(config, by_hardware=config.backend.rounding != "software"),
         Variable(
             "XLA_DISABLE_FUNCTIONALIZATION",
             "0",
@@ -160,7 +160,7 @@ def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable
         if stochastic
         else nearest,
         ENVVARS,
-        "unset it; precision.update=bf16_stochastic alone rounds at random, and precision.rounding says by which bits",
+        "unset it; precision.update=bf16_stochastic alone rounds at random, and backend.rounding says by which bits",
     )
     seed = Variable(
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED",

@@ -105,7 +105,7 @@ def test_the_optimization_level_goes_by_the_variable_of_its_own() -> None:
     [("bf16_stochastic", "hardware", "1"), ("bf16_stochastic", "auto", "0"), ("fp32", "hardware", "0")],
 )
 def test_the_hardware_rounds_only_where_it_is_asked_to(update: str, rounding: str, enabled: str) -> None:
-    found = values(environment(precision={"update": update, "rounding": rounding}))
+    found = values(environment(precision={"update": update}, backend={"rounding": rounding}))
     assert found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == enabled
     assert found.get("NEURON_RT_STOCHASTIC_ROUNDING_SEED") == ("7" if enabled == "1" else None)
 
