@@ -240,6 +240,13 @@ class Backend(ABC):
     def step_boundary(self) -> None:
         """Run the recorded graph on the device; does nothing on eager devices."""
 
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations that ran on the host since `forget_fallbacks`, because the device lacks them."""
+        return ()
+
+    def forget_fallbacks(self) -> None:
+        """Start the list of `fallbacks` anew."""
+
     def num_compiled(self) -> int:
         """Number of graphs that this process has compiled so far; 0 on eager devices. The call costs nothing."""
         return 0
@@ -286,6 +293,20 @@ class Backend(ABC):
         if wanted == "flash":
             reason = f"flash is NKI's kernel for backend.name=neuron; {self.name} has torch's attention only"
             raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
+
+    def choose_rounding(self, update: str, wanted: str) -> None:
+        """Choose the random bits of stochastic rounding; called once, before a model is built.
+
+        Args:
+            update: `precision.update`.
+            wanted: `auto`, `software` or `hardware`.
+
+        Raises:
+            BackendError: The wanted bits cannot be had.
+        """
+
+    def compile_kernels(self) -> None:
+        """Let kernels make graphs of the work around a model's blocks; most devices gain nothing by that."""
 
     def notes(self) -> tuple[str, ...]:
         """Lines for people about this backend's choices for the run, each with its reason."""

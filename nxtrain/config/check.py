@@ -246,7 +246,7 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
 
 
 def _compile(config: RunConfig) -> Iterator[Problem]:
-    if config.backend.attention == "flash" and config.backend.name not in ("auto", "neuron"):
+    if config.backend.attention == "flash" and config.backend.name not in ("auto", "neuron", "neuron-native"):
         reason = f"flash is NKI's kernel for backend.name=neuron, not for {config.backend.name}"
         yield Problem("backend.attention", reason, hint="use auto")
     if config.compile.torch_compile and config.backend.name in ON_XLA:

@@ -222,7 +222,7 @@ class BackendConfig(Section):
     layers: Literal["auto", "native", "nxd"] = "auto"
     """Parallel layers: our own, or NeuronX Distributed's; auto takes the latter on neuron, where they are installed."""
     attention: Literal["auto", "plain", "flash"] = "auto"
-    """On backend.name=neuron, attention by elementary operations or by NKI's flash kernel; auto says why which."""
+    """On Neuron devices, attention by elementary operations or by a flash kernel; auto says why which."""
     rounding: Literal["auto", "software", "hardware"] = "auto"
     """Random bits of precision.update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's
     generator (untested on neuron-native); auto: hardware on neuron, software elsewhere."""

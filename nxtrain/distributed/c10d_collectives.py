@@ -216,11 +216,16 @@ class C10dCollectives(Collectives):
     ) -> Pending[list[Tensor]]:
         if axis.size == 1:
             return Done([tensor.to(dtype) for tensor in tensors])
+        flat = self._pack(tensors, dtype)
+        work = _started(dist.all_reduce(flat, group=self.group(axis), async_op=True))
+        return _AsyncBucket(_Async(work, flat, axis, scale), [tensor.shape for tensor in tensors])
+
+    def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Copies of the tensors one after the other, in a type."""
         flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
         for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
             part.view(tensor.shape).copy_(tensor)
-        work = _started(dist.all_reduce(flat, group=self.group(axis), async_op=True))
-        return _AsyncBucket(_Async(work, flat, axis, scale), [tensor.shape for tensor in tensors])
+        return flat
 
     def lay_out(self, mesh: Mesh) -> None:
         """Make all groups that ranks of different pipeline stages would otherwise make in different orders."""
@@ -231,6 +236,10 @@ class C10dCollectives(Collectives):
         for axis in (*stage, mesh.pp, mesh.batch, mesh.model, mesh.state, mesh.all):
             if axis.size > 1:
                 self.group(axis)
+        self._link(mesh)
+
+    def _link(self, mesh: Mesh) -> None:
+        """Make a group for each pair of neighbours in the pipeline."""
         size = mesh.pp_size
         neighbours = {(group[i - 1], group[i]) for group in mesh.pp.groups for i in range(size)}
         for low, high in sorted({(min(ends), max(ends)) for ends in neighbours}):

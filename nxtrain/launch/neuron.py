@@ -51,8 +51,8 @@ def is_native(config: RunConfig) -> bool:
 
 
 def compiles_ahead(config: RunConfig) -> bool:
-    """True if a run's graphs can be compiled before it starts: possible with PyTorch/XLA, not with TorchNeuron."""
-    return is_neuron(config) and not is_native(config)
+    """True if a run's graphs can be compiled before it starts: on Neuron devices."""
+    return is_neuron(config)
 
 
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:

@@ -72,7 +72,8 @@ class SquareSum:
     def __init__(
         self, layout: Layout, shards: Mapping[str, Tensor], put: Callable[[Tensor], Tensor], kernels: Kernels
     ) -> None:
-        self._kernels = kernels
+        self._kernels, self._sum = kernels, kernels.fuse(self._weighted)
+        self._names = [*layout]
         mixed = {name for name in layout if layout.mixes_copies(name)}
         weights = [
             1.0 if name in mixed else _weight(spec, spec.pieces(layout.mesh.tp)[0].copies)
@@ -88,8 +89,11 @@ class SquareSum:
     @torch.no_grad()
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Weighted sum of squares, () float32, of all of this rank's shards, given in the layout's order."""
+        return self._sum([tensor for _, tensor in tensors])
+
+    def _weighted(self, tensors: list[Tensor]) -> Tensor:
         sums = []
-        for name, tensor in tensors:
+        for name, tensor in zip(self._names, tensors, strict=True):
             squares = self._kernels.row_square_sums(_rows(tensor))
             sums.append((squares * self._row_weights[name] if name in self._row_weights else squares).sum())
         return (torch.stack(sums) * self._weights).sum()

@@ -32,6 +32,7 @@ from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
 from nxtrain.train.graph_extraction import extract_graphs
+from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import start
@@ -177,7 +178,8 @@ def _train(
     starts: RunObserver = goodput or RunObserver()
     if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
-    observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints)
+    fallbacks = Fallbacks(backend, allowed=config.compile.allow_fallbacks)
+    observers = Observers(starts, context.watchdog or RunObserver(), recompiles, fallbacks, checkpoints)
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
     sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
     trainer = Trainer(

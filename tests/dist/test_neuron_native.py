@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.config.check import Resolved
+from nxtrain.mesh import Axis, Mesh
 from tests.support import fake_neuron
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
 
-STEPS = 5
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +43,82 @@ def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False) -> No
     check_course([course for *_, course in found], reference(resolved, STEPS), resolved)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("sp", "remat"), [(False, "none"), (True, "full")])
+@pytest.mark.parametrize(("sp", "remat", "compiled"), [(False, "none", False), (True, "full", True)])
 def test_tensor_parallel_training_equals_transformers(neuron: RankPool, sp: bool, remat: str, compiled: bool) -> None:
     check(neuron, layout("gqa2", tp=2, sp=sp, remat=remat), compiled=compiled)
 
 
-@pytest.mark.parametrize("shard", ["zero1", "full"])
+@pytest.mark.parametrize("shard", ["none", "zero1", "grad_op", "full"])
 def test_sharded_training_equals_transformers(neuron: RankPool, shard: str) -> None:
     check(neuron, layout("gqa2", tp=1, dp=2, micro=2, shard=shard))
+
+
+def test_a_pipeline_equals_transformers_and_sends_over_the_group_of_its_axis(neuron: RankPool) -> None:
+    check(neuron, layout("gqa2", tp=1, pp=2, micro=1))
+    assert neuron.run(2, links) == [0, 0]
+
+
+def links(backend: Backend) -> int:
+    """Groups of two ranks that a pipeline makes besides the groups of its axes."""
+    backend.lay_out(Mesh.build(2, backend.rank, pp=2))
+    assert isinstance(backend, NeuronNativeBackend)
+    return len(backend.collectives._links)
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Words with which the stand-in refuses each kind of work; empty: not refused."""
+
+    host: str
+    wide: str
+    subgroup_barrier: str
+    unknown_group: str
+    known_group: str
+    strangers: str
+
+
+def said(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def refused(backend: Backend) -> Refusals:
+    """Let the stand-in refuse what TorchNeuron refuses."""
+    mesh = Mesh.build(2, backend.rank, tp=2)
+    backend.lay_out(mesh)
+    comm, ours = backend.collectives, backend.put(torch.ones(4))
+    wide = backend.put(torch.tensor([1 << 31]))
+    alone, _ = dist.new_subgroups_by_enumeration([[0], [1]])
+
+    def compiled(axis: Axis) -> Callable[[], object]:
+        def body(x: Tensor) -> Tensor:
+            return comm.all_gather(x, axis).sum()
+
+        torch._dynamo.reset()
+        return lambda: torch.compile(body, backend="neuron", fullgraph=True)(ours)
+
+    # An axis of both ranks whose group is another than the world's, as `new_group` makes it.
+    other = Axis("other", backend.rank, ((0, 1),))
+    known = said(compiled(mesh.tp))
+    comm._groups[other.groups] = dist.new_group([0, 1])  # type: ignore[attr-defined]
+    return Refusals(
+        host=said(lambda: comm.all_reduce(torch.ones(4), mesh.tp)),
+        wide=said(lambda: comm.all_reduce(wide, mesh.tp)),
+        subgroup_barrier=said(lambda: dist.barrier(alone)),
+        known_group=known,
+        unknown_group=said(compiled(other)),
+        strangers=said(lambda: ours + torch.ones(4)),
+    )
+
+
+def test_the_stand_in_refuses_what_the_device_refuses(neuron: RankPool) -> None:
+    for found in neuron.run(2, refused):
+        assert "No backend type associated with device type cpu" in found.host
+        assert "do not fit the int32" in found.wide
+        assert "default process group only" in found.subgroup_barrier
+        assert "replica id not seen" in found.unknown_group
+        assert found.known_group == ""
+        assert "expected all tensors to be on the device neuron" in found.strangers

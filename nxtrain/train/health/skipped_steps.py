@@ -39,14 +39,24 @@ def not_finite(*values: Tensor) -> Tensor:
     return ~torch.stack([value.abs() <= _LARGEST for value in values]).all()
 
 
+_Note = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def _note(marks: Tensor, last: Tensor, skip: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
+    marks.copy_(torch.cat([marks[1:], skip.float().unsqueeze(0)]))
+    last.copy_(torch.where(skip, torch.stack([loss, grad_norm]), last))
+
+
 class SkippedSteps:
     """Ring of 0/1 marks on the device, newest last; step numbers are implied by position.
 
     Args:
         put: Copies a host tensor to the device.
+        fuse: `Kernels.fuse` of the device.
     """
 
-    def __init__(self, put: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, put: Callable[[Tensor], Tensor], fuse: Callable[[_Note], _Note] = lambda note: note) -> None:
+        self._note = fuse(_note)
         self.marks = put(torch.zeros(_NUM_WORDS * _BITS))
         self.last = put(torch.zeros(2))
         self._bits = put(2.0 ** torch.arange(_BITS))
@@ -54,8 +64,7 @@ class SkippedSteps:
     @torch.no_grad()
     def note(self, skip: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
         """Record a step: () bool, () and () float32."""
-        self.marks.copy_(torch.cat([self.marks[1:], skip.float().unsqueeze(0)]))
-        self.last.copy_(torch.where(skip, torch.stack([loss, grad_norm]), self.last))
+        self._note(self.marks, self.last, skip, loss, grad_norm)
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:
