@@ -237,6 +237,9 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
         if parallel.prefetch != type(parallel)().prefetch:
             reason = f"gathers sharded parameters ahead of their use, but shard={parallel.shard} does not shard them"
             yield Problem("parallel.prefetch", reason, hint=f"leave it out, or use parallel.shard={modes}")
+    elif parallel.offload and config.backend.name == "neuron-native":
+        reason = "reduces tensors of host memory, and TorchNeuron's process group carries those of the device only"
+        yield Problem("parallel.offload", reason, hint="use false")
     elif parallel.offload and parallel.dp == 1:
         reason = "needs data parallel ranks that share the parameters, but dp=1"
         yield Problem("parallel.offload", reason, hint="use false, or parallel.dp=0 and more ranks")

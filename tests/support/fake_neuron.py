@@ -36,6 +36,7 @@ def install() -> None:
     _observe_meshes()
     _observe_end()
     _step_aside()
+    torch.Tensor.cpu = device.to_host  # type: ignore[method-assign]
     device.__enter__()
 
 
@@ -45,8 +46,8 @@ def _module() -> ModuleType:
     found: dict[str, Any] = {
         "synchronize": lambda: None,
         "max_memory_allocated": lambda: 3 << 20,
-        "get_fallback_ops": lambda: [*device.counts.fallbacks],
-        "clear_op_tracking": device.counts.fallbacks.clear,
+        "get_fallback_ops": lambda: sorted(device.counts.fallbacks),
+        "clear_op_tracking": lambda: device.counts.fallbacks.clear(),
     }
     module.__dict__.update(found)
     return module

@@ -1,14 +1,13 @@
 """A stand-in for TorchNeuron's device on CPU tensors: refuses what the device refuses, and counts its work.
 
-Tensors come to the device by a copy to `DEVICE`, a CPU with an index, and stay there through all operations on them. A
-tensor made without a device is the host's.
+Tensors come to the device by a copy to `DEVICE`, a CPU with an index. Results of operations on them are on the device,
+and so is what such an operation writes to. Every other tensor is the host's.
 
 The device refuses:
 
 - a collective of host tensors, and one of 64-bit numbers beyond 32 bits: they travel as 32-bit ones;
 - a barrier among some ranks;
 - compiled collectives over groups that no `init_device_mesh` has made;
-- an operation on tensors of the host and of the device;
 - a view of another type, unless `bitcasts` allows it;
 - a process group made after the first operation of the process.
 
@@ -51,6 +50,7 @@ class Counts:
     Args:
         dispatches: Operations and graphs that the host handed over.
         collectives: Collectives among these.
+        wide: 64-bit integers among what collectives carried.
         compilations: Operations and graphs that were new, by shapes and types.
         graphs: Graphs among these.
         fallbacks: Operations that ran on the host instead.
@@ -59,6 +59,7 @@ class Counts:
 
     dispatches: int = 0
     collectives: int = 0
+    wide: int = 0
     compilations: int = 0
     graphs: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -94,6 +95,21 @@ class StandInDevice(TorchDispatchMode):
         self.known_groups.clear()
         self._compiled.clear()
         self._places.clear()
+
+    @property
+    def to_host(self) -> Callable[[Tensor], Tensor]:
+        """`torch.Tensor.cpu`, which copies what is on the device."""
+        stay = torch.Tensor.cpu
+
+        def cpu(x: Tensor) -> Tensor:
+            if self._inside or not self._is_here(x):
+                return stay(x)
+            with self._quiet():
+                copy = x.clone()
+            self._place(copy, here=False)
+            return copy
+
+        return cpu
 
     def compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Backend of `torch.compile`: forward and backward graphs of elementary operations, one dispatch each."""
@@ -148,23 +164,17 @@ class StandInDevice(TorchDispatchMode):
         if on_device:
             self._admit(func, name, tensors)
         found = func(*args, **kwargs)
-        if on_device or here or (not tensors and kwargs.get("device") is None):
-            for leaf in tree_leaves(found):
-                if isinstance(leaf, Tensor):
-                    self._place(leaf, here=on_device)
+        written = [arg for arg, of in zip(args, func._schema.arguments) if of.alias_info and of.alias_info.is_write]
+        for leaf in tree_leaves((found, written, kwargs.get("out"))):
+            # Memory that holds nothing yet is of no place: collectives write into it.
+            if isinstance(leaf, Tensor) and (on_device or here or not (tensors or name.startswith("empty"))):
+                self._place(leaf, here=on_device)
         return found
 
     def _admit(self, func: Any, name: str, tensors: Sequence[Tensor]) -> None:
         """Count an operation of the device, and refuse one that the device lacks."""
         if name in ("view", "_reshape_alias") and str(func) == "aten.view.dtype" and not self.bitcasts:
             raise NotImplementedError("aten::view.dtype is not implemented for the device neuron")
-        if name in {"copy_", "_to_copy", "_local_scalar_dense", "clone", "record_stream", "_foreach_copy_"}:
-            strangers: list[Tensor] = []
-        else:
-            strangers = [x for x in tensors if self._is_here(x) is False and x.dim()]
-        if strangers:
-            shapes = ", ".join(str(tuple(x.shape)) for x in strangers)
-            raise RuntimeError(f"{func}: expected all tensors to be on the device neuron, found {shapes} on the host")
         if name in FREE:
             return
         self.begun = True
@@ -188,6 +198,7 @@ class StandInDevice(TorchDispatchMode):
             for x in tensors if name != "barrier" else ():
                 if self._is_here(x) is False:
                     raise RuntimeError(f"No backend type associated with device type cpu, in {name}")
+                self.counts.wide += x.dtype == torch.int64
                 if x.dtype == torch.int64 and x.numel() and x.abs().max() >= 1 << 31:
                     raise OverflowError(f"{name} of int64 numbers that do not fit the int32 that they travel as")
         with self._quiet():

@@ -382,3 +382,10 @@ def test_only_trainium_rounds_by_hardware(tmp_path: Path, backend: str, refused:
         return
     with pytest.raises(ConfigError, match=r"backend\.rounding .*: hardware rounds at random on Trainium alone"):
         checked(tmp_path, *overrides)
+
+
+def test_torchneuron_has_no_collectives_of_host_memory(tmp_path: Path) -> None:
+    overrides = ("parallel.shard=full", "parallel.offload=true", "parallel.dp=4")
+    checked(tmp_path, "backend.name=cuda", *overrides)
+    with pytest.raises(ConfigError, match=r"parallel\.offload .*: reduces tensors of host memory.*\n.*use false"):
+        checked(tmp_path, "backend.name=neuron-native", *overrides)
