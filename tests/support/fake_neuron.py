@@ -36,7 +36,7 @@ def install() -> None:
     _observe_meshes()
     _observe_end()
     _step_aside()
-    torch.Tensor.cpu = device.to_host  # type: ignore[method-assign]
+    torch.Tensor.cpu = device.to_host  # type: ignore[method-assign, assignment]
     device.__enter__()
 
 
@@ -47,7 +47,7 @@ def _module() -> ModuleType:
         "synchronize": lambda: None,
         "max_memory_allocated": lambda: 3 << 20,
         "get_fallback_ops": lambda: sorted(device.counts.fallbacks),
-        "clear_op_tracking": lambda: device.counts.fallbacks.clear(),
+        "clear_op_tracking": device.forget_fallbacks,
     }
     module.__dict__.update(found)
     return module

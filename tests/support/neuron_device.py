@@ -96,6 +96,10 @@ class StandInDevice(TorchDispatchMode):
         self._compiled.clear()
         self._places.clear()
 
+    def forget_fallbacks(self) -> None:
+        """Start the list of fallbacks anew."""
+        self.counts.fallbacks.clear()
+
     @property
     def to_host(self) -> Callable[[Tensor], Tensor]:
         """`torch.Tensor.cpu`, which copies what is on the device."""
@@ -164,7 +168,8 @@ class StandInDevice(TorchDispatchMode):
         if on_device:
             self._admit(func, name, tensors)
         found = func(*args, **kwargs)
-        written = [arg for arg, of in zip(args, func._schema.arguments) if of.alias_info and of.alias_info.is_write]
+        given = zip(args, func._schema.arguments, strict=False)  # the others have their defaults, or are in kwargs
+        written = [arg for arg, of in given if of.alias_info and of.alias_info.is_write]
         for leaf in tree_leaves((found, written, kwargs.get("out"))):
             # Memory that holds nothing yet is of no place: collectives write into it.
             if isinstance(leaf, Tensor) and (on_device or here or not (tensors or name.startswith("empty"))):

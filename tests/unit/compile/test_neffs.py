@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.backends.base import Support
-from nxtrain.backends.neuron import torchneuron
+from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.cli import main as cli
 from nxtrain.compile import miss_watch, native_compile
 from nxtrain.compile.bucket import Bucket
@@ -231,7 +231,7 @@ def test_without_devices_compile_says_what_it_found_of_the_mode_without_them(
     assert main(monkeypatch, "compile", str(TINY), *native) == 5
     assert "TorchNeuron's mode without a device is not used: it is not installed here" in capsys.readouterr().err
     for known, words in ((True, "reads"), (False, "does not read")):
-        monkeypatch.setattr(native_compile.torchneuron_names, "reads", lambda _, known=known: known)
+        monkeypatch.setattr(torchneuron_names, "reads", lambda _, known=known: known)
         assert native_compile.without_devices().startswith(f"the installed TorchNeuron {words} TORCH_NEURONX_COMPILE")
 
 
