@@ -248,7 +248,7 @@ class Cache:
 
     def _remove(self, entry: Entry) -> bool:
         if is_neff(entry.key):
-            return self._neffs.move(entry.folder, self._trash(), entry.key)
+            return self._move_file(entry.key, self._trash(), entry.folder)
         return self._move(entry.folder, self._trash())
 
     def sweep(self) -> None:
@@ -286,7 +286,7 @@ class Cache:
         if place.exists():
             place.rename(self._trash())
         if is_neff(key):
-            return self._neffs.move(self._folder(key), place, key)
+            return self._move_file(key, place)
         return self._move(self._folder(key), place)
 
     def _move(self, folder: Path, place: Path) -> bool:
@@ -296,6 +296,16 @@ class Cache:
         place.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(place)
         (place / LOCK).unlink(missing_ok=True)  # the trash may have been emptied meanwhile
+        return True
+
+    def _move_file(self, key: Key, place: Path, file: Path | None = None) -> bool:
+        """Move a graph of TorchNeuron; a process that reads the file keeps what it has open."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            (file or self._folder(key)).rename(place)
+        except FileNotFoundError:
+            return False
+        self._neffs.forget(key)
         return True
 
     def _claim(self, folder: Path) -> bool:

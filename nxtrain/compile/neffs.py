@@ -11,7 +11,6 @@ https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron SDK 2.33.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -70,7 +69,7 @@ class Neffs:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.write_seal(key, seal)
         with replacing(path, durable=True, shared=True) as draft:
-            os.rename(staged / path.name, draft)
+            draft.hardlink_to(staged / path.name)
         return True
 
     def hash(self, key: Key) -> Seal:
@@ -90,15 +89,9 @@ class Neffs:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(to_json(seal)), durable=False, shared=True)
 
-    def move(self, file: Path, place: Path, seal_of: Key) -> bool:
-        """Move a file away with its hash; False if it is gone."""
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file.rename(place)
-        except FileNotFoundError:
-            return False
-        self._seal(seal_of).unlink(missing_ok=True)
-        return True
+    def forget(self, key: Key) -> None:
+        """Drop the hash of a file that was moved away."""
+        self._seal(key).unlink(missing_ok=True)
 
     def _seal(self, key: Key) -> Path:
         return self._own / "seals" / f"{key.module}.json"

@@ -49,7 +49,7 @@ class Gradients:
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """L2 norm over the whole model of tensors shaped like the shards: () float32, equal on all ranks."""
-        return self._comm.all_reduce(self.square_sum(tensors.items()), self._layout.mesh.state).sqrt()
+        return self._comm.all_reduce(self.square_sum.of(tensors), self._layout.mesh.state).sqrt()
 
     def count(self, marks: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Number of ones over the whole model in 0/1 tensors shaped like the shards: () float32, equal on all ranks."""
@@ -89,9 +89,14 @@ class SquareSum:
     @torch.no_grad()
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Weighted sum of squares, () float32, of all of this rank's shards, given in the layout's order."""
-        return self._sum([tensor for _, tensor in tensors])
+        return self._weighted(tensor for _, tensor in tensors)
 
-    def _weighted(self, tensors: list[Tensor]) -> Tensor:
+    @torch.no_grad()
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The same of tensors that all exist at once, in one graph where the device has graphs."""
+        return self._sum([*tensors.values()])
+
+    def _weighted(self, tensors: Iterable[Tensor]) -> Tensor:
         sums = []
         for name, tensor in zip(self._names, tensors, strict=True):
             squares = self._kernels.row_square_sums(_rows(tensor))

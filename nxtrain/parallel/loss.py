@@ -44,8 +44,7 @@ class VocabHead(nn.Module):
         spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
-        self._tp, self._kernels = tp, kernels
-        self._chunk = kernels.fuse(_chunk)
+        self._tp, self._chunk = tp, _chunk_of(kernels)
         self._piece = spec.pieces(tp.axis)[0]
         self._vocab_size = vocab_size
         entry_bytes = 4 if kernels.widens_logits else self.weight.element_size()
@@ -83,7 +82,6 @@ class VocabHead(nn.Module):
             self.weight,
             targets.flatten(),
             VocabColumns(self.first, self.padding, self._tp.comm, self._tp.axis),
-            self._kernels,
             self._chunk_rows,
             self._chunk,
         )
@@ -97,20 +95,22 @@ class VocabHead(nn.Module):
             return self._tp.comm.all_gather(local, self._tp.axis)[: self._vocab_size].movedim(0, -1)
 
 
-_ChunkFunction = Callable[
-    [Tensor, Tensor, Tensor, VocabColumns, Kernels, bool], tuple[Tensor, "Tensor | None", "Tensor | None"]
-]
+_Chunk = Callable[[Tensor, Tensor, Tensor, VocabColumns, bool], tuple[Tensor, "Tensor | None", "Tensor | None"]]
 
 
-def _chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, columns: VocabColumns, kernels: Kernels, needs_grad: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
-    logits = F.linear(hidden, weight)
-    loss, logits_grad = kernels.cross_entropy(logits, targets, columns, needs_grad=needs_grad)
-    if logits_grad is None:
-        return loss, None, None
-    return loss, logits_grad @ weight, logits_grad.t() @ hidden
+def _chunk_of(kernels: Kernels) -> _Chunk:
+    """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
+
+    def chunk(
+        hidden: Tensor, weight: Tensor, targets: Tensor, columns: VocabColumns, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        logits = F.linear(hidden, weight)
+        loss, logits_grad = kernels.cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+        if logits_grad is None:
+            return loss, None, None
+        return loss, logits_grad @ weight, logits_grad.t() @ hidden
+
+    return kernels.fuse(chunk)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -130,16 +130,15 @@ class _VocabCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         columns: VocabColumns,
-        kernels: Kernels,
         chunk_rows: int,
-        chunk: _ChunkFunction,
+        chunk: _Chunk,
     ) -> Tensor:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grads: list[Tensor] = []
         weight_grad: Tensor | None = None
         for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, kernels, needs_grad)
+            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad)
             loss = loss + chunk_loss
             if hidden_part is not None and part is not None:
                 hidden_grads.append(hidden_part)
@@ -153,4 +152,4 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad.mul_(grad.to(weight_grad.dtype)), *[None] * 5
+        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad.mul_(grad.to(weight_grad.dtype)), *[None] * 4

@@ -24,7 +24,7 @@ from nxtrain.backends.neuron.attention import Attention
 from nxtrain.backends.neuron.hardware import INSTANCES, chip_kind, this_machine
 from nxtrain.backends.neuron.mesh_collectives import MeshCollectives
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
-from nxtrain.backends.neuron.native_kernels import NativeKernels
+from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.native_rounding import choose_rounder, hardware_rounds
 from nxtrain.errors import BackendError
 from nxtrain.process.greetings import without_greetings
@@ -49,7 +49,7 @@ class NeuronNativeBackend(AcceleratorBackend):
     name = "neuron-native"
     compiler = "neuron"
     compiles_at_first_use = True
-    kernels: NativeKernels
+    kernels: NeuronNativeKernels
 
     def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
         support = self.support()
@@ -60,11 +60,11 @@ class NeuronNativeBackend(AcceleratorBackend):
         # Before any tensor is on the device: joining assigns a core to this process.
         self._join(PROCESS_GROUP, hang_timeout_s)
         if self.world > 1:
+            limit = timedelta(seconds=self.collectives.hang_timeout_s)
             with without_greetings():
-                limit = timedelta(seconds=self.collectives.hang_timeout_s)
                 self.host_group = dist.new_group(backend="gloo", timeout=limit)
         self.device = torch.device(DEVICE)
-        self.kernels, self.host_kernels = NativeKernels(), CpuKernels()
+        self.kernels, self.host_kernels = NeuronNativeKernels(), CpuKernels()
         self._attention: Attention | None = None
         self._rounding = ""
 
@@ -100,7 +100,12 @@ class NeuronNativeBackend(AcceleratorBackend):
         self.kernels.compile()
 
     def notes(self) -> tuple[str, ...]:
-        return tuple(filter(None, (str(self._attention or ""), self._rounding)))
+        blind = (
+            ""
+            if _find("get_fallback_ops")
+            else ("this TorchNeuron has no get_fallback_ops, so operations that run on the host are not reported")
+        )
+        return tuple(filter(None, (str(self._attention or ""), self._rounding, blind)))
 
     def fallbacks(self) -> tuple[str, ...]:
         found: Iterable[object] = _call("get_fallback_ops") or ()
@@ -128,15 +133,21 @@ class NeuronNativeBackend(AcceleratorBackend):
 
 
 def _call(name: str) -> Any:
-    """Result of a function of `torch.neuron`, or of `torch_neuronx` where older releases have it; None without one."""
-    function = _function(getattr(torch, DEVICE_TYPE, None), name)
-    if function is None:
-        try:
-            import torch_neuronx
-        except ImportError:
-            return None
-        function = _function(torch_neuronx, name)
+    """Result of a function of TorchNeuron; None without one."""
+    function = _find(name)
     return function() if function else None
+
+
+def _find(name: str) -> Callable[[], Any] | None:
+    """Function of `torch.neuron`, or of `torch_neuronx` where older releases have it; None without one."""
+    found = _function(getattr(torch, DEVICE_TYPE, None), name)
+    if found is not None:
+        return found
+    try:
+        import torch_neuronx
+    except ImportError:
+        return None
+    return _function(torch_neuronx, name)
 
 
 def _function(module: object, name: str) -> Callable[[], Any] | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nxtrain.backends.neuron.torchneuron import detect
 
-PACKAGES = ("torch-neuronx", "nki", "neuronx-cc")
+PACKAGES = ("torch-neuronx", "nki")
 """Packages whose code reads variables of TorchNeuron."""
 
 CODE = (".py", ".so", ".pyd")

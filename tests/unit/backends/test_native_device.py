@@ -18,7 +18,7 @@ from nxtrain.backends.base import AttentionShape
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import hardware, native, native_rounding, torchneuron
 from nxtrain.backends.neuron.native import NeuronNativeBackend
-from nxtrain.backends.neuron.native_kernels import NativeKernels
+from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.native_rounding import choose_rounder, round_by_views, round_on_host
 from nxtrain.backends.rounding import RoundingKey
 from nxtrain.config.check import Resolved
@@ -177,7 +177,7 @@ def test_attention_is_the_kernel_where_its_conditions_hold(
 def test_grouped_attention_copies_no_keys_and_computes_the_same(device: StandInDevice) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(8, 2, 4, 16), torch.randn(8, 2, 2, 16), torch.randn(8, 2, 2, 16)
-    kernels = NativeKernels()
+    kernels = NeuronNativeKernels()
     kernels.grouped = True
     assert torch.allclose(kernels.attention(q, k, v), PlainKernels().attention(q, k, v), atol=1e-6)
 
@@ -187,6 +187,18 @@ def test_rounding_takes_the_first_way_whose_bits_are_right(device: StandInDevice
     way, line = choose_rounder(backend.put)
     assert way is round_by_views
     assert line == "stochastic rounding by operations of the device, as its bits are those of the host"
+
+
+def test_a_torchneuron_without_a_list_of_fallbacks_says_so(
+    device: StandInDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_backend("neuron-native")
+    assert backend.notes() == ()
+    monkeypatch.delattr(torch.neuron, "get_fallback_ops")  # type: ignore[attr-defined]
+    assert backend.notes() == (
+        "this TorchNeuron has no get_fallback_ops, so operations that run on the host are not reported",
+    )
+    assert backend.fallbacks() == ()
 
 
 def test_without_views_of_another_type_rounding_is_a_graph_and_bits_are_read_on_the_host(device: StandInDevice) -> None:
@@ -199,7 +211,8 @@ def test_without_views_of_another_type_rounding_is_a_graph_and_bits_are_read_on_
     assert note.startswith("stochastic rounding in a compiled graph")
     assert "not by operations of the device: NotImplementedError: aten::view.dtype" in note
     x = torch.tensor([1.5, -0.0])
-    assert torch.equal(backend.kernels.bits(backend.put(x)).cpu(), x.view(torch.int32))
+    for kernels in (backend.kernels, NeuronNativeKernels()):  # a run without rounding probes nothing
+        assert torch.equal(kernels.bits(backend.put(x)).cpu(), x.view(torch.int32))
 
 
 def test_products_that_saturate_send_rounding_to_the_host(
@@ -234,15 +247,6 @@ def test_an_unknown_instance_is_what_the_device_says_of_itself(
     assert backend.peak_flops() == hardware.INSTANCES["trn2.48xlarge"].core_flops
     monkeypatch.setattr(torch.neuron, "get_device_properties", lambda: None, raising=False)  # type: ignore[attr-defined]
     assert backend.peak_flops() is None
-
-
-def test_memory_is_that_of_torch_neuron_after_the_device_has_caught_up(
-    device: StandInDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.neuron, "synchronize", lambda: calls.append("synchronize"))  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch.neuron, "max_memory_allocated", lambda: len(calls))  # type: ignore[attr-defined]
-    assert open_backend("neuron-native").peak_memory_bytes() == 1
 
 
 def test_a_process_group_after_the_first_operation_is_refused(device: StandInDevice) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import CudaBackend
-from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import native, sdk, torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES, Instance
 from nxtrain.backends.neuron.native import NeuronNativeBackend
+from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.sdk import Package
 from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.distributed import rendezvous
@@ -235,7 +236,7 @@ def test_a_rank_joins_before_it_touches_the_device(torch_calls: list[Any]) -> No
     assert (group, host["backend"], host["timeout"].total_seconds()) == ("group", "gloo", 360.0)
     assert device == ("device", "cpu")
     assert (backend.rank, backend.world, backend.local_rank, backend.local_world) == (3, 64, 3, 64)
-    assert type(backend.kernels) is PlainKernels
+    assert type(backend.kernels) is NeuronNativeKernels
     assert native.DEVICE == "cpu"
 
 
@@ -247,8 +248,10 @@ def test_the_peak_is_that_of_a_logical_core(trn2: dict[str, str], monkeypatch: p
 
 def test_memory_is_read_after_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("synchronize"))
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: len(calls))
+    documented = SimpleNamespace(
+        synchronize=lambda: calls.append("synchronize"), max_memory_allocated=lambda: len(calls)
+    )
+    monkeypatch.setattr(torch, "neuron", documented, raising=False)
     assert object.__new__(NeuronNativeBackend).peak_memory_bytes() == 1
 
 
