@@ -13,7 +13,9 @@ from torch import Tensor
 from nxtrain.backends.base import Backend
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.config.check import Resolved
-from nxtrain.mesh import Axis, Mesh
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.distributed.collectives import Collectives
+from nxtrain.mesh import Mesh
 from tests.support import fake_neuron
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
@@ -88,35 +90,33 @@ def said(work: Callable[[], object]) -> str:
 
 
 def refused(backend: Backend) -> Refusals:
-    """Let the stand-in refuse what TorchNeuron refuses."""
-    mesh = Mesh.build(2, backend.rank, tp=2)
+    """Let the stand-in refuse what TorchNeuron refuses; tp is smaller than the world."""
+    mesh = Mesh.build(4, backend.rank, tp=2)
     backend.lay_out(mesh)
     comm, ours = backend.collectives, backend.put(torch.ones(4))
     wide = backend.put(torch.tensor([1 << 31]))
-    alone, _ = dist.new_subgroups_by_enumeration([[0], [1]])
+    alone, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
 
-    def compiled(axis: Axis) -> Callable[[], object]:
+    def compiled(comm: Collectives) -> Callable[[], object]:
         def body(x: Tensor) -> Tensor:
-            return comm.all_gather(x, axis).sum()
+            return comm.all_gather(x, mesh.tp).sum()
 
         torch._dynamo.reset()
         return lambda: torch.compile(body, backend="neuron", fullgraph=True)(ours)
 
-    # An axis of both ranks whose group is another than the world's, as `new_group` makes it.
-    other = Axis("other", backend.rank, ((0, 1),))
-    known = said(compiled(mesh.tp))
-    comm._groups[other.groups] = dist.new_group([0, 1])  # type: ignore[attr-defined]
+    elsewhere = C10dCollectives(4)
+    elsewhere.group(mesh.tp)  # made by rank lists, as on other devices
     return Refusals(
         host=said(lambda: comm.all_reduce(torch.ones(4), mesh.tp)),
         wide=said(lambda: comm.all_reduce(wide, mesh.tp)),
         subgroup_barrier=said(lambda: dist.barrier(alone)),
-        known_group=known,
-        unknown_group=said(compiled(other)),
+        known_group=said(compiled(comm)),
+        unknown_group=said(compiled(elsewhere)),
     )
 
 
 def test_the_stand_in_refuses_what_the_device_refuses(neuron: RankPool) -> None:
-    for found in neuron.run(2, refused):
+    for found in neuron.run(4, refused):
         assert "No backend type associated with device type cpu" in found.host
         assert "do not fit the int32" in found.wide
         assert "default process group only" in found.subgroup_barrier
