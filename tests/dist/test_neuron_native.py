@@ -41,9 +41,9 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
     return dist.get_backend(), dist.get_backend(backend.host_group), course
 
 
-def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False) -> None:
+def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False, world: int = 2) -> None:
     ours = changed(resolved, compile={"torch_compile": compiled})
-    found = neuron.run(2, run, ours, weights_of(resolved))
+    found = neuron.run(world, run, ours, weights_of(resolved))
     assert {(device, host) for device, host, _ in found} == {("neuron", "gloo")}
     check_course([course for *_, course in found], reference(resolved, STEPS), resolved)
 
@@ -56,6 +56,10 @@ def test_tensor_parallel_training_equals_transformers(neuron: RankPool, sp: bool
 @pytest.mark.parametrize("shard", ["none", "zero1", "grad_op", "full"])
 def test_sharded_training_equals_transformers(neuron: RankPool, shard: str) -> None:
     check(neuron, layout("gqa2", tp=1, dp=2, micro=2, shard=shard))
+
+
+def test_hybrid_sharding_equals_transformers(neuron: RankPool) -> None:
+    check(neuron, layout("gqa2", tp=1, dp=4, micro=1, shard="hybrid", shard_size=2), world=4)
 
 
 def test_a_pipeline_equals_transformers_and_sends_over_the_group_of_its_axis(neuron: RankPool) -> None:
