@@ -20,6 +20,7 @@ from nxtrain.compile.bucket import Bucket
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.compile_key import native_build_of
 from nxtrain.compile.entries import Key, State, parse_key
+from nxtrain.compile.entry_hashes import Seal, hash_file
 from nxtrain.compile.manifest import Graph, Manifest, read_manifest, write_manifest
 from nxtrain.compile.miss_watch import NeffWatch, watch_misses
 from nxtrain.compile.sync import CacheLocation, sync
@@ -239,3 +240,14 @@ def test_states_are_those_of_files(tmp_path: Path) -> None:
     add(tmp_path, 1)
     (entry,) = Cache(tmp_path).entries()
     assert (entry.state, entry.folder) == (State.DONE, tmp_path / "neff" / neff(1).module)
+
+
+def test_a_file_that_a_rank_compiles_during_a_copy_stays(tmp_path: Path) -> None:
+    def fill(folder: Path) -> Seal:
+        name = Path(neff(1).module).name
+        (folder / name).write_text("copied", encoding="utf-8")
+        add(tmp_path, 1, "compiled")
+        return {name: hash_file(folder / name)}
+
+    assert not Cache(tmp_path).store(neff(1), fill)
+    assert (tmp_path / "neff" / neff(1).module).read_text(encoding="utf-8") == "compiled"
