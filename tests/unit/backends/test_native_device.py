@@ -53,6 +53,10 @@ def stand_in() -> Iterator[StandInDevice]:
     fake_neuron.install()
     yield fake_neuron.device
     fake_neuron.device.__exit__(None, None, None)
+    native_rounding._compiled.cache_clear()
+    torch._dynamo.reset()  # Dynamo keeps its graphs among the names of the module whose function it compiled
+    for name in [name for name in vars(native_rounding) if name.startswith("__compiled_fn")]:
+        delattr(native_rounding, name)
     for owner, name, value in kept:
         setattr(owner, name, value)
     del torch.neuron  # type: ignore[attr-defined]
