@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from nxtrain.backends.base import Backend, Support
     from nxtrain.backends.neuron.sdk import Package
 
-# An environment has the torch-neuronx of PyTorch/XLA or the one of TorchNeuron, never both: the first two entries
-# exclude each other.
-_ORDER = ("neuron", "neuron-native", "cuda", "cpu")
+# An environment has the torch-neuronx of TorchNeuron or the one of PyTorch/XLA, never both: the first two entries
+# exclude each other, and the recommended one comes first.
+_ORDER = ("neuron-native", "neuron", "cuda", "cpu")
 
 
 def choose(name: str) -> tuple[str, str]:
@@ -80,18 +80,21 @@ def _distributed_support(backend: str, allow_unverified: bool, assumed: Package 
     return Support(False, f"NeuronX Distributed runs on backend.name=neuron, not on {backend}")
 
 
-def open_backend(name: str, hang_timeout_s: float = 1800.0, layers: str = "native") -> Backend:
+def open_backend(
+    name: str, hang_timeout_s: float = 1800.0, layers: str = "native", *, torch_compile: bool = False
+) -> Backend:
     """Claim this rank's device and join the process group.
 
     Args:
         name: `cpu`, `cuda`, `xla`, `neuron` or `neuron-native`.
         hang_timeout_s: Seconds that a collective waits for the other ranks before it fails.
         layers: `native` or `nxd`.
+        torch_compile: The run uses `torch.compile`.
 
     Raises:
         BackendError: The backend or the layers cannot run on this machine; the message gives the reason.
     """
-    backend = _load(name)(hang_timeout_s=hang_timeout_s)
+    backend = _load(name)(hang_timeout_s=hang_timeout_s, torch_compile=torch_compile)
     if extracting(os.environ) and not backend.extracts:
         backend.close()
         raise BackendError(

@@ -172,6 +172,8 @@ class Backend(ABC):
     Attributes:
         name: `cpu`, `cuda`, `xla` ...
         compiler: `torch.compile`'s backend for this device; None: the device's own compiler gets whole steps.
+        compiles_at_first_use: A graph or operation is compiled when it is first used, for up to an hour. While work is
+            new, the hang limits of watchdog, process groups and runtime allow for that.
         device: Device of this rank's tensors.
         world, rank: Number of processes, and the rank of this one.
         local_world, local_rank: The same numbers among the processes of this node.
@@ -186,6 +188,7 @@ class Backend(ABC):
 
     name: str
     compiler: str | None = None
+    compiles_at_first_use: bool = False
     device: torch.device
     world: int
     rank: int
@@ -200,8 +203,13 @@ class Backend(ABC):
     allow_unverified: bool = False
 
     @abstractmethod
-    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
-        """Claim this rank's device and join the process group, whose collectives have this time limit."""
+    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
+        """Claim this rank's device and join the process group.
+
+        Args:
+            hang_timeout_s: Seconds that a collective waits for the other ranks; more where graphs may compile.
+            torch_compile: The run uses `torch.compile`, which compiles at first use on every device.
+        """
 
     @staticmethod
     @abstractmethod
@@ -244,6 +252,13 @@ class Backend(ABC):
 
     def step_boundary(self) -> None:
         """Run the recorded graph on the device; does nothing on eager devices."""
+
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations that ran on the host since `forget_fallbacks`, because the device lacks them."""
+        return ()
+
+    def forget_fallbacks(self) -> None:
+        """Start the list of `fallbacks` anew."""
 
     def num_compiled(self) -> int:
         """Number of graphs that this process has compiled so far; 0 on eager devices. The call costs nothing."""
@@ -301,6 +316,20 @@ class Backend(ABC):
         if wanted == "flash":
             reason = f"flash is NKI's kernel for backend.name=neuron; {self.name} has torch's attention only"
             raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
+
+    def choose_rounding(self, update: str, wanted: str) -> None:
+        """Choose the random bits of stochastic rounding; called once, before a model is built.
+
+        Args:
+            update: `precision.update`.
+            wanted: `auto`, `software` or `hardware`.
+
+        Raises:
+            BackendError: The wanted bits cannot be had.
+        """
+
+    def compile_kernels(self) -> None:
+        """Let kernels make graphs of the work around a model's blocks; most devices gain nothing by that."""
 
     def notes(self) -> tuple[str, ...]:
         """Lines for people about this backend's choices for the run, each with its reason."""

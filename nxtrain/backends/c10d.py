@@ -16,6 +16,7 @@ from nxtrain.distributed.failures import FailureReporter
 from nxtrain.distributed.heartbeats import HeartbeatStore
 from nxtrain.distributed.rendezvous import meet
 from nxtrain.mesh import Mesh
+from nxtrain.process.deadlines import first_use_limit_s
 from nxtrain.process.greetings import without_greetings
 from nxtrain.process.placement import Placement
 
@@ -35,10 +36,13 @@ class C10dBackend(Backend):
         self.collectives = C10dCollectives(self.world)
 
     def _join(self, process_group: str, hang_timeout_s: float, device_id: torch.device | None = None) -> None:
+        # Ranks wait in a collective for one that compiles; once nothing is new, the watchdog's limit is the shorter.
+        limit_s = first_use_limit_s(hang_timeout_s) if self.compiles_at_first_use else hang_timeout_s
+        self.collectives.hang_timeout_s = limit_s
         if self.world > 1:
-            timeout = timedelta(seconds=hang_timeout_s)
+            timeout = timedelta(seconds=limit_s)
             # An explicit store, since heartbeats and failures use the store too.
-            self._store = store = meet(self.rank, self.world, timeout)
+            self._store = store = meet(self.rank, self.world, timedelta(seconds=hang_timeout_s))
             self._failures = FailureReporter(store, self.rank, hang_timeout_s, self.collectives.words)
             with without_greetings():
                 dist.init_process_group(
@@ -49,7 +53,6 @@ class C10dBackend(Backend):
                     timeout=timeout,
                     device_id=device_id,
                 )
-        self.collectives.hang_timeout_s = hang_timeout_s
 
     def lay_out(self, mesh: Mesh) -> None:
         self.collectives.lay_out(mesh)

@@ -26,7 +26,8 @@ class CpuBackend(C10dBackend):
     compiler = "inductor"
     collectives: SharedMemoryCollectives
 
-    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
+    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
+        self.compiles_at_first_use = torch_compile
         self._take_place()
         self.device = torch.device("cpu")
         keep_heap()

@@ -53,7 +53,8 @@ class CudaBackend(AcceleratorBackend):
     name = "cuda"
     compiler = "inductor"
 
-    def __init__(self, *, hang_timeout_s: float = 1800.0) -> None:
+    def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
+        self.compiles_at_first_use = torch_compile
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name=cuda cannot run here: {support.reason}")

@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nxtrain.backends.rounding import RoundingKey
     from nxtrain.vocab import VocabColumns
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,13 @@ class Kernels(ABC):
         host_may_look: The host can read a number in the middle of an update at no cost.
         rounds: The device rounds every cast from float32 to bfloat16 at random, with a random stream of its own. Ranks
             that compute the same values then get different results wherever their streams differ.
+        rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
         widens_logits: `cross_entropy` makes float32 copies of logits of another type.
     """
 
     host_may_look: bool = False
     rounds: bool = False
+    rounds_on_host: bool = False
     widens_logits: bool = True
 
     @abstractmethod
@@ -145,6 +150,14 @@ class Kernels(ABC):
     @abstractmethod
     def row_square_sums(self, x: Tensor) -> Tensor:
         """Sum of the squares of each row in float32: (R, C) to (R,)."""
+
+    def fuse(self, function: Function) -> Function:
+        """Function of tensors with the same results, one graph on devices that need it; by default the function itself.
+
+        Args:
+            function: Function without reads by the host. Numbers that change from call to call are tensors.
+        """
+        return function
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         """Division of an update into calls of `adamw`: one call, unless the device prefers otherwise."""

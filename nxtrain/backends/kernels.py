@@ -218,6 +218,31 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
+def masked_cross_entropy(
+    logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`Kernels.cross_entropy` by a mask of the targets in place of an index, for devices without 64-bit integers.
+
+    Such a device gathers and scatters by int64 hundreds of times slower than by other operations.
+    """
+    dtype, comm, axis = logits.dtype, columns.comm, columns.axis
+    scores = logits.float() if columns.padding is None else logits.float() + columns.padding
+    counted, here, column = columns.place(targets)
+    numbers = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    hit = (numbers == column.to(torch.int32)) & here.unsqueeze(1)
+
+    peak = comm.all_reduce(scores.amax(dim=1), axis, "max")
+    target_score = scores.masked_fill(~hit, 0.0).sum(dim=1)
+    exp = (scores - peak.unsqueeze(1)).exp()
+    sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
+    losses = sums[0].log() + peak - sums[1]
+    loss = torch.where(counted, losses, torch.zeros_like(losses)).sum()
+    if not needs_grad:
+        return loss, None
+    grad = exp * (counted.float() / sums[0]).unsqueeze(1) - hit.float()
+    return loss, grad.to(dtype)
+
+
 def cross_entropy(
     logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
 ) -> tuple[Tensor, Tensor | None]:

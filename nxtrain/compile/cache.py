@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nxtrain.compile.entries import DONE, LOCK, Entry, Key, State, content, locks, look, scan
+from nxtrain.compile.entries import DONE, LOCK, Entry, Key, State, content, is_neff, locks, look, scan
 from nxtrain.compile.entry_hashes import Seal, copy_file, damage, hash_folder, read_seal, write_seal
 from nxtrain.compile.lock_owners import GRACE_S, is_live, lock_is_live, read_owner, this_process
+from nxtrain.compile.neffs import Neffs
 from nxtrain.errors import BackendError
 from nxtrain.io.atomic import sync_folder
 
@@ -60,16 +61,19 @@ class Cache:
         self.root = root
         self._own = root / OWN
         self._is_live = partial(lock_is_live, grace_s=grace_s)
+        self._neffs = Neffs(root, self._own)
 
     def __str__(self) -> str:
         return str(self.root)
 
     def entries(self) -> list[Entry]:
         """Entries, sorted by name."""
-        return list(scan(self.root, self._is_live))
+        return [*self._neffs.entries(), *scan(self.root, self._is_live)]
 
     def entry(self, key: Key) -> Entry | None:
         """Entry of a key; None if the cache lacks it."""
+        if is_neff(key):
+            return self._neffs.entry(key)
         return look(self._folder(key), key, self._is_live)
 
     def done(self) -> set[Key]:
@@ -83,7 +87,8 @@ class Cache:
 
     def quarantined(self) -> list[Entry]:
         """Entries in the quarantine, under their original names."""
-        return list(scan(self._own / "quarantine", self._is_live))
+        place = self._own / "quarantine"
+        return [*self._neffs.entries(place), *scan(place, self._is_live)]
 
     def mark_used(self, keys: Iterable[Key]) -> None:
         """Mark entries as used by a run, so they are evicted last."""
@@ -102,6 +107,8 @@ class Cache:
             UnusableEntryError: The entry is damaged, or changed during the copy.
         """
         folder = self._folder(key)
+        if is_neff(key):
+            return self._fetch_neff(key, target)
         try:
             seal, before = read_seal(folder), _fingerprint(folder)
             found = {path.name: copy_file(path, target / path.name) for path in content(folder)}
@@ -127,11 +134,22 @@ class Cache:
         if self._is_taken(key):
             return False
         with self.staging() as folder:
-            write_seal(folder, fill(folder))
+            seal = fill(folder)
+            if is_neff(key):
+                return self._neffs.publish(key, folder, seal)
+            write_seal(folder, seal)
             sync_folder(folder)
             with self._alone():
                 is_new = self._publish(folder, key)
         return is_new
+
+    def _fetch_neff(self, key: Key, target: Path) -> Seal:
+        try:
+            return self._neffs.fetch(key, target)
+        except FileNotFoundError as error:
+            raise UnusableEntryError("it was taken away while it was read") from error
+        except ValueError as error:
+            raise UnusableEntryError(f"damaged: {error}") from error
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
@@ -150,6 +168,10 @@ class Cache:
             only: Keys to verify; None: every entry.
         """
         for key in sorted(key for key in self.done() if only is None or key in only):
+            if is_neff(key):
+                with suppress(FileNotFoundError):
+                    yield self._verify_neff(key)
+                continue
             folder = self._folder(key)
             with suppress(FileNotFoundError):  # evicted meanwhile
                 seal, before = read_seal(folder), _fingerprint(folder)
@@ -163,6 +185,16 @@ class Cache:
                     if damaged:
                         self._quarantine(key)
                 yield Verdict(key, damaged, seal is None)
+
+    def _verify_neff(self, key: Key) -> Verdict:
+        seal, found = self._neffs.seal(key), self._neffs.hash(key)
+        damaged = damage(seal, found) if seal else ""
+        with self._alone():
+            if seal is None:
+                self._neffs.write_seal(key, found)
+            if damaged:
+                self._quarantine(key)
+        return Verdict(key, damaged, seal is None)
 
     def break_locks(self) -> list[Key]:
         """Remove the locks of processes that are gone.
@@ -209,10 +241,15 @@ class Cache:
             for entry in (*quarantined, *(entry for entry in oldest if entry.state is not State.LOCKED)):
                 if total <= max_bytes:
                     break
-                if self._move(entry.folder, self._trash()):
+                if self._remove(entry):
                     removed.append(entry.key)
                     total -= entry.size_bytes
         return removed
+
+    def _remove(self, entry: Entry) -> bool:
+        if is_neff(entry.key):
+            return self._move_file(entry.key, self._trash(), entry.folder)
+        return self._move(entry.folder, self._trash())
 
     def sweep(self) -> None:
         """Delete the remains of killed processes."""
@@ -248,6 +285,8 @@ class Cache:
         place = self._own / "quarantine" / key.compiler / key.module
         if place.exists():
             place.rename(self._trash())
+        if is_neff(key):
+            return self._move_file(key, place)
         return self._move(self._folder(key), place)
 
     def _move(self, folder: Path, place: Path) -> bool:
@@ -257,6 +296,16 @@ class Cache:
         place.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(place)
         (place / LOCK).unlink(missing_ok=True)  # the trash may have been emptied meanwhile
+        return True
+
+    def _move_file(self, key: Key, place: Path, file: Path | None = None) -> bool:
+        """Move a graph of TorchNeuron; a process that reads the file keeps what it has open."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            (file or self._folder(key)).rename(place)
+        except FileNotFoundError:
+            return False
+        self._neffs.forget(key)
         return True
 
     def _claim(self, folder: Path) -> bool:

@@ -192,7 +192,10 @@ def _cache(where: str | None) -> Cache:
 def _folder(where: str | None) -> Path:
     if where is None:
         return cache_folder(CompileConfig())
-    return cache_folder(load(where).config.compile) if where.endswith(".toml") else local_path(where)
+    if not where.endswith(".toml"):
+        return local_path(where)
+    config = load(where).config
+    return cache_folder(config.compile, shared=config.backend.name == "neuron-native")
 
 
 @contextmanager

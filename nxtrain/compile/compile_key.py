@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 
 from nxtrain.backends.neuron.sdk import installed
+from nxtrain.compile.entries import NEFF_FOLDER
 from nxtrain.compile.manifest import Build, Setting
 from nxtrain.config.check import Resolved
 from nxtrain.config.load import values
@@ -19,6 +21,12 @@ Source: AWS Neuron documentation, "Neuron Persistent Cache", and the help of `ne
 
 VARIABLES = ("NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU", "XLA_DISABLE_FUNCTIONALIZATION")
 """Environment variables under which torch-neuronx lowers the same step to other graphs."""
+
+NATIVE_VARIABLES = ("NEURON_COMPILER_OPT_LEVEL", "NEURON_LOGICAL_NC_CONFIG")
+"""Environment variables that are part of the keys of TorchNeuron's graphs."""
+
+COMPILERS = ("neuronx-cc", "nki")
+"""Packages that compile TorchNeuron's graphs."""
 
 PACKAGES = ("nxtrain", "torch", "torch-xla", "torch-neuronx", "neuronx-distributed")
 """Packages whose version may change a graph while the settings stay equal."""
@@ -43,6 +51,14 @@ def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: s
         compiler: Folder of the compiler's version; empty if it is not known yet.
     """
     return Build(compiler, _flags(environ.get(FLAGS, "")), _settings(plan, world, environ))
+
+
+def native_build_of(plan: Resolved, world: int, environ: Mapping[str, str]) -> Build:
+    """Build of a run by TorchNeuron, whose files name no compiler: the versions are settings."""
+    build = build_of(plan, world, environ, NEFF_FOLDER)
+    versions = {f"version of {package.name}": package.version for package in map(installed, COMPILERS) if package}
+    given = {name: environ[name] for name in NATIVE_VARIABLES if name in environ}
+    return replace(build, settings={**build.settings, **versions, **given})
 
 
 def _settings(plan: Resolved, world: int, environ: Mapping[str, str]) -> dict[str, Setting]:

@@ -21,6 +21,10 @@ LOCK = "model.hlo_module.pb.lock"
 SEAL = "nxtrain.json"
 """nxtrain's own file in an entry, with the hashes of the other files."""
 
+NEFF_FOLDER = "neff"
+"""Folder of TorchNeuron's graphs in a cache, and the first part of their keys."""
+
+_NEFF_FILE = re.compile(r"(?:[\w+-][\w.+-]*/)*[\w+-][\w.+-]*\.neff")
 _COMPILER = re.compile(r"neuronxcc-[\w.+-]+")
 _MODULE = re.compile(r"MODULE_[\w.+-]+")
 _FILE = re.compile(r"[\w+-][\w.+-]*")
@@ -45,8 +49,8 @@ class Key(NamedTuple):
     """Key of a compiled graph and its compiler.
 
     Args:
-        compiler: Folder of the compiler's version, `neuronxcc-<version>`.
-        module: `MODULE_<graph>+<flags>`, the hashes of the graph and of the compiler's flags.
+        compiler: Folder of the compiler's version, `neuronxcc-<version>`; `neff` for a graph of TorchNeuron.
+        module: `MODULE_<graph>+<flags>`, the hashes of the graph and of the compiler's flags; or the name of the file.
     """
 
     compiler: str
@@ -62,7 +66,7 @@ class Entry:
 
     Args:
         key: Key of the graph.
-        folder: Folder of the entry.
+        folder: Folder of the entry; the file itself for a graph of TorchNeuron.
         state: State of the entry.
         size_bytes: Size of its files.
         used_s: Time of the last change, use mark or read by the file system's clock, in seconds since the epoch.
@@ -84,7 +88,13 @@ IsLive = Callable[[Path, Path], bool]
 def parse_key(text: str) -> Key | None:
     """Parse `compiler/module`; None if the text is no key, such as a name that leads out of the cache."""
     compiler, _, module = text.partition("/")
-    return Key(compiler, module) if _COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module) else None
+    key = Key(compiler, module)
+    return key if is_neff(key) or (_COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module)) else None
+
+
+def is_neff(key: Key) -> bool:
+    """True if a key is that of a file of TorchNeuron, such as `neff/ab/cd/<hash>.neff`."""
+    return key.compiler == NEFF_FOLDER and bool(_NEFF_FILE.fullmatch(key.module))
 
 
 def is_content(name: str) -> bool:

@@ -1,8 +1,10 @@
 """Watch of a run on Neuron devices for graphs that were not compiled beforehand: `compile.on_miss`.
 
-Only Neuron's plugin knows the key of a graph, and shows it when it begins to compile. So one rank of each node watches
-the cache for a graph that the manifest lacks, under a new lock, compiled by a process of this run. The main thread then
-waits inside the compiler's call, so the watching thread ends the run.
+TorchNeuron's files are watched by their names alone (`NeffWatch`).
+
+On PyTorch/XLA only Neuron's plugin knows the key of a graph, and shows it when it begins to compile. So one rank of
+each node watches the cache for a graph that the manifest lacks, under a new lock, compiled by a process of this run.
+The main thread then waits inside the compiler's call, so the watching thread ends the run.
 
 Other runs compile on a node too. Their graphs are recognised by the compiler process, whose command line names the
 graph: it descends from another run's agent. If no process names a graph, it counts as this run's after `PATIENCE_S`.
@@ -27,7 +29,7 @@ from subprocess import DEVNULL
 from nxtrain.backends.neuron.sdk import installed
 from nxtrain.backends.xla.environment import extracting
 from nxtrain.compile.cache import Cache
-from nxtrain.compile.compile_key import build_of
+from nxtrain.compile.compile_key import build_of, native_build_of
 from nxtrain.compile.entries import DONE, Key, locks, parse_key
 from nxtrain.compile.lock_owners import descends, naming, read_owner
 from nxtrain.compile.manifest import (
@@ -45,7 +47,7 @@ from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError
-from nxtrain.launch.neuron import compiles_ahead
+from nxtrain.launch.neuron import compiles_ahead, is_native
 from nxtrain.mesh import Mesh
 from nxtrain.process.placement import Placement
 
@@ -62,7 +64,7 @@ OnMiss = Callable[[Key, Sequence[int]], None]
 
 @contextmanager
 def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
-    """Hold a run to its manifest while it lasts; on one rank per node, and under PyTorch/XLA on Neuron devices only.
+    """Hold a run to its manifest while it lasts; on one rank per node, and on Neuron devices only.
 
     Args:
         plan: The checked configuration of the run.
@@ -83,16 +85,18 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
         watch.stop()
 
 
-def _watch_of(plan: Resolved, environ: Mapping[str, str]) -> Watch | None:
+def _watch_of(plan: Resolved, environ: Mapping[str, str]) -> Watch | NeffWatch | None:
     """Watch of this rank, not yet started; None if the rank watches nothing."""
     config, place = plan.config, Placement.read(environ)
     if place.local_rank or not compiles_ahead(config) or extracting(environ):
         return None
-    cache = Cache(cache_folder(config.compile))
+    native = is_native(config)
+    cache = Cache(cache_folder(config.compile, shared=native))
     for key in cache.break_locks():
         _say(f"broke the lock of {key}, whose owner is gone")
     stops = config.compile.on_miss == "stop"
-    build = build_of(plan, place.world, environ, _compiler())
+    world = place.world
+    build = native_build_of(plan, world, environ) if native else build_of(plan, world, environ, _compiler())
     parallel = config.parallel
     # No library's order of ranks, which goes within a machine, changes the stages that it holds.
     mesh = Mesh.build(place.world, place.rank, tp=parallel.tp, pp=parallel.pp)
@@ -102,9 +106,12 @@ def _watch_of(plan: Resolved, environ: Mapping[str, str]) -> Watch | None:
     if different := [f"    {difference}" for difference in differ(manifest.build, build)]:
         _say("\n".join(["warning: this run is not what was compiled, and may need other graphs:", *different]))
     # Ranks of one node have one parent, the agent, from which all their compilers descend.
-    run = os.getppid() if place.local_world > 1 else os.getpid()
+    on_miss = partial(_stop if stops else _warn, cache, manifest, build)
     known = {Key(manifest.build.compiler, graph.module) for graph in manifest.graphs}
-    return Watch(cache.root, known, run, partial(_stop if stops else _warn, cache, manifest, build))
+    if native:
+        return NeffWatch(cache, known, on_miss)
+    run = os.getppid() if place.local_world > 1 else os.getpid()
+    return Watch(cache.root, known, run, on_miss)
 
 
 def _manifest_of(config: RunConfig, stages: Sequence[int], cache: Cache, *, stops: bool) -> Manifest | None:
@@ -200,6 +207,41 @@ class Watch(threading.Thread):
         if ours or (not processes and waited_s > self._patience_s):
             self._settled.add(key)
             self._on_miss(key, ours)
+
+
+class NeffWatch(threading.Thread):
+    """Watch of TorchNeuron's cache for files that a run adds though it should not need to.
+
+    A file appears when its compilation has ended. Nothing tells which process made it: a node's runs need caches of
+    their own for `compile.on_miss`.
+
+    Args:
+        cache: The cache.
+        known: Graphs of the manifest.
+        on_miss: Callback for each other graph, once, from this thread.
+    """
+
+    def __init__(self, cache: Cache, known: Collection[Key], on_miss: OnMiss) -> None:
+        super().__init__(name="nxtrain-compile-guard", daemon=True)
+        self._cache, self._on_miss = cache, on_miss
+        self._settled = {*known, *cache.done()}
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """End the watch, after a last look."""
+        self._stopped.set()
+        self.join()
+        self.look()
+
+    def run(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            self.look()
+
+    def look(self) -> None:
+        """Look once."""
+        for key in sorted(self._cache.done() - self._settled):
+            self._settled.add(key)
+            self._on_miss(key, ())
 
 
 def _stop(cache: Cache, manifest: Manifest, build: Build, key: Key, compilers: Sequence[int]) -> None:

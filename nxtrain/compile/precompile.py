@@ -16,6 +16,7 @@ from nxtrain.compile.compile_key import build_of
 from nxtrain.compile.entries import Key
 from nxtrain.compile.manifest import Graph, Manifest, manifest_file, read_manifest, stage_words, write_manifest
 from nxtrain.compile.memory import host_memory
+from nxtrain.compile.native_compile import precompile_native
 from nxtrain.compile.parallel_compile import Compiled, Job, compile_graphs, print_line
 from nxtrain.compile.tool import TOOL, tool_argv
 from nxtrain.config.cache_dir import cache_folder
@@ -62,6 +63,9 @@ def precompile(
     config = loaded.config
     _check_backend(loaded)
     _check_nodes(loaded, first_node, dry_run)
+    if is_native(config):
+        precompile_native(path, overrides, nproc=nproc, first_node=first_node, dry_run=dry_run)
+        return
     # Whoever shows no graphs once shows none the next time, and many restarts would hide its message.
     overrides = [*overrides, "recovery.max_restarts=0"]
     command = render(path, overrides, nproc, os.environ, first_node=first_node or FIRST_NODE)
@@ -122,9 +126,15 @@ def _graphs(compiled: Compiled, file: Path) -> tuple[Graph, ...]:
 
 def _check_backend(loaded: Loaded) -> None:
     name = loaded.config.backend.name
-    if is_native(loaded.config) or (not compiles_ahead(loaded.config) and name != "auto"):
-        reason = f"{name} compiles no graphs beforehand; PyTorch/XLA on Neuron devices does"
-        raise ConfigError([Problem("backend.name", reason, loaded.origins["backend.name"], "use backend.name=neuron")])
+    if not compiles_ahead(loaded.config) and name != "auto":
+        reason = f"{name} compiles no graphs beforehand; Neuron devices do"
+        raise ConfigError(
+            [
+                Problem(
+                    "backend.name", reason, loaded.origins["backend.name"], "use backend.name=neuron or neuron-native"
+                )
+            ]
+        )
 
 
 def _check_nodes(loaded: Loaded, first_node: str, dry_run: bool) -> None:

@@ -9,6 +9,7 @@ Source: AWS Neuron documentation, "PyTorch Neuron training troubleshooting guide
 
 from __future__ import annotations
 
+import getpass
 import re
 import socket
 from collections.abc import Mapping
@@ -24,6 +25,9 @@ NETWORK_TYPES = {
 }
 """Types of network file systems; EFS mounts as nfs4, FSx for Lustre as lustre."""
 
+LOCAL_LOCKS = Path("/var/tmp/nxtrain-locks")
+"""Beginning of a user's folder for locks, where the cache itself is on a network file system."""
+
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
@@ -32,11 +36,14 @@ def host_name() -> str:
     return socket.gethostname().split(".")[0]
 
 
-def cache_folder(config: CompileConfig, *, host: str | None = None, mounts: str | None = None) -> Path:
+def cache_folder(
+    config: CompileConfig, *, host: str | None = None, mounts: str | None = None, shared: bool = False
+) -> Path:
     """Absolute folder of this node's compiled graphs; need not exist.
 
     Args:
         config: The section `[compile]`.
+        shared: The compiler's files are atomic and its locks are elsewhere, so that nodes may share a network's folder.
         host: Value of `{host}`; by default the name of this machine.
         mounts: Text of `/proc/self/mountinfo`; by default that of this machine, if it has one.
 
@@ -50,11 +57,22 @@ def cache_folder(config: CompileConfig, *, host: str | None = None, mounts: str 
         raise ConfigError([Problem(name, f"{text} is a bucket, and the compiler needs a disk of this node", hint=hint)])
     folder = Path(fill(name, text, {"host": host or host_name()})).expanduser().absolute()
     kind = network_type(folder, mounts)
-    if kind and not config.allow_network:
+    if kind and not shared and not config.allow_network:
         reason = f"{folder} is on a network file system ({kind}), where many ranks at once lose and tear entries"
         hint = "use a local disk, such as /var/tmp/neuron-compile-cache, or force it with compile.allow_network=true"
         raise ConfigError([Problem(name, reason, hint=hint)])
     return folder
+
+
+def lock_folder(cache: Path, mounts: str | None = None) -> Path:
+    """Folder on a local disk for the locks of TorchNeuron's compilations: in the cache, unless a network has that.
+
+    Args:
+        cache: Folder of the compiled graphs.
+        mounts: As for `cache_folder`.
+    """
+    local = LOCAL_LOCKS.with_name(f"{LOCAL_LOCKS.name}-{getpass.getuser()}")
+    return local if network_type(cache, mounts) else cache / "locks"
 
 
 def fill(key: str, text: str, values: Mapping[str, str]) -> str:

@@ -213,6 +213,9 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
                 f"use precision.state=fp32, update=bf16_stochastic, or optim.betas[{index}]={MAX_ROUNDED_BETA} or less"
             )
             yield Problem("precision.state", reason, hint=hint)
+    if config.backend.rounding == "hardware" and config.backend.name not in ("auto", "neuron", "neuron-native"):
+        reason = f"hardware rounds at random on Trainium alone, not on {config.backend.name}"
+        yield Problem("backend.rounding", reason, hint="use backend.rounding=auto or software")
     if params == "fp32" and precision.accumulate == "bf16":
         reason = "bf16 sums would round the fp32 gradients of fp32 params once per micro-batch"
         yield Problem("precision.accumulate", reason, hint="use precision.accumulate=fp32")
@@ -244,6 +247,9 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
         if parallel.prefetch != type(parallel)().prefetch:
             reason = f"gathers sharded parameters ahead of their use, but shard={parallel.shard} does not shard them"
             yield Problem("parallel.prefetch", reason, hint=f"leave it out, or use parallel.shard={modes}")
+    elif parallel.offload and config.backend.name == "neuron-native":
+        reason = "reduces tensors of host memory, and TorchNeuron's process group carries those of the device only"
+        yield Problem("parallel.offload", reason, hint="use false")
     elif parallel.offload and parallel.dp == 1:
         reason = "needs data parallel ranks that share the parameters, but dp=1"
         yield Problem("parallel.offload", reason, hint="use false, or parallel.dp=0 and more ranks")
@@ -253,7 +259,7 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
 
 
 def _compile(config: RunConfig) -> Iterator[Problem]:
-    if config.backend.attention == "flash" and config.backend.name not in ("auto", "neuron"):
+    if config.backend.attention == "flash" and config.backend.name not in ("auto", "neuron", "neuron-native"):
         reason = f"flash is NKI's kernel for backend.name=neuron, not for {config.backend.name}"
         yield Problem("backend.attention", reason, hint="use auto")
     if config.compile.torch_compile and config.backend.name in ON_XLA:

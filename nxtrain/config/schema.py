@@ -222,7 +222,10 @@ class BackendConfig(Section):
     layers: Literal["auto", "native", "nxd"] = "auto"
     """Parallel layers: our own, or NeuronX Distributed's; auto takes the latter on neuron, where they are installed."""
     attention: Literal["auto", "plain", "flash"] = "auto"
-    """On backend.name=neuron, attention by elementary operations or by NKI's flash kernel; auto says why which."""
+    """On Neuron devices, attention by elementary operations or by a flash kernel; auto says why which."""
+    rounding: Literal["auto", "software", "hardware"] = "auto"
+    """Random bits of precision.update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's
+    generator (untested on neuron-native); auto: hardware on neuron, software elsewhere."""
     cpu_kernels: Literal["auto", "torch", "native"] = "auto"
     """On backend.name=cpu, kernels of torch or our own in C++, built on first use; auto: ours where they build."""
     cpu_transport: Literal["auto", "gloo", "shared_memory"] = "auto"
@@ -258,10 +261,16 @@ class CompileConfig(Section):
     """Folder of this node's compiled graphs, on its own disk; `{host}` becomes the name of the node."""
     allow_network: bool = False
     """Take a cache_dir on a network file system, where many ranks at once lose and tear entries."""
+    optlevel: int = Field(default=0, ge=0, le=3)
+    """Optimization level of Neuron's compiler, 1 to 3; 0: the default of the compiler or of TorchNeuron."""
     max_recompiles: NonNegativeInt = 3
     """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
     torch_compile: bool = False
-    """Compile each block with torch.compile, by inductor or TorchNeuron; PyTorch/XLA compiles whole steps anyway."""
+    """Compile each block with torch.compile, by inductor or TorchNeuron, there with loss, norm and update too;
+    PyTorch/XLA compiles whole steps anyway."""
+    allow_fallbacks: bool = False
+    """On neuron-native, take operations in the training step that TorchNeuron computes on the host, slowly; otherwise
+    the run ends with code 5 after its first step."""
     manifest: LocalPath = Path("compile_cache/manifests/{name}.json")
     """List of the graphs that `nxtrain compile` compiled; `{name}` becomes run.name. A node that holds some
     pipeline stages only has a file for these, named `.stages-0` and so on before its ending."""

@@ -218,10 +218,15 @@ class C10dCollectives(Collectives):
     ) -> Pending[list[Tensor]]:
         if axis.size == 1:
             return Done([tensor.to(dtype) for tensor in tensors])
+        flat = self._pack(tensors, dtype)
+        return PendingBucket(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
+
+    def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Copies of the tensors one after the other, in a type."""
         flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
         for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
             part.view(tensor.shape).copy_(tensor)
-        return PendingBucket(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
+        return flat
 
     def _start_sum(self, flat: Tensor, axis: Axis, scale: float) -> Pending[Tensor]:
         """Start to sum a bucket in place."""
@@ -235,6 +240,10 @@ class C10dCollectives(Collectives):
             return
         for axis in axes_of(mesh):
             self.group(axis)
+        self._link(mesh)
+
+    def _link(self, mesh: Mesh) -> None:
+        """Make a group for each pair of neighbours in the pipeline."""
         size = mesh.pp_size
         neighbours = {(group[i - 1], group[i]) for group in mesh.pp.groups for i in range(size)}
         for low, high in sorted({(min(ends), max(ends)) for ends in neighbours}):

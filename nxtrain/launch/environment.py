@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ COMPILER_FLAGS = "NEURON_CC_FLAGS"
 CACHE = "NEURON_COMPILE_CACHE_URL"
 NATIVE_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"
 
-_SAME_NAME = {"-lnc": "--logical-nc-config", "--lnc": "--logical-nc-config"}
+_LEVEL = re.compile("-O([0-9])")
+_SAME_NAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config", "--lnc": "--logical-nc-config"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Environment:
         compiler_flags: Flags of the compiler and of the cache around it.
         barred: Variables and flags that must not have these values; `instead` is the way out.
         xla: True for PyTorch/XLA, where some variables do harm.
+        passed: Flags that TorchNeuron or a variable of the run passes to the compiler; a shell must not repeat them.
+        notes: Lines for people about what was left out.
     """
 
     sdk: SdkVersion
@@ -59,6 +63,8 @@ class Environment:
     compiler_flags: tuple[Variable, ...]
     barred: tuple[Variable, ...] = ()
     xla: bool = True
+    passed: tuple[Variable, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def conflicts(self, environ: Mapping[str, str]) -> list[Problem]:
         """Settings of a shell that contradict the run, each with the way out.
@@ -77,6 +83,7 @@ class Environment:
                 problems.append(Problem(bar.name, f"{bar.value} {bar.reason}", ORIGIN, bar.instead))
         flags = {_canonical(flag.name): flag for flag in self.compiler_flags}
         bars = {(bar.name, bar.value): bar for bar in self.barred}
+        passed = {flag.name: flag for flag in self.passed}
         (cache,) = (variable.value for variable in self.variables if variable.name in {CACHE, NATIVE_CACHE})
         for name, value, text in _parse(environ.get(COMPILER_FLAGS, "")):
             if name == "--cache-dir" and value != cache:
@@ -85,6 +92,8 @@ class Environment:
             elif (name, value) in bars:
                 bar = bars[name, value]
                 problems.append(Problem(COMPILER_FLAGS, f"{text} {bar.reason}", ORIGIN, bar.instead))
+            elif name in passed:
+                problems.append(Problem(COMPILER_FLAGS, f"{text} {passed[name].reason}", ORIGIN, passed[name].instead))
             elif name in flags and value != flags[name].value:
                 reason = f"{text}, but this run needs {flags[name].flag}"
                 problems.append(Problem(COMPILER_FLAGS, reason, ORIGIN, flags[name].instead or "leave it out"))
@@ -98,6 +107,8 @@ class Environment:
             else replace(variable, value=environ[variable.name], reason="as the shell has it", source="")
             for variable in self.variables
         )
+        if not self.xla:
+            return chosen
         reasons = "\n".join(f"{flag.flag}: {flag.reason} [{flag.source}]" for flag in self.compiler_flags)
         return (*chosen, Variable(COMPILER_FLAGS, self._merged(environ.get(COMPILER_FLAGS, "")), reasons))
 
@@ -119,6 +130,8 @@ def _parse(flags: str) -> list[tuple[str, str, str]]:
     for token in tokens:
         if token.startswith("-") or not found or found[-1][1]:
             name, _, value = token.partition("=")
+            if level := _LEVEL.fullmatch(name):
+                name, value = "--optlevel", level[1]
             found.append((_canonical(name), value, shlex.quote(token)))
         else:
             name, _, text = found.pop()

@@ -6,20 +6,22 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from nxtrain.backends.base import AttentionShape
-from nxtrain.backends.neuron import torchneuron
+from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.attention import Attention, choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
-from nxtrain.config.cache_dir import cache_folder
+from nxtrain.config.cache_dir import cache_folder, lock_folder
 from nxtrain.config.check import resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import find_family
 from nxtrain.launch.environment import Variable
-from nxtrain.launch.variables import SOURCES, native_environment, neuron_environment
+from nxtrain.launch.native_variables import native_environment, rank_variables
+from nxtrain.launch.variables import SOURCES, neuron_environment
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ def is_native(config: RunConfig) -> bool:
 
 
 def compiles_ahead(config: RunConfig) -> bool:
-    """True if a run's graphs can be compiled before it starts: possible with PyTorch/XLA, not with TorchNeuron."""
-    return is_neuron(config) and not is_native(config)
+    """True if a run's graphs can be compiled before it starts: on Neuron devices."""
+    return is_neuron(config)
 
 
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
@@ -65,21 +67,25 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
         ConfigError: The compiler's flags cannot be split as a shell splits them.
     """
     instance = machine_of(config)
-    if instance is None:
-        return Needs(problems=(_unknown(config.cluster.instance),))
     native = is_native(config)
+    if instance is None and (config.cluster.instance or not native):
+        return Needs(problems=(_unknown(config.cluster.instance),))
     sdk = torchneuron.detect() if native else detect()
     assumed = "" if sdk else ", assumed: it is not installed here"
     problems: list[Problem] = []
+    locks = Path()
     try:
-        cache = {"cache_dir": cache_folder(config.compile)}
+        cache = {"cache_dir": cache_folder(config.compile, shared=native)}
+        locks = lock_folder(cache["cache_dir"])
         config = config.model_copy(update={"compile": config.compile.model_copy(update=cache)})
     except ConfigError as error:
         problems += error.problems
     about = [f"sources without a host are pages of {SOURCES}"]
     if native:
-        environment = native_environment(config, instance, sdk or torchneuron.SDK)
+        environment = native_environment(config, instance, sdk or torchneuron.SDK, locks, torchneuron_names.reads)
+        about += environment.notes
     else:
+        assert instance is not None
         flash = False
         try:
             if attention := attention_of(config, instance, sdk or RECOMMENDED, installed("neuronx-distributed")):
@@ -88,8 +94,10 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
         except ConfigError as error:
             problems += error.problems
         environment = neuron_environment(config, instance, sdk or RECOMMENDED, flash=flash)
-    about.insert(0, f"{instance.name}, Neuron SDK {environment.sdk}{assumed}")
-    problems += [*environment.conflicts(environ), *_misfits(config, instance, num_ranks)]
+    about.insert(0, f"{_named(instance)}, Neuron SDK {environment.sdk}{assumed}")
+    problems += environment.conflicts(environ)
+    problems += rank_variables(environ, 0, num_ranks)[1] if native else []
+    problems += _misfits(config, instance, num_ranks) if instance else []
     return Needs(tuple(about), environment.beside(environ), tuple(problems))
 
 
@@ -115,14 +123,18 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     wanted = needs(config, environ, local_world)
     if wanted.problems:
         raise ConfigError(wanted.problems)
-    complete = {**environ, **{variable.name: variable.value for variable in wanted.variables}}
+    own = rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0] if is_native(config) else []
+    complete = {**environ, **{variable.name: variable.value for variable in (*wanted.variables, *own)}}
     if complete != environ:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
 
 
 def machine_of(config: RunConfig) -> Instance | None:
     """Instance of a run: the configured one, or this machine; None if nxtrain does not know it."""
-    return INSTANCES.get(config.cluster.instance) if config.cluster.instance else this_machine()
+    named, here = config.cluster.instance, this_machine()
+    if not named or (here is not None and here.name == named):
+        return here
+    return INSTANCES.get(named)
 
 
 def attention_of(
@@ -139,6 +151,13 @@ def attention_of(
         return None
     chosen = config.backend
     return choose(chosen.attention, shape, instance, sdk, distributed, allow_unverified=chosen.allow_unverified)
+
+
+def _named(instance: Instance | None) -> str:
+    if instance is None:
+        return "an instance that nxtrain does not know, whose cores and threads are left to the runtime"
+    described = f", {instance.num_cores} logical cores as its driver describes them" if instance.measured else ""
+    return instance.name + described
 
 
 def _unknown(name: str) -> Problem:

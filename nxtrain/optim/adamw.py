@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,8 @@ class AdamW:
             for decays, decay in ((True, optim.weight_decay), (False, 0.0))
             for call in kernels.tiles({n: s.shape for n, s in shards.items() if layout.table[n].decay == decays})
         ]
+        in_graph = not (self._keys and kernels.rounds_on_host)
+        self._update = kernels.fuse(self._update_tiles) if in_graph else self._update_tiles
         self.reset()
 
     @torch.no_grad()
@@ -109,20 +111,20 @@ class AdamW:
                 return
             skip = None
         step = self.num_updates[0]
-        noise = step_hash(step)
         for tiles, weight_decay in self._groups:
-            stores = [[getattr(tile, part) for tile in tiles] for part in ("param", *_MEANS)]
-            params, exp_avgs, exp_avg_sqs = ([store.open() for store in part] for part in stores)
-            self._kernels.adamw(
-                params,
-                [tile.rows.of(grads[tile.rows.name]).float() for tile in tiles],
-                exp_avgs,
-                exp_avg_sqs,
-                AdamStep(lr, step, grad_scale, self._betas, self._eps, weight_decay, skip),
-            )
-            for part, wides in zip(stores, (params, exp_avgs, exp_avg_sqs), strict=True):
-                for store, wide in zip(part, wides, strict=True):
-                    store.close(wide, noise, skip)
+            parts = [tile.rows.of(grads[tile.rows.name]) for tile in tiles]
+            how = AdamStep(lr, step, grad_scale, self._betas, self._eps, weight_decay, skip)
+            self._update(tiles, parts, how)
+
+    def _update_tiles(self, tiles: Sequence[_Tile], grads: Sequence[Tensor], how: AdamStep) -> None:
+        """Update tiles by their gradients."""
+        noise = step_hash(how.step)
+        stores = [[getattr(tile, part) for tile in tiles] for part in ("param", *_MEANS)]
+        params, exp_avgs, exp_avg_sqs = ([store.open() for store in part] for part in stores)
+        self._kernels.adamw(params, [grad.float() for grad in grads], exp_avgs, exp_avg_sqs, how)
+        for part, wides in zip(stores, (params, exp_avgs, exp_avg_sqs), strict=True):
+            for store, wide in zip(part, wides, strict=True):
+                store.close(wide, noise, how.skip)
 
     @torch.no_grad()
     def lost_updates(self, lr: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -48,7 +48,7 @@ class Gradients:
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """L2 norm over the whole model of tensors shaped like the shards: () float32, equal on all ranks."""
-        return self._comm.all_reduce(self.square_sum(tensors.items()), self._layout.mesh.state).sqrt()
+        return self._comm.all_reduce(self.square_sum.of(tensors), self._layout.mesh.state).sqrt()
 
     def count(self, marks: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Number of ones over the whole model in 0/1 tensors shaped like the shards: () float32, equal on all ranks."""
@@ -71,7 +71,8 @@ class SquareSum:
     def __init__(
         self, layout: Layout, shards: Mapping[str, Tensor], put: Callable[[Tensor], Tensor], kernels: Kernels
     ) -> None:
-        self._kernels = kernels
+        self._kernels, self._sum = kernels, kernels.fuse(self._weighted)
+        self._names = [*layout]
         mixed = {name for name in layout if layout.mixes_copies(name)}
         weights = [
             1.0 if name in mixed else _weight(spec, spec.pieces(layout.mesh.tp)[0].copies)
@@ -87,8 +88,16 @@ class SquareSum:
     @torch.no_grad()
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """Weighted sum of squares, () float32, of all of this rank's shards, given in the layout's order."""
+        return self._weighted(tensor for _, tensor in tensors)
+
+    @torch.no_grad()
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The same of tensors that all exist at once, in one graph where the device has graphs."""
+        return self._sum([*tensors.values()])
+
+    def _weighted(self, tensors: Iterable[Tensor]) -> Tensor:
         sums = []
-        for name, tensor in tensors:
+        for name, tensor in zip(self._names, tensors, strict=True):
             squares = self._kernels.row_square_sums(_rows(tensor))
             sums.append((squares * self._row_weights[name] if name in self._row_weights else squares).sum())
         return (torch.stack(sums) * self._weights).sum()

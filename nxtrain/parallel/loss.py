@@ -5,6 +5,7 @@ Shapes: T tokens (sequence x batch, flattened), D hidden, V vocabulary rows of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class VocabHead(nn.Module):
         spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
-        self._tp, self._kernels = tp, kernels
+        self._tp, self._chunk = tp, _chunk_of(kernels)
         self._piece = spec.pieces(tp.axis)[0]
         self._vocab_size = vocab_size
         entry_bytes = 4 if kernels.widens_logits else self.weight.element_size()
@@ -81,8 +82,8 @@ class VocabHead(nn.Module):
             self.weight,
             targets.flatten(),
             VocabColumns(self.first, self.padding, self._tp.comm, self._tp.axis),
-            self._kernels,
             self._chunk_rows,
+            self._chunk,
         )
         return loss
 
@@ -92,6 +93,24 @@ class VocabHead(nn.Module):
             whole = self._tp.enter(hidden)
             local = F.linear(whole, self.weight).float().movedim(-1, 0).contiguous()
             return self._tp.comm.all_gather(local, self._tp.axis)[: self._vocab_size].movedim(0, -1)
+
+
+_Chunk = Callable[[Tensor, Tensor, Tensor, VocabColumns, bool], tuple[Tensor, "Tensor | None", "Tensor | None"]]
+
+
+def _chunk_of(kernels: Kernels) -> _Chunk:
+    """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
+
+    def chunk(
+        hidden: Tensor, weight: Tensor, targets: Tensor, columns: VocabColumns, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        logits = F.linear(hidden, weight)
+        loss, logits_grad = kernels.cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+        if logits_grad is None:
+            return loss, None, None
+        return loss, logits_grad @ weight, logits_grad.t() @ hidden
+
+    return kernels.fuse(chunk)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -111,20 +130,18 @@ class _VocabCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         columns: VocabColumns,
-        kernels: Kernels,
         chunk_rows: int,
+        chunk: _Chunk,
     ) -> Tensor:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grads: list[Tensor] = []
         weight_grad: Tensor | None = None
         for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            logits = F.linear(h, weight)
-            chunk_loss, logits_grad = kernels.cross_entropy(logits, target, columns, needs_grad=needs_grad)
+            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad)
             loss = loss + chunk_loss
-            if logits_grad is not None:
-                hidden_grads.append(logits_grad @ weight)
-                part = logits_grad.t() @ h
+            if hidden_part is not None and part is not None:
+                hidden_grads.append(hidden_part)
                 # Several chunks are summed in float32, so that their number hardly changes the result's rounding.
                 weight_grad = part if weight_grad is None else weight_grad.float().add_(part)
         if weight_grad is not None:

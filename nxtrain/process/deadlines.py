@@ -25,8 +25,16 @@ OPENING_S, MEETINGS = 60.0, 3
 Each of these waits has its own time limit and a more precise message.
 """
 
+COMPILE_PATIENCE = 4.0
+"""Factor of a hang limit for work that may compile: a compiler for an accelerator takes minutes for a graph."""
+
 CLOSING_S = 60.0
 """Seconds to leave the process groups and to free the devices, when all is saved."""
+
+
+def first_use_limit_s(hang_timeout_s: float) -> float:
+    """Seconds without progress that are no hang while graphs compile, here or on a rank that others wait for."""
+    return COMPILE_PATIENCE * hang_timeout_s
 
 
 def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:

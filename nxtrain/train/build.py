@@ -129,6 +129,8 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     """Build this rank's part of the model without storage."""
     run = plan.config
     dtype = Precision.of(run.precision).params
+    if run.compile.torch_compile:
+        backend.compile_kernels()
     parallel = TensorParallel(mesh.tp, backend.collectives, dtype, run.parallel.sequence_parallel and mesh.tp.size > 1)
     native = NativeLayers(parallel, backend.kernels, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
     context = BuildContext(
@@ -198,7 +200,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         precision=precision,
         clip=run.optim.clip,
         sums=backend.put(torch.zeros(2)),
-        history=StepHistory(backend.put),
+        history=StepHistory(backend.put, backend.kernels.fuse),
     )
 
 

@@ -69,6 +69,7 @@ class RunContext:
         backend.choose_kernels(config.backend.cpu_kernels)
         backend.choose_transport(config.backend.cpu_transport)
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, *plan.family.heads(plan.model)))
+        backend.choose_rounding(config.precision.update, config.backend.rounding)
         if watchdog is not None:
             watchdog.lay_out(mesh.words, [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)])
         return RunContext(

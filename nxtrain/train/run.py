@@ -34,6 +34,7 @@ from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
 from nxtrain.train.environment import record_environment
 from nxtrain.train.graph_extraction import extract_graphs
+from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.start import start
@@ -65,7 +66,9 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified)
     reason += f"; layers {layers}: {why}" if why else ""
     limit_s, folder = loaded.config.recovery.hang_timeout_s, loaded.config.run.dir
-    backend = open_with_deadline(lambda: open_backend(name, limit_s, layers), limit_s)
+    backend = open_with_deadline(
+        lambda: open_backend(name, limit_s, layers, torch_compile=loaded.config.compile.torch_compile), limit_s
+    )
     ended: BaseException | None = None
     try:
         plan = resolve_config(loaded, backend.world, backend.name)
@@ -179,7 +182,9 @@ def _train(
     if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
     work = WorkMeter(backend.waited_s, backend.peak_memory_bytes) if context.is_leader else RunObserver()
-    observers = Observers(starts, context.watchdog or RunObserver(), recompiles, checkpoints, work, _profiler(context))
+    fallbacks = Fallbacks(backend, allowed=config.compile.allow_fallbacks)
+    watchdog = context.watchdog or RunObserver()
+    observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context))
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
     sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
     trainer = Trainer(

@@ -97,6 +97,9 @@ class _Lazy:
     name, compiler, collectives, kernels = "xla", XlaBackend.compiler, None, PlainKernels()
     binding = Binding()
 
+    def compile_kernels(self) -> None:
+        """Do nothing, as a device that compiles whole steps."""
+
 
 def test_a_device_that_compiles_whole_steps_refuses() -> None:
     resolved = changed(layout("gqa2", tp=1), compile={"torch_compile": True})

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.distributed.collectives import Collectives
+from nxtrain.mesh import Mesh
 from tests.support import fake_neuron
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
 
-STEPS = 5
+STEPS = 3
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +35,94 @@ def neuron() -> Iterator[RankPool]:
 def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> tuple[str, str, Course]:
     """The names of the process groups of device tensors and of host objects, and what was trained between."""
     assert backend.host_group is not None
-    return dist.get_backend(), dist.get_backend(backend.host_group), run_ours(backend, resolved, STEPS, weights)
+    course = run_ours(backend, resolved, STEPS, weights)
+    assert fake_neuron.device.counts.collectives
+    assert not fake_neuron.device.counts.wide, "64-bit integers travel as 32-bit ones"
+    return dist.get_backend(), dist.get_backend(backend.host_group), course
 
 
-def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False) -> None:
+def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False, world: int = 2) -> None:
     ours = changed(resolved, compile={"torch_compile": compiled})
-    found = neuron.run(2, run, ours, weights_of(resolved))
+    found = neuron.run(world, run, ours, weights_of(resolved))
     assert {(device, host) for device, host, _ in found} == {("neuron", "gloo")}
     check_course([course for *_, course in found], reference(resolved, STEPS), resolved)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("sp", "remat"), [(False, "none"), (True, "full")])
+@pytest.mark.parametrize(("sp", "remat", "compiled"), [(False, "none", False), (True, "full", True)])
 def test_tensor_parallel_training_equals_transformers(neuron: RankPool, sp: bool, remat: str, compiled: bool) -> None:
     check(neuron, layout("gqa2", tp=2, sp=sp, remat=remat), compiled=compiled)
 
 
-@pytest.mark.parametrize("shard", ["zero1", "full"])
+@pytest.mark.parametrize("shard", ["none", "zero1", "grad_op", "full"])
 def test_sharded_training_equals_transformers(neuron: RankPool, shard: str) -> None:
     check(neuron, layout("gqa2", tp=1, dp=2, micro=2, shard=shard))
+
+
+def test_hybrid_sharding_equals_transformers(neuron: RankPool) -> None:
+    check(neuron, layout("gqa2", tp=1, dp=4, micro=1, shard="hybrid", shard_size=2), world=4)
+
+
+def test_a_pipeline_equals_transformers_and_sends_over_the_group_of_its_axis(neuron: RankPool) -> None:
+    check(neuron, layout("gqa2", tp=1, pp=2, micro=1))
+    assert neuron.run(2, links) == [0, 0]
+
+
+def links(backend: Backend) -> int:
+    """Groups of two ranks that a pipeline makes besides the groups of its axes."""
+    backend.lay_out(Mesh.build(2, backend.rank, pp=2))
+    assert isinstance(backend, NeuronNativeBackend)
+    return len(backend.collectives._links)
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Words with which the stand-in refuses each kind of work; empty: not refused."""
+
+    host: str
+    wide: str
+    subgroup_barrier: str
+    unknown_group: str
+    known_group: str
+
+
+def said(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def refused(backend: Backend) -> Refusals:
+    """Let the stand-in refuse what TorchNeuron refuses; tp is smaller than the world."""
+    mesh = Mesh.build(4, backend.rank, tp=2)
+    backend.lay_out(mesh)
+    comm, ours = backend.collectives, backend.put(torch.ones(4))
+    wide = backend.put(torch.tensor([1 << 31]))
+    alone, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+
+    def compiled(comm: Collectives) -> Callable[[], object]:
+        def body(x: Tensor) -> Tensor:
+            return comm.all_gather(x, mesh.tp).sum()
+
+        torch._dynamo.reset()
+        return lambda: torch.compile(body, backend="neuron", fullgraph=True)(ours)
+
+    elsewhere = C10dCollectives(4)
+    elsewhere.group(mesh.tp)  # made by rank lists, as on other devices
+    return Refusals(
+        host=said(lambda: comm.all_reduce(torch.ones(4), mesh.tp)),
+        wide=said(lambda: comm.all_reduce(wide, mesh.tp)),
+        subgroup_barrier=said(lambda: dist.barrier(alone)),
+        known_group=said(compiled(comm)),
+        unknown_group=said(compiled(elsewhere)),
+    )
+
+
+def test_the_stand_in_refuses_what_the_device_refuses(neuron: RankPool) -> None:
+    for found in neuron.run(4, refused):
+        assert "No backend type associated with device type cpu" in found.host
+        assert "do not fit the int32" in found.wide
+        assert "default process group only" in found.subgroup_barrier
+        assert "replica id not seen" in found.unknown_group
+        assert found.known_group == ""

@@ -29,7 +29,7 @@ from nxtrain.bench.pipeline_rank import _Sleep
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
 from nxtrain.mesh import Axis
 from nxtrain.parallel.linear import Product, _ColumnProduct, _Product, _SplitProduct
-from nxtrain.parallel.loss import _VocabCrossEntropy
+from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
 from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
 from nxtrain.parallel.weight_grads import _Gradient
@@ -321,7 +321,7 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
         columns = VocabColumns(start, pad, ranks.comm, ranks.axis)
-        given = (hidden, weight, target, columns, FusedKernels(), chunk_rows)
+        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(FusedKernels()))
         return _VocabCrossEntropy.apply(*given)  # type: ignore[no-any-return]
 
     def exact(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:

@@ -86,9 +86,7 @@ def releases() -> str:
         for sdk, found in RELEASES.items()
     ]
     lines += ["", "```text", install_command().partition(": ")[2], "```", ""]
-    return "\n".join(
-        [*lines, "For TorchNeuron:", "", "```text", torchneuron.install_command().partition(": ")[2], "```", ""]
-    )
+    return "\n".join([*lines, "For TorchNeuron, on Ubuntu 26.04:", "", "```text", torchneuron.pip_command(), "```", ""])
 
 
 def constants() -> str:

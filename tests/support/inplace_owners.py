@@ -47,9 +47,7 @@ OWNERS: dict[str, dict[str, str]] = {
             "fresh: `new_empty` right above; the other `out` is that of the functional form"
         ),
         "C10dCollectives._start_sum: dist.all_reduce(flat)": "fresh: the bucket that its caller has just allocated",
-        "C10dCollectives.start_all_reduce_bucket: part.view(tensor.shape).copy_": (
-            "fresh: a part of the bucket that was just allocated"
-        ),
+        "C10dCollectives._pack: part.view(tensor.shape).copy_": "fresh: a part of the bucket that was just allocated",
     },
     "nxtrain/distributed/collectives.py": {
         "Collectives.all_reduce: self.start_all_reduce(x)": "given: `Collectives.all_reduce` may overwrite its input",
@@ -82,6 +80,16 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/backends/neuron/backend.py": {
         "NeuronKernels.stochastic_round: out.copy_": "given: `Kernels.stochastic_round` writes it",
+    },
+    "nxtrain/backends/neuron/mesh_collectives.py": {
+        "MeshCollectives.lay_out: self._groups[axis.groups] =": "host: dictionary",
+    },
+    "nxtrain/backends/neuron/native_kernels.py": {
+        "NeuronNativeKernels.stochastic_round: out.copy_": "given: `Kernels.stochastic_round` writes it",
+    },
+    "nxtrain/backends/neuron/native_rounding.py": {
+        "round_in_graph: out.copy_": "given: `Kernels.stochastic_round` writes it",
+        "round_on_host: out.copy_": "given: `Kernels.stochastic_round` writes it",
     },
     "nxtrain/backends/neuron/nxd/pretended.py": {
         "_pretend_platform: names['get_platform_target'] =": "host: names of NxD's module",
@@ -237,7 +245,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "Zero1.publish: parameter.copy_": "state: parameter, which gets its new values",
     },
     "nxtrain/parallel/grads.py": {
-        "Gradients.norm: self._comm.all_reduce(self.square_sum(tensors.items()))": "fresh: a sum",
+        "Gradients.norm: self._comm.all_reduce(self.square_sum.of(tensors))": "fresh: a sum",
         "Gradients.count: self._comm.all_reduce(self.square_sum(marks))": "fresh: a sum",
         "_TensorParallelSums.__init__: self._rows.setdefault(count, {})[name] =": "host: dictionary",
     },
@@ -288,7 +296,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "NumericsGuard.begin: self._in_a_row +=": "host: number",
     },
     "nxtrain/train/health/step_history.py": {
-        "StepHistory.note: self.entries.copy_": "state: ring of this object",
+        "_note: entries.copy_": "state: ring of `StepHistory`",
     },
     "nxtrain/train/start.py": {
         "_resume: state.optimizer.num_updates.copy_": "state: optimizer state that is loaded",

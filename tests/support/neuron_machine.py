@@ -171,9 +171,13 @@ def stand_on(folder: Path) -> None:
 
 def furnish(folder: Path, instance: str = INSTANCE) -> None:
     """Lay out the packages and device nodes of a machine in a folder, which may have them."""
+    from nxtrain.backends.neuron import hardware
+
     (folder / "dev").mkdir(parents=True, exist_ok=True)
     (folder / "dev/neuron0").touch()
-    (folder / "product_name").write_text(f"{instance}\n", encoding="ascii")
+    product = folder / "sys" / hardware.PRODUCT_NAME
+    product.parent.mkdir(parents=True, exist_ok=True)
+    product.write_text(f"{instance}\n", encoding="ascii")
     for name, version in PACKAGES.items():
         info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True, exist_ok=True)
@@ -184,7 +188,7 @@ def _show(folder: Path) -> None:
     from nxtrain.backends.neuron import hardware, sdk
 
     sdk.DEVICES = folder / "dev"
-    hardware.this_machine.__defaults__ = (folder / "product_name",)
+    hardware.this_machine.__defaults__ = (folder / "sys",)
 
 
 def _start_runtime() -> None:

@@ -25,6 +25,7 @@ from nxtrain.backends.cpu_native.kernels import NativeKernels
 from nxtrain.backends.cuda import CudaKernels
 from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
+from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.mesh import Mesh
 from nxtrain.parallel.native import NativeLayers
 from tests.support import contract_functions, contract_kernels, contract_layers
@@ -34,7 +35,7 @@ from tests.support.contract_functions import NOT_ECHOED, Echo, Ranks
 SEED = 0
 DRAWS = 40
 DTYPES = (torch.float32, torch.bfloat16)
-KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels(), NativeKernels(load()))
+KERNELS = (FusedKernels(), PlainKernels(), CpuKernels(), CudaKernels(), NativeKernels(load()), NeuronNativeKernels())
 
 ELSEWHERE = {
     "nxtrain.backends.xla.backend:XlaKernels": "tests/xla/test_input_contract.py",

@@ -326,23 +326,23 @@ class SharedMemoryCollectives(C10dCollectives):
             for axis in axes_of(mesh):
                 self._exchange.lane(axis)
 
-    def _link(self, axis: Axis, position: int) -> Any:
+    def _link_to(self, axis: Axis, position: int) -> Any:
         peer = axis.group_of(dist.get_rank())[position]
         return self._exchange.link(peer) if self._exchange else None
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
-        link = self._link(axis, to)
+        link = self._link_to(axis, to)
         return super().start_send(x, axis, to) if link is None else self._start(link, SEND, x, None, None)
 
     def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
-        link = self._link(axis, source)
+        link = self._link_to(axis, source)
         if link is None:
             return super().start_receive(like, axis, source)
         out = torch.empty_like(like, memory_format=torch.contiguous_format)
         return self._start(link, RECEIVE, None, out, out)
 
     def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
-        if self._link(axis, peer) is None:
+        if self._link_to(axis, peer) is None:
             return super().exchange(x, axis, peer)
         sending = self.start_send(x, axis, peer)
         received = self.start_receive(x, axis, peer).wait()

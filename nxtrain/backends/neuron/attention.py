@@ -71,7 +71,7 @@ def choose(
         ConfigError: The flash kernel is wanted and cannot run.
     """
     if wanted == "plain":
-        return Attention(False, f"as backend.attention=plain asks; {_cost(shape)}")
+        return Attention(False, f"as backend.attention=plain asks; {scores_cost(shape)}")
     obstacles = [*_lacking(instance, sdk, distributed, allow_unverified), *_misfits(shape, instance)]
     if not obstacles:
         assert instance is not None
@@ -81,7 +81,7 @@ def choose(
     if wanted == "flash":
         reason = f"flash cannot be had: {'; '.join(obstacles)}"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
-    return Attention(False, f"{'; '.join(obstacles)}. {_cost(shape)}")
+    return Attention(False, f"{'; '.join(obstacles)}. {scores_cost(shape)}")
 
 
 def _lacking(
@@ -114,7 +114,8 @@ def _misfits(shape: AttentionShape, instance: Instance | None) -> Iterator[str]:
         yield f"{shape.num_heads} query heads per rank do not divide over the {cores} physical cores of a logical one"
 
 
-def _cost(shape: AttentionShape) -> str:
+def scores_cost(shape: AttentionShape) -> str:
+    """Sentence with the memory of the scores that plain attention computes."""
     size = 2 if shape.params == "bf16" else 4
     mib = shape.micro_batch * shape.num_heads * shape.seq_len**2 * size / 2**20
     return f"Each block's scores take {mib:,.0f} MiB (micro_batch x heads per rank x seq_len^2 x {size} bytes)"

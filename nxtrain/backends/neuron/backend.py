@@ -83,6 +83,7 @@ class NeuronBackend(XlaBackend):
         sync: Callable[[], None] | None = None,
         meet: Callable[[], None] | None = None,
         hang_timeout_s: float = 1800.0,
+        torch_compile: bool = False,
     ) -> None:
         refuse_dead_variables(os.environ, sdk.detect())
         super().__init__(sync=sync, meet=meet, hang_timeout_s=hang_timeout_s)

@@ -2,14 +2,21 @@
 
 TorchNeuron's package has the same name as the one for PyTorch/XLA, torch-neuronx: an environment has at most one.
 
-Source: release-notes/components/torchneuron.html, setup/pytorch/update-manual.html and torch/about-pytorch-neuron.html
-in https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron SDK 2.33 (2026-10-19).
+Source: pages of https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron SDK 2.33 (2026-10-19) and 2.33.1:
+release-notes/components/torchneuron.html, release-notes/releasecontent.html (versions), setup/pytorch/
+update-manual.html and update-dlami.html, torch/get-started/quickstart-torch-neuron.html (systems),
+torch/about-pytorch-neuron.html. The runtime's folder and the driver's module: setup/pytorch/update-dlc.rst and
+archive/appnotes/neuron1x/introducing-libnrt.rst in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, this_machine
@@ -33,7 +40,31 @@ TORCH = ("2.13", "2.14")
 PYTHON = (3, 12)
 """Oldest Python with packages of TorchNeuron."""
 
-ELSEWHERE = "use backend.name=neuron, which runs on Trn1 and Trn2 through PyTorch/XLA"
+COMPILER, KERNELS, DRIVER, RUNTIME = (2, 28), (0, 7), (2, 31), (2, 35)
+"""Oldest neuronx-cc, nki, kernel module and runtime library, those of the SDK's release 2.33."""
+
+DRIVER_FILE = Path("/sys/module/neuron/version")
+"""File with the version of the loaded kernel module."""
+
+RUNTIME_FOLDER = Path("/opt/aws/neuron/lib")
+"""Folder of the system's runtime library."""
+
+OS_RELEASE = Path("/etc/os-release")
+"""File with the name of the operating system."""
+
+IMAGE = f"Deep Learning AMI Neuron torch-neuronx {TORCH[-1]}.0"
+"""Image of AWS with TorchNeuron, for Ubuntu 24.04 and 26.04."""
+
+IMAGE_ENVIRONMENT = f"/opt/aws_neuronx_venv_torch_neuronx_{TORCH[-1].replace('.', '_')}_0"
+"""Python environment in `IMAGE`."""
+
+SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
+"""Packages of AWS's repository for apt."""
+
+ELSEWHERE = (
+    "use backend.name=neuron, PyTorch/XLA with packages of SDK 2.27 to 2.31, which AWS keeps for Trn1 and supports no "
+    "longer for training"
+)
 """Advice for machines without TorchNeuron."""
 
 
@@ -43,12 +74,14 @@ def support() -> Support:
     if instance is not None and instance.target in FIRST_GENERATION:
         reason = f"{instance.name} has chips of the first generation: TorchNeuron is for Trn2 and Trn3 only"
         return Support(False, f"{reason}\n    {ELSEWHERE}")
-    lacking = [*_wrong_packages(), *missing_devices()]
+    parts = _parts()
+    lacking = [*_wrong_packages(), *missing_devices(), *(why for part in parts if (why := part.misfit))]
     if lacking:
-        return Support(False, "\n    ".join([*lacking, install_command(), f"or {ELSEWHERE}"]))
+        return Support(False, "\n    ".join([*lacking, install_advice(), f"or {ELSEWHERE}"]))
     package = installed("torch-neuronx")
     assert package is not None
-    return Support(True, f"{num_devices()} Neuron devices, TorchNeuron {package.version}")
+    found = ", ".join([f"{num_devices()} Neuron devices, TorchNeuron {package.version}", *map(str, parts)])
+    return Support(True, found)
 
 
 def detect() -> SdkVersion | None:
@@ -57,12 +90,105 @@ def detect() -> SdkVersion | None:
     return SDK if package and not package.placeholder and is_torchneuron(package.version) else None
 
 
-def install_command() -> str:
-    """Text with the command that installs TorchNeuron."""
+def pip_command() -> str:
+    """Command that installs TorchNeuron's packages for Python."""
     indices = f"--extra-index-url {PACKAGE_INDEX} --extra-index-url https://download.pytorch.org/whl/cpu"
-    where = f"on a Trn2 or Trn3 instance with Python {PYTHON[0]}.{PYTHON[1]}"
     pins = f"'torch=={TORCH[-1]}.*' 'torch-neuronx=={TORCH[-1]}.3.0.*' 'neuronx-cc==2.*' nki"
-    return f"install TorchNeuron, a public beta in Neuron SDK {SDK}, {where}: pip install {indices} {pins}"
+    return f"pip install {indices} {pins}"
+
+
+def install_advice(os_release: Path | None = None) -> str:
+    """Text that installs TorchNeuron on this machine's operating system.
+
+    Args:
+        os_release: File with the system's name; None: this machine's.
+    """
+    name, version = _system(os_release or OS_RELEASE)
+    start = f"install TorchNeuron, a public beta in Neuron SDK {SDK}, on a Trn2 or Trn3 instance: "
+    if (name, version) == ("ubuntu", "26.04"):
+        python = f"in an environment of Python {PYTHON[0]}.{PYTHON[1]} to 3.14, {pip_command()}"
+        apt = f"sudo apt-get install {' '.join(SYSTEM_PACKAGES)} from https://apt.repos.neuron.amazonaws.com"
+        return f"{start}{apt}; {python}"
+    image = f"the image {IMAGE!r} of AWS has all of it in {IMAGE_ENVIRONMENT}"
+    wheels = "AWS's wheels are for Ubuntu 26.04 only"
+    if (name, version) == ("ubuntu", "24.04"):
+        return f"{start}{wheels}; on this Ubuntu 24.04, {image}, and AWS's container for PyTorch too"
+    system = f"{name} {version}".strip() or "this system"
+    built = " (on Ubuntu 22.04, build torch-neuronx from source)" if name == "ubuntu" else ""
+    return f"{start}{wheels}, not for {system}{built}; for Ubuntu 24.04 and 26.04, {image}"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the SDK below torch.
+
+    Args:
+        name: Name in messages.
+        version: Its version; empty if unknown.
+        least: Oldest version that fits.
+        required: Its absence is an error; otherwise the part may be installed elsewhere.
+        fault: A defect besides the version; empty if there is none.
+    """
+
+    name: str
+    version: str
+    least: tuple[int, int]
+    required: bool
+    fault: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version or 'of unknown version'}"
+
+    @property
+    def misfit(self) -> str:
+        """Reason that the part does not fit; empty if it does, or if that is unknown."""
+        if not self.version:
+            return f"{self.name} is not installed" if self.required else ""
+        numbers = tuple(int(number) for number in re.findall(r"\d+", self.version)[:2])
+        if numbers < self.least:
+            needed = ".".join(map(str, self.least))
+            return f"{self.name} {self.version} is too old: TorchNeuron of Neuron SDK {SDK} needs {needed}"
+        return self.fault
+
+
+def _parts() -> list[_Part]:
+    """Compiler, kernel package, driver and runtime of this machine."""
+    compiler = _version("neuronx-cc")
+    hidden = "" if shutil.which("neuronx-cc") else "neuronx-cc is not on PATH; activate the environment that has it"
+    return [
+        _Part("neuronx-cc", compiler, COMPILER, required=True, fault=hidden),
+        _Part("nki", _version("nki"), KERNELS, required=True),
+        _Part("driver", _driver(), DRIVER, required=False),
+        _Part("runtime", _runtime(), RUNTIME, required=False),
+    ]
+
+
+def _version(name: str) -> str:
+    package = installed(name)
+    return package.version if package and not package.placeholder else ""
+
+
+def _driver() -> str:
+    try:
+        return DRIVER_FILE.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _runtime() -> str:
+    """Version of the runtime: in the name of the system's library, or of the Python package that brings one."""
+    names = sorted(path.name for path in RUNTIME_FOLDER.glob("libnrt.so.*.*"))
+    return names[-1].removeprefix("libnrt.so.") if names else _version("nrtpy")
+
+
+def _system(os_release: Path) -> tuple[str, str]:
+    """Identifier and version of the operating system, such as `ubuntu` and `24.04`."""
+    try:
+        lines = os_release.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "", ""
+    fields = {key: value.strip("\"'") for key, _, value in (line.partition("=") for line in lines)}
+    return fields.get("ID", ""), fields.get("VERSION_ID", "")
 
 
 def _wrong_packages() -> Iterator[str]:

@@ -178,9 +178,11 @@ class XlaBackend(Backend):
             barrier replaces it.
         hang_timeout_s: Seconds that the hosts wait for each other; collectives inside a graph have the runtime's own
             limit.
+        torch_compile: Without effect here; the check of the configuration refuses it.
     """
 
     name = "xla"
+    compiles_at_first_use = True
 
     def __init__(
         self,
@@ -188,6 +190,7 @@ class XlaBackend(Backend):
         sync: Callable[[], None] | None = None,
         meet: Callable[[], None] | None = None,
         hang_timeout_s: float = 1800.0,
+        torch_compile: bool = False,
     ) -> None:
         support = self.support()
         if not support.ok:

@@ -62,20 +62,29 @@ def not_finite(*values: Tensor) -> Tensor:
     return ~torch.stack([value.abs() <= _LARGEST for value in values]).all()
 
 
+_Note = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def _note(entries: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
+    entries.copy_(torch.cat([entries[1:], torch.stack([loss, grad_norm]).unsqueeze(0)]))
+
+
 class StepHistory:
     """Ring of losses and norms on the device, newest last; step numbers are implied by position.
 
     Args:
         put: Copies a host tensor to the device.
+        fuse: `Kernels.fuse` of the device.
     """
 
-    def __init__(self, put: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, put: Callable[[Tensor], Tensor], fuse: Callable[[_Note], _Note] = lambda note: note) -> None:
+        self._note = fuse(_note)
         self.entries = put(torch.zeros(_STEPS, 2))
 
     @torch.no_grad()
     def note(self, loss: Tensor, grad_norm: Tensor) -> None:
         """Record a step: () float32 each."""
-        self.entries.copy_(torch.cat([self.entries[1:], torch.stack([loss, grad_norm]).unsqueeze(0)]))
+        self._note(self.entries, loss, grad_norm)
 
     def values(self) -> dict[str, Tensor]:
         """The ring as one tensor to fetch."""

@@ -22,7 +22,7 @@ from nxtrain.errors import HangError, StoppedBySignal
 from nxtrain.io.checksummed_file import transferred
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.process import stacks
-from nxtrain.process.deadlines import SingleTask
+from nxtrain.process.deadlines import SingleTask, first_use_limit_s
 from nxtrain.process.placement import Placement
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import print_line
@@ -67,9 +67,6 @@ TICK_S = 0.25
 SLOWEST_BEAT_S, FASTEST_BEAT_S, BEATS = 10.0, 0.5, 180
 """Longest and shortest pause between heartbeats, and their number per limit: thousands of ranks share one store."""
 
-COMPILE_PATIENCE = 4.0
-"""Factor of the limit for the start and for work that may still compile, on devices that compile whole steps."""
-
 FILES_S = 5.0
 """Limit for each file written at a hang, since a disk may be its cause."""
 
@@ -101,7 +98,6 @@ class Watchdog(RunObserver):
         self.gate = self._stop.gate
         self._ticking = SingleTask("nxtrain-tick")
         self._rank_name: Callable[[int], str] = "rank {}".format
-        self._compiles = backend.compiler is None
         self._stragglers: Stragglers | None = None
         self._times: Counter[str] = Counter()
         self._spent: dict[str, float] = {}
@@ -273,8 +269,8 @@ class Watchdog(RunObserver):
 
     def _limit(self) -> float:
         section = self._at[1]
-        compiles = self._compiles and self._times[section] <= WARM_UP
-        return self._limit_s * (COMPILE_PATIENCE if compiles else 1.0)
+        compiles = self._backend.compiles_at_first_use and self._times[section] <= WARM_UP
+        return first_use_limit_s(self._limit_s) if compiles else self._limit_s
 
     def _beat(self) -> Beat:
         step, section, *_ = self._at

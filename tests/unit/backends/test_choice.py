@@ -31,13 +31,13 @@ def no_neuron(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_auto_takes_the_cpu_where_nothing_else_runs_and_says_why() -> None:
-    reasons = ("neuron: no chip", "neuron-native: no beta", "cuda: no GPU in this test", "cpu: every machine has a CPU")
+    reasons = ("neuron-native: no beta", "neuron: no chip", "cuda: no GPU in this test", "cpu: every machine has a CPU")
     assert choose("auto") == ("cpu", "; ".join(reasons))
 
 
 def test_auto_takes_cuda_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaBackend, "support", staticmethod(lambda: Support(True, "8 x H200")))
-    assert choose("auto") == ("cuda", "neuron: no chip; neuron-native: no beta; cuda: 8 x H200")
+    assert choose("auto") == ("cuda", "neuron-native: no beta; neuron: no chip; cuda: 8 x H200")
 
 
 def test_a_name_is_taken_at_its_word() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +18,19 @@ from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend, Support
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cuda import CudaBackend
-from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import native, sdk, torchneuron
 from nxtrain.backends.neuron.hardware import INSTANCES, Instance
 from nxtrain.backends.neuron.native import NeuronNativeBackend
+from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.sdk import Package
+from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.distributed import rendezvous
 from nxtrain.errors import BackendError
 
-GOOD = {"torch": "2.14.0", "torch-neuronx": "2.14.3.0.1301"}
+GOOD = {"torch": "2.14.0", "torch-neuronx": "2.14.3.0.1301", "neuronx-cc": "2.28.7631.0", "nki": "0.7.0"}
+READY = (
+    "16 Neuron devices, TorchNeuron 2.14.3.0.1301, neuronx-cc 2.28.7631.0, nki 0.7.0, driver 2.31.7.0, runtime 2.35.30"
+)
 OTHER = "use backend.name=neuron"
 
 
@@ -38,6 +44,13 @@ def trn2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
     for module in (sdk, torchneuron):
         monkeypatch.setattr(module, "installed", lambda name: _package(packages, name))
     monkeypatch.setattr(sys, "version_info", (3, 12, 1))
+    monkeypatch.setattr(shutil, "which", {"neuronx-cc": "/venv/bin/neuronx-cc"}.get)
+    (tmp_path / "libnrt.so.1").touch()
+    (tmp_path / "libnrt.so.2.35.30").touch()
+    (tmp_path / "version").write_text("2.31.7.0\n", encoding="ascii")
+    monkeypatch.setattr(torchneuron, "RUNTIME_FOLDER", tmp_path)
+    monkeypatch.setattr(torchneuron, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(torchneuron, "OS_RELEASE", tmp_path / "os-release")
     monkeypatch.setattr(torch, "neuron", object(), raising=False)
     _be(monkeypatch, INSTANCES["trn2.48xlarge"])
     yield packages
@@ -60,7 +73,7 @@ def lines(support: Support) -> list[str]:
 
 def test_a_trn2_with_torchneuron_is_supported(trn2: dict[str, str]) -> None:
     support = NeuronNativeBackend.support()
-    assert (support.ok, support.reason) == (True, "16 Neuron devices, TorchNeuron 2.14.3.0.1301")
+    assert (support.ok, support.reason) == (True, READY)
     assert torchneuron.detect() == (2, 33)
 
 
@@ -74,14 +87,68 @@ def test_a_trn2_with_torchneuron_is_supported(trn2: dict[str, str]) -> None:
             "torch-neuronx 2.9.0.2.12.22436 is the one for PyTorch/XLA, not TorchNeuron",
         ),
         ({"torch": "2.13.0"}, "torch-neuronx 2.14.3.0.1301 needs torch 2.14, not 2.13.0"),
+        ({"neuronx-cc": ""}, "neuronx-cc is not installed"),
+        (
+            {"neuronx-cc": "2.27.2878.0"},
+            "neuronx-cc 2.27.2878.0 is too old: TorchNeuron of Neuron SDK 2.33 needs 2.28",
+        ),
+        ({"nki": "0.6.1"}, "nki 0.6.1 is too old: TorchNeuron of Neuron SDK 2.33 needs 0.7"),
     ],
 )
 def test_a_package_that_does_not_fit_is_named(trn2: dict[str, str], changed: dict[str, str], first: str) -> None:
     trn2.update(changed)
     found, *_, command, other = lines(NeuronNativeBackend.support())
     assert found == first
-    assert command == torchneuron.install_command()
+    assert command == torchneuron.install_advice()
     assert OTHER in other
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "wrong"),
+    [
+        ("version", "2.30.2.0", "driver 2.30.2.0 is too old: TorchNeuron of Neuron SDK 2.33 needs 2.31"),
+        ("libnrt.so.2.34.10", "", "runtime 2.34.10 is too old: TorchNeuron of Neuron SDK 2.33 needs 2.35"),
+    ],
+)
+def test_an_old_driver_and_an_old_runtime_are_named(
+    trn2: dict[str, str], tmp_path: Path, file: str, text: str, wrong: str
+) -> None:
+    (tmp_path / "libnrt.so.2.35.30").unlink()
+    (tmp_path / file).write_text(text, encoding="ascii")
+    assert lines(NeuronNativeBackend.support())[0] == wrong
+
+
+def test_a_compiler_outside_of_path_is_named(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert lines(NeuronNativeBackend.support())[0].startswith("neuronx-cc is not on PATH")
+
+
+def test_driver_and_runtime_of_unknown_version_are_no_obstacle(
+    trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("RUNTIME_FOLDER", "DRIVER_FILE"):
+        monkeypatch.setattr(torchneuron, name, tmp_path / "none")
+    reason = NeuronNativeBackend.support().reason
+    assert reason.endswith("driver of unknown version, runtime of unknown version")
+    trn2["nrtpy"] = "2.35.30"  # the runtime as a package
+    assert NeuronNativeBackend.support().reason.endswith("runtime 2.35.30")
+
+
+@pytest.mark.parametrize(
+    ("system", "says", "lacks"),
+    [
+        ('ID=ubuntu\nVERSION_ID="26.04"', ["apt-get install aws-neuronx-dkms", torchneuron.pip_command()], "image"),
+        ('ID=ubuntu\nVERSION_ID="24.04"', [torchneuron.IMAGE, torchneuron.IMAGE_ENVIRONMENT, "container"], "pip"),
+        ('ID=ubuntu\nVERSION_ID="22.04"', ["not for ubuntu 22.04", "from source", torchneuron.IMAGE], "pip"),
+        ('ID="amzn"\nVERSION_ID="2023"', ["not for amzn 2023", torchneuron.IMAGE], "source"),
+        ("", ["not for this system", torchneuron.IMAGE], "source"),
+    ],
+)
+def test_the_advice_is_for_the_operating_system(tmp_path: Path, system: str, says: list[str], lacks: str) -> None:
+    (tmp_path / "os-release").write_text(system + "\n", encoding="utf-8")
+    advice = torchneuron.install_advice(tmp_path / "os-release")
+    assert all(each in advice for each in says)
+    assert lacks not in advice
 
 
 def test_an_old_torch_and_an_old_python_are_named(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +165,7 @@ def test_trn1_is_sent_to_the_other_backend(trn2: dict[str, str], monkeypatch: py
     _be(monkeypatch, INSTANCES["trn1.32xlarge"])
     assert lines(NeuronNativeBackend.support()) == [
         "trn1.32xlarge has chips of the first generation: TorchNeuron is for Trn2 and Trn3 only",
-        f"{OTHER}, which runs on Trn1 and Trn2 through PyTorch/XLA",
+        torchneuron.ELSEWHERE,
     ]
 
 
@@ -120,10 +187,12 @@ def test_a_torch_that_did_not_load_it_is_told_apart(trn2: dict[str, str], monkey
 def test_auto_takes_the_one_of_the_two_that_is_installed(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     name, reason = choose("auto")
     assert name == "neuron-native"
-    assert reason.endswith("neuron-native: 16 Neuron devices, TorchNeuron 2.14.3.0.1301")
+    assert reason == f"neuron-native: {READY}"
     trn2.update({"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12.22436"})
     trn2.update({"neuronx-cc": "2.23.6484.0", "libneuronxla": "2.2.15515"})
-    assert choose("auto") == ("neuron", "neuron: 16 Neuron devices, SDK 2.28")
+    name, reason = choose("auto")
+    assert name == "neuron"
+    assert reason.endswith("; neuron: 16 Neuron devices, SDK 2.28")
 
 
 def test_the_other_backend_knows_torchneuron_when_it_sees_it(trn2: dict[str, str]) -> None:
@@ -161,12 +230,13 @@ def test_a_rank_joins_before_it_touches_the_device(torch_calls: list[Any]) -> No
     """AWS's process group gives a process its core, and refuses one whose runtime has started."""
     backend = NeuronNativeBackend(hang_timeout_s=90.0)
     (join, name, how), (group, host), device = torch_calls
-    assert (join, name, how["device_id"], how["timeout"].total_seconds()) == ("join", "neuron", None, 90.0)
+    # Another rank may compile for longer than it may hang, and the others wait for it in a collective.
+    assert (join, name, how["device_id"], how["timeout"].total_seconds()) == ("join", "neuron", None, 360.0)
     assert (how["rank"], how["world_size"], how["store"].timeout.total_seconds()) == (3, 64, 90.0)
-    assert (group, host["backend"], host["timeout"].total_seconds()) == ("group", "gloo", 90.0)
+    assert (group, host["backend"], host["timeout"].total_seconds()) == ("group", "gloo", 360.0)
     assert device == ("device", "cpu")
     assert (backend.rank, backend.world, backend.local_rank, backend.local_world) == (3, 64, 3, 64)
-    assert type(backend.kernels) is PlainKernels
+    assert type(backend.kernels) is NeuronNativeKernels
     assert native.DEVICE == "cpu"
 
 
@@ -178,9 +248,25 @@ def test_the_peak_is_that_of_a_logical_core(trn2: dict[str, str], monkeypatch: p
 
 def test_memory_is_read_after_the_device_has_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: calls.append("synchronize"))
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: len(calls))
+    documented = SimpleNamespace(
+        synchronize=lambda: calls.append("synchronize"), max_memory_allocated=lambda: len(calls)
+    )
+    monkeypatch.setattr(torch, "neuron", documented, raising=False)
     assert object.__new__(NeuronNativeBackend).peak_memory_bytes() == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "compiles"), [(NeuronNativeBackend, True), (XlaBackend, True), (CpuBackend, False)]
+)
+def test_accelerators_compile_at_first_use(backend: type[Backend], compiles: bool) -> None:
+    assert backend.compiles_at_first_use is compiles
+
+
+def test_inductor_makes_any_device_compile_at_first_use() -> None:
+    backend = CpuBackend(hang_timeout_s=90.0, torch_compile=True)
+    assert backend.compiles_at_first_use
+    assert backend.collectives.hang_timeout_s == 360.0
+    assert CpuBackend(hang_timeout_s=90.0).collectives.hang_timeout_s == 90.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from nxtrain.backends import choose, open_backend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
-from nxtrain.backends.neuron.hardware import this_machine
+from nxtrain.backends.neuron.hardware import PRODUCT_NAME, this_machine
 from nxtrain.backends.neuron.sdk import RELEASES, SdkVersion, detect, install_command
 from nxtrain.backends.rounding import step_hash
 from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
@@ -69,7 +69,8 @@ def trainium(machine: Path, install: Install) -> Path:
 def test_a_machine_with_devices_and_packages_is_supported(trainium: Path) -> None:
     support = sdk.support()
     assert (support.ok, support.reason) == (True, "2 Neuron devices, SDK 2.28")
-    assert choose("auto") == ("neuron", "neuron: 2 Neuron devices, SDK 2.28")
+    name, reason = choose("auto")
+    assert (name, reason.partition("; ")[2]) == ("neuron", "neuron: 2 Neuron devices, SDK 2.28")
 
 
 @pytest.mark.usefixtures("machine")
@@ -211,9 +212,10 @@ def _viewed(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 def test_the_peak_of_a_core_is_found_by_the_instance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, product: str, peak: float | None
 ) -> None:
-    path = tmp_path / "product_name"
+    path = tmp_path / PRODUCT_NAME
+    path.parent.mkdir(parents=True)
     path.write_text(product, encoding="ascii")
-    monkeypatch.setattr("nxtrain.backends.neuron.backend.this_machine", lambda: this_machine(path))
+    monkeypatch.setattr("nxtrain.backends.neuron.backend.this_machine", lambda: this_machine(tmp_path))
     assert object.__new__(NeuronBackend).peak_flops() == peak
     assert this_machine(tmp_path / "none") is None
 

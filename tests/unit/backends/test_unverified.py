@@ -164,7 +164,7 @@ def test_a_run_takes_what_the_key_allows_and_says_why(
     opened: list[str] = []
     told: list[str] = []
 
-    def open_backend(name: str, limit_s: float, layers: str) -> CpuBackend:
+    def open_backend(name: str, limit_s: float, layers: str, **_: object) -> CpuBackend:
         opened.append(layers)
         return CpuBackend()
 

@@ -236,7 +236,7 @@ def test_other_ranks_and_extraction_are_left_alone(tmp_path: Path, environ: dict
         assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "xla", "neuron-native"])
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
 def test_runs_on_other_devices_are_left_alone(tmp_path: Path, backend: str) -> None:
     with watch_misses(run(tmp_path, "compile.on_miss=stop", f"backend.name={backend}"), {}):
         assert not (tmp_path / "cache").exists()

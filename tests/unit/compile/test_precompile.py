@@ -113,7 +113,7 @@ def test_without_the_tool_it_says_where_it_comes_from(
     assert "neuron_parallel_compile, a program of torch-neuronx, is not on PATH" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backend", ["cpu", "xla", "neuron-native"])
+@pytest.mark.parametrize("backend", ["cpu", "xla"])
 def test_other_devices_compile_nothing_beforehand(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str
 ) -> None:

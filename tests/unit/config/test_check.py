@@ -380,3 +380,20 @@ def test_a_mirror_is_a_bucket_or_a_folder_outside_of_the_run(tmp_path: Path, mir
 def test_a_mirror_may_lie_beside_the_run(tmp_path: Path) -> None:
     for mirror in ("s3://bucket/run", "s3://bucket", "runs/b"):
         checked(tmp_path, "run.dir=runs/a", f"checkpoint.mirror={mirror}", world=1)
+
+
+@pytest.mark.parametrize(("backend", "refused"), [("cpu", True), ("cuda", True), ("neuron", False), ("auto", False)])
+def test_only_trainium_rounds_by_hardware(tmp_path: Path, backend: str, refused: bool) -> None:
+    overrides = ("backend.rounding=hardware", f"backend.name={backend}")
+    if not refused:
+        checked(tmp_path, *overrides)
+        return
+    with pytest.raises(ConfigError, match=r"backend\.rounding .*: hardware rounds at random on Trainium alone"):
+        checked(tmp_path, *overrides)
+
+
+def test_torchneuron_has_no_collectives_of_host_memory(tmp_path: Path) -> None:
+    overrides = ("parallel.shard=full", "parallel.offload=true", "parallel.dp=4")
+    checked(tmp_path, "backend.name=cuda", *overrides)
+    with pytest.raises(ConfigError, match=r"parallel\.offload .*: reduces tensors of host memory.*\n.*use false"):
+        checked(tmp_path, "backend.name=neuron-native", *overrides)

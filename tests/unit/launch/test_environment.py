@@ -20,7 +20,7 @@ from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch import environment as environment_types
 from nxtrain.launch import variables
 from nxtrain.launch.environment import Environment
-from nxtrain.launch.variables import native_environment, neuron_environment
+from nxtrain.launch.variables import neuron_environment
 
 ALWAYS = {
     "MALLOC_ARENA_MAX": "64",
@@ -35,6 +35,7 @@ PER_INSTANCE = {
     "trn1.2xlarge": {"OMP_NUM_THREADS": "4", "NEURON_PARALLEL_COMPILE_MAX_RETRIES": "1"},
     "trn1.32xlarge": {"OMP_NUM_THREADS": "4"},
     "trn1n.32xlarge": {"OMP_NUM_THREADS": "4"},
+    "trn2.3xlarge": {"OMP_NUM_THREADS": "3", "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"},
     "trn2.48xlarge": {"OMP_NUM_THREADS": "3", "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"},
     "trn2u.48xlarge": {"OMP_NUM_THREADS": "3", "NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_VIRTUAL_CORE_SIZE": "2"},
 }
@@ -52,6 +53,7 @@ TARGETS = {
     "trn1.2xlarge": FLAGS.format(target="trn1"),
     "trn1.32xlarge": FLAGS.format(target="trn1"),
     "trn1n.32xlarge": FLAGS.format(target="trn1n"),
+    "trn2.3xlarge": FLAGS.format(target="trn2") + " --logical-nc-config=2",
     "trn2.48xlarge": FLAGS.format(target="trn2") + " --logical-nc-config=2",
     "trn2u.48xlarge": FLAGS.format(target="trn2") + " --logical-nc-config=2",
 }
@@ -90,31 +92,6 @@ def test_the_environment_is_that_of_the_tables(instance: str, sdk: tuple[int, in
     assert values(found) == {**expected, "NEURON_CC_FLAGS": TARGETS[instance]}
 
 
-@pytest.mark.parametrize("update", PER_UPDATE)
-def test_torchneuron_gets_what_the_runtime_and_the_host_read_and_nothing_of_xla(update: str) -> None:
-    config = run(precision={"update": update}, cluster={"nodes": 2}, model={"preset": "llama2-7b"})
-    found = native_environment(config, INSTANCES["trn2.48xlarge"], SdkVersion(2, 33))
-    assert values(found) == {
-        **TO_NEAREST,  # what rounds at random does so in software
-        **PER_INSTANCE["trn2.48xlarge"],
-        "MALLOC_ARENA_MAX": "64",
-        "NEURON_RT_EXEC_TIMEOUT": "1800",
-        "TORCH_NEURONX_NEFF_CACHE_DIR": "compile_cache",
-        "FI_PROVIDER": "efa",
-        "FI_EFA_USE_DEVICE_RDMA": "1",
-        "FI_EFA_FORK_SAFE": "1",
-        "NEURON_CC_FLAGS": "--auto-cast=none",
-    }
-    assert all(v.reason and (v.source or v.name == "OMP_NUM_THREADS") for v in found.variables)
-
-
-def test_torchneuron_refuses_what_changes_its_numbers_and_not_what_harms_xla_alone() -> None:
-    found = native_environment(run(), INSTANCES["trn2.48xlarge"], SdkVersion(2, 33))
-    assert found.conflicts({"XLA_USE_BF16": "1", "NEURON_CC_FLAGS": "-O1"}) == []
-    shell = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_CC_FLAGS": "--auto-cast=all"}
-    assert [problem.key for problem in found.conflicts(shell)] == list(shell)
-
-
 def test_the_table_of_instances_is_that_of_the_data_sheets() -> None:
     def row(name: str) -> tuple[int, float, float, int]:
         found = INSTANCES[name]
@@ -125,6 +102,7 @@ def test_the_table_of_instances_is_that_of_the_data_sheets() -> None:
         "trn1.2xlarge": (2, 32, 190, 0),
         "trn1.32xlarge": (32, 512, 3040, 8),
         "trn1n.32xlarge": (32, 512, 3040, 16),
+        "trn2.3xlarge": (4, 96, 667, 0),
         "trn2.48xlarge": (64, 1536, 10672, 16),
         "trn2u.48xlarge": (64, 1536, 10672, 16),
     }

@@ -148,7 +148,7 @@ def test_attention_that_cannot_be_is_refused_before_a_rank_starts(monkeypatch: p
 def test_torchneuron_is_for_the_second_generation() -> None:
     native = ["backend.name=neuron-native", "cluster.instance=trn2.48xlarge"]
     found = render(TINY, native, None, {}).env
-    assert found["TORCH_NEURONX_NEFF_CACHE_DIR"].endswith(host_name())
+    assert found["TORCH_NEURONX_NEFF_CACHE_DIR"].endswith(f"{host_name()}/neff")
     assert not any(name.startswith(("PJRT", "XLA")) for name in found)
     with pytest.raises(ConfigError, match=r"trn1\.32xlarge .*first generation.*\n.*backend\.name=neuron"):
         render(TINY, [native[0], "cluster.instance=trn1.32xlarge"], None, {})

@@ -23,6 +23,7 @@ from nxtrain.process.deadlines import SingleTask
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import print_line
 from nxtrain.run_folder import LOGS_DIR, STARTS_FILE
+from nxtrain.train.health.recompiles import WARM_UP
 from nxtrain.train.supervision import watchdog as watchdogs
 from nxtrain.train.supervision.coordinated_stop import GIVE_UP_S
 from nxtrain.train.supervision.crash_loop import refuse_crash_loop
@@ -67,11 +68,11 @@ class SlowStore:
         raise RuntimeError("gone")
 
 
-def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0) -> Watchdog:
+def watch(folder: Path, board: SlowStore | None = None, limit_s: float = 3.0, *, compiles: bool = False) -> Watchdog:
     backend = SimpleNamespace(
         rank=1 if board else 0,
         world=2 if board else 1,
-        compiler="",
+        compiles_at_first_use=compiles,
         extracts=False,
         heartbeat_store=lambda: cast("HeartbeatStore | None", board),
         waited_s=lambda: 0.0,
@@ -84,6 +85,17 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < limit
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_new_work_has_longer_where_it_compiles_at_first_use(tmp_path: Path, compiles: bool) -> None:
+    watchdog = watch(tmp_path, limit_s=10.0, compiles=compiles)
+    assert watchdog._limit() == (40.0 if compiles else 10.0)  # the start
+    limits = []
+    for step in range(1, WARM_UP + 2):
+        watchdog.enter(step, "training")
+        limits.append(watchdog._limit())
+    assert limits == [*[40.0 if compiles else 10.0] * WARM_UP, 10.0]
 
 
 def test_a_screen_that_is_gone_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

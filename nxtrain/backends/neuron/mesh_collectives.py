@@ -1,0 +1,65 @@
+"""Collectives over the groups of a device mesh, as TorchNeuron's compiler needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from nxtrain.distributed.c10d_collectives import C10dCollectives
+from nxtrain.mesh import Mesh
+from nxtrain.process.greetings import without_greetings
+
+
+class MeshCollectives(C10dCollectives):
+    """Collectives whose groups of the axes pp, replica, shard and tp come from one `init_device_mesh`.
+
+    A compiled graph holds every replica group of its collectives, also those without this rank. TorchNeuron learns this
+    partition of the world from the device mesh. Products of axes are used outside of compiled graphs only.
+
+    Transfers of a pipeline go over the group of the pp axis, as in `torch.distributed.pipelining`.
+
+    Source: torch/guides/torch-distributed.html in https://awsdocs-neuron.readthedocs-hosted.com/en/latest: all of its
+    examples make groups by `init_device_mesh`.
+
+    Args:
+        world: Number of ranks.
+        device_type: Type of the device.
+    """
+
+    def __init__(self, world: int, device_type: str) -> None:
+        super().__init__(world)
+        self._device_type = device_type
+        self._root: DeviceMesh | None = None
+
+    def lay_out(self, mesh: Mesh) -> None:
+        if self._world > 1:
+            axes = {axis.name: axis for axis in (mesh.pp, mesh.replica, mesh.shard, mesh.tp) if axis.size > 1}
+            with without_greetings():
+                self._root = device_mesh.init_device_mesh(
+                    self._device_type, tuple(axis.size for axis in axes.values()), mesh_dim_names=tuple(axes)
+                )
+            for name, axis in axes.items():
+                group = self._root.get_group(name)
+                assert dist.get_process_group_ranks(group) == list(axis.group_of(mesh.rank)), axis
+                self._groups[axis.groups] = group
+        super().lay_out(mesh)
+
+    def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        # One dispatch for all tensors, which costs the host more than the second copy costs the device.
+        return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
+
+    def _link(self, mesh: Mesh) -> None:
+        """Make no groups of two ranks: the group of the pp axis carries all transfers."""
+
+    def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
+        assert self._root is not None, "a mesh is laid out before parameters are sharded"
+        return self._root[("shard",) if mesh.replica.size == 1 else ("replica", "shard")]
+
+    def forget(self) -> None:
+        super().forget()
+        self._root = None

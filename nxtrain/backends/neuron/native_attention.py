@@ -1,0 +1,59 @@
+"""Attention of TorchNeuron: its flash kernel behind `scaled_dot_product_attention`, and the conditions of the kernel.
+
+The names and limits are those that users of the beta measured; AWS's pages do not list them. A shape that does not fit
+is computed in elementary operations, 6.4 times slower in a measurement of a user on trn2.3xlarge.
+"""
+
+from __future__ import annotations
+
+from nxtrain.backends.base import AttentionShape
+from nxtrain.backends.neuron.attention import Attention, scores_cost
+from nxtrain.errors import ConfigError, Problem
+
+SEQUENCE_TILE, MAX_HEAD_SIZE, MAX_HEADS = 512, 128, 512
+"""Tokens that divide a sequence, widest head, and most heads of all sequences of a micro-batch."""
+
+SWITCH = "TORCH_NEURONX_ENABLE_NKI_SDPA"
+"""Variable that turns the kernel off if it is 0."""
+
+
+def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> Attention:
+    """Choose between TorchNeuron's kernel and elementary operations.
+
+    Args:
+        wanted: `auto`, `plain` or `flash`.
+        shape: Shape of one rank's attention.
+        switched_off: The environment turns the kernel off.
+
+    Raises:
+        ConfigError: The kernel is wanted and the shape does not fit, or is not wanted and not switched off.
+    """
+    obstacles = _obstacles(shape)
+    if switched_off:
+        obstacles.insert(0, f"{SWITCH}=0 turns TorchNeuron's kernel off")
+    if wanted == "plain" and not obstacles:
+        reason = "plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
+        hint = f"use auto, or set {SWITCH}=0 in the environment"
+        raise ConfigError([Problem("backend.attention", reason, hint=hint)])
+    if wanted == "flash" and obstacles:
+        reason = f"flash cannot be had: {'; '.join(obstacles)}"
+        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
+    if obstacles:
+        return Attention(False, f"{'; '.join(obstacles)}. {scores_cost(shape)}")
+    return Attention(True, "TorchNeuron's kernel, which takes grouped keys and values as they are")
+
+
+def _obstacles(shape: AttentionShape) -> list[str]:
+    found = []
+    if shape.params != "bf16":
+        found.append(f"TorchNeuron's kernel multiplies in bf16, which precision.params={shape.params} does not ask for")
+    if shape.seq_len % SEQUENCE_TILE:
+        found.append(f"train.seq_len={shape.seq_len} is no multiple of {SEQUENCE_TILE}, as TorchNeuron's kernel needs")
+    if shape.head_size > MAX_HEAD_SIZE:
+        found.append(f"heads are {shape.head_size} wide, and TorchNeuron's kernel takes {MAX_HEAD_SIZE} at most")
+    if (heads := shape.micro_batch * shape.num_heads) > MAX_HEADS:
+        found.append(
+            f"train.micro_batch={shape.micro_batch} x {shape.num_heads} heads per rank = {heads}, and TorchNeuron's "
+            f"kernel takes {MAX_HEADS} at most"
+        )
+    return found

@@ -1,0 +1,75 @@
+"""Kernels of TorchNeuron: elementary operations without 64-bit indices, and few compiled graphs around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.kernels import PlainKernels, masked_cross_entropy, rms_norm, sdpa
+from nxtrain.backends.neuron.native_rounding import Rounder, round_by_views, round_on_host
+from nxtrain.backends.rounding import RoundingKey
+from nxtrain.vocab import VocabColumns
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class NeuronNativeKernels(PlainKernels):
+    """Kernels of one logical core.
+
+    A dispatch of an operation costs the host tens of microseconds, and each parameter's update has about twenty. With
+    `compile.torch_compile` the loss, the norms and the whole update are graphs too, beside the blocks.
+
+    Attributes:
+        compiles: `fuse` compiles.
+        grouped: Attention gets keys and values without copies for the query heads that share them.
+        rounder: Stochastic rounding in software.
+        rounds: The hardware rounds casts at random.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiles, self.grouped, self.rounds = False, False, False
+        self.rounder: Rounder = round_by_views
+        self._norm = rms_norm
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, grouped=self.grouped)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # The last norm is outside of the blocks' graphs.
+        return self._norm(x, weight, eps)
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return masked_cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+
+    def compile(self) -> None:
+        """Let `fuse` compile from here on."""
+        self.compiles = True
+        self._norm = self.fuse(rms_norm)
+
+    def fuse(self, function: Function) -> Function:
+        if not self.compiles:
+            return function
+        # Static shapes: TorchNeuron has no others. A graph break is an error, not a slow run.
+        return torch.compile(function, backend="neuron", dynamic=False, fullgraph=True)  # type: ignore[return-value]
+
+    def bits(self, x: Tensor) -> Tensor:
+        try:
+            return super().bits(x)
+        except (NotImplementedError, RuntimeError):  # no operator list promises views of another type
+            return x.detach().cpu().view(torch.int32).to(x.device)
+
+    def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+        if self.rounds and not key.shared:
+            out.copy_(x)
+        else:
+            self.rounder(x, out, key, step)
+
+    def round_by(self, rounder: Rounder) -> None:
+        """Set the way of stochastic rounding."""
+        self.rounder, self.rounds_on_host = rounder, rounder is round_on_host

@@ -1,0 +1,127 @@
+"""Stochastic rounding on TorchNeuron: three ways to do it in software, each compared bit by bit before its use.
+
+Rounding needs views of another type, shifts and 32-bit products that wrap around. AWS's list of operators promises none
+of these exactly. The first way whose bits are those of the host is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nxtrain.backends.rounding import RoundingKey, mix_, round_by_pairs, round_one_by_one, step_hash
+
+Rounder = Callable[[Tensor, Tensor, RoundingKey, Tensor], None]
+"""`Kernels.stochastic_round`."""
+
+ROWS, COLUMNS = 64, 33
+"""Shape of the probe; an odd number of columns has a last half pair."""
+
+STEPS = (1.0, 7.0, 4096.0)
+
+
+def round_by_views(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+    """Round on the device, operation by operation."""
+    round_one_by_one(x, out, key, step, bitcast=torch.Tensor.view)
+
+
+def round_in_graph(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+    """Round on the device in a compiled graph, where a view of another type is one of the compiler's operations."""
+    out.copy_(_compiled()(x, key.rows, key.columns, key.odd, step).to(out.dtype))
+
+
+def round_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
+    """Round on the host, after a copy there and before one back: slow, and right on any device."""
+    host = torch.empty(out.shape, dtype=out.dtype)
+    round_by_pairs(x.detach().cpu(), host, _on_host(key), step.cpu())
+    out.copy_(host)
+
+
+WAYS: dict[str, Rounder] = {
+    "by operations of the device": round_by_views,
+    "in a compiled graph": round_in_graph,
+    "on the host, with a copy of every parameter there and back in each step": round_on_host,
+}
+"""Ways to round, best first."""
+
+
+def choose_rounder(put: Callable[[Tensor], Tensor]) -> tuple[Rounder, str]:
+    """First way to round whose bits are right, and a line for people that names it and the defects of those before.
+
+    Args:
+        put: Copies a host tensor to the device.
+    """
+    defects: list[str] = []
+    for name, way in WAYS.items():
+        defect = _defect(way, put)
+        if not defect:
+            why = f"; not {'; not '.join(defects)}" if defects else ""
+            return way, f"stochastic rounding {name}, as its bits are those of the host{why}"
+        defects.append(f"{name}: {defect}")
+    raise AssertionError(f"rounding on the host differs from itself: {defects}")
+
+
+def hardware_rounds(put: Callable[[Tensor], Tensor]) -> bool:
+    """True if the device rounds casts at random: values between two bfloat16 numbers go to both of them."""
+    between = put(torch.full((4096,), 1.0 + 2.0**-9))
+    return len(set(between.to(torch.bfloat16).float().cpu().tolist())) > 1
+
+
+def _defect(way: Rounder, put: Callable[[Tensor], Tensor]) -> str:
+    """Difference between a way's bits on the device and those of the host; empty if there is none."""
+    x, key = _sample(), _key()
+    wrong = 0
+    try:
+        for number in STEPS:
+            wanted, found = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16), put(torch.zeros(ROWS, COLUMNS).bfloat16())
+            step = torch.tensor(number)
+            round_by_pairs(x, wanted, key, step_hash(step))
+            way(put(x), found, _put(key, put), step_hash(put(step)))
+            wrong += int((found.cpu().view(torch.int16) != wanted.view(torch.int16)).sum())
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return f"{wrong} of {len(STEPS) * ROWS * COLUMNS} entries differ" if wrong else ""
+
+
+def _sample() -> Tensor:
+    """Numbers of all magnitudes and both signs, among them zeros, subnormal numbers and infinities; no NaN.
+
+    The bits of a NaN may differ between devices without harm.
+    """
+    bits = mix_(torch.arange(ROWS * COLUMNS, dtype=torch.int32))
+    found = bits.view(torch.float32).view(ROWS, COLUMNS).clone()
+    found[found.isnan()] = 1.0 + 2.0**-9
+    for place, value in enumerate((0.0, -0.0, 1e-45, float("inf"), -float("inf"), torch.finfo(torch.float32).max)):
+        found[place, 0] = value
+    # A device may flush subnormal numbers to zero in other operations; rounding must keep their bits.
+    return found
+
+
+def _key() -> RoundingKey:
+    columns = torch.arange(COLUMNS, dtype=torch.int32)
+    hashes = mix_(columns // 2)
+    rows = mix_(torch.arange(ROWS, dtype=torch.int32)) | 1
+    return RoundingKey(rows, hashes[::2].contiguous(), hashes, columns % 2 == 1, begins_odd=False, shared=True)
+
+
+def _put(key: RoundingKey, put: Callable[[Tensor], Tensor]) -> RoundingKey:
+    return RoundingKey(put(key.rows), put(key.pairs), put(key.columns), put(key.odd), key.begins_odd, key.shared)
+
+
+def _on_host(key: RoundingKey) -> RoundingKey:
+    return _put(key, lambda x: x.cpu())
+
+
+def _rounded(x: Tensor, rows: Tensor, columns: Tensor, odd: Tensor, step: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    key = RoundingKey(rows, columns, columns, odd, begins_odd=False, shared=True)
+    round_one_by_one(x, out, key, step, bitcast=torch.Tensor.view)
+    return out
+
+
+@lru_cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_rounded, backend="neuron", dynamic=False, fullgraph=True)

@@ -1,0 +1,151 @@
+"""`nxtrain compile` for TorchNeuron: a few steps of the run on its devices, and a manifest of their graphs.
+
+TorchNeuron compiles inside of the ranks and has no tool that collects graphs. So the run itself is started, with each
+kind of work in its first steps, in a folder that is deleted afterwards. Files of the cache that the ranks read or wrote
+are the graphs of the run.
+
+AWS documents a mode that compiles without a device and names no variable for it. nxtrain looks for the variable of the
+beta in the installed packages and says if it is there. The mode itself is not used, since nobody knows the values that
+its tensors have.
+
+Source: torch/compile/about-torch-compile.html in https://awsdocs-neuron.readthedocs-hosted.com/en/latest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nxtrain.backends.neuron import torchneuron, torchneuron_names
+from nxtrain.compile.cache import Cache
+from nxtrain.compile.compile_key import native_build_of
+from nxtrain.compile.entries import Key, is_neff
+from nxtrain.compile.manifest import Graph, Manifest, manifest_file, write_manifest
+from nxtrain.compile.parallel_compile import print_line
+from nxtrain.config.cache_dir import cache_folder
+from nxtrain.config.check import resolve_config
+from nxtrain.config.load import load
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import BackendError, ConfigError, Problem
+from nxtrain.launch.local import FIRST_NODE, Command, ranks_per_node, render
+
+STEPS = 4
+"""Steps of the rehearsal: the work of each step and of each interval is done twice."""
+
+COMPILE_ONLY = "TORCH_NEURONX_COMPILE_ONLY"
+"""Variable of the beta for compilation without a device."""
+
+
+def precompile_native(
+    path: Path, overrides: Sequence[str], *, nproc: int | None, first_node: str, dry_run: bool
+) -> None:
+    """Compile the graphs of a run by TorchNeuron and write its manifest.
+
+    Args:
+        path: Configuration file.
+        overrides: `dotted.key=value` each.
+        nproc: Number of ranks per machine; None: as many as the degrees ask for.
+        first_node: Of several machines the name of one, where the others meet it.
+        dry_run: Print environment and command, and start nothing.
+
+    Raises:
+        ConfigError: The configuration cannot run on that many ranks, or its stages are spread over machines.
+        BackendError: There are no devices here, or the rehearsal failed.
+    """
+    loaded = load(path, overrides)
+    config = loaded.config
+    if config.cluster.nodes > 1 and config.parallel.pp > 1:
+        reason = f"pp={config.parallel.pp} over {config.cluster.nodes} machines: TorchNeuron's files name no stage"
+        raise ConfigError([Problem("parallel.pp", reason, hint="let the run compile at first use: compile.on_miss")])
+    with tempfile.TemporaryDirectory(prefix="nxtrain-compile-") as folder:
+        wanted = [*overrides, *rehearsal(config, Path(folder))]
+        command = render(path, wanted, nproc, os.environ, first_node=first_node or FIRST_NODE)
+        if dry_run:
+            print(replace(command, about=(*command.about, f"writes {manifest_file(config)}")))
+            return
+        support = torchneuron.support()
+        if not support.ok:
+            raise BackendError(f"graphs cannot be compiled here: {support.reason}\n    {without_devices()}")
+        cache = Cache(cache_folder(config.compile, shared=True))
+        began = time.monotonic()
+        used, new = _rehearse(command, cache)
+    world = ranks_per_node(config, nproc) * config.cluster.nodes
+    build = native_build_of(resolve_config(loaded, world), world, {**os.environ, **command.env})
+    file = manifest_file(config)
+    graphs = tuple(Graph(f"graph {number}", key.module, None) for number, key in enumerate(used, start=1))
+    write_manifest(Manifest(config.run.name, build, graphs), file)
+    duration = f"after {time.monotonic() - began:.0f} s"
+    print_line(f"all {len(used)} graphs are in {cache}, {len(new)} of them new, {duration}; see {file}")
+
+
+def rehearsal(config: RunConfig, folder: Path) -> list[str]:
+    """Overrides that make a run do each kind of its work within a few steps, and leave nothing behind.
+
+    Learning rates are tensors and their schedule shapes no graph; its length stays, so that its check holds.
+    """
+    given = {
+        "train.eval_every": config.train.eval_every,
+        "checkpoint.every": config.checkpoint.every,
+        "recovery.vote_every": config.recovery.vote_every,
+    }
+    return [
+        f"train.steps={STEPS}",
+        f"optim.decay_steps={config.optim.decay_steps or config.train.steps}",
+        f"run.dir={folder}",
+        "checkpoint.resume=never",
+        "checkpoint.mirror=",
+        "metrics.log_every=1",
+        "metrics.tensorboard=false",
+        "compile.on_miss=compile",
+        "recovery.max_restarts=0",
+        *(f"{key}=2" for key, every in given.items() if every),
+    ]
+
+
+def without_devices() -> str:
+    """Line about compilation without a device."""
+    found = torchneuron_names.reads(COMPILE_ONLY)
+    if found is None:
+        return "TorchNeuron's mode without a device is not used: it is not installed here"
+    words = "reads" if found else "does not read"
+    return f"the installed TorchNeuron {words} {COMPILE_ONLY}; its mode without a device is untested and not used"
+
+
+def _rehearse(command: Command, cache: Cache) -> tuple[list[Key], set[Key]]:
+    """Start the command; returns the graphs that the ranks used, and the new ones among these."""
+    before = _graphs(cache)
+    _forget_reads(cache, before)
+    done = subprocess.run(command.argv, env={**os.environ, **command.env}, check=False)
+    if done.returncode:
+        raise BackendError(f"the rehearsal of the run ended with exit code {done.returncode}; its lines above say why")
+    after = _graphs(cache)
+    used = [key for key in sorted(after) if key not in before or _was_read(cache, key)]
+    if not used:
+        raise BackendError(f"the rehearsal left no graph in {cache}; check that TorchNeuron's cache is not disabled")
+    return used, set(after) - set(before)
+
+
+def _graphs(cache: Cache) -> Collection[Key]:
+    return {key for key in cache.done() if is_neff(key)}
+
+
+def _forget_reads(cache: Cache, keys: Collection[Key]) -> None:
+    """Set times of access before those of change, so that a mount with relative access times notes the next read."""
+    for key in keys:
+        if entry := cache.entry(key):
+            changed = entry.folder.stat().st_mtime_ns
+            os.utime(entry.folder, ns=(changed - 1_000_000_000, changed))
+
+
+def _was_read(cache: Cache, key: Key) -> bool:
+    """True if a file was read since `_forget_reads`."""
+    entry = cache.entry(key)
+    if entry is None:
+        return False
+    stat = entry.folder.stat()
+    return stat.st_atime_ns >= stat.st_mtime_ns

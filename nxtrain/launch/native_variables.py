@@ -1,0 +1,218 @@
+"""Environment of a run by TorchNeuron, as a pure function of configuration, instance, SDK and known names.
+
+TorchNeuron itself passes `--model-type transformer --auto-cast=none` to the compiler. It gives each rank the core of
+its local rank and the address of the first rank. The launcher repeats none of these: the text of the compiler's flags
+is part of the key of every compiled graph, so a repeated flag splits a cache that runs could share.
+
+Sources: torch/reference/env-vars.html in https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of SDK 2.33. Pages of
+https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a have no host. A name without a page of AWS is probed: the
+launcher sets the variable only if the installed packages read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from nxtrain.backends.neuron.hardware import Instance
+from nxtrain.backends.neuron.sdk import SdkVersion
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import Problem
+from nxtrain.launch.environment import NATIVE_CACHE, Environment, Variable
+from nxtrain.launch.variables import (
+    COMPILER,
+    RUNTIME,
+    host_variables,
+    logical_cores,
+    network_variables,
+    rounding_variables,
+)
+from nxtrain.process.deadlines import first_use_limit_s
+
+Reads = Callable[[str], bool | None]
+"""True if the installed packages read a variable; None if none are installed here."""
+
+VISIBLE_CORES, GIVEN_CORES = "NEURON_RT_VISIBLE_CORES", "NXTRAIN_VISIBLE_CORES"
+"""Cores that a process may use, for the runtime; and the cores of all ranks, as the shell had them."""
+
+FOLDERS = {"graphs": "neff", "HLO": "hlo", "kernels": "nki"}
+"""Folders in compile.cache_dir by what they hold."""
+
+_PAGE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/reference/env-vars.html"
+_EXPLORER = "tools/neuron-explorer/environment-variables.rst"
+_PROBED = "the installed torch-neuronx; AWS's pages that nxtrain knows do not name it"
+
+
+def native_environment(
+    config: RunConfig, instance: Instance | None, sdk: SdkVersion, locks: PurePath, reads: Reads
+) -> Environment:
+    """Environment of a configuration under TorchNeuron, without access to `os.environ`.
+
+    Args:
+        config: Configuration of the run.
+        instance: Instance type of the machine; None: unknown, and the runtime decides about cores and threads.
+        sdk: Release of the Neuron SDK.
+        locks: Folder of locks, on a disk of the machine.
+        reads: Check of names.
+    """
+    uncertain = _uncertain(config, locks)
+    found = [variable for each in uncertain for variable in each.known(reads)]
+    left_out = [each for each in uncertain if not each.known(reads)]
+    notes = [f"left out: {' or '.join(each.names)} ({each.reason}): nothing installed reads it" for each in left_out]
+    of_instance = [*host_variables(instance), *logical_cores(instance)] if instance else []
+    variables = [*_certain(config), *found, *of_instance, *network_variables(config, instance)]
+    return Environment(sdk, tuple(variables), (), xla=False, passed=_PASSED, notes=tuple(notes))
+
+
+def rank_variables(
+    environ: Mapping[str, str], local_rank: int, local_world: int
+) -> tuple[list[Variable], list[Problem]]:
+    """Variables that differ between the ranks of a machine, and problems of the cores that the shell shows.
+
+    Args:
+        environ: Variables of the rank.
+        local_rank: Place of the rank on its machine.
+        local_world: Ranks on the machine.
+    """
+    shown = environ.get(GIVEN_CORES) or environ.get(VISIBLE_CORES, "")
+    if not shown:
+        if local_world > 1:
+            return [], []  # TorchNeuron gives each rank its core
+        reason = "one rank uses one logical core, where the runtime would claim all of the machine"
+        return [Variable("NEURON_RT_NUM_CORES", "1", reason, RUNTIME)], []
+    try:
+        cores = _cores(shown)
+    except ValueError:
+        return [], [Problem(VISIBLE_CORES, f"{shown} is no list of cores such as 0-3,8", "environment", "unset it")]
+    if len(cores) < local_world:
+        reason = f"{shown} shows {len(cores)} cores, but {local_world} ranks of this machine need one each"
+        return [], [Problem(VISIBLE_CORES, reason, "environment", f"show {local_world} cores, or unset it")]
+    reason = f"core of local rank {local_rank} among {shown}: a process that sees several takes them all"
+    kept = Variable(GIVEN_CORES, shown, "cores of all ranks, as the shell has them")
+    return [kept, Variable(VISIBLE_CORES, str(cores[local_rank]), reason, RUNTIME)], []
+
+
+def _cores(text: str) -> list[int]:
+    """Numbers of a list such as `0-3,8`."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _certain(config: RunConfig) -> list[Variable]:
+    """Variables that pages of AWS name."""
+    folder = config.compile.cache_dir / FOLDERS["graphs"]
+    limit = "unset it and use recovery.hang_timeout_s"
+    return [
+        *rounding_variables(config, by_hardware=config.backend.rounding == "hardware"),
+        Variable(
+            "NEURON_RT_EXEC_TIMEOUT",
+            _limit(config),
+            "4 x recovery.hang_timeout_s: seconds until work fails that waits for a rank which may be compiling",
+            RUNTIME,
+            limit,
+        ),
+        Variable(
+            NATIVE_CACHE,
+            str(folder),
+            "compile.cache_dir: compiled operations and graphs, which a restart of the machine would lose otherwise",
+            _PAGE,
+            "unset it and use compile.cache_dir",
+        ),
+        Variable(
+            "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
+            "1",
+            "a graph that does not compile ends the run; op by op it would run many times slower without a word",
+            _PAGE,
+            "unset it, or use compile.torch_compile=false to run op by op",
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class _Uncertain:
+    """A variable whose name is known from one page or none, and is set only where it is read.
+
+    Args:
+        names: Names in the order of preference.
+        value: Value.
+        reason: Reason for the value.
+        instead: As in `Variable`.
+        source: Page that names the first; empty: none.
+    """
+
+    names: Sequence[str]
+    value: str
+    reason: str
+    instead: str = ""
+    source: str = ""
+
+    def known(self, reads: Reads) -> list[Variable]:
+        """The variable under each name that is read; under its first name if nothing is installed here."""
+        answers = {name: reads(name) for name in self.names}
+        if None in answers.values():
+            why = f"{self.reason}; set if torch-neuronx on the instance reads it"
+            return [Variable(self.names[0], self.value, why, self.source or _PROBED, self.instead)]
+        return [
+            Variable(name, self.value, self.reason, self.source or _PROBED, self.instead)
+            for name, found in answers.items()
+            if found
+        ]
+
+
+def _uncertain(config: RunConfig, locks: PurePath) -> list[_Uncertain]:
+    root, folders = config.compile.cache_dir, "unset it and use compile.cache_dir"
+    found = [
+        _Uncertain(
+            ("TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR",),
+            str(locks),
+            "locks of compilations, by default in a folder of /tmp that all users and jobs of a machine share",
+            folders,
+        ),
+        _Uncertain(
+            ("TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT",),
+            _limit(config),
+            "4 x recovery.hang_timeout_s: seconds that ranks wait for the one that compiles their graph",
+            "unset it and use recovery.hang_timeout_s",
+        ),
+        _Uncertain(("TORCH_NEURONX_HLO_CACHE_DIR",), str(root / FOLDERS["HLO"]), "lowered graphs", folders),
+        _Uncertain(
+            ("NKI_COMPILE_CACHE_URL",),
+            str(root / FOLDERS["kernels"]),
+            "compiled kernels, apart from those of other releases and users",
+            folders,
+        ),
+        _Uncertain(
+            ("TORCH_NEURONX_ENABLE_HOST_CC", "NEURON_RT_ENABLE_HOST_CC"),
+            "1",
+            "collectives run on a stream of their own, beside the computation",
+            source=_EXPLORER,
+        ),
+    ]
+    if config.compile.optlevel:
+        level = f"-O{config.compile.optlevel}"
+        way_out = "unset it and use compile.optlevel"
+        found.append(_Uncertain(("NEURON_COMPILER_OPT_LEVEL",), level, "compile.optlevel", way_out))
+    return found
+
+
+def _limit(config: RunConfig) -> str:
+    return str(math.ceil(first_use_limit_s(config.recovery.hang_timeout_s)))
+
+
+def _passed(name: str, instead: str) -> Variable:
+    reason = "repeats what the compiler gets anyway; the text of the flags is part of every key, and caches would split"
+    return Variable(name, "", reason, COMPILER, instead)
+
+
+_PASSED = (
+    _passed("--auto-cast", "leave it out and choose the types in [precision]"),
+    _passed("--model-type", "leave it out"),
+    _passed("--target", "leave it out: TorchNeuron compiles for the chip that it finds"),
+    _passed("--logical-nc-config", "leave it out"),
+    _passed("--optlevel", "leave it out and use compile.optlevel"),
+)

@@ -1,0 +1,262 @@
+"""A step on the stand-in of TorchNeuron: dispatches, compilations, fallbacks, attention, rounding and memory."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed import device_mesh
+
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import AttentionShape
+from nxtrain.backends.kernels import PlainKernels
+from nxtrain.backends.neuron import hardware, native, native_rounding, torchneuron
+from nxtrain.backends.neuron.native import NeuronNativeBackend
+from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
+from nxtrain.backends.neuron.native_rounding import choose_rounder, round_by_views, round_on_host
+from nxtrain.backends.rounding import RoundingKey
+from nxtrain.config.check import Resolved
+from nxtrain.errors import BackendError, ConfigError
+from nxtrain.mesh import Mesh
+from nxtrain.train.build import build_model, build_state
+from nxtrain.train.health.fallbacks import Fallbacks
+from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from tests.support import fake_neuron
+from tests.support.models import changed, plan, tokens
+from tests.support.neuron_device import StandInDevice
+
+BUDGET = 45
+"""Dispatches of a step of two blocks, and 2 more for each further block: a forward and a backward graph."""
+
+EAGER = 600
+"""Fewer dispatches than the same step takes operation by operation."""
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[StandInDevice]:
+    """The device of this process, with all that its installation replaces put back."""
+    owners = [
+        (torch, "neuron"),
+        (torch, "compile"),
+        (torch.Tensor, "cpu"),
+        (torchneuron, "support"),
+        (native, "DEVICE"),
+    ]
+    owners += [(device_mesh, "init_device_mesh"), (dist, "destroy_process_group")]
+    kept = [(owner, name, getattr(owner, name, None)) for owner, name in owners]
+    fake_neuron.install()
+    yield fake_neuron.device
+    fake_neuron.device.__exit__(None, None, None)
+    native_rounding._compiled.cache_clear()
+    torch._dynamo.reset()  # Dynamo keeps its graphs among the names of the module whose function it compiled
+    for name in [name for name in vars(native_rounding) if name.startswith("__compiled_fn")]:
+        delattr(native_rounding, name)
+    for owner, name, value in kept:
+        setattr(owner, name, value)
+    del torch.neuron  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def device(stand_in: StandInDevice) -> Iterator[StandInDevice]:
+    """The device as a new process finds it."""
+    stand_in.restart()
+    yield stand_in
+    stand_in.bitcasts, stand_in.compile_s = True, 0.0
+    stand_in.on_host.clear()
+
+
+def state_of(resolved: Resolved) -> TrainState:
+    backend, mesh = open_backend("neuron-native"), Mesh.build(1, 0)
+    return build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)
+
+
+def step(state: TrainState, resolved: Resolved, lr: float) -> None:
+    rows = tokens(resolved, 2)[None]
+    train_step(state, DeviceBatch.of(rows[..., :-1], rows[..., 1:], state.backend.put), lr)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo looks at what torch warns of
+def test_a_compiled_step_keeps_its_budget_and_compiles_nothing_again(device: StandInDevice) -> None:
+    torch._dynamo.reset()
+    resolved = changed(plan("gqa2"), compile={"torch_compile": True})
+    assert resolved.model.num_hidden_layers == 2
+    state, counts = state_of(resolved), device.counts
+    graphs = state.backend.num_compiled()
+    step(state, resolved, 1e-3)
+    compiled, per_step = counts.compilations, []
+    # Forward and backward of a block, the last norm's, the loss, the gradient norm, two updates, the ring of bad steps.
+    assert counts.graphs == 9
+    assert state.backend.num_compiled() > graphs
+    for number in (2, 3, 4):
+        before = counts.dispatches
+        step(state, resolved, 1e-3 * number)
+        per_step.append(counts.dispatches - before)
+    assert counts.compilations == compiled, "a learning rate or a step number is a constant of a graph"
+    assert per_step == [per_step[0]] * 3
+    assert per_step[0] <= BUDGET
+
+
+def test_step_by_step_the_same_work_takes_many_times_as_many_dispatches(device: StandInDevice) -> None:
+    resolved = plan("gqa2")
+    state = state_of(resolved)
+    before = device.counts.dispatches
+    step(state, resolved, 1e-3)
+    assert device.counts.dispatches - before > EAGER > 10 * BUDGET
+    assert not device.counts.names.keys() & {"gather", "scatter_add_"}, "the device has no 64-bit indices"
+
+
+def test_first_compilations_delay_their_caller_and_later_ones_do_not(device: StandInDevice) -> None:
+    backend = open_backend("neuron-native")
+    x = backend.put(torch.ones(3))
+    device.compile_s = 0.05
+    durations = []
+    for _ in range(2):
+        began = time.monotonic()
+        x * 2.0
+        durations.append(time.monotonic() - began)
+    assert durations[0] > 0.05 > durations[1]
+
+
+def test_operations_on_the_host_are_refused_after_the_first_step_unless_allowed(device: StandInDevice) -> None:
+    backend = open_backend("neuron-native")
+    device.on_host.add("aten::cumsum")
+    backend.put(torch.ones(3)).cumsum(0)  # before the step: no business of its
+    refusing = Fallbacks(backend, allowed=False)
+    refusing.enter(1, "training")
+    refusing.enter(1, "log")
+    refusing.enter(2, "training")
+    refusing.finish(2)  # the first step alone counts
+    refusing = Fallbacks(backend, allowed=False)
+    refusing.enter(1, "training")
+    backend.put(torch.ones(3)).cumsum(0)
+    with pytest.raises(BackendError, match=r"1 operations of a training step on the host.*aten::cumsum; .*allow_fall"):
+        refusing.enter(1, "log")
+    said = io.StringIO()
+    allowing = Fallbacks(backend, allowed=True, console=Console(file=said, width=400))
+    allowing.enter(1, "training")
+    backend.put(torch.ones(3)).cumsum(0)
+    allowing.finish(1)
+    assert "warning: neuron-native computes 1 operations" in said.getvalue()
+
+
+SHAPE = AttentionShape(micro_batch=1, seq_len=4096, num_heads=8, head_size=128, params="bf16")
+
+
+@pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        ({}, ""),
+        ({"seq_len": 4352}, "train.seq_len=4352 is no multiple of 512"),
+        ({"head_size": 160}, "heads are 160 wide"),
+        ({"micro_batch": 128}, "train.micro_batch=128 x 8 heads per rank = 1024"),
+        ({"params": "fp32"}, "precision.params=fp32"),
+    ],
+)
+def test_attention_is_the_kernel_where_its_conditions_hold(
+    device: StandInDevice, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], obstacle: str
+) -> None:
+    monkeypatch.delenv("TORCH_NEURONX_ENABLE_NKI_SDPA", raising=False)
+    backend, shape = open_backend("neuron-native"), replace(SHAPE, **change)  # type: ignore[arg-type]
+    assert isinstance(backend, NeuronNativeBackend)
+    backend.choose_attention("auto", shape)
+    (note,) = backend.notes()
+    assert backend.kernels.grouped is (not obstacle)
+    assert note.startswith("plain attention: " if obstacle else "flash attention: ")
+    assert obstacle in note
+    assert "seq_len^2" in note or not obstacle
+    wrong = "flash" if obstacle else "plain"
+    with pytest.raises(ConfigError, match=r"backend\.attention: .*(flash cannot be had|own kernel)"):
+        backend.choose_attention(wrong, shape)
+    monkeypatch.setenv("TORCH_NEURONX_ENABLE_NKI_SDPA", "0")
+    backend.choose_attention("plain", shape)
+    assert not backend.kernels.grouped
+
+
+def test_grouped_attention_copies_no_keys_and_computes_the_same(device: StandInDevice) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(8, 2, 4, 16), torch.randn(8, 2, 2, 16), torch.randn(8, 2, 2, 16)
+    kernels = NeuronNativeKernels()
+    kernels.grouped = True
+    assert torch.allclose(kernels.attention(q, k, v), PlainKernels().attention(q, k, v), atol=1e-6)
+
+
+def test_rounding_takes_the_first_way_whose_bits_are_right(device: StandInDevice) -> None:
+    backend = open_backend("neuron-native")
+    way, line = choose_rounder(backend.put)
+    assert way is round_by_views
+    assert line == "stochastic rounding by operations of the device, as its bits are those of the host"
+
+
+def test_a_torchneuron_without_a_list_of_fallbacks_says_so(
+    device: StandInDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_backend("neuron-native")
+    assert backend.notes() == ()
+    monkeypatch.delattr(torch.neuron, "get_fallback_ops")  # type: ignore[attr-defined]
+    assert backend.notes() == (
+        "this TorchNeuron has no get_fallback_ops, so operations that run on the host are not reported",
+    )
+    assert backend.fallbacks() == ()
+
+
+def test_without_views_of_another_type_rounding_is_a_graph_and_bits_are_read_on_the_host(device: StandInDevice) -> None:
+    torch._dynamo.reset()
+    device.bitcasts = False
+    backend = open_backend("neuron-native")
+    assert isinstance(backend, NeuronNativeBackend)
+    backend.choose_rounding("bf16_stochastic", "auto")
+    (note,) = backend.notes()
+    assert note.startswith("stochastic rounding in a compiled graph")
+    assert "not by operations of the device: NotImplementedError: aten::view.dtype" in note
+    x = torch.tensor([1.5, -0.0])
+    for kernels in (backend.kernels, NeuronNativeKernels()):  # a run without rounding probes nothing
+        assert torch.equal(kernels.bits(backend.put(x)).cpu(), x.view(torch.int32))
+
+
+def test_products_that_saturate_send_rounding_to_the_host(
+    device: StandInDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saturated(x: torch.Tensor, out: torch.Tensor, key: RoundingKey, step: torch.Tensor) -> None:
+        round_by_views(x, out, key, step)
+        out.view(torch.int16)[0, 0] ^= 1  # one bit of one entry
+
+    names = [*native_rounding.WAYS]
+    monkeypatch.setattr(native_rounding, "WAYS", {names[0]: saturated, names[1]: saturated, names[2]: round_on_host})
+    backend = open_backend("neuron-native")
+    assert isinstance(backend, NeuronNativeBackend)
+    backend.choose_rounding("bf16_stochastic", "software")
+    assert backend.kernels.rounds_on_host
+    assert "3 of 6336 entries differ" in backend.notes()[0]
+
+
+def test_rounding_by_hardware_is_refused_where_casts_go_to_the_nearest(device: StandInDevice) -> None:
+    backend = open_backend("neuron-native")
+    with pytest.raises(BackendError, match=r"backend\.rounding=hardware has no effect; use backend\.rounding=software"):
+        backend.choose_rounding("bf16_stochastic", "hardware")
+
+
+def test_an_unknown_instance_is_what_the_device_says_of_itself(
+    device: StandInDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_backend("neuron-native")
+    monkeypatch.setattr(native, "this_machine", lambda: None)
+    properties = type("Properties", (), {"name": "trn2-core"})()
+    monkeypatch.setattr(torch.neuron, "get_device_properties", lambda: properties, raising=False)  # type: ignore[attr-defined]
+    assert backend.peak_flops() == hardware.INSTANCES["trn2.48xlarge"].core_flops
+    monkeypatch.setattr(torch.neuron, "get_device_properties", lambda: None, raising=False)  # type: ignore[attr-defined]
+    assert backend.peak_flops() is None
+
+
+def test_a_process_group_after_the_first_operation_is_refused(device: StandInDevice) -> None:
+    backend = open_backend("neuron-native")
+    backend.put(torch.ones(3)) + 1.0
+    with pytest.raises(RuntimeError, match="must come before the first use of the device"):
+        dist.init_process_group("neuron", store=dist.HashStore(), rank=0, world_size=1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
