@@ -191,6 +191,10 @@ class DataConfig(Section):
     """Prepared corpus for evaluation, of source=arrow; empty: validation_fraction of the documents, if any."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the documents that is held out for evaluation."""
+    workers: Annotated[int, Field(ge=0, le=256)] = 2
+    """Processes of each rank that tokenize and pack source=arrow; 0: a thread of the rank."""
+    worker_restarts: NonNegativeInt = 3
+    """Times in a row that a worker which dies or hangs is replaced; 0: the first one ends the run."""
 
 
 class CheckpointConfig(Section):

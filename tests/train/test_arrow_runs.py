@@ -42,7 +42,8 @@ class Runs:
         self.straight = cache(lambda packing: self.run(self.plan(f"straight-{packing}", packing, STEPS)))
 
     def plan(self, name: str, packing: str, steps: int, dp: int = 1, **sections: dict[str, Any]) -> Resolved:
-        data = {"source": "arrow", "path": str(self.corpus), "packing": packing, "tokenizer": str(self.tokenizer)}
+        data: dict[str, Any] = {"source": "arrow", "path": str(self.corpus), "packing": packing, "workers": 0}
+        data["tokenizer"] = str(self.tokenizer)
         return run_plan(
             self.folder / name,
             data,
@@ -95,6 +96,11 @@ def test_masks_between_documents_change_the_losses_and_no_rows(runs: Runs, remat
     for ours, theirs in zip(records(masked), records(plain), strict=True):
         assert 0 < abs(ours["loss"] - theirs["loss"]) < 1
     assert records(masked)[-1]["val_loss"] != records(plain)[-1]["val_loss"]
+
+
+def test_workers_change_no_number(runs: Runs) -> None:
+    resolved = changed(runs.plan("workers", "best_fit", STEPS), data={"workers": 3})
+    assert course(runs.run(resolved)) == course(runs.straight("best_fit"))
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

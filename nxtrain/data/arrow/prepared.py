@@ -187,10 +187,14 @@ class PreparedCorpus:
             start, size = start + len(found), size - len(found)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _damaged(self, document: int, what: str) -> NoReturn:
+    def name_of(self, document: int) -> str:
+        """File and number of a document, for messages."""
         number = bisect_right(self._begins, document) - 1
         file = self.files[self._batches[min(number, len(self._batches) - 1)].file]
-        raise DataError(f"{file}, document {document:,} of {len(self):,}, is damaged: {what}; prepare it again")
+        return f"{file}, document {document:,} of {len(self):,}"
+
+    def _damaged(self, document: int, what: str) -> NoReturn:
+        raise DataError(f"{self.name_of(document)}, is damaged: {what}; prepare it again")
 
     def _check_shards(self, schemas: list[Any]) -> None:
         """Refuse shards of several corpora, and a folder without some of its shards."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
@@ -35,6 +35,9 @@ WINDOW_ROWS = 128
 _GROUP_BYTES = 1 << 18
 """Text that a lane tokenizes at once, so that the tokenizer's threads have work."""
 
+_PERMUTED = 64
+"""Documents of a lane whose numbers are computed at once."""
+
 Ids = NDArray[np.unsignedinteger[Any]]
 
 
@@ -47,12 +50,14 @@ class Documents:
         tokenizer: Tokenizer of text; None for ids.
         vocab_size: Size of the vocabulary; every id is below it.
         held_out: Share of the documents that are held out, by a hash of their content.
+        mark: Called with the name of each document before it is read, and before it is tokenized alone.
     """
 
     corpus: PreparedCorpus
     tokenizer: TextTokenizer | None
     vocab_size: int
     held_out: float = 0.0
+    mark: Callable[[str], None] | None = None
 
     def lane(self, order: LaneOrder, lane: int, start: int = 0) -> Iterator[tuple[int, Ids]]:
         """Documents of a lane from an ordinal on, without end, each with its ordinal.
@@ -62,15 +67,17 @@ class Documents:
             StorageError: The storage fails.
         """
         total, num_skipped = len(self.corpus), 0
-        places = count(start)
+        places = self._places(order, lane, start)
+        # A process that must name its document tokenizes one at a time; it has a single thread in any case.
+        most_bytes = 1 if self.mark else _GROUP_BYTES
         while True:
             ordinals: list[int] = []
             contents: list[bytes] = []
             size = 0
-            while size < _GROUP_BYTES:
-                ordinal = next(places)
-                position = np.array([lane + ordinal * order.lanes])
-                document = int(shuffled(position, total, order.seed)[0] if order.shuffle else position[0] % total)
+            while size < most_bytes:
+                ordinal, document = next(places)
+                if self.mark:
+                    self.mark(self.corpus.name_of(document))
                 content = self.corpus.raw(document)
                 if self.is_held_out(content):
                     num_skipped += 1
@@ -84,6 +91,15 @@ class Documents:
                     contents.append(content)
                     size, num_skipped = size + len(content), 0
             yield from zip(ordinals, self.ids(contents), strict=True)
+
+    def _places(self, order: LaneOrder, lane: int, start: int) -> Iterator[tuple[int, int]]:
+        """Ordinals of a lane from `start` on, without end, each with the number of its document."""
+        total = len(self.corpus)
+        for begin in count(start, _PERMUTED):
+            ordinals = np.arange(begin, begin + _PERMUTED)
+            positions = lane + ordinals * order.lanes
+            found = shuffled(positions, total, order.seed) if order.shuffle else positions % total
+            yield from zip(ordinals.tolist(), found.tolist(), strict=True)
 
     def ids(self, contents: list[bytes]) -> Iterator[Ids]:
         """Ids of documents, each with the end of text behind it.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from nxtrain.data.order import shuffled
 from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Prepared, digest, is_whole
 from nxtrain.data.samples import probe
-from nxtrain.data.stream_loader import Streams
+from nxtrain.data.stream_loader import Lane, LaneOrder, Place, Streams
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import clear_drafts
@@ -109,6 +109,49 @@ def prepare_streams(
     )
 
 
+@dataclass(frozen=True)
+class CorpusLanes:
+    """Source of the lanes of a prepared corpus.
+
+    Args:
+        path: The corpus.
+        identity: Identity of the corpus that was checked.
+        tokenizer: The `tokenizer.json` of text; None for ids.
+        end_of_text: Token that ends a document.
+        vocab_size: Entries of the model's vocabulary.
+        held_out: Share of the documents that are held out.
+        packing: Way to pack.
+        seq_len: Targets in a row.
+    """
+
+    path: Path
+    identity: str
+    tokenizer: Path | None
+    end_of_text: str
+    vocab_size: int
+    held_out: float
+    packing: Literal["concat", "best_fit"]
+    seq_len: int
+
+    def documents(self, mark: Callable[[str], None] | None = None) -> Documents:
+        """Open the documents.
+
+        Raises:
+            DataError: The corpus differs from that which was checked.
+        """
+        corpus = PreparedCorpus(self.path)
+        if corpus.identity != self.identity:
+            raise DataError(
+                f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew"
+            )
+        tokenizer = load_tokenizer(self.tokenizer, self.vocab_size, self.end_of_text) if self.tokenizer else None
+        return Documents(corpus, tokenizer, self.vocab_size, self.held_out, mark)
+
+    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
+        """Open the documents; returns the function that opens a lane."""
+        return partial(open_lane, self.documents(mark), self.packing, self.seq_len)
+
+
 def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_size: int) -> Streams:
     """Open the streams of a prepared corpus.
 
@@ -116,15 +159,17 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
         DataError: The corpus differs from that which was checked.
     """
     corpus = _open(config.path, "data.path")
-    if corpus.identity != prepared.probe:
-        raise DataError(f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew")
-    tokenizer = None
-    if not corpus.is_ids:
-        assert prepared.tokenizer is not None
-        tokenizer = load_tokenizer(prepared.tokenizer, vocab_size, prepared.end_of_text)
-    documents = _documents(corpus, tokenizer, config, vocab_size)
-
-    return Streams(partial(open_lane, documents, config.packing, seq_len), len(corpus))
+    source = CorpusLanes(
+        path=corpus.path,
+        identity=prepared.probe,
+        tokenizer=None if corpus.is_ids else prepared.tokenizer,
+        end_of_text=prepared.end_of_text,
+        vocab_size=vocab_size,
+        held_out=config.validation_fraction,
+        packing=config.packing,
+        seq_len=seq_len,
+    )
+    return Streams(source, len(source.documents().corpus))
 
 
 def _open(name: str, key: str) -> PreparedCorpus:

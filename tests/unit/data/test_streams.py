@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import BestFitLane, Documents, open_lane
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.order import shuffled
-from nxtrain.data.stream_loader import MAX_LANES, LaneOrder, StreamLoader, merged, num_lanes, places_of
+from nxtrain.data.stream_loader import MAX_LANES, LaneOrder, LocalLanes, StreamLoader, merged, num_lanes, places_of
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.errors import CheckpointError, DataError
 from nxtrain.vocab import IGNORE_INDEX
@@ -69,7 +70,7 @@ def loader(
 ) -> StreamLoader:
     lanes = num_lanes(GLOBAL_BATCH)
     return StreamLoader(
-        lambda lane, place: open_lane(documents, packing, SEQ_LEN, LaneOrder(lanes, SEED, shuffle), lane, place),
+        partial(LocalLanes, partial(open_lane, documents, packing, SEQ_LEN, LaneOrder(lanes, SEED, shuffle))),
         lanes,
         BatchShare(GLOBAL_BATCH, micro, *dp),
         end_id=0,
