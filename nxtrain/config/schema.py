@@ -178,6 +178,10 @@ class DataConfig(Section):
     """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
     path: LocalText = ""
     """File, folder or glob that the source reads."""
+    mixture: tuple[LocalText, ...] = Field(default=(), strict=False)
+    """Several corpora of source=arrow or tokens, in place of path; each row is of one of them."""
+    weights: tuple[PositiveFloat, ...] = Field(default=(), strict=False)
+    """Share of the rows for each corpus of mixture, in any unit; empty: equal shares."""
     tokenizer: LocalText = ""
     """tokenizer.json or its folder; empty: that of the weights of model.init=hf or checkpoint.resume, else a byte-level
     BPE of the model's vocab_size, trained on the data."""

@@ -13,10 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxtrain.data.loader import Batch, BatchShare, batch_of
+from nxtrain.data.mixture import Mixture, progress
 from nxtrain.errors import CheckpointError
 
-Place = tuple[int, int]
-"""Place of a lane: an ordinal of its documents, and a token or a row."""
+Place = tuple[int, ...]
+"""Place of a lane: an ordinal of its documents, and a token or a row.
+
+In a mixture the rows that the lane has given, and then those two numbers for each corpus.
+"""
+BEGIN: Place = (0, 0)
 MAX_LANES = 32
 
 
@@ -66,11 +71,32 @@ class Streams:
 
     Args:
         source: Opens the lanes.
-        num_documents: Documents of the corpus.
+        sizes: Documents of each corpus.
+        mixture: Shares of several corpora; None for one.
     """
 
     source: LaneSource
-    num_documents: int
+    sizes: tuple[int, ...]
+    mixture: Mixture | None = None
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of all corpora."""
+        return sum(self.sizes)
+
+    def progress(self, lanes: int, seq_len: int, places: Mapping[int, Place]) -> dict[str, float]:
+        """Tokens and epochs of each corpus of a mixture; the epochs are those of the first known lane.
+
+        Args:
+            lanes: Number of lanes.
+            seq_len: Targets in a row.
+            places: Places of some lanes.
+        """
+        if self.mixture is None:
+            return {}
+        lane, place = min(places.items())
+        epochs = [(lane + first * lanes) / size for first, size in zip(place[1::2], self.sizes, strict=True)]
+        return progress(self.mixture, place[0] * lanes, seq_len, epochs)
 
 
 LaneRows = dict[int, tuple[NDArray[np.int32], Place]]
@@ -142,6 +168,7 @@ class StreamLoader:
         end_id: Id of the end of text, which also stands behind the last document of a row.
         doc_mask: Batches have masks between documents.
         places: Place of every lane of the first batch; empty for the begin of the corpus.
+        progress: Values for the record of a step, from the places of this rank's lanes.
     """
 
     def __init__(
@@ -153,14 +180,15 @@ class StreamLoader:
         end_id: int,
         doc_mask: bool = False,
         places: Sequence[Place] = (),
+        progress: Callable[[Mapping[int, Place]], dict[str, float]] = lambda places: {},
     ) -> None:
         assert share.global_batch % lanes == 0, share
-        self._open_lanes, self._share = open_lanes, share
+        self._open_lanes, self._share, self._progress = open_lanes, share, progress
         self._end_id, self._doc_mask = end_id, doc_mask
         self._lanes, self._rows_per_lane = lanes, share.global_batch // lanes
         self._first = share.dp_rank * share.num_rows
         mine = range(self._first // self._rows_per_lane, -(-(self._first + share.num_rows) // self._rows_per_lane))
-        self._places: dict[int, Place] = {lane: places[lane] if places else (0, 0) for lane in mine}
+        self._places: dict[int, Place] = {lane: places[lane] if places else BEGIN for lane in mine}
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from the place of the lanes on; a thread tokenizes up to `depth` ahead of the consumer.
@@ -189,6 +217,11 @@ class StreamLoader:
         """Places behind the last batch that was consumed, of the lanes of this rank."""
         return dict(self._places)
 
+    def progress(self, step: int) -> dict[str, float]:
+        """Values for the record of the step whose batch was consumed last."""
+        del step  # the places are those behind it
+        return self._progress(self._places)
+
     def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, Place]]:
         found = lanes.rows(step)
         rows = np.concatenate([rows for rows, _ in found.values()]).astype(np.int64)
@@ -204,13 +237,23 @@ def merged(cursors: Sequence[Mapping[int, Place]]) -> dict[str, Any]:
     return {"places": [list(known[lane]) for lane in range(len(known))]} if known else {}
 
 
-def places_of(cursor: Mapping[str, Any], lanes: int) -> list[Place]:
+def places_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[Place]:
     """Places of a checkpoint's cursor; empty if the checkpoint has none.
 
+    Args:
+        cursor: The cursor.
+        lanes: Number of lanes.
+        corpora: Corpora of the mixture; 0 without a mixture.
+
     Raises:
-        CheckpointError: The cursor has another number of lanes.
+        CheckpointError: The cursor has another number of lanes or of corpora.
     """
-    found = [(int(document), int(number)) for document, number in cursor.get("places", [])]
+    found = [tuple(map(int, place)) for place in cursor.get("places", [])]
+    if any(len(place) != (1 + 2 * corpora if corpora else len(BEGIN)) for place in found):
+        raise CheckpointError(
+            f"the checkpoint's data is a mixture of {len(found[0]) // 2 if len(found[0]) % 2 else 1} corpora, and "
+            f"this run reads {corpora or 1}; keep data.mixture, or start a new run from the weights"
+        )
     if found and len(found) != lanes:
         raise CheckpointError(
             f"the checkpoint's data has {len(found)} lanes, and train.global_batch here makes {lanes}; "

@@ -33,7 +33,8 @@ _PIPE_BYTES = 1 << 20
 
 _READ_BYTES = 1 << 20
 
-_ENDING_S = 5.0
+_START_S, _ENDING_S = 60.0, 5.0
+"""Further seconds for a worker that still starts, and seconds to be gone once it is killed."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class WorkerPolicy:
     Args:
         number: Processes; no more than lanes are started.
         restarts: Times in a row that a worker is replaced without an answer of the new one.
-        timeout_s: Seconds without an answer, and without another document, after which a worker counts as hung.
+        timeout_s: Seconds without an answer, and without another document, after which a worker counts as hung. A
+            worker that still starts has a minute more.
         rank: Rank of this process, for messages.
     """
 
@@ -145,7 +147,8 @@ class Worker:
         """Take the next bytes; a worker that reads another document does not hang."""
         poll = select.poll()
         poll.register(self._answers, select.POLLIN)
-        mark, limit = self.mark, time.monotonic() + timeout_s
+        mark = self.mark
+        limit = time.monotonic() + timeout_s + (0 if mark else _START_S)
         while not poll.poll(max(1.0, 250 * timeout_s)):
             if self.mark != mark:
                 mark, limit = self.mark, time.monotonic() + timeout_s

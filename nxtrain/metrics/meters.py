@@ -7,9 +7,9 @@ window ends when the trainer fetches its values. The host has then waited for th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Clock = Callable[[], float]
@@ -49,6 +49,7 @@ class StepRecord:
         skipped_steps: Steps since the previous record that updated nothing, because they were not finite.
         alarm: Text of an alarm, such as a spike of the loss; empty if there is none.
         goodput: Productive share of the time since the run's first start; None if unknown.
+        corpora: Tokens and epochs of each corpus of a mixture, by flat keys; empty without a mixture.
     """
 
     step: int
@@ -62,11 +63,12 @@ class StepRecord:
     skipped_steps: tuple[int, ...] = ()
     alarm: str = ""
     goodput: float | None = None
+    corpora: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
         """Record as flat keys. `mfu` is None if unknown; `val_loss` and the later keys are absent if they are empty."""
         flat = asdict(self)
-        flat |= flat.pop("throughput")
+        flat |= {**flat.pop("throughput"), **flat.pop("corpora")}
         for key in ("val_loss", "skipped_steps", "alarm", "goodput"):
             if flat[key] in (None, (), ""):
                 del flat[key]

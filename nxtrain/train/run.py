@@ -15,6 +15,7 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
 from nxtrain.data import BatchShare, Data, Loader, Samples, StreamLoader, Streams, open_data
+from nxtrain.data.mixture import MixedSamples
 from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes, places_of
 from nxtrain.data.workers import WorkerPolicy, Workers
 from nxtrain.errors import CheckpointError, DivergedError, NxtrainError, RestartError, StoppedBySignal
@@ -257,7 +258,8 @@ def _train_loader(context: RunContext, data: Data, meta: Meta) -> Loader | Strea
         _share(context),
         end_id=data.end_id,
         doc_mask=config.data.doc_mask,
-        places=places_of(meta.data_cursor, lanes),
+        places=places_of(meta.data_cursor, lanes, len(config.data.mixture)),
+        progress=partial(source.progress, lanes, config.train.seq_len),
     )
 
 
@@ -285,7 +287,7 @@ def _mask_end(context: RunContext, data: Data) -> int | None:
 
 def _loader(
     context: RunContext,
-    samples: Samples,
+    samples: Samples | MixedSamples,
     mask_end: int | None,
     *,
     shuffle: bool,

@@ -101,6 +101,7 @@ class Trainer:
                             val_loss=val_loss,
                             skipped_steps=verdict.skipped_steps,
                             alarm=verdict.alarm,
+                            corpora=self.train.progress(step),
                             **read,
                             **self.observers.measure(step),
                         )

@@ -18,7 +18,7 @@ from nxtrain.errors import CheckpointError, DataError
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.models import changed
 from tests.support.ranks import RankPool
-from tests.support.runs import GLOBAL_BATCH, SEQ_LEN, course, records, run_plan, train_rank
+from tests.support.runs import GLOBAL_BATCH, SEQ_LEN, course, records, run_plan, token_file, train_rank
 
 STEPS, VOCABULARY = 6, 300
 PACKINGS = ("concat", "best_fit")
@@ -101,6 +101,38 @@ def test_masks_between_documents_change_the_losses_and_no_rows(runs: Runs, remat
 def test_workers_change_no_number(runs: Runs) -> None:
     resolved = changed(runs.plan("workers", "best_fit", STEPS), data={"workers": 3})
     assert course(runs.run(resolved)) == course(runs.straight("best_fit"))
+
+
+def test_a_mixture_goes_on_from_any_step_at_any_ranks_and_records_its_corpora(runs: Runs) -> None:
+    prepare(write_corpus(runs.folder / "more", "a.jsonl", documents(60)[40:]), out=runs.folder / "more.arrow")
+    data = {"path": "", "mixture": (str(runs.corpus), str(runs.folder / "more.arrow")), "weights": (3.0, 1.0)}
+    straight = runs.run(changed(runs.plan("mixed", "concat", STEPS), data=data))
+    for steps, dp in ((3, 2), (STEPS, 1)):
+        broken = runs.run(changed(runs.plan("mixed-broken", "concat", steps, dp), data=data))
+    for ours, theirs in zip(records(broken), records(straight), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+        assert [ours[key] for key in sorted(ours) if "/" in key] == [theirs[key] for key in sorted(ours) if "/" in key]
+        rows = GLOBAL_BATCH * ours["step"]
+        assert [ours["tokens/corpus"], ours["tokens/more"]] == [rows * 3 // 4 * SEQ_LEN, rows // 4 * SEQ_LEN]
+        assert ours["tokens/corpus"] + ours["tokens/more"] == ours["tokens"]
+    assert records(straight)[-1]["epochs/more"] > records(straight)[0]["epochs/more"]
+    metas = [read_meta(each / "checkpoints" / f"step-{STEPS:08d}") for each in (broken, straight)]
+    assert metas[0].data_cursor == metas[1].data_cursor
+    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: .*the data's fingerprint is"):
+        runs.run(changed(runs.plan("mixed", "concat", STEPS + 1), data={**data, "weights": (1.0, 1.0)}))
+
+
+def test_a_mixture_of_token_files_goes_on_and_records_its_corpora(runs: Runs) -> None:
+    files = [str(token_file(runs.folder / f"{name}.npy", rows, seed=rows)) for name, rows in (("a", 30), ("b", 7))]
+    data = {"source": "tokens", "tokenizer": "", "path": "", "mixture": tuple(files), "weights": (0.5, 1.5)}
+    straight = runs.run(changed(runs.plan("tokens", "concat", STEPS), data=data))
+    for steps in (3, STEPS):
+        broken = runs.run(changed(runs.plan("tokens-broken", "concat", steps), data=data))
+    assert course(broken) == course(straight)
+    last = records(straight)[-1]
+    rows = STEPS * GLOBAL_BATCH
+    assert [last["tokens/a"], last["tokens/b"]] == [rows // 4 * SEQ_LEN, rows * 3 // 4 * SEQ_LEN]
+    assert last["epochs/b"] == pytest.approx(rows * 3 / 4 / 7, abs=1e-6)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -32,7 +32,7 @@ from nxtrain.vocab import IGNORE_INDEX
 WINDOW_ROWS = 128
 """Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""
 
-_GROUP_BYTES = 1 << 18
+_GROUP_BYTES = 1 << 16
 """Text that a lane tokenizes at once, so that the tokenizer's threads have work."""
 
 _PERMUTED = 64

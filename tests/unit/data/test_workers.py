@@ -17,8 +17,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from nxtrain.data.arrow import streams
+from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.prepared import PreparedCorpus
-from nxtrain.data.arrow.training import CorpusLanes
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LaneRows, LocalLanes, Place, StreamLoader, merged, num_lanes
 from nxtrain.data.tokenization import load_tokenizer
@@ -40,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> CorpusLanes:
     tokenizer = load_tokenizer(write_tokenizer(folder / "tokenizer", VOCABULARY), VOCABULARY)
     identity = PreparedCorpus(folder / "o.arrow").identity
     options = (tokenizer.path, tokenizer.end, VOCABULARY, 0.1)
-    return CorpusLanes(folder / "o.arrow", identity, *options, packing="concat", seq_len=SEQ_LEN)
+    return CorpusLanes((folder / "o.arrow",), (identity,), None, *options, packing="concat", seq_len=SEQ_LEN)
 
 
 def policy(number: int = 2, restarts: int = 3, timeout_s: float = IN_TIME_S) -> WorkerPolicy:
@@ -78,6 +79,11 @@ def test_order_and_bits_depend_neither_on_workers_nor_on_ranks(
             assert np.concatenate([vars(each)[name] for each in ours]).tolist() == vars(batch)[name].tolist()
         assert sum(each.num_tokens for each in ours) == batch.num_tokens
         assert merged([found[step] for _, found in ranks]) == merged([cursors[step]])
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_GROUP_BYTES", 100)
 
 
 @contextmanager
@@ -149,8 +155,8 @@ def test_damage_is_named_with_the_worker_and_no_worker_is_replaced(
     corpus: CorpusLanes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "o.arrow"
-    path.write_bytes(corpus.path.read_bytes().replace(b"document 7\n", b"documen\xff 7\n"))
-    damaged = CorpusLanes(**{**vars(corpus), "path": path})
+    path.write_bytes(corpus.paths[0].read_bytes().replace(b"document 7\n", b"documen\xff 7\n"))
+    damaged = CorpusLanes(**{**vars(corpus), "paths": (path,)})
     told = r"o\.arrow, document 7 of 40, is damaged: its text is no UTF-8.*\(found by data worker \d of rank 6\)"
     with working(damaged) as workers, pytest.raises(DataError, match=told):
         for step in range(40):
