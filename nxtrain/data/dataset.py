@@ -83,17 +83,8 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         LostPeerError: The rank that prepares the data failed.
     """
     evaluated = (config.validation_fraction, config.validation_path)
-    settings = (
-        config.source,
-        config.path,
-        config.mixture,
-        config.weights,
-        config.tokenizer,
-        *evaluated,
-        seq_len,
-        vocab_size,
-    )
-    receipt = workdir / f"prepared-{digest(*settings)}.json"
+    corpora = (config.source, config.path, config.mixture, config.weights, config.tokenizer)
+    receipt = workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
     make = partial(prepare, config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
     if config.source == "arrow":
         from nxtrain.data.arrow.training import HeldOut, prepare_streams

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nxtrain.data.mixture import MixedSamples, drawn
 from nxtrain.data.samples import Samples
-from nxtrain.vocab import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BatchShare:
 
 
 def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_mask: bool = False) -> Batch:
-    """Batch of rows of ids: (n, S + 1), with `IGNORE_INDEX` behind the last document of a row.
+    """Batch of rows of ids: (n, S + 1), with `IGNORE_INDEX` behind the last document, and `PROMPT_BIT` in prompts.
 
     Args:
         rows: Ids of the rows.
@@ -66,7 +66,10 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
         end_id: Id that ends a document; also the input behind the last document of a row, where there is no target.
         doc_mask: Find the documents, and leave out the target behind each end, which is of another document.
     """
+    is_prompt = rows >= PROMPT_BIT
+    rows = np.where(is_prompt, rows - PROMPT_BIT, rows)
     inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+    targets[is_prompt[:, 1:]] = IGNORE_INDEX
     inputs[inputs == IGNORE_INDEX] = end_id
     shape = (-1, micro_batch, rows.shape[1] - 1)
     starts = None

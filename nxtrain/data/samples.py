@@ -16,6 +16,7 @@ from nxtrain.data.checksums import Checksums, VerifiedBlocks, changed
 from nxtrain.data.files import Tokens, unreadable
 from nxtrain.errors import DataError
 from nxtrain.io.regular import open_regular
+from nxtrain.vocab import PROMPT_BIT
 
 # Tokens per chunk when a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
@@ -139,7 +140,9 @@ class FileSamples:
         for place, row in enumerate(indices.tolist()):
             fill(row * self._stride * self._dtype.itemsize, content[place].data)
         rows = found.astype(np.int64)
-        wrong = (rows < 0) | (rows >= self._vocab_size)
+        # Only a file that the run has written itself knows prompts.
+        ids = rows if self._verified is None else rows & ~PROMPT_BIT
+        wrong = (rows < 0) | (ids >= self._vocab_size)
         if wrong.any():
             place, column = np.argwhere(wrong)[0]
             raise DataError(

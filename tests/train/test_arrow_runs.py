@@ -135,6 +135,37 @@ def test_a_mixture_of_token_files_goes_on_and_records_its_corpora(runs: Runs) ->
     assert last["epochs/b"] == pytest.approx(rows * 3 / 4 / 7, abs=1e-6)
 
 
+ANSWERED: dict[str, dict[str, Any]] = {
+    "dp2": {"parallel": {"tp": 1, "dp": 2}, "data": {"workers": 1}},
+    "pp2": {"parallel": {"tp": 1, "dp": 1, "pp": 2}},
+    "micro4": {"train": {"micro_batch": 4}},
+}
+
+
+def test_losses_of_answers_are_those_of_one_rank_in_every_layout(runs: Runs) -> None:
+    """Ranks, stages and micro-batches have different numbers of targets; the mean is over all of them."""
+    source = runs.folder / "chat.jsonl"
+    rows = [{"prompt": f"question {n} " * (n % 5), "text": f"answer {n}\n" * (1 + n % 3)} for n in range(40)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(source, out=runs.folder / "chat.arrow", prompt="prompt")
+    data = {"path": str(runs.folder / "chat.arrow")}
+    alone = records(runs.run(changed(runs.plan("answers", "best_fit", 3), data=data)))
+    for name, layout in ANSWERED.items():
+        resolved = changed(
+            runs.plan(f"answers-{name}", "best_fit", 3), **{**layout, "data": {**data, **layout.get("data", {})}}
+        )
+        parallel = resolved.config.parallel
+        runs.ranks.run(parallel.dp * parallel.pp, train_rank, resolved)
+        for ours, theirs in zip(records(resolved.config.run.dir), alone, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    prepare(source, out=runs.folder / "whole.arrow")
+    whole = records(
+        runs.run(changed(runs.plan("whole", "best_fit", 3), data={"path": str(runs.folder / "whole.arrow")}))
+    )
+    assert abs(whole[0]["loss"] - alone[0]["loss"]) > 1e-4
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"parallel": {"tp": 2, "dp": 1, "sequence_parallel": True}},
     "full": {"parallel": {"tp": 1, "dp": 2, "shard": "full"}, "train": {"remat": "selective"}},

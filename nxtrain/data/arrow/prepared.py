@@ -22,6 +22,7 @@ from nxtrain.data.arrow.columns import (
     FORMAT_KEY,
     FORMAT_VERSION,
     IDS,
+    PROMPT,
     SETTINGS_KEY,
     SHARD_KEY,
     SOURCES_KEY,
@@ -44,6 +45,7 @@ class _Batch(NamedTuple):
         offsets: First byte of the rows + 1 offsets.
         values: First byte of the text or the ids.
         size: Bytes of the text or the ids.
+        prompts: First byte of the lengths of the prompts; 0 if there are none.
     """
 
     file: int
@@ -51,6 +53,7 @@ class _Batch(NamedTuple):
     offsets: int
     values: int
     size: int
+    prompts: int = 0
 
 
 class PreparedCorpus:
@@ -63,6 +66,7 @@ class PreparedCorpus:
         path: The file or the folder.
         files: The file, or the shards in order.
         is_ids: Documents are token ids; else text.
+        has_prompts: Documents begin with a prompt, which is no target.
         dtype: Type of the ids; bytes for text.
         metadata: Entries of the schema's metadata.
 
@@ -91,7 +95,8 @@ class PreparedCorpus:
         self.metadata: dict[bytes, bytes] = dict(schemas[0].metadata)
         self._check_shards(schemas)
         kind = schemas[0].field(0).type
-        self.is_ids = schemas[0].names == [IDS]
+        self.is_ids = schemas[0].names[0] == IDS
+        self.has_prompts = PROMPT in schemas[0].names
         self.dtype = np.dtype(kind.value_type.to_pandas_dtype() if self.is_ids else np.uint8)
 
     def __len__(self) -> int:
@@ -120,6 +125,27 @@ class PreparedCorpus:
     def raw(self, document: int) -> bytes:
         """Bytes of a document: its ids, or its text in UTF-8."""
         return self._read(document) if self.is_ids else self.content(document)
+
+    def prompt(self, document: int, content: bytes) -> int:
+        """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts.
+
+        Args:
+            document: Number of the document.
+            content: Bytes of the document.
+
+        Raises:
+            DataError: The document is shorter, or its prompt ends inside of a letter.
+        """
+        if not self.has_prompts:
+            return 0
+        number = bisect_right(self._begins, document) - 1
+        batch, row = self._batches[number], document - self._begins[number]
+        (length,) = np.frombuffer(self._pread(batch.file, batch.prompts + 8 * row, 8, document), np.int64).tolist()
+        size = len(content) // self.dtype.itemsize
+        is_inside = not self.is_ids and 0 <= length < size and content[length] & 0xC0 == 0x80  # noqa: PLR2004 - UTF-8
+        if not 0 <= length <= size or is_inside:
+            self._damaged(document, f"its prompt has a length of {length:,}, and all of it {size:,}")
+        return int(length)
 
     @property
     def identity(self) -> str:
@@ -254,13 +280,16 @@ def _place(batch: pa.RecordBatch, file: int, base: int, size: int) -> _Batch:
     rows = len(column)
     if not rows:
         return _Batch(file, 0, 0, 0, 0)
-    needed = (offsets, 8 * (rows + 1)), (values, values.size if values is not None else 0)
+    needed = [(offsets, 8 * (rows + 1)), (values, values.size if values is not None else 0)]
+    if batch.num_columns > 1:
+        needed.append((batch.column(1).buffers()[1], 8 * rows))
     for buffer, least in needed:
         if buffer is None or buffer.size < least or not 0 <= buffer.address - base <= size - buffer.size:
             raise pa.ArrowInvalid(f"a batch of {rows:,} documents has a buffer that is too short or not in the file")
     if rows != batch.num_rows or column.offset:
         raise pa.ArrowInvalid(f"a batch of {batch.num_rows:,} documents has {rows:,} in its column")
-    return _Batch(file, rows, offsets.address - base, values.address - base, values.size)
+    prompts = needed[-1][0].address - base if batch.num_columns > 1 else 0
+    return _Batch(file, rows, offsets.address - base, values.address - base, values.size, prompts)
 
 
 def _check_schema(schema: pa.Schema, file: Path) -> None:
@@ -271,7 +300,9 @@ def _check_schema(schema: pa.Schema, file: Path) -> None:
         raise DataError(f"{file} {what}; prepare it with nxtrain data prepare")
     kinds = {TEXT: [pa.large_string()], IDS: [pa.large_list(item) for item in (pa.uint16(), pa.uint32())]}
     found = {name: schema.field(name).type for name in schema.names}
-    if len(schema.names) != 1 or not any(_is_alike(kind, found.get(name)) for name in kinds for kind in kinds[name]):
+    first, *others = schema.names or [""]
+    is_known = any(_is_alike(kind, found.get(first)) for kind in kinds.get(first, ()))
+    if not is_known or (others and (others != [PROMPT] or found[PROMPT] != pa.int64())):
         raise DataError(f"{file} has columns {found}, not {IDS} or {TEXT}; prepare it again")
 
 

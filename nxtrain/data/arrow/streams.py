@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
@@ -20,14 +20,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nxtrain.data.arrow.columns import encode
+from nxtrain.data.arrow.columns import encode_prompted
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import best_fit
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.errors import DataError
-from nxtrain.vocab import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
 
 WINDOW_ROWS = 128
 """Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""
@@ -73,6 +73,7 @@ class Documents:
         while True:
             ordinals: list[int] = []
             contents: list[bytes] = []
+            prompts: list[int] = []
             size = 0
             while size < most_bytes:
                 ordinal, document = next(places)
@@ -89,8 +90,9 @@ class Documents:
                 else:
                     ordinals.append(ordinal)
                     contents.append(content)
+                    prompts.append(self.corpus.prompt(document, content))
                     size, num_skipped = size + len(content), 0
-            yield from zip(ordinals, self.ids(contents), strict=True)
+            yield from zip(ordinals, self.ids(contents, prompts), strict=True)
 
     def _places(self, order: LaneOrder, lane: int, start: int) -> Iterator[tuple[int, int]]:
         """Ordinals of a lane from `start` on, without end, each with the number of its document."""
@@ -101,23 +103,28 @@ class Documents:
             found = shuffled(positions, total, order.seed) if order.shuffle else positions % total
             yield from zip(ordinals.tolist(), found.tolist(), strict=True)
 
-    def ids(self, contents: list[bytes]) -> Iterator[Ids]:
-        """Ids of documents, each with the end of text behind it.
+    def ids(self, contents: Sequence[bytes], prompts: Sequence[int]) -> Iterator[Ids]:
+        """Ids of documents, each with the end of text behind it; those of prompts with `PROMPT_BIT`.
+
+        Args:
+            contents: Documents as they are stored.
+            prompts: Length of each document's prompt.
 
         Raises:
             DataError: An id is outside of the vocabulary.
         """
         if self.tokenizer is not None:
-            yield from encode(self.tokenizer, contents)
+            for ids, num_tokens in encode_prompted(self.tokenizer, contents, prompts):
+                yield _marked(ids, num_tokens)
             return
-        for content in contents:
+        for content, num_tokens in zip(contents, prompts, strict=True):
             found = np.frombuffer(content, self.corpus.dtype)
             if found.size and int(found.max()) >= self.vocab_size:
                 raise DataError(
                     f"{self.corpus.path} has the id {int(found.max())}, outside of the vocabulary, 0 to "
                     f"{self.vocab_size - 1}; set model.config.vocab_size to that of the tokenizer that made the ids"
                 )
-            yield found
+            yield _marked(found, num_tokens)
 
     def is_held_out(self, content: bytes) -> bool:
         """True for a document of the held-out share; equal documents are on one side, in every order."""
@@ -125,6 +132,14 @@ class Documents:
             return False
         number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
         return number < self.held_out * 2.0**64
+
+
+def _marked(ids: Ids, num_tokens: int) -> Ids:
+    """Ids of a document whose first tokens are a prompt."""
+    if not num_tokens:
+        return ids
+    marked: Ids = np.where(np.arange(ids.size) < num_tokens, ids.astype(np.uint32) | np.uint32(PROMPT_BIT), ids)
+    return marked
 
 
 class ConcatLane:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
 from nxtrain.data.arrow.lanes import CorpusLanes, open_documents
@@ -205,7 +206,9 @@ def _validation(  # 7 arguments: each is of another part of the preparation, and
     validation = workdir / f"validation-{name}.npy"
     if not is_whole(validation):
         documents = [open_documents(each, tokenizer, config.validation_fraction, vocab_size) for each in corpora]
-        dtype = tokenizer.dtype if tokenizer else corpora[0].dtype
+        dtype: DTypeLike = tokenizer.dtype if tokenizer else corpora[0].dtype
+        if any(corpus.has_prompts for corpus in corpora):
+            dtype = np.uint32
         with writing_tokens(validation, dtype) as append:
             for each, wanted in zip(documents, _parts(mixture, held_out.num_tokens), strict=True):
                 _append_held_out(each, append, wanted)
@@ -220,6 +223,6 @@ def _append_held_out(documents: Documents, append: Callable[[Tokens], None], num
             return
         content = corpus.raw(document)
         if not documents.held_out or documents.is_held_out(content):
-            (ids,) = documents.ids([content])
+            (ids,) = documents.ids([content], [corpus.prompt(document, content)])
             append(ids[: num_tokens - written])
             written += ids.size
