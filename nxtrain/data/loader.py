@@ -66,10 +66,10 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
         end_id: Id that ends a document; also the input behind the last document of a row, where there is no target.
         doc_mask: Find the documents, and leave out the target behind each end, which is of another document.
     """
-    is_prompt = rows >= PROMPT_BIT
-    rows = np.where(is_prompt, rows - PROMPT_BIT, rows)
     inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-    targets[is_prompt[:, 1:]] = IGNORE_INDEX
+    if rows.max(initial=0) >= PROMPT_BIT:
+        targets[targets >= PROMPT_BIT] = IGNORE_INDEX
+        inputs = np.where(inputs >= PROMPT_BIT, inputs - PROMPT_BIT, inputs)
     inputs[inputs == IGNORE_INDEX] = end_id
     shape = (-1, micro_batch, rows.shape[1] - 1)
     starts = None

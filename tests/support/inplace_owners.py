@@ -22,6 +22,10 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/data/arrow/lanes.py": {
         "MixedLane.row: self._given +=": "host: number",
     },
+    "nxtrain/data/arrow/prepared.py": {
+        "_Bodiless.read: found.ctypes.data": "fresh: bytes of this read, whose address is noted",
+        "_Bodiless.read: self._position +=": "host: number",
+    },
     "nxtrain/data/arrow/streams.py": {
         "BestFitLane._fill: table[row, begin:begin + length] =": "fresh: `np.full` above, before the loop",
     },

@@ -1,13 +1,16 @@
 """Prepared corpora, opened for reading: any document in constant time, by two reads of its file.
 
 Files are read, not mapped: a lost page of a mapped file ends the process by a signal, without a message. pyarrow reads
-the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers.
+the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers. The bodies of
+the batches are not even fetched: pyarrow advises the system to read them, which is the whole file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import struct
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -34,6 +37,12 @@ from nxtrain.data.arrow.work import Outputs, read_summary, shard_name
 from nxtrain.data.files import unreadable
 from nxtrain.errors import DataError
 from nxtrain.io.regular import open_regular, require_regular
+
+_METADATA_BYTES = 1 << 14
+"""Most bytes of a batch's metadata, which come before its body; two columns take some 300."""
+
+_TAIL = struct.Struct("<i6s")
+"""End of an Arrow file: length of the footer, and the magic number."""
 
 
 class _Batch(NamedTuple):
@@ -253,14 +262,12 @@ def _opened(file: Path, number: int) -> tuple[Any, list[_Batch]]:
     """Schema of a file, and the places of its batches."""
     try:
         require_regular(file)
-        with pa.memory_map(str(file)) as mapped:
-            reader = pa.ipc.open_file(mapped)
+        with open(open_regular(file), "rb", buffering=0) as content, _Bodiless(content) as bodiless:
+            reader = pa.ipc.open_file(pa.PythonFile(bodiless, mode="r"))
             schema = reader.schema
             _check_schema(schema, file)
-            mapped.seek(0)
-            base, size = mapped.read_buffer(1).address, mapped.size()
             return schema, [
-                _place(reader.get_batch(each), number, base, size) for each in range(reader.num_record_batches)
+                _place(reader.get_batch(each), number, bodiless) for each in range(reader.num_record_batches)
             ]
     except DEFECTS as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -268,8 +275,50 @@ def _opened(file: Path, number: int) -> tuple[Any, list[_Batch]]:
         raise DataError(f"{file} is no Arrow file, is damaged or is cut short: {error}; prepare it again") from error
 
 
-def _place(batch: pa.RecordBatch, file: int, base: int, size: int) -> _Batch:
-    """Place of a batch in the mapped file; nothing of its buffers is read.
+class _Bodiless(io.RawIOBase):
+    """File for pyarrow in which the bodies of batches are zeros, of which no page is touched.
+
+    Attributes:
+        begin: First byte of the last read.
+        base: Address of what the last read returned.
+        size: Bytes of the last read.
+    """
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        super().__init__()
+        self._file, self._position = file, 0
+        self._num_bytes = file.seek(0, os.SEEK_END)
+        tail = os.pread(file.fileno(), _TAIL.size, max(0, self._num_bytes - _TAIL.size))
+        footer_bytes = max(0, *_TAIL.unpack(tail)[:1]) if len(tail) == _TAIL.size else 0
+        self._footer = self._num_bytes - _TAIL.size - footer_bytes
+        self.begin = self.base = self.size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}
+        self._position = begins[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> Any:
+        """Next bytes: those of the footer, and otherwise the first ones, which are of metadata, and then zeros."""
+        left = max(0, self._num_bytes - self._position)
+        size = left if size < 0 else min(size, left)
+        wanted = size if self._position >= self._footer else min(size, _METADATA_BYTES)
+        content = os.pread(self._file.fileno(), wanted, self._position)
+        found = np.zeros(size, np.uint8)
+        found[: len(content)] = np.frombuffer(content, np.uint8)
+        self.begin, self.base, self.size = self._position, found.ctypes.data, found.size
+        self._position += found.size
+        return found
+
+
+def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> _Batch:
+    """Place of a batch in the file, from which its body was read last; nothing of its buffers is read.
 
     Raises:
         ArrowInvalid: A buffer is too short, or is none of the file's, as those of a compressed batch.
@@ -284,12 +333,14 @@ def _place(batch: pa.RecordBatch, file: int, base: int, size: int) -> _Batch:
     if batch.num_columns > 1:
         needed.append((batch.column(1).buffers()[1], 8 * rows))
     for buffer, least in needed:
-        if buffer is None or buffer.size < least or not 0 <= buffer.address - base <= size - buffer.size:
+        inside = buffer is not None and 0 <= buffer.address - source.base <= source.size - buffer.size
+        if not inside or buffer.size < least:
             raise pa.ArrowInvalid(f"a batch of {rows:,} documents has a buffer that is too short or not in the file")
     if rows != batch.num_rows or column.offset:
         raise pa.ArrowInvalid(f"a batch of {batch.num_rows:,} documents has {rows:,} in its column")
-    prompts = needed[-1][0].address - base if batch.num_columns > 1 else 0
-    return _Batch(file, rows, offsets.address - base, values.address - base, values.size, prompts)
+    shift = source.begin - source.base
+    prompts = needed[-1][0].address + shift if batch.num_columns > 1 else 0
+    return _Batch(file, rows, offsets.address + shift, values.address + shift, values.size, prompts)
 
 
 def _check_schema(schema: pa.Schema, file: Path) -> None:

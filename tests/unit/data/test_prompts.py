@@ -100,7 +100,7 @@ def test_targets_are_the_answers_and_no_other_token(
 ) -> None:
     """Every token has its own id, so that a row names what it holds; the reference counts answers one by one."""
     documents, next_id, prompts = [], 1, set[int]()
-    for prompt, answer in lengths * 30:
+    for prompt, answer in lengths * 80:
         ids = np.arange(next_id, next_id + prompt + answer)
         prompts.update(ids[:prompt].tolist())
         documents.append(streams._marked(np.append(ids, 0).astype(np.uint32), prompt))
