@@ -138,6 +138,10 @@ class HangError(NxtrainError):
         super().__init__(message)
 
 
+class WorkerError(NxtrainError):
+    """Processes of a rank that die or hang more often than allowed; a new start may succeed."""
+
+
 class RestartError(NxtrainError):
     """A run whose state in memory cannot be trusted; a new start from its newest checkpoint repairs it."""
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 """Target that every loss ignores; torch's own choice in `cross_entropy`."""
 
+PROMPT_BIT = 1 << 30
+"""Bit that is added to an id in a row of data: the token is of a prompt, and no target."""
+
 
 @dataclass(frozen=True)
 class VocabColumns:

@@ -1,6 +1,7 @@
-"""Speed of the loader that training reads from: token ids in a file, drawn in random order, on one core.
+"""`nxtrain bench data`: speed of the loader, of tokenization and packing, and of the start on a large corpus.
 
-The floor is numpy's own copy of as many random rows out of the same file.
+The loader reads token ids in a file, drawn in random order, on one core. The floor is numpy's own copy of as many
+random rows out of the same file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from nxtrain.bench.data_streams import measure_streams
 from nxtrain.bench.turns import machine, machine_line, median_ratio
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.dataset import open_data
@@ -28,22 +30,21 @@ VOCAB = 32000
 BATCH = 32
 
 
-def bench_data(*, mib: int, seq_len: int, rounds: int, as_json: bool) -> None:
+def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
     """Measure and print.
 
     Args:
-        mib: MiB of token ids, two bytes each.
-        seq_len: Targets in a row.
-        rounds: Turns of each, after one that warms the page cache.
-        as_json: Print JSON instead of a table.
+        sizes: `mib` of token ids, two bytes each; `text_mib` to tokenize; `file_mib` of a corpus to open; `seq_len`.
+        rounds: Turns of each, after one that warms up.
+        as_json: Print JSON instead of tables.
     """
-    result = {
-        "machine": machine(),
-        "mib": mib,
-        "seq_len": seq_len,
-        "rounds": rounds,
-        **summarize(measure(mib, seq_len, rounds)),
-    }
+    seq_len = sizes["seq_len"]
+    ids = summarize(measure(sizes["mib"], seq_len, rounds))
+    with Console(stderr=True).status("tokenizing, and opening a large corpus"):
+        streams = measure_streams(
+            text_mib=sizes["text_mib"], file_mib=sizes["file_mib"], seq_len=seq_len, rounds=rounds
+        )
+    result = {"machine": machine(), **sizes, "rounds": rounds, **ids, **streams}
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -117,3 +118,15 @@ def _show(result: Mapping[str, Any]) -> None:
         f"the loader reaches {result['ratios'][NUMPY]:.2f} of numpy's speed; medians over {result['rounds']} rounds"
     )
     console.print(table)
+    text, start = result["text"], result["start"]
+    table = Table(title=f"{result['text_mib']} MiB of text, {text['tokens']:,} tokens", title_style="bold")
+    for name in ("", "million tokens per CPU second", "of the bare tokenizer"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in text["rows"]:
+        ratio = text["ratios"].get(row["name"], 1.0)
+        table.add_row(row["name"], f"{row['value'] / 1e6:.2f}", f"{ratio:.2f}")
+    console.print(table)
+    console.print(
+        f"a corpus of {start['mib']:,.0f} MiB, {start['documents']:,} documents, opens in a fresh process in "
+        f"{start['wall_s']:.2f} s, {start['cpu_s']:.2f} CPU s and {start['rss_mib']:.0f} MiB"
+    )

@@ -126,14 +126,20 @@ def bench_startup(
 @bench.command("data", epilog="Example: nxtrain bench data --mib 256 --seq-len 2048")
 def bench_data(
     mib: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="MiB of token ids, two bytes each.")] = 64,
+    text_mib: Annotated[int, typer.Option(min=1, max=10, help="MiB of text to tokenize and pack.")] = 4,
+    file_mib: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="MiB of the sparse corpus to open.")] = 10240,
     seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 1024,
     rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how many tokens a second one core reads for training, beside numpy's copy of random rows."""
+    """Measure how many tokens a second one core reads for training, beside numpy's copy of random rows.
+
+    Also how many it tokenizes and packs, beside the bare tokenizer, and the start on a large prepared corpus.
+    """
     from nxtrain.bench.data import bench_data
 
-    bench_data(mib=mib, seq_len=seq_len, rounds=rounds, as_json=as_json)
+    sizes = {"mib": mib, "text_mib": text_mib, "file_mib": file_mib, "seq_len": seq_len}
+    bench_data(sizes, rounds=rounds, as_json=as_json)
 
 
 @bench.command("growth", epilog="Example: nxtrain bench growth --curves layers,world")

@@ -57,6 +57,9 @@ def prepare(
         Literal["stop", "skip"], typer.Option(help="At a row without a document: stop, or skip and count it.")
     ] = "stop",
     field: Field = "text",
+    prompt: Annotated[
+        str, typer.Option(metavar="NAME", help="Field or column of prompts, which come before and are no targets.")
+    ] = "",
     lines: Lines = False,
     only: Only = "",
     shard_bytes: Annotated[
@@ -76,7 +79,7 @@ def prepare(
     from nxtrain.data.arrow.presentation import ConsoleWatcher
     from nxtrain.process.signals import noted
 
-    request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart)
+    request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt)
     with noted() as signals, ConsoleWatcher(signals) as watcher:
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)

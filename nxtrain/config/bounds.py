@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from nxtrain.errors import ConfigError
@@ -19,6 +20,9 @@ MAX_RANKS = 2**20
 
 MAX_DEPTH = 16
 """Deepest nesting of tables and lists; the schema needs four."""
+
+MAX_PERIOD = 100_000
+"""Most rows after which a mixture repeats its order of corpora, which every rank keeps as a table."""
 
 SHOWN_CHARS = 80
 """Most characters of a value in a message."""
@@ -45,6 +49,15 @@ def faults(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield key, f"{quoted(value)} {reason}"
         elif isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT:
             yield key, f"{integer(value)} is no integer of 64 bits: -{MAX_INT + 1} to {MAX_INT}"
+
+
+def row_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Smallest integers in the ratio of weights as they are written: 0.7 and 0.3 are 7 and 3."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    integers = [int(weight * common) for weight in exact]
+    divisor = math.gcd(*integers)
+    return tuple(each // divisor for each in integers)
 
 
 def finite(value: float | None) -> float | None:

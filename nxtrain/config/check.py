@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nxtrain.config.bounds import MAX_RANKS
+from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.load import Loaded, origin_of, values
-from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
@@ -280,7 +280,8 @@ def _layers(config: RunConfig) -> Iterator[Problem]:
 
 def _data(loaded: Loaded) -> Iterator[Problem]:
     data, train = loaded.config.data, loaded.config.train
-    if data.source != "stdlib" and not data.path:
+    yield from _mixture(data)
+    if data.source != "stdlib" and not data.path and not data.mixture:
         yield Problem("data.path", f"source={data.source} reads a path, and none is set", hint="set data.path=...")
     if data.packing == "best_fit" and data.source != "arrow":
         reason = f"best_fit packs whole documents, but source={data.source} is one stream of tokens"
@@ -308,6 +309,25 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
         reason = f"eval_every={train.eval_every} evaluates on held-out documents, and none are held out"
         fraction = "" if data.source == "tokens" else ", or data.validation_fraction=0.05"
         yield Problem("train.eval_every", reason, hint=f"use train.eval_every=0{fraction}")
+
+
+def _mixture(data: DataConfig) -> Iterator[Problem]:
+    if data.mixture and data.source not in ("arrow", "tokens"):
+        reason = f"corpora are mixed by rows, which source={data.source} makes of one corpus only"
+        yield Problem("data.mixture", reason, hint="use data.source=arrow, from nxtrain data prepare; or tokens")
+    if data.mixture and data.path:
+        reason = f"path={data.path!r} is not read beside a mixture of {len(data.mixture)} corpora"
+        yield Problem("data.path", reason, hint="leave it out, or name it in data.mixture")
+    if len(set(data.mixture)) < len(data.mixture):
+        yield Problem("data.mixture", "names a corpus twice", hint="name it once, with the sum of its weights")
+    if data.weights and len(data.weights) != len(data.mixture):
+        reason = f"has {len(data.weights)} numbers for the {len(data.mixture)} corpora of data.mixture"
+        yield Problem("data.weights", reason, hint="give one for each, in the same order; or none, for equal shares")
+    elif data.weights and (period := sum(row_shares(data.weights))) > MAX_PERIOD:
+        reason = f"the rows repeat after {integer(period)}, the sum of the smallest integers in this ratio"
+        yield Problem(
+            "data.weights", reason, hint=f"round them to a sum of at most {MAX_PERIOD:,}; 4 digits always fit"
+        )
 
 
 def _mirror(config: RunConfig) -> Iterator[Problem]:

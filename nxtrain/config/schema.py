@@ -178,6 +178,10 @@ class DataConfig(Section):
     """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
     path: LocalText = ""
     """File, folder or glob that the source reads."""
+    mixture: tuple[LocalText, ...] = Field(default=(), strict=False)
+    """Several corpora of source=arrow or tokens, in place of path; each row is of one of them."""
+    weights: tuple[PositiveFloat, ...] = Field(default=(), strict=False)
+    """Share of the rows for each corpus of mixture, in any unit; empty: equal shares."""
     tokenizer: LocalText = ""
     """tokenizer.json or its folder; empty: that of the weights of model.init=hf or checkpoint.resume, else a byte-level
     BPE of the model's vocab_size, trained on the data."""
@@ -191,6 +195,10 @@ class DataConfig(Section):
     """Prepared corpus for evaluation, of source=arrow; empty: validation_fraction of the documents, if any."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the documents that is held out for evaluation."""
+    workers: Annotated[int, Field(ge=0, le=256)] = 2
+    """Processes of each rank that tokenize and pack source=arrow; 0: a thread of the rank."""
+    worker_restarts: NonNegativeInt = 3
+    """Times in a row that a worker which dies or hangs is replaced; 0: the first one ends the run."""
 
 
 class CheckpointConfig(Section):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxtrain.data.files import read_array, read_checksums, replacing
+from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare
 from nxtrain.data.samples import FileSamples, Samples
 from nxtrain.data.stream_loader import Streams
@@ -36,7 +37,7 @@ class Data:
         skipped: Skipped files, with the reason.
     """
 
-    source: Samples | Streams
+    source: Samples | MixedSamples | Streams
     validation: Samples | None
     tokenizer: Path | None
     fingerprint: str
@@ -48,8 +49,8 @@ class Data:
 
     @property
     def train(self) -> Samples:
-        """Rows to train on, of a source that has rows before training."""
-        assert not isinstance(self.source, Streams)
+        """Rows to train on, of one corpus that has rows before training."""
+        assert not isinstance(self.source, Streams | MixedSamples)
         return self.source
 
 
@@ -82,8 +83,8 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         LostPeerError: The rank that prepares the data failed.
     """
     evaluated = (config.validation_fraction, config.validation_path)
-    settings = (config.source, config.path, config.tokenizer, *evaluated, seq_len, vocab_size)
-    receipt = workdir / f"prepared-{digest(*settings)}.json"
+    corpora = (config.source, config.path, config.mixture, config.weights, config.tokenizer)
+    receipt = workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
     make = partial(prepare, config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
     if config.source == "arrow":
         from nxtrain.data.arrow.training import HeldOut, prepare_streams
@@ -102,21 +103,16 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     if not leader:
         prepared = _read_receipt(receipt)
 
-    def rows(path: Path, probe: str) -> FileSamples:
-        checksums = read_checksums(path) if prepared.has_checksums else None
-        return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
-
-    train: Samples | Streams
+    train: Samples | MixedSamples | Streams
     validation = None
     if config.source == "arrow":
         from nxtrain.data.arrow.training import open_streams
 
         train = open_streams(config, prepared, seq_len=seq_len, vocab_size=vocab_size)
     else:
-        train = rows(prepared.train, prepared.probe)
-        _refuse_too_short(train, prepared.train, "leaves for training", "add text, or lower train.seq_len")
+        train = _open_rows(config, prepared, seq_len, vocab_size)
     if prepared.validation:
-        validation = rows(prepared.validation, prepared.validation_probe)
+        validation = _open_file(prepared, prepared.validation, prepared.validation_probe, seq_len, vocab_size)
         held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
         way_out = "raise the fraction, or set it to 0 to train without evaluation"
         if config.validation_path:
@@ -133,6 +129,23 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         trained=prepared.trained,
         skipped=prepared.skipped,
     )
+
+
+def _open_file(prepared: Prepared, path: Path, probe: str, seq_len: int, vocab_size: int) -> FileSamples:
+    checksums = read_checksums(path) if prepared.has_checksums else None
+    return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
+
+
+def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> Samples | MixedSamples:
+    """Rows to train on, of one token file or of a mixture of several."""
+    if config.mixture:
+        paths = [Path(name).expanduser() for name in config.mixture]
+        probes = zip(paths, prepared.probe.split(), strict=True)
+        parts = (_open_file(prepared, path, probe, seq_len, vocab_size) for path, probe in probes)
+        return MixedSamples(Mixture.of(config.mixture, config.weights), tuple(parts))
+    train = _open_file(prepared, prepared.train, prepared.probe, seq_len, vocab_size)
+    _refuse_too_short(train, prepared.train, "leaves for training", "add text, or lower train.seq_len")
+    return train
 
 
 def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> None:

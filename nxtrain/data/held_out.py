@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from nxtrain.data.samples import Samples
 from nxtrain.io.regular import read_bytes
+from nxtrain.vocab import PROMPT_BIT
 
 _CHUNK_TOKENS = 1 << 22
 """Tokens that are counted at once; 32 MiB as int64."""
@@ -51,7 +52,7 @@ def target_bytes(samples: Samples, tokenizer: Path, num_rows: int | None = None)
 
 
 def target_counts(samples: Samples, num_rows: int | None = None) -> NDArray[np.int64]:
-    """Number of times that each id is a target: (n,), where n - 1 is the greatest id that was found.
+    """Number of times that each id is a target, outside of prompts: (n,), where n - 1 is the greatest id found.
 
     Args:
         samples: The rows.
@@ -62,7 +63,8 @@ def target_counts(samples: Samples, num_rows: int | None = None) -> NDArray[np.i
     chunk_rows = -(-_CHUNK_TOKENS // samples.seq_len)
     for start in range(0, num_rows, chunk_rows):
         indices = np.arange(start, min(start + chunk_rows, num_rows))
-        found = np.bincount(samples.rows(indices)[:, 1:].ravel(), minlength=counts.size)
+        targets = samples.rows(indices)[:, 1:]
+        found = np.bincount(targets[targets < PROMPT_BIT], minlength=counts.size)
         found[: counts.size] += counts
         counts = found
     return counts

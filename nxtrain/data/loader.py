@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nxtrain.data.order import shuffled
+from nxtrain.data.mixture import MixedSamples, drawn
 from nxtrain.data.samples import Samples
-from nxtrain.vocab import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BatchShare:
 
 
 def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_mask: bool = False) -> Batch:
-    """Batch of rows of ids: (n, S + 1), with `IGNORE_INDEX` behind the last document of a row.
+    """Batch of rows of ids: (n, S + 1), with `IGNORE_INDEX` behind the last document, and `PROMPT_BIT` in prompts.
 
     Args:
         rows: Ids of the rows.
@@ -67,6 +67,9 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
         doc_mask: Find the documents, and leave out the target behind each end, which is of another document.
     """
     inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+    if rows.max(initial=0) >= PROMPT_BIT:
+        targets[targets >= PROMPT_BIT] = IGNORE_INDEX
+        inputs = np.where(inputs >= PROMPT_BIT, inputs - PROMPT_BIT, inputs)
     inputs[inputs == IGNORE_INDEX] = end_id
     shape = (-1, micro_batch, rows.shape[1] - 1)
     starts = None
@@ -100,7 +103,7 @@ class Loader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Samples | MixedSamples,
         share: BatchShare,
         *,
         seed: int,
@@ -123,15 +126,23 @@ class Loader:
         share = self._share
         start = self._origin + step * share.global_batch + share.dp_rank * share.num_rows
         positions = np.arange(start, start + share.num_rows)
-        num_rows = self._samples.num_rows
-        indices = shuffled(positions, num_rows, self._seed) if self._shuffle else positions % num_rows
-        rows, end = self._samples.rows(indices), self._mask_end
+        samples, num_rows, end = self._samples, self._samples.num_rows, self._mask_end
+        if isinstance(samples, MixedSamples):
+            rows = samples.drawn(positions, self._seed, shuffle=self._shuffle)
+        else:
+            rows = drawn(samples, positions, self._seed, shuffle=self._shuffle)
         batch = batch_of(rows, share.micro_batch, end_id=end or 0, doc_mask=end is not None)
         if self._past_end == "pad" and (positions >= num_rows).any():
             is_past = (positions >= num_rows).reshape(-1, share.micro_batch, 1)
             targets = np.where(is_past, IGNORE_INDEX, batch.targets)
             return replace(batch, targets=targets, num_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)))
         return batch
+
+    def progress(self, step: int) -> dict[str, float]:
+        """Tokens and epochs of each corpus of a mixture after a step, counted from 1; empty without a mixture."""
+        if not isinstance(self._samples, MixedSamples):
+            return {}
+        return self._samples.progress(self._origin + step * self._share.global_batch)
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from `start_step` on; a thread reads up to `depth` ahead of the consumer.

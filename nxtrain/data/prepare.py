@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
 from nxtrain.data.files import read_array, read_checksums, writing_tokens
+from nxtrain.data.mixture import Mixture
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_table, probe
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
@@ -226,9 +227,25 @@ def digest(*parts: object) -> str:
 
 
 def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepared:
-    path = Path(config.path).expanduser()
+    paths = [Path(name).expanduser() for name in config.mixture or (config.path,)]
+    tables = [_token_table(path, seq_len, vocab_size) for path in paths]
+    contents = [check_table(t, p, seq_len=seq_len, vocab_size=vocab_size) for t, p in zip(tables, paths, strict=True)]
+    tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size) if config.tokenizer else None
+    shares = (Mixture.of(config.mixture, config.weights).shares,) if config.mixture else ()
+    return Prepared(
+        train=paths[0],
+        validation=None,
+        tokenizer=tokenizer.path if tokenizer else None,
+        end_id=tokenizer.end_id if tokenizer else None,
+        fingerprint=digest(*contents, *shares),
+        has_checksums=False,
+        probe=" ".join(map(probe, tables)),
+    )
+
+
+def _token_table(path: Path, seq_len: int, vocab_size: int) -> NDArray[Any]:
     try:
-        table = read_array(path)
+        return read_array(path)
     except DataError as error:
         if path.exists():
             raise
@@ -237,17 +254,6 @@ def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepar
             f"{error}. data.source=tokens reads rows of train.seq_len + 1 = {seq_len + 1} integer ids below "
             f"{vocab_size} from a .npy file: numpy.save({str(path)!r}, rows){relative}, or set data.path to yours"
         ) from error
-    content = check_table(table, path, seq_len=seq_len, vocab_size=vocab_size)
-    tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size) if config.tokenizer else None
-    return Prepared(
-        train=path,
-        validation=None,
-        tokenizer=tokenizer.path if tokenizer else None,
-        end_id=tokenizer.end_id if tokenizer else None,
-        fingerprint=digest(content),
-        has_checksums=False,
-        probe=probe(table),
-    )
 
 
 def is_whole(path: Path) -> bool:

@@ -16,6 +16,7 @@ from nxtrain.data.checksums import Checksums, VerifiedBlocks, changed
 from nxtrain.data.files import Tokens, unreadable
 from nxtrain.errors import DataError
 from nxtrain.io.regular import open_regular
+from nxtrain.vocab import PROMPT_BIT
 
 # Tokens per chunk when a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
@@ -139,14 +140,20 @@ class FileSamples:
         for place, row in enumerate(indices.tolist()):
             fill(row * self._stride * self._dtype.itemsize, content[place].data)
         rows = found.astype(np.int64)
-        wrong = (rows < 0) | (rows >= self._vocab_size)
+        if rows.size and (rows.min() < 0 or rows.max() >= self._vocab_size):
+            self._refuse_outside(indices, found, rows)
+        return rows
+
+    def _refuse_outside(self, indices: NDArray[np.int64], found: Tokens, rows: NDArray[np.int64]) -> None:
+        """Refuse ids outside of the vocabulary; only a file that the run has written itself knows prompts."""
+        ids = rows if self._verified is None else rows & ~PROMPT_BIT
+        wrong = (rows < 0) | (ids >= self._vocab_size)
         if wrong.any():
             place, column = np.argwhere(wrong)[0]
             raise DataError(
                 f"{self._path}, row {indices[place]}, column {column}: id {found[place, column]} is outside of the "
                 f"vocabulary, 0 to {self._vocab_size - 1}, though all were inside when the run began: {_CHANGED}"
             )
-        return rows
 
     def _read(self, start: int, content: memoryview) -> None:
         """Fill a view with the bytes at an offset, counted from the first id."""

@@ -6,16 +6,22 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxtrain.data.loader import Batch, BatchShare, batch_of
+from nxtrain.data.mixture import Mixture, progress
 from nxtrain.errors import CheckpointError
 
-Place = tuple[int, int]
-"""Place of a lane: an ordinal of its documents, and a token or a row."""
+Place = tuple[int, ...]
+"""Place of a lane: an ordinal of its documents, and a token or a row.
+
+In a mixture the rows that the lane has given, and then those two numbers for each corpus.
+"""
+BEGIN: Place = (0, 0)
 MAX_LANES = 32
 
 
@@ -47,17 +53,101 @@ class LaneOrder:
     shuffle: bool
 
 
+class LaneSource(Protocol):
+    """Source of lanes, small enough to be sent to another process, which opens the documents itself."""
+
+    def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, Place], Lane]:
+        """Open the documents; returns the function that opens a lane.
+
+        Args:
+            mark: Called with the name of each document before it is read.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Streams:
     """Documents that are tokenized and packed while they are consumed.
 
     Args:
-        open_lane: Opens a lane, by the order of all lanes, its number and its place.
-        num_documents: Documents of the corpus.
+        source: Opens the lanes.
+        sizes: Documents of each corpus.
+        mixture: Shares of several corpora; None for one.
     """
 
-    open_lane: Callable[[LaneOrder, int, Place], Lane]
-    num_documents: int
+    source: LaneSource
+    sizes: tuple[int, ...]
+    mixture: Mixture | None = None
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of all corpora."""
+        return sum(self.sizes)
+
+    def progress(self, lanes: int, seq_len: int, places: Mapping[int, Place]) -> dict[str, float]:
+        """Tokens and epochs of each corpus of a mixture; the epochs are those of the first known lane.
+
+        Args:
+            lanes: Number of lanes.
+            seq_len: Targets in a row.
+            places: Places of some lanes.
+        """
+        if self.mixture is None:
+            return {}
+        lane, place = min(places.items())
+        epochs = [(lane + first * lanes) / size for first, size in zip(place[1::2], self.sizes, strict=True)]
+        return progress(self.mixture, place[0] * lanes, seq_len, epochs)
+
+
+LaneRows = dict[int, tuple[NDArray[np.int32], Place]]
+"""Rows of lanes for a step, (rows_per_lane, S + 1) each, and the place behind them, in the order of the lanes."""
+
+
+class Lanes(Protocol):
+    """Lanes of a rank, which give rows step by step."""
+
+    def rows(self, step: int) -> LaneRows:
+        """Rows of each lane for the next step, and the places behind them."""
+        ...
+
+    def stop(self) -> None:
+        """Interrupt a call of `rows` in another thread, where that may last."""
+        ...
+
+    def close(self) -> None:
+        """Free what the lanes hold, once no thread calls `rows`."""
+        ...
+
+
+class LocalLanes:
+    """Lanes in this process.
+
+    Args:
+        open_lane: Opens a lane, by its number, at a place.
+        places: Place of each lane.
+        rows_per_lane: Rows of a lane in each step.
+    """
+
+    def __init__(
+        self, open_lane: Callable[[int, Place], Lane], places: Mapping[int, Place], rows_per_lane: int
+    ) -> None:
+        self._lanes = {lane: open_lane(lane, place) for lane, place in places.items()}
+        self._rows_per_lane = rows_per_lane
+
+    def rows(self, step: int) -> LaneRows:
+        """Rows of each lane for the next step, and the places behind them."""
+        del step  # the lanes know their places
+        return {number: self._rows_of(lane) for number, lane in self._lanes.items()}
+
+    def _rows_of(self, lane: Lane) -> tuple[NDArray[np.int32], Place]:
+        rows = np.stack([lane.row() for _ in range(self._rows_per_lane)]).astype(np.int32)
+        return rows, lane.place
+
+    def stop(self) -> None:
+        """Interrupt nothing: a row takes little time."""
+
+    def close(self) -> None:
+        """Free nothing."""
 
 
 def num_lanes(global_batch: int) -> int:
@@ -72,31 +162,33 @@ class StreamLoader:
     rows, and no others. Neither micro_batch nor dp_size changes the rows of a step.
 
     Args:
-        open_lane: Opens a lane, by its number, at a place.
+        open_lanes: Opens lanes at their places, with the rows of a lane in each step.
         lanes: Number of lanes; divides the global batch.
         share: This rank's share of each global batch.
         end_id: Id of the end of text, which also stands behind the last document of a row.
         doc_mask: Batches have masks between documents.
         places: Place of every lane of the first batch; empty for the begin of the corpus.
+        progress: Values for the record of a step, from the places of this rank's lanes.
     """
 
     def __init__(
         self,
-        open_lane: Callable[[int, Place], Lane],
+        open_lanes: Callable[[Mapping[int, Place], int], Lanes],
         lanes: int,
         share: BatchShare,
         *,
         end_id: int,
         doc_mask: bool = False,
         places: Sequence[Place] = (),
+        progress: Callable[[Mapping[int, Place]], dict[str, float]] = lambda places: {},
     ) -> None:
         assert share.global_batch % lanes == 0, share
-        self._open_lane, self._share = open_lane, share
+        self._open_lanes, self._share, self._progress = open_lanes, share, progress
         self._end_id, self._doc_mask = end_id, doc_mask
         self._lanes, self._rows_per_lane = lanes, share.global_batch // lanes
         self._first = share.dp_rank * share.num_rows
         mine = range(self._first // self._rows_per_lane, -(-(self._first + share.num_rows) // self._rows_per_lane))
-        self._places: dict[int, Place] = {lane: places[lane] if places else (0, 0) for lane in mine}
+        self._places: dict[int, Place] = {lane: places[lane] if places else BEGIN for lane in mine}
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from the place of the lanes on; a thread tokenizes up to `depth` ahead of the consumer.
@@ -107,28 +199,36 @@ class StreamLoader:
 
         A read error is raised to the consumer at the step of the failed batch. Closing the generator ends the thread.
         """
-        lanes = {lane: self._open_lane(lane, place) for lane, place in self._places.items()}
+        lanes = self._open_lanes(self._places, self._rows_per_lane)
         pool = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-data")
         try:
-            pending = deque(pool.submit(self._next, lanes) for _ in range(depth))
-            while True:
+            pending = deque(pool.submit(self._next, lanes, start_step + ahead) for ahead in range(depth))
+            for step in count(start_step + depth):
                 batch, places = pending.popleft().result()
-                pending.append(pool.submit(self._next, lanes))
+                pending.append(pool.submit(self._next, lanes, step))
                 self._places = places
                 yield batch
         finally:
+            lanes.stop()
             pool.shutdown(cancel_futures=True)
+            lanes.close()
 
     def cursor(self) -> dict[int, Place]:
         """Places behind the last batch that was consumed, of the lanes of this rank."""
         return dict(self._places)
 
-    def _next(self, lanes: Mapping[int, Lane]) -> tuple[Batch, dict[int, Place]]:
-        rows = np.stack([lane.row() for lane in lanes.values() for _ in range(self._rows_per_lane)])
-        skipped = self._first - min(lanes) * self._rows_per_lane
+    def progress(self, step: int) -> dict[str, float]:
+        """Values for the record of the step whose batch was consumed last."""
+        del step  # the places are those behind it
+        return self._progress(self._places)
+
+    def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, Place]]:
+        found = lanes.rows(step)
+        rows = np.concatenate([rows for rows, _ in found.values()]).astype(np.int64)
+        skipped = self._first - min(found) * self._rows_per_lane
         mine = rows[skipped : skipped + self._share.num_rows]
         batch = batch_of(mine, self._share.micro_batch, end_id=self._end_id, doc_mask=self._doc_mask)
-        return batch, {number: lane.place for number, lane in lanes.items()}
+        return batch, {number: place for number, (_, place) in found.items()}
 
 
 def merged(cursors: Sequence[Mapping[int, Place]]) -> dict[str, Any]:
@@ -137,13 +237,23 @@ def merged(cursors: Sequence[Mapping[int, Place]]) -> dict[str, Any]:
     return {"places": [list(known[lane]) for lane in range(len(known))]} if known else {}
 
 
-def places_of(cursor: Mapping[str, Any], lanes: int) -> list[Place]:
+def places_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[Place]:
     """Places of a checkpoint's cursor; empty if the checkpoint has none.
 
+    Args:
+        cursor: The cursor.
+        lanes: Number of lanes.
+        corpora: Corpora of the mixture; 0 without a mixture.
+
     Raises:
-        CheckpointError: The cursor has another number of lanes.
+        CheckpointError: The cursor has another number of lanes or of corpora.
     """
-    found = [(int(document), int(number)) for document, number in cursor.get("places", [])]
+    found = [tuple(map(int, place)) for place in cursor.get("places", [])]
+    if any(len(place) != (1 + 2 * corpora if corpora else len(BEGIN)) for place in found):
+        raise CheckpointError(
+            f"the checkpoint's data is a mixture of {len(found[0]) // 2 if len(found[0]) % 2 else 1} corpora, and "
+            f"this run reads {corpora or 1}; keep data.mixture, or start a new run from the weights"
+        )
     if found and len(found) != lanes:
         raise CheckpointError(
             f"the checkpoint's data has {len(found)} lanes, and train.global_batch here makes {lanes}; "

@@ -26,6 +26,8 @@ from nxtrain.graphs.choice import TRACED, backend_of, choose, without_nxd
 IRRELEVANT = (
     "data.source=stdlib",
     'data.path=""',
+    "data.mixture=[]",
+    "data.weights=[]",
     "data.packing=concat",
     "checkpoint.async=false",
     "compile.torch_compile=false",

@@ -48,7 +48,7 @@ class StepRecord:
         val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
         skipped_steps: Steps since the previous record that updated nothing, because they were not finite.
         alarm: Text of an alarm, such as a spike of the loss; empty if there is none.
-        measured: Values of the observers by key, such as `goodput` and the host's time by kind of work.
+        measured: Values of the observers by key, such as `goodput`, and of the loader, such as tokens of each corpus.
         grad_norm_mean: Running mean of the gradient norm over 20 steps; None before 20 steps.
         grad_norm_lowest: Lowest running mean of any step so far; None before 20 steps.
         spikes: First step and length of each spike of the gradient norm that ended since the previous record.

@@ -19,6 +19,7 @@ LONG_S = 10**6
 PAGE_BYTES = 4096
 VALUES = ("nan", "inf", "spike")
 """Kinds that change numbers of a step and let it go on."""
+_WORKER_SIGNALS = {"killworker": signal.SIGKILL, "stopworker": signal.SIGSTOP}
 
 
 class InjectedError(RuntimeError):
@@ -43,6 +44,12 @@ def _error_name(arguments: Sequence[str]) -> None:
 
 def _one_at_most(arguments: Sequence[str]) -> None:
     if len(arguments) > 1:
+        raise ValueError
+
+
+def _number(arguments: Sequence[str]) -> None:
+    (number,) = arguments or ("0",)
+    if int(number) < 0:
         raise ValueError
 
 
@@ -85,6 +92,8 @@ KINDS = {
     "flip": Kind("the name of a parameter, by default the first", _one_at_most, ("pre_step", "post_step")),
     "oserror": Kind("the name of an error, by default ENOSPC", _error_name, ("ckpt_.*", "log")),
     "oom": Kind(),
+    "killworker": Kind("the number of a worker, by default 0", _number, ("worker",)),
+    "stopworker": Kind("the number of a worker, by default 0", _number, ("worker",)),
 }
 """Kinds of faults by name."""
 
@@ -101,6 +110,9 @@ def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
         time.sleep(float(arguments[0]))
     elif kind == "flip":
         flip(args[0].model, *arguments)
+    elif kind in _WORKER_SIGNALS:
+        members = args[0].members
+        members[int(arguments[0] if arguments else "0") % len(members)].signal(_WORKER_SIGNALS[kind])
     elif kind == "oserror":
         number = getattr(errno, arguments[0] if arguments else "ENOSPC")
         raise OSError(number, os.strerror(number), "injected")

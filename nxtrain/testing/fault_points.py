@@ -52,6 +52,7 @@ POINTS = {
     "ckpt_latest": PatchPoint("nxtrain.checkpoint.directory", "point_to"),
     "load": PatchPoint("nxtrain.train.start", "restore"),
     "data": PatchPoint("nxtrain.data.loader:Loader", "batch"),
+    "worker": PatchPoint("nxtrain.data.workers:Workers", "rows"),
     "log": PatchPoint("nxtrain.metrics.sinks:JsonlSink", "log"),
 }
 """Points of faults by name. A run loads before its first step, so the step of `load` is 0."""

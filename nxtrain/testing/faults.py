@@ -116,7 +116,7 @@ class _Armed:
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             step = self._saved if point.startswith("ckpt_") and point != "ckpt_stage" else self._step
-            if point == "data":
+            if point in {"data", "worker"}:
                 step = args[1] + 1
                 if not threading.current_thread().name.startswith(DATA_THREADS):
                     return function(*args, **kwargs)

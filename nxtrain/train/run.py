@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Literal
 
 from nxtrain.backends import choose, choose_layers, open_backend
@@ -14,7 +15,9 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
 from nxtrain.data import BatchShare, Data, Loader, Samples, StreamLoader, Streams, open_data
-from nxtrain.data.stream_loader import LaneOrder, num_lanes, places_of
+from nxtrain.data.mixture import MixedSamples
+from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes, places_of
+from nxtrain.data.workers import WorkerPolicy, Workers
 from nxtrain.errors import CheckpointError, DivergedError, NxtrainError, RestartError, StoppedBySignal
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
@@ -270,13 +273,25 @@ def _train_loader(context: RunContext, data: Data, meta: Meta) -> Loader | Strea
     lanes = num_lanes(config.train.global_batch)
     order = LaneOrder(lanes, config.run.seed, config.data.shuffle)
     return StreamLoader(
-        lambda lane, place: source.open_lane(order, lane, place),
+        _open_lanes(context, source, order),
         lanes,
         _share(context),
         end_id=data.end_id,
         doc_mask=config.data.doc_mask,
-        places=places_of(meta.data_cursor, lanes),
+        places=places_of(meta.data_cursor, lanes, len(config.data.mixture)),
+        progress=partial(source.progress, lanes, config.train.seq_len),
     )
+
+
+def _open_lanes(context: RunContext, streams: Streams, order: LaneOrder) -> Callable[[Mapping[int, Place], int], Lanes]:
+    """Function that opens lanes, in this process or in workers."""
+    data, recovery = context.config.data, context.config.recovery
+    if not data.workers:
+        return partial(LocalLanes, partial(streams.source.opened(), order))
+    # All replacements together take less time than the rank has before it counts as hung itself.
+    timeout_s = recovery.hang_timeout_s / (data.worker_restarts + 2)
+    policy = WorkerPolicy(data.workers, data.worker_restarts, timeout_s, context.backend.rank)
+    return partial(Workers, streams.source, order, policy)
 
 
 def _validation_loader(context: RunContext, data: Data) -> Loader | None:
@@ -292,7 +307,7 @@ def _mask_end(context: RunContext, data: Data) -> int | None:
 
 def _loader(
     context: RunContext,
-    samples: Samples,
+    samples: Samples | MixedSamples,
     mask_end: int | None,
     *,
     shuffle: bool,

@@ -105,7 +105,7 @@ class Trainer:
                             grad_norm_mean=verdict.grad_norm_mean,
                             grad_norm_lowest=verdict.grad_norm_lowest,
                             **read,
-                            measured=self.observers.measure(step),
+                            measured={**self.observers.measure(step), **self.train.progress(step)},
                         )
                         for sink in self.sinks:
                             sink.log(record.line())

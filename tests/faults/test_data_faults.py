@@ -1,8 +1,8 @@
 """Data that fails or changes under a run ends it with the place, or changes nothing; never a batch of anything else.
 
-Batches are read ahead by a thread of each rank. There are no worker processes, so that killing one is killing the rank.
-A thread that hangs is named by the watchdog, as tests/faults/test_hangs.py shows. The reference is the run that nobody
-disturbed.
+Batches of token files are read ahead by a thread of each rank; tests/faults/test_worker_faults.py has the workers of
+prepared corpora. A thread that hangs is named by the watchdog, as tests/faults/test_hangs.py shows. The reference is
+the run that nobody disturbed.
 """
 
 from __future__ import annotations

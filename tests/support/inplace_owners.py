@@ -23,6 +23,13 @@ OWNERS: dict[str, dict[str, str]] = {
         "PackingWaste.add: self._rests +=": "host: the histogram that this very method counts",
         "_of_sources.documents: skipped[found.reason] +=": "host: dictionary",
     },
+    "nxtrain/data/arrow/lanes.py": {
+        "MixedLane.row: self._given +=": "host: number",
+    },
+    "nxtrain/data/arrow/prepared.py": {
+        "_Bodiless.read: found.ctypes.data": "fresh: bytes of this read, whose address is noted",
+        "_Bodiless.read: self._position +=": "host: number",
+    },
     "nxtrain/data/arrow/streams.py": {
         "BestFitLane._fill: table[row, begin:begin + length] =": "fresh: `np.full` above, before the loop",
     },
@@ -201,6 +208,9 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/data/held_out.py": {
         "target_counts: found[:counts.size] +=": "fresh: counts of this round",
+    },
+    "nxtrain/data/mixture.py": {
+        "Mixture._tables: counts[chosen] +=": "fresh: list of this function",
     },
     "nxtrain/data/order.py": {
         "shuffled: rows[outside] =": "fresh: a result of `_permute`",

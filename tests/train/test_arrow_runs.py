@@ -18,7 +18,7 @@ from nxtrain.errors import CheckpointError, DataError
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.models import changed
 from tests.support.ranks import RankPool
-from tests.support.runs import GLOBAL_BATCH, SEQ_LEN, course, records, run_plan, train_rank
+from tests.support.runs import GLOBAL_BATCH, SEQ_LEN, course, records, run_plan, token_file, train_rank
 
 STEPS, VOCABULARY = 6, 300
 PACKINGS = ("concat", "best_fit")
@@ -42,7 +42,8 @@ class Runs:
         self.straight = cache(lambda packing: self.run(self.plan(f"straight-{packing}", packing, STEPS)))
 
     def plan(self, name: str, packing: str, steps: int, dp: int = 1, **sections: dict[str, Any]) -> Resolved:
-        data = {"source": "arrow", "path": str(self.corpus), "packing": packing, "tokenizer": str(self.tokenizer)}
+        data: dict[str, Any] = {"source": "arrow", "path": str(self.corpus), "packing": packing, "workers": 0}
+        data["tokenizer"] = str(self.tokenizer)
         return run_plan(
             self.folder / name,
             data,
@@ -95,6 +96,74 @@ def test_masks_between_documents_change_the_losses_and_no_rows(runs: Runs, remat
     for ours, theirs in zip(records(masked), records(plain), strict=True):
         assert 0 < abs(ours["loss"] - theirs["loss"]) < 1
     assert records(masked)[-1]["val_loss"] != records(plain)[-1]["val_loss"]
+
+
+def test_workers_change_no_number(runs: Runs) -> None:
+    resolved = changed(runs.plan("workers", "best_fit", STEPS), data={"workers": 3})
+    assert course(runs.run(resolved)) == course(runs.straight("best_fit"))
+
+
+def test_a_mixture_goes_on_from_any_step_at_any_ranks_and_records_its_corpora(runs: Runs) -> None:
+    prepare(write_corpus(runs.folder / "more", "a.jsonl", documents(60)[40:]), out=runs.folder / "more.arrow")
+    data = {"path": "", "mixture": (str(runs.corpus), str(runs.folder / "more.arrow")), "weights": (3.0, 1.0)}
+    straight = runs.run(changed(runs.plan("mixed", "concat", STEPS), data=data))
+    for steps, dp in ((3, 2), (STEPS, 1)):
+        broken = runs.run(changed(runs.plan("mixed-broken", "concat", steps, dp), data=data))
+    for ours, theirs in zip(records(broken), records(straight), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+        assert [ours[key] for key in sorted(ours) if "/" in key] == [theirs[key] for key in sorted(ours) if "/" in key]
+        rows = GLOBAL_BATCH * ours["step"]
+        assert [ours["tokens/corpus"], ours["tokens/more"]] == [rows * 3 // 4 * SEQ_LEN, rows // 4 * SEQ_LEN]
+        assert ours["tokens/corpus"] + ours["tokens/more"] == ours["tokens"]
+    assert records(straight)[-1]["epochs/more"] > records(straight)[0]["epochs/more"]
+    metas = [read_meta(each / "checkpoints" / f"step-{STEPS:08d}") for each in (broken, straight)]
+    assert metas[0].data_cursor == metas[1].data_cursor
+    with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}: .*the data's fingerprint is"):
+        runs.run(changed(runs.plan("mixed", "concat", STEPS + 1), data={**data, "weights": (1.0, 1.0)}))
+
+
+def test_a_mixture_of_token_files_goes_on_and_records_its_corpora(runs: Runs) -> None:
+    files = [str(token_file(runs.folder / f"{name}.npy", rows, seed=rows)) for name, rows in (("a", 30), ("b", 7))]
+    data = {"source": "tokens", "tokenizer": "", "path": "", "mixture": tuple(files), "weights": (0.5, 1.5)}
+    straight = runs.run(changed(runs.plan("tokens", "concat", STEPS), data=data))
+    for steps in (3, STEPS):
+        broken = runs.run(changed(runs.plan("tokens-broken", "concat", steps), data=data))
+    assert course(broken) == course(straight)
+    last = records(straight)[-1]
+    rows = STEPS * GLOBAL_BATCH
+    assert [last["tokens/a"], last["tokens/b"]] == [rows // 4 * SEQ_LEN, rows * 3 // 4 * SEQ_LEN]
+    assert last["epochs/b"] == pytest.approx(rows * 3 / 4 / 7, abs=1e-6)
+
+
+ANSWERED: dict[str, dict[str, Any]] = {
+    "dp2": {"parallel": {"tp": 1, "dp": 2}, "data": {"workers": 1}},
+    "pp2": {"parallel": {"tp": 1, "dp": 1, "pp": 2}},
+    "micro4": {"train": {"micro_batch": 4}},
+}
+
+
+def test_losses_of_answers_are_those_of_one_rank_in_every_layout(runs: Runs) -> None:
+    """Ranks, stages and micro-batches have different numbers of targets; the mean is over all of them."""
+    source = runs.folder / "chat.jsonl"
+    rows = [{"prompt": f"question {n} " * (n % 5), "text": f"answer {n}\n" * (1 + n % 3)} for n in range(40)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare(source, out=runs.folder / "chat.arrow", prompt="prompt")
+    data = {"path": str(runs.folder / "chat.arrow")}
+    alone = records(runs.run(changed(runs.plan("answers", "best_fit", 3), data=data)))
+    for name, layout in ANSWERED.items():
+        resolved = changed(
+            runs.plan(f"answers-{name}", "best_fit", 3), **{**layout, "data": {**data, **layout.get("data", {})}}
+        )
+        parallel = resolved.config.parallel
+        runs.ranks.run(parallel.dp * parallel.pp, train_rank, resolved)
+        for ours, theirs in zip(records(resolved.config.run.dir), alone, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    prepare(source, out=runs.folder / "whole.arrow")
+    whole = records(
+        runs.run(changed(runs.plan("whole", "best_fit", 3), data={"path": str(runs.folder / "whole.arrow")}))
+    )
+    assert abs(whole[0]["loss"] - alone[0]["loss"]) > 1e-4
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

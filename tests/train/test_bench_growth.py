@@ -31,8 +31,16 @@ def test_steps_and_traces_are_measured_at_growing_sizes() -> None:
 
 
 def test_the_loader_is_measured_beside_numpy() -> None:
-    found = bench("data", "--mib", "2", "--seq-len", "128")
+    found = bench("data", "--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "512")
     loader, numpy = (row["value"] for row in found["rows"])
     assert [row["name"] for row in found["rows"]] == ["loader", "numpy"]
     assert min(loader, numpy) > 0
     assert found["ratios"] == {"numpy": pytest.approx(loader / numpy)}
+    text = {row["name"]: row["value"] for row in found["text"]["rows"]}
+    bare = text.pop("tokenizer")
+    assert list(text) == ["concat", "best_fit", "best_fit in a worker"]
+    assert found["text"]["ratios"] == {name: pytest.approx(value / bare) for name, value in text.items()}
+    assert all(value > 0 for value in (bare, *text.values()))
+    # A start that reads the documents would take their memory: the file is larger than the limit.
+    assert found["start"]["mib"] >= 512
+    assert found["start"]["rss_mib"] < 200

@@ -21,11 +21,13 @@ FORMAT_KEY, SOURCES_KEY, SETTINGS_KEY = b"nxtrain.format", b"nxtrain.sources", b
 TOKENIZER_KEY, END_KEY, END_ID_KEY = b"nxtrain.tokenizer", b"nxtrain.end_of_text", b"nxtrain.end_id"
 SHARD_KEY = b"nxtrain.shard"
 
-TEXT, IDS = "text", "ids"
-"""Names of the columns."""
+TEXT, IDS, PROMPT = "text", "ids", "prompt"
+"""Names of the columns; the last one, if it is there, has the length of each document's prompt, in bytes or tokens."""
 
 SECTION_CHARS = 1 << 20
 """Longest text that is encoded as one; a longer document is cut at ends of lines, which bounds the memory."""
+
+Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 _ENCODE_BYTES = 1 << 20  # an encoding takes some 100 bytes a token
 
@@ -41,16 +43,20 @@ class Settings:
         lines: Each line of a text file is a document.
         tokenizer: Digest of the tokenizer; empty for a corpus of text.
         shard_bytes: Size at which a shard ends; 0 for one file.
+        prompt: Field or column that holds the prompts; empty: none.
     """
 
     field: str
     lines: bool
     tokenizer: str
     shard_bytes: int
+    prompt: str = ""
 
     def to_json(self) -> str:
-        """Settings as JSON, for the schema's metadata and the journal."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """Settings as JSON, for the schema's metadata and the journal; corpora without prompts do not name them."""
+        return json.dumps(
+            {key: value for key, value in asdict(self).items() if key != "prompt" or value}, sort_keys=True
+        )
 
 
 class Column(Protocol):
@@ -66,8 +72,13 @@ class Column(Protocol):
         """Entries of the schema's metadata."""
         ...
 
-    def array(self, texts: Sequence[bytes]) -> pa.Array:
-        """Column of documents in UTF-8."""
+    def array(self, texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array, Sequence[int]]:
+        """Column of documents in UTF-8, and the lengths of their prompts in the unit of the column.
+
+        Args:
+            texts: The documents.
+            prompts: Bytes of each document's prompt.
+        """
         ...
 
 
@@ -84,11 +95,12 @@ class TextColumn:
         """Entries of the schema's metadata."""
         return {}
 
-    def array(self, texts: Sequence[bytes]) -> pa.Array:
-        """Column of documents in UTF-8, which were checked when they were read."""
+    def array(self, texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array, Sequence[int]]:
+        """Column of documents in UTF-8, which were checked when they were read, and the lengths of their prompts."""
         ends = np.zeros(len(texts) + 1, np.int64)
         np.cumsum([len(text) for text in texts], out=ends[1:])
-        return pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), pa.py_buffer(b"".join(texts)))
+        content = pa.py_buffer(b"".join(texts))
+        return pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(ends), content), prompts
 
 
 class IdsColumn:
@@ -117,21 +129,46 @@ class IdsColumn:
             END_ID_KEY: str(self._tokenizer.end_id).encode(),
         }
 
-    def array(self, texts: Sequence[bytes]) -> pa.Array:
-        """Column of documents; the end of text follows each of them."""
-        documents = list(encode(self._tokenizer, texts))
+    def array(self, texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array, Sequence[int]]:
+        """Column of documents, each with the end of text behind it, and the lengths of their prompts."""
+        found = list(encode_prompted(self._tokenizer, texts, prompts))
+        documents = [ids for ids, _ in found]
         ends = np.zeros(len(documents) + 1, np.int64)
         np.cumsum([ids.size for ids in documents], out=ends[1:])
         values = np.concatenate(documents, dtype=self._dtype, casting="same_kind") if documents else np.empty(0)
-        return pa.LargeListArray.from_arrays(
-            pa.array(ends), pa.array(values, pa.from_numpy_dtype(self._dtype)), type=self.field.type
-        )
+        items = pa.array(values, pa.from_numpy_dtype(self._dtype))
+        array = pa.LargeListArray.from_arrays(pa.array(ends), items, type=self.field.type)
+        return array, [num_tokens for _, num_tokens in found]
 
 
-def encode(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+def encode_prompted(
+    tokenizer: TextTokenizer, texts: Sequence[bytes], prompts: Sequence[int]
+) -> Iterator[tuple[Ids, int]]:
+    """Ids of each document, with the end of text behind them, and the number of its prompt's tokens.
+
+    A prompt is encoded apart from its answer, so that no token is of both.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: Documents in UTF-8.
+        prompts: Bytes of each document's prompt.
+    """
+    has_prompt = any(prompts)
+    begins = (
+        encode(tokenizer, [text[:length] for text, length in zip(texts, prompts, strict=True)]) if has_prompt else ()
+    )
+    answers = encode(tokenizer, [text[length:] for text, length in zip(texts, prompts, strict=True)])
+    if not has_prompt:
+        yield from ((ids, 0) for ids in answers)
+        return
+    for begin, answer in zip(begins, answers, strict=True):
+        yield np.concatenate([begin[:-1], answer]), begin.size - 1
+
+
+def encode(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> Iterator[Ids]:
     """Ids of each document in UTF-8, with the end of text behind them; many documents are encoded at once."""
     end = np.array([tokenizer.end_id], np.uint32)
-    held: list[np.ndarray[tuple[int], np.dtype[np.uint32]]] = []
+    held: list[Ids] = []
     for batch in _batches(texts):
         encoded = tokenizer.tokenizer.encode_batch_fast([section for section, _ in batch], add_special_tokens=False)
         for encoding, (_, is_last) in zip(encoded, batch, strict=True):
@@ -190,4 +227,5 @@ def schema_of(column: Column, sources: str, settings: Settings, shard: int) -> p
         SHARD_KEY: str(shard).encode(),
         **column.metadata,
     }
-    return pa.schema([column.field], metadata=metadata)
+    prompt = [pa.field(PROMPT, pa.int64(), nullable=False)] if settings.prompt else []
+    return pa.schema([column.field, *prompt], metadata=metadata)

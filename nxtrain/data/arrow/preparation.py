@@ -55,6 +55,7 @@ class Request:
         shard_bytes: Size at which a shard ends; 0 for one file.
         on_bad: Treatment of a row without a document.
         restart: Delete what is there under the name of `out`.
+        prompt: Field or column of the prompts, which come before the documents and are no targets; empty: none.
     """
 
     sources: Sequence[Path]
@@ -66,6 +67,7 @@ class Request:
     shard_bytes: int = 0
     on_bad: OnBad = "stop"
     restart: bool = False
+    prompt: str = ""
 
 
 class Watcher:
@@ -114,9 +116,13 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
     if request.restart:
         outputs.clear()
     sources = find_sources(request.sources, request.only)
+    if request.prompt:
+        _check_prompt(request, sources)
     tokenizer = open_tokenizer(request.tokenizer) if request.tokenizer else None
     column: Column = IdsColumn(tokenizer) if tokenizer else TextColumn()
-    settings = Settings(request.field, request.lines, tokenizer.digest if tokenizer else "", request.shard_bytes)
+    settings = Settings(
+        request.field, request.lines, tokenizer.digest if tokenizer else "", request.shard_bytes, request.prompt
+    )
     identity = {"sources": fingerprint(sources), "settings": settings.to_json()}
     if outputs.out.exists():
         _compare_finished(outputs, identity)
@@ -136,7 +142,12 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
 
 
 def source_rows(
-    sources: Sequence[Source], field: str, lines: bool, position: Position, progress: Callable[[int], None]
+    sources: Sequence[Source],
+    field: str,
+    lines: bool,
+    position: Position,
+    progress: Callable[[int], None],
+    prompt: str = "",
 ) -> Iterator[tuple[int, Source, Row | BadRow]]:
     """Rows of all sources behind a position, each with the number of its source.
 
@@ -146,6 +157,7 @@ def source_rows(
         lines: Each line of a text file is a document.
         position: Place behind the last row that is not wanted again.
         progress: Gets the bytes of the sources that are read.
+        prompt: Field or column that holds the prompts; empty: none.
 
     Raises:
         DataError, StorageError: A file cannot be read, or changed while it was read.
@@ -155,9 +167,9 @@ def source_rows(
     for number, source in islice(enumerate(sources), position.source, None):
         at = Progress()
         if source.kind in {"text", "jsonl"}:
-            found = text_rows(source, field, lines, (row, offset), at)
+            found = text_rows(source, field, lines, (row, offset), at, prompt)
         else:
-            found = table_rows(source, field, row, at)
+            found = table_rows(source, field, row, at, prompt)
         for each in found:
             progress(passed + at.num_bytes)
             yield number, source, each
@@ -171,6 +183,7 @@ def _copy(request: Request, sources: Sequence[Source], column: Column, work: Wor
     counts, num_read = work.counts, 0
     batch_bytes = min(BATCH_BYTES, request.shard_bytes or BATCH_BYTES)
     texts: list[bytes] = []
+    prompts: list[int] = []
     num_bytes, position = 0, work.position
 
     def progress(passed: int) -> None:
@@ -179,26 +192,30 @@ def _copy(request: Request, sources: Sequence[Source], column: Column, work: Wor
 
     def write() -> None:
         nonlocal num_bytes
-        array = column.array(texts)
+        array, lengths = column.array(texts, prompts)
         counts.documents += len(texts)
         counts.num_bytes += num_bytes
         counts.tokens += len(array.values) if pa.types.is_large_list(array.type) else 0
-        work.add_batch(array, position)
+        work.add_batch([array, pa.array(lengths, pa.int64())] if request.prompt else [array], position)
         texts.clear()
+        prompts.clear()
         num_bytes = 0
         watcher.advance(num_read, counts)
         if name := watcher.asked_to_stop():
             raise StoppedBySignal(f"stopped by {name}; the same command goes on from {counts.documents:,} documents")
 
-    for number, source, found in source_rows(sources, request.field, request.lines, position, progress):
+    rows = source_rows(sources, request.field, request.lines, position, progress, request.prompt)
+    for number, source, found in rows:
         if isinstance(found, BadRow):
             _bad_row(request, source, found, work, watcher)
             continue
         counts.rows += 1
-        if not found.text or found.text.isspace():
+        answer = found.text[found.prompt :] if found.prompt else found.text
+        if not answer or answer.isspace():
             counts.empty += 1
             continue
         texts.append(found.text)
+        prompts.append(found.prompt)
         num_bytes += len(found.text)
         if num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS:
             position = Position(number, found.row, found.offset)
@@ -263,6 +280,22 @@ def _check(request: Request) -> None:
         if out == source.resolve() or (source.is_dir() and out.is_relative_to(source.resolve())):
             raise ConfigError(
                 f"--out {request.out} lies in the source {source}, and would be read as a part of it; move it"
+            )
+
+
+def _check_prompt(request: Request, sources: Sequence[Source]) -> None:
+    """Refuse sources without fields for prompts.
+
+    Raises:
+        ConfigError: A source is text, or prompts and documents are one field.
+    """
+    if request.prompt == request.field:
+        raise ConfigError(f"--prompt {request.prompt} and --field {request.field} are one field; name two")
+    for source in sources:
+        if source.kind == "text":
+            raise ConfigError(
+                f"--prompt names a field, and {source.path} is text without fields; give JSON lines such as "
+                '{"prompt": "...", "text": "..."}, Parquet or Arrow'
             )
 
 

@@ -1,13 +1,16 @@
 """Prepared corpora, opened for reading: any document in constant time, by two reads of its file.
 
 Files are read, not mapped: a lost page of a mapped file ends the process by a signal, without a message. pyarrow reads
-the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers.
+the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers. The bodies of
+the batches are not even fetched: pyarrow advises the system to read them, which is the whole file.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import struct
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ from nxtrain.data.arrow.columns import (
     FORMAT_KEY,
     FORMAT_VERSION,
     IDS,
+    PROMPT,
     SETTINGS_KEY,
     SHARD_KEY,
     SOURCES_KEY,
@@ -34,6 +38,12 @@ from nxtrain.data.files import unreadable
 from nxtrain.errors import DataError
 from nxtrain.io.regular import open_regular, require_regular
 
+_METADATA_BYTES = 1 << 14
+"""Most bytes of a batch's metadata, which come before its body; two columns take some 300."""
+
+_TAIL = struct.Struct("<i6s")
+"""End of an Arrow file: length of the footer, and the magic number."""
+
 
 class _Batch(NamedTuple):
     """Place of a batch's buffers in its file.
@@ -44,6 +54,7 @@ class _Batch(NamedTuple):
         offsets: First byte of the rows + 1 offsets.
         values: First byte of the text or the ids.
         size: Bytes of the text or the ids.
+        prompts: First byte of the lengths of the prompts; 0 if there are none.
     """
 
     file: int
@@ -51,6 +62,7 @@ class _Batch(NamedTuple):
     offsets: int
     values: int
     size: int
+    prompts: int = 0
 
 
 class PreparedCorpus:
@@ -63,6 +75,7 @@ class PreparedCorpus:
         path: The file or the folder.
         files: The file, or the shards in order.
         is_ids: Documents are token ids; else text.
+        has_prompts: Documents begin with a prompt, which is no target.
         dtype: Type of the ids; bytes for text.
         metadata: Entries of the schema's metadata.
 
@@ -91,7 +104,8 @@ class PreparedCorpus:
         self.metadata: dict[bytes, bytes] = dict(schemas[0].metadata)
         self._check_shards(schemas)
         kind = schemas[0].field(0).type
-        self.is_ids = schemas[0].names == [IDS]
+        self.is_ids = schemas[0].names[0] == IDS
+        self.has_prompts = PROMPT in schemas[0].names
         self.dtype = np.dtype(kind.value_type.to_pandas_dtype() if self.is_ids else np.uint8)
 
     def __len__(self) -> int:
@@ -120,6 +134,27 @@ class PreparedCorpus:
     def raw(self, document: int) -> bytes:
         """Bytes of a document: its ids, or its text in UTF-8."""
         return self._read(document) if self.is_ids else self.content(document)
+
+    def prompt(self, document: int, content: bytes) -> int:
+        """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts.
+
+        Args:
+            document: Number of the document.
+            content: Bytes of the document.
+
+        Raises:
+            DataError: The document is shorter, or its prompt ends inside of a letter.
+        """
+        if not self.has_prompts:
+            return 0
+        number = bisect_right(self._begins, document) - 1
+        batch, row = self._batches[number], document - self._begins[number]
+        (length,) = np.frombuffer(self._pread(batch.file, batch.prompts + 8 * row, 8, document), np.int64).tolist()
+        size = len(content) // self.dtype.itemsize
+        is_inside = not self.is_ids and 0 <= length < size and content[length] & 0xC0 == 0x80  # noqa: PLR2004 - UTF-8
+        if not 0 <= length <= size or is_inside:
+            self._damaged(document, f"its prompt has a length of {length:,}, and all of it {size:,}")
+        return int(length)
 
     @property
     def identity(self) -> str:
@@ -187,10 +222,14 @@ class PreparedCorpus:
             start, size = start + len(found), size - len(found)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _damaged(self, document: int, what: str) -> NoReturn:
+    def name_of(self, document: int) -> str:
+        """File and number of a document, for messages."""
         number = bisect_right(self._begins, document) - 1
         file = self.files[self._batches[min(number, len(self._batches) - 1)].file]
-        raise DataError(f"{file}, document {document:,} of {len(self):,}, is damaged: {what}; prepare it again")
+        return f"{file}, document {document:,} of {len(self):,}"
+
+    def _damaged(self, document: int, what: str) -> NoReturn:
+        raise DataError(f"{self.name_of(document)}, is damaged: {what}; prepare it again")
 
     def _check_shards(self, schemas: list[Any]) -> None:
         """Refuse shards of several corpora, and a folder without some of its shards."""
@@ -223,14 +262,12 @@ def _opened(file: Path, number: int) -> tuple[Any, list[_Batch]]:
     """Schema of a file, and the places of its batches."""
     try:
         require_regular(file)
-        with pa.memory_map(str(file)) as mapped:
-            reader = pa.ipc.open_file(mapped)
+        with open(open_regular(file), "rb", buffering=0) as content, _Bodiless(content) as bodiless:
+            reader = pa.ipc.open_file(pa.PythonFile(bodiless, mode="r"))
             schema = reader.schema
             _check_schema(schema, file)
-            mapped.seek(0)
-            base, size = mapped.read_buffer(1).address, mapped.size()
             return schema, [
-                _place(reader.get_batch(each), number, base, size) for each in range(reader.num_record_batches)
+                _place(reader.get_batch(each), number, bodiless) for each in range(reader.num_record_batches)
             ]
     except DEFECTS as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -238,8 +275,50 @@ def _opened(file: Path, number: int) -> tuple[Any, list[_Batch]]:
         raise DataError(f"{file} is no Arrow file, is damaged or is cut short: {error}; prepare it again") from error
 
 
-def _place(batch: pa.RecordBatch, file: int, base: int, size: int) -> _Batch:
-    """Place of a batch in the mapped file; nothing of its buffers is read.
+class _Bodiless(io.RawIOBase):
+    """File for pyarrow in which the bodies of batches are zeros, of which no page is touched.
+
+    Attributes:
+        begin: First byte of the last read.
+        base: Address of what the last read returned.
+        size: Bytes of the last read.
+    """
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        super().__init__()
+        self._file, self._position = file, 0
+        self._num_bytes = file.seek(0, os.SEEK_END)
+        tail = os.pread(file.fileno(), _TAIL.size, max(0, self._num_bytes - _TAIL.size))
+        footer_bytes = max(0, *_TAIL.unpack(tail)[:1]) if len(tail) == _TAIL.size else 0
+        self._footer = self._num_bytes - _TAIL.size - footer_bytes
+        self.begin = self.base = self.size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}
+        self._position = begins[whence] + offset
+        return self._position
+
+    def read(self, size: int = -1) -> Any:
+        """Next bytes: those of the footer, and otherwise the first ones, which are of metadata, and then zeros."""
+        left = max(0, self._num_bytes - self._position)
+        size = left if size < 0 else min(size, left)
+        wanted = size if self._position >= self._footer else min(size, _METADATA_BYTES)
+        content = os.pread(self._file.fileno(), wanted, self._position)
+        found = np.zeros(size, np.uint8)
+        found[: len(content)] = np.frombuffer(content, np.uint8)
+        self.begin, self.base, self.size = self._position, found.ctypes.data, found.size
+        self._position += found.size
+        return found
+
+
+def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> _Batch:
+    """Place of a batch in the file, from which its body was read last; nothing of its buffers is read.
 
     Raises:
         ArrowInvalid: A buffer is too short, or is none of the file's, as those of a compressed batch.
@@ -250,13 +329,18 @@ def _place(batch: pa.RecordBatch, file: int, base: int, size: int) -> _Batch:
     rows = len(column)
     if not rows:
         return _Batch(file, 0, 0, 0, 0)
-    needed = (offsets, 8 * (rows + 1)), (values, values.size if values is not None else 0)
+    needed = [(offsets, 8 * (rows + 1)), (values, values.size if values is not None else 0)]
+    if batch.num_columns > 1:
+        needed.append((batch.column(1).buffers()[1], 8 * rows))
     for buffer, least in needed:
-        if buffer is None or buffer.size < least or not 0 <= buffer.address - base <= size - buffer.size:
+        inside = buffer is not None and 0 <= buffer.address - source.base <= source.size - buffer.size
+        if not inside or buffer.size < least:
             raise pa.ArrowInvalid(f"a batch of {rows:,} documents has a buffer that is too short or not in the file")
     if rows != batch.num_rows or column.offset:
         raise pa.ArrowInvalid(f"a batch of {batch.num_rows:,} documents has {rows:,} in its column")
-    return _Batch(file, rows, offsets.address - base, values.address - base, values.size)
+    shift = source.begin - source.base
+    prompts = needed[-1][0].address + shift if batch.num_columns > 1 else 0
+    return _Batch(file, rows, offsets.address + shift, values.address + shift, values.size, prompts)
 
 
 def _check_schema(schema: pa.Schema, file: Path) -> None:
@@ -267,7 +351,9 @@ def _check_schema(schema: pa.Schema, file: Path) -> None:
         raise DataError(f"{file} {what}; prepare it with nxtrain data prepare")
     kinds = {TEXT: [pa.large_string()], IDS: [pa.large_list(item) for item in (pa.uint16(), pa.uint32())]}
     found = {name: schema.field(name).type for name in schema.names}
-    if len(schema.names) != 1 or not any(_is_alike(kind, found.get(name)) for name in kinds for kind in kinds[name]):
+    first, *others = schema.names or [""]
+    is_known = any(_is_alike(kind, found.get(first)) for kind in kinds.get(first, ()))
+    if not is_known or (others and (others != [PROMPT] or found[PROMPT] != pa.int64())):
         raise DataError(f"{file} has columns {found}, not {IDS} or {TEXT}; prepare it again")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,11 +37,13 @@ class Row(NamedTuple):
         text: The document in UTF-8.
         row: Number of the row in its file, from 1.
         offset: Bytes of the uncompressed file up to the end of the row; 0 for tables.
+        prompt: Bytes of the prompt, with which the text begins.
     """
 
     text: bytes
     row: int
     offset: int
+    prompt: int = 0
 
 
 class BadRow(NamedTuple):
@@ -87,7 +89,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def text_rows(
-    source: Source, field: str, lines: bool, start: tuple[int, int], progress: Progress
+    source: Source, field: str, lines: bool, start: tuple[int, int], progress: Progress, prompt: str = ""
 ) -> Iterator[Row | BadRow]:
     """Rows of a text file or of JSON lines, compressed or not, behind a place.
 
@@ -100,6 +102,7 @@ def text_rows(
         lines: Each line of a text file is a document.
         start: Row and offset of the last row that is not wanted again.
         progress: Gets the position of the reader.
+        prompt: Field of a JSON object that holds the prompt, which comes before the document; empty: none.
 
     Raises:
         DataError, StorageError: The file cannot be read.
@@ -113,7 +116,7 @@ def text_rows(
                     yield _whole(file)
                     progress.num_bytes = source.size
                 return
-            parse = _json_text if source.kind == "jsonl" else _plain_line
+            fields = (prompt, field) if prompt else (field,)
             for line, end in split_lines(file, offset):
                 begin, offset = offset, end
                 progress.num_bytes = min(source.size, raw.tell())
@@ -124,7 +127,8 @@ def text_rows(
                     if not content.strip():
                         continue
                     row += 1
-                    yield Row(parse(content, field), row, offset)
+                    parts = [_plain_line(content)] if source.kind == "text" else _json_texts(content, fields)
+                    yield Row(b"".join(parts), row, offset, len(parts[0]) if prompt else 0)
                 except _BadRowError as error:
                     row += line is None
                     yield BadRow(row, offset, *error.args)
@@ -232,13 +236,12 @@ def bad_utf8(content: bytes) -> str:
     return ""
 
 
-def _plain_line(line: bytes, field: str) -> bytes:
-    del field  # lines of text have none
+def _plain_line(line: bytes) -> bytes:
     return valid_utf8(line.removesuffix(b"\r"))
 
 
-def _json_text(line: bytes, field: str) -> bytes:
-    """Document of a line of JSON, in UTF-8."""
+def _json_texts(line: bytes, fields: Sequence[str]) -> list[bytes]:
+    """Texts of fields of a line of JSON, in UTF-8."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError:
@@ -247,7 +250,12 @@ def _json_text(line: bytes, field: str) -> bytes:
     except (RecursionError, ValueError) as error:
         raise _BadRowError(BROKEN_JSON, f"{error}" or "nested too deep") from None
     if not isinstance(record, dict):
-        raise _BadRowError(WRONG_TYPE, f'{_kind(record)}, not an object such as {{"{field}": "..."}}')
+        wanted = ", ".join(f'"{field}": "..."' for field in fields)
+        raise _BadRowError(WRONG_TYPE, f"{_kind(record)}, not an object such as {{{wanted}}}")
+    return [_json_text(record, field) for field in fields]
+
+
+def _json_text(record: dict[str, Any], field: str) -> bytes:
     text = record.get(field)
     if isinstance(text, str):
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
@@ -20,20 +20,23 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nxtrain.data.arrow.columns import encode
+from nxtrain.data.arrow.columns import encode_prompted
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import best_fit
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.errors import DataError
-from nxtrain.vocab import IGNORE_INDEX
+from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
 
 WINDOW_ROWS = 128
 """Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""
 
-_GROUP_BYTES = 1 << 18
+_GROUP_BYTES = 1 << 16
 """Text that a lane tokenizes at once, so that the tokenizer's threads have work."""
+
+_PERMUTED = 64
+"""Documents of a lane whose numbers are computed at once."""
 
 Ids = NDArray[np.unsignedinteger[Any]]
 
@@ -47,12 +50,14 @@ class Documents:
         tokenizer: Tokenizer of text; None for ids.
         vocab_size: Size of the vocabulary; every id is below it.
         held_out: Share of the documents that are held out, by a hash of their content.
+        mark: Called with the name of each document before it is read, and before it is tokenized alone.
     """
 
     corpus: PreparedCorpus
     tokenizer: TextTokenizer | None
     vocab_size: int
     held_out: float = 0.0
+    mark: Callable[[str], None] | None = None
 
     def lane(self, order: LaneOrder, lane: int, start: int = 0) -> Iterator[tuple[int, Ids]]:
         """Documents of a lane from an ordinal on, without end, each with its ordinal.
@@ -62,15 +67,18 @@ class Documents:
             StorageError: The storage fails.
         """
         total, num_skipped = len(self.corpus), 0
-        places = count(start)
+        places = self._places(order, lane, start)
+        # A process that must name its document tokenizes one at a time; it has a single thread in any case.
+        most_bytes = 1 if self.mark else _GROUP_BYTES
         while True:
             ordinals: list[int] = []
             contents: list[bytes] = []
+            prompts: list[int] = []
             size = 0
-            while size < _GROUP_BYTES:
-                ordinal = next(places)
-                position = np.array([lane + ordinal * order.lanes])
-                document = int(shuffled(position, total, order.seed)[0] if order.shuffle else position[0] % total)
+            while size < most_bytes:
+                ordinal, document = next(places)
+                if self.mark:
+                    self.mark(self.corpus.name_of(document))
                 content = self.corpus.raw(document)
                 if self.is_held_out(content):
                     num_skipped += 1
@@ -82,26 +90,41 @@ class Documents:
                 else:
                     ordinals.append(ordinal)
                     contents.append(content)
+                    prompts.append(self.corpus.prompt(document, content))
                     size, num_skipped = size + len(content), 0
-            yield from zip(ordinals, self.ids(contents), strict=True)
+            yield from zip(ordinals, self.ids(contents, prompts), strict=True)
 
-    def ids(self, contents: list[bytes]) -> Iterator[Ids]:
-        """Ids of documents, each with the end of text behind it.
+    def _places(self, order: LaneOrder, lane: int, start: int) -> Iterator[tuple[int, int]]:
+        """Ordinals of a lane from `start` on, without end, each with the number of its document."""
+        total = len(self.corpus)
+        for begin in count(start, _PERMUTED):
+            ordinals = np.arange(begin, begin + _PERMUTED)
+            positions = lane + ordinals * order.lanes
+            found = shuffled(positions, total, order.seed) if order.shuffle else positions % total
+            yield from zip(ordinals.tolist(), found.tolist(), strict=True)
+
+    def ids(self, contents: Sequence[bytes], prompts: Sequence[int]) -> Iterator[Ids]:
+        """Ids of documents, each with the end of text behind it; those of prompts with `PROMPT_BIT`.
+
+        Args:
+            contents: Documents as they are stored.
+            prompts: Length of each document's prompt.
 
         Raises:
             DataError: An id is outside of the vocabulary.
         """
         if self.tokenizer is not None:
-            yield from encode(self.tokenizer, contents)
+            for ids, num_tokens in encode_prompted(self.tokenizer, contents, prompts):
+                yield _marked(ids, num_tokens)
             return
-        for content in contents:
+        for content, num_tokens in zip(contents, prompts, strict=True):
             found = np.frombuffer(content, self.corpus.dtype)
             if found.size and int(found.max()) >= self.vocab_size:
                 raise DataError(
                     f"{self.corpus.path} has the id {int(found.max())}, outside of the vocabulary, 0 to "
                     f"{self.vocab_size - 1}; set model.config.vocab_size to that of the tokenizer that made the ids"
                 )
-            yield found
+            yield _marked(found, num_tokens)
 
     def is_held_out(self, content: bytes) -> bool:
         """True for a document of the held-out share; equal documents are on one side, in every order."""
@@ -109,6 +132,14 @@ class Documents:
             return False
         number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
         return number < self.held_out * 2.0**64
+
+
+def _marked(ids: Ids, num_tokens: int) -> Ids:
+    """Ids of a document whose first tokens are a prompt."""
+    if not num_tokens:
+        return ids
+    marked: Ids = np.where(np.arange(ids.size) < num_tokens, ids.astype(np.uint32) | np.uint32(PROMPT_BIT), ids)
+    return marked
 
 
 class ConcatLane:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -33,7 +33,7 @@ _SLICE_ROWS = 256
 _READ_AGAIN = "fetch or write the file again"
 
 
-def table_rows(source: Source, field: str, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def table_rows(source: Source, field: str, start: int, progress: Progress, prompt: str = "") -> Iterator[Row | BadRow]:
     """Rows of a Parquet or Arrow file behind a row.
 
     Args:
@@ -41,6 +41,7 @@ def table_rows(source: Source, field: str, start: int, progress: Progress) -> It
         field: Column that holds the documents.
         start: Number of the last row that is not wanted again.
         progress: Gets the position of the reader.
+        prompt: Column that holds the prompts, each of which comes before its document; empty: none.
 
     Raises:
         DataError, StorageError: The file cannot be read.
@@ -49,7 +50,7 @@ def table_rows(source: Source, field: str, start: int, progress: Progress) -> It
     try:
         require_regular(source.path)
         read = _parquet if source.kind == "parquet" else _arrow
-        for found in read(source, field, start, progress):
+        for found in read(source, (prompt, field) if prompt else (field,), start, progress):
             row = found.row
             yield found
     except DEFECTS as error:
@@ -60,11 +61,11 @@ def table_rows(source: Source, field: str, start: int, progress: Progress) -> It
     progress.num_bytes = source.size
 
 
-def _parquet(source: Source, field: str, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def _parquet(source: Source, fields: Sequence[str], start: int, progress: Progress) -> Iterator[Row | BadRow]:
     """Rows of a Parquet file; a damaged row group does not hide the next one."""
     with pq.ParquetFile(source.path, pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
-        if defect := _field_defect(file.schema_arrow, field):
+        if defect := _field_defect(file.schema_arrow, fields):
             if start < total:
                 yield BadRow(total, 0, *defect, num_rows=total - start)
             return
@@ -74,8 +75,8 @@ def _parquet(source: Source, field: str, start: int, progress: Progress) -> Iter
             row = begin
             try:
                 if start < end:
-                    for batch in file.iter_batches(_SLICE_ROWS, row_groups=[group], columns=[field]):
-                        yield from _documents(batch.column(0), row, start, field)
+                    for batch in file.iter_batches(_SLICE_ROWS, row_groups=[group], columns=[*fields]):
+                        yield from _documents([batch.column(field) for field in fields], row, start, fields)
                         row += batch.num_rows
                         progress.num_bytes = source.size * row // max(total, 1)
             except DEFECTS as error:
@@ -87,7 +88,7 @@ def _parquet(source: Source, field: str, start: int, progress: Progress) -> Iter
             begin = end
 
 
-def _arrow(source: Source, field: str, start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def _arrow(source: Source, fields: Sequence[str], start: int, progress: Progress) -> Iterator[Row | BadRow]:
     """Rows of an Arrow IPC file or stream.
 
     The file is mapped, so that a batch may be larger than the memory: single batches of terabytes are in use.
@@ -96,22 +97,23 @@ def _arrow(source: Source, field: str, start: int, progress: Progress) -> Iterat
         is_file = source.kind == "arrow" and mapped.read(6) == b"ARROW1"
         mapped.seek(0)
         reader = _opened(mapped, is_file)
-        defect, begin = _field_defect(reader.schema, field), 0
+        defect, begin = _field_defect(reader.schema, fields), 0
         if not defect:
-            number = reader.schema.get_field_index(field)
+            numbers = [reader.schema.get_field_index(field) for field in fields]
             mapped.seek(0)
-            reader = _opened(mapped, is_file, pa.ipc.IpcReadOptions(included_fields=[number]))
+            reader = _opened(mapped, is_file, pa.ipc.IpcReadOptions(included_fields=numbers))
         for batch in _batches(reader, is_file):
             end = begin + batch.num_rows
             if start < end and defect:
                 yield BadRow(end, 0, *defect, num_rows=end - max(begin, start))
             elif start < end:
-                column = batch.column(0)
-                if len(column) != batch.num_rows:
-                    raise pa.ArrowInvalid(f"a batch of {batch.num_rows} rows has {len(column)} in its column")
+                columns = [batch.column(field) for field in fields]
+                for column in columns:
+                    if len(column) != batch.num_rows:
+                        raise pa.ArrowInvalid(f"a batch of {batch.num_rows} rows has {len(column)} in its column")
                 for row in range(max(begin, start), end, _SLICE_ROWS):
-                    part = column.slice(row - begin, min(_SLICE_ROWS, end - row))
-                    yield from _documents(part, row, start, field)
+                    parts = [column.slice(row - begin, min(_SLICE_ROWS, end - row)) for column in columns]
+                    yield from _documents(parts, row, start, fields)
             begin = end
             progress.num_bytes = min(source.size, mapped.tell())
 
@@ -128,8 +130,12 @@ def _batches(reader: Any, is_file: bool) -> Iterator[Any]:
         yield reader.get_batch(number)
 
 
-def _field_defect(schema: pa.Schema, field: str) -> tuple[str, str] | None:
-    """Reason and detail that make every row bad: the column is absent or holds no text."""
+def _field_defect(schema: pa.Schema, fields: Sequence[str]) -> tuple[str, str] | None:
+    """Reason and detail that make every row bad: a column is absent or holds no text."""
+    return next((defect for field in fields if (defect := _column_defect(schema, field))), None)
+
+
+def _column_defect(schema: pa.Schema, field: str) -> tuple[str, str] | None:
     if schema.get_field_index(field) < 0:
         names = ", ".join(schema.names[:8]) or "none"
         return MISSING_FIELD, f'no column "{field}"; columns: {names}; choose one with --field'
@@ -140,17 +146,23 @@ def _field_defect(schema: pa.Schema, field: str) -> tuple[str, str] | None:
     return None
 
 
-def _documents(column: Any, begin: int, start: int, field: str) -> Iterator[Row | BadRow]:
-    """Rows of a part of a column that begins behind row `begin`; those up to `start` are left out."""
-    for place, text in enumerate(document_bytes(column, MAX_DOCUMENT_BYTES)):
-        row = begin + place + 1
+def _documents(columns: Sequence[Any], begin: int, start: int, fields: Sequence[str]) -> Iterator[Row | BadRow]:
+    """Rows of a part of the columns that begins behind row `begin`; those up to `start` are left out."""
+    texts = zip(*(document_bytes(column, MAX_DOCUMENT_BYTES) for column in columns), strict=True)
+    for row, found in enumerate(texts, begin + 1):
         if row <= start:
             continue
-        if text is None:
-            yield BadRow(row, 0, MISSING_FIELD, f'"{field}" is null')
-        elif isinstance(text, int):
-            yield BadRow(row, 0, TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document")
-        elif defect := bad_utf8(text):
-            yield BadRow(row, 0, INVALID_UTF8, defect)
+        defects = (_defect(text, field) for text, field in zip(found, fields, strict=True))
+        if defect := next(filter(None, defects), None):
+            yield BadRow(row, 0, *defect)
         else:
-            yield Row(text, row, 0)
+            yield Row(b"".join(found), row, 0, len(found[0]) if len(fields) > 1 else 0)
+
+
+def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:
+    """Reason and detail that make a row bad; None for text."""
+    if text is None:
+        return MISSING_FIELD, f'"{field}" is null'
+    if isinstance(text, int):
+        return TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document"
+    return (INVALID_UTF8, defect) if (defect := bad_utf8(text)) else None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
+from nxtrain.data.arrow.lanes import CorpusLanes, open_documents
 from nxtrain.data.arrow.prepared import PreparedCorpus
-from nxtrain.data.arrow.streams import Documents, open_lane
-from nxtrain.data.files import read_array, writing_tokens
+from nxtrain.data.arrow.streams import Documents
+from nxtrain.data.files import Tokens, read_array, writing_tokens
+from nxtrain.data.mixture import Mixture
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Prepared, digest, is_whole
@@ -55,7 +57,7 @@ def prepare_streams(
     workdir: Path,
     of_weights: Callable[[], KnownTokenizer | None],
 ) -> Prepared:
-    """Check a prepared corpus, and write its held-out tokens, unless they are written already.
+    """Check prepared corpora, and write their held-out tokens, unless they are written already.
 
     Args:
         config: The `[data]` section.
@@ -65,66 +67,73 @@ def prepare_streams(
         of_weights: Returns the tokenizer of the initial weights.
 
     Raises:
-        DataError: The corpus is damaged or empty, or its ids are those of another tokenizer or vocabulary.
+        DataError: A corpus is damaged or empty, or its ids are those of another tokenizer or vocabulary.
         StorageError: The storage fails.
     """
     clear_drafts(workdir)
-    corpus = _open(config.path, "data.path")
+    mixture, corpora = _corpora(config)
     known = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
-    trained = known is None and not corpus.is_ids
+    made = {corpus.tokenizer for corpus in corpora if corpus.is_ids}
+    trained = known is None and not made
     if trained:
-        known = KnownTokenizer(_train_tokenizer(corpus, config, vocab_size, workdir))
+        known = KnownTokenizer(_train_tokenizer(corpora, mixture, config, vocab_size, workdir))
     tokenizer = load_tokenizer(known.path, vocab_size, known.end) if known else None
-    if tokenizer and corpus.is_ids and tokenizer.digest != corpus.tokenizer:
-        raise DataError(
-            f"data.tokenizer: {tokenizer.path} did not make the ids of {corpus.path}; name the one that did, or "
-            "prepare the corpus without --tokenizer"
-        )
-    identity = tokenizer.digest if tokenizer else corpus.tokenizer
-    settings = (config.packing, config.validation_fraction)
-    documents = _documents(corpus, tokenizer, config, vocab_size)
-    validation = None
-    if config.validation_path:
-        evaluated = _open(config.validation_path, "data.validation_path")
-        if evaluated.tokenizer not in {"", identity}:
-            raise DataError(f"data.validation_path: {evaluated.path} has ids of another tokenizer than {corpus.path}")
-        documents = replace(documents, corpus=evaluated, tokenizer=None if evaluated.is_ids else tokenizer)
-    if held_out.num_rows and (config.validation_path or config.validation_fraction):
-        name = digest(documents.corpus.identity, identity, config.validation_fraction, held_out.num_tokens)
-        validation = workdir / f"validation-{name}.npy"
-        if not is_whole(validation):
-            _write_held_out(documents, validation, held_out.num_tokens)
+    if tokenizer is None and len({corpus.tokenizer for corpus in corpora}) > 1:
+        raise DataError("data.mixture has text and ids, or ids of several tokenizers; name the one in data.tokenizer")
+    for corpus in corpora:
+        if tokenizer and corpus.is_ids and tokenizer.digest != corpus.tokenizer:
+            raise DataError(
+                f"data.tokenizer: {tokenizer.path} did not make the ids of {corpus.path}; name the one that did, or "
+                "prepare the corpus without --tokenizer"
+            )
+    first = corpora[0]
+    identity = tokenizer.digest if tokenizer else first.tokenizer
+    validation = _validation(config, held_out, (mixture, corpora), tokenizer, identity, vocab_size, workdir)
     return Prepared(
-        train=corpus.path,
+        train=first.path,
         validation=validation,
         tokenizer=tokenizer.path if tokenizer else None,
         tokenizer_origin=known.origin if known else "",
-        end_of_text=tokenizer.end if tokenizer else corpus.metadata.get(END_KEY, b"").decode(errors="replace"),
-        end_id=tokenizer.end_id if tokenizer else int(corpus.metadata[END_ID_KEY]),
+        end_of_text=tokenizer.end if tokenizer else first.metadata.get(END_KEY, b"").decode(errors="replace"),
+        end_id=tokenizer.end_id if tokenizer else int(first.metadata[END_ID_KEY]),
         trained=trained,
-        fingerprint=digest(corpus.identity, identity, *settings),
+        fingerprint=digest(_contents(mixture, corpora), identity, config.packing, config.validation_fraction),
         has_checksums=True,
-        probe=corpus.identity,
+        probe=" ".join(corpus.identity for corpus in corpora),
         validation_probe=probe(concat(read_array(validation), held_out.seq_len)) if validation else "",
     )
 
 
 def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_size: int) -> Streams:
-    """Open the streams of a prepared corpus.
+    """Open the streams of prepared corpora.
 
     Raises:
-        DataError: The corpus differs from that which was checked.
+        DataError: A corpus differs from that which was checked.
     """
-    corpus = _open(config.path, "data.path")
-    if corpus.identity != prepared.probe:
-        raise DataError(f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew")
-    tokenizer = None
-    if not corpus.is_ids:
-        assert prepared.tokenizer is not None
-        tokenizer = load_tokenizer(prepared.tokenizer, vocab_size, prepared.end_of_text)
-    documents = _documents(corpus, tokenizer, config, vocab_size)
+    mixture, corpora = _corpora(config)
+    source = CorpusLanes(
+        paths=tuple(corpus.path for corpus in corpora),
+        identities=tuple(prepared.probe.split()),
+        mixture=mixture,
+        tokenizer=None if all(corpus.is_ids for corpus in corpora) else prepared.tokenizer,
+        end_of_text=prepared.end_of_text,
+        vocab_size=vocab_size,
+        held_out=config.validation_fraction,
+        packing=config.packing,
+        seq_len=seq_len,
+    )
+    return Streams(source, tuple(len(each.corpus) for each in source.documents()), mixture)
 
-    return Streams(partial(open_lane, documents, config.packing, seq_len), len(corpus))
+
+def _corpora(config: DataConfig) -> tuple[Mixture | None, list[PreparedCorpus]]:
+    if not config.mixture:
+        return None, [_open(config.path, "data.path")]
+    return Mixture.of(config.mixture, config.weights), [_open(name, "data.mixture") for name in config.mixture]
+
+
+def _contents(mixture: Mixture | None, corpora: Sequence[PreparedCorpus]) -> object:
+    """Identity of the corpora and of their shares."""
+    return (tuple(corpus.identity for corpus in corpora), mixture.shares) if mixture else corpora[0].identity
 
 
 def _open(name: str, key: str) -> PreparedCorpus:
@@ -141,43 +150,79 @@ def _open(name: str, key: str) -> PreparedCorpus:
     return corpus
 
 
-def _documents(
-    corpus: PreparedCorpus, tokenizer: TextTokenizer | None, config: DataConfig, vocab_size: int
-) -> Documents:
-    of_text = None if corpus.is_ids else tokenizer
-    return Documents(corpus, of_text, vocab_size, config.validation_fraction)
+def _parts(mixture: Mixture | None, total: int) -> list[int]:
+    """Parts of a number by the shares of the corpora; their sum is not less."""
+    shares = mixture.shares if mixture else (1,)
+    return [-(-total * share // sum(shares)) for share in shares]
 
 
-def _train_tokenizer(corpus: PreparedCorpus, config: DataConfig, vocab_size: int, workdir: Path) -> Path:
+def _train_tokenizer(
+    corpora: Sequence[PreparedCorpus], mixture: Mixture | None, config: DataConfig, vocab_size: int, workdir: Path
+) -> Path:
     """Train a tokenizer on some of the documents to train on, drawn from all."""
-    path = workdir / f"tokenizer-{digest(corpus.identity, config.validation_fraction, vocab_size)}.json"
-    chooser = Documents(corpus, None, vocab_size, config.validation_fraction)
+    path = workdir / f"tokenizer-{digest(_contents(mixture, corpora), config.validation_fraction, vocab_size)}.json"
 
     def texts() -> Iterator[str]:
-        num_bytes = 0
-        for document in shuffled(np.arange(len(corpus)), len(corpus), 0).tolist():
-            content = corpus.content(document)
-            if not chooser.is_held_out(content):
-                yield content.decode()
-                num_bytes += len(content)
-                if num_bytes >= _TOKENIZER_BYTES:
-                    return
+        for corpus, wanted in zip(corpora, _parts(mixture, _TOKENIZER_BYTES), strict=True):
+            yield from _sampled(open_documents(corpus, None, config.validation_fraction, vocab_size), wanted)
 
     if not path.exists():
         train_bpe(texts(), vocab_size, path)
     return path
 
 
-def _write_held_out(documents: Documents, path: Path, num_tokens: int) -> None:
+def _sampled(documents: Documents, wanted_bytes: int) -> Iterator[str]:
+    """Text of documents to train on, drawn from a whole corpus, up to a number of bytes."""
+    corpus, num_bytes = documents.corpus, 0
+    for document in shuffled(np.arange(len(corpus)), len(corpus), 0).tolist():
+        content = corpus.content(document)
+        if not documents.is_held_out(content):
+            yield content.decode()
+            num_bytes += len(content)
+            if num_bytes >= wanted_bytes:
+                return
+
+
+def _validation(  # 7 arguments: each is of another part of the preparation, and there is one call
+    config: DataConfig,
+    held_out: HeldOut,
+    sources: tuple[Mixture | None, Sequence[PreparedCorpus]],
+    tokenizer: TextTokenizer | None,
+    identity: str,
+    vocab_size: int,
+    workdir: Path,
+) -> Path | None:
+    """Write the tokens that an evaluation reads, unless they are there; None without an evaluation."""
+    mixture, corpora = sources
+    if config.validation_path:
+        evaluated = _open(config.validation_path, "data.validation_path")
+        if evaluated.tokenizer not in {"", identity}:
+            what = f"{evaluated.path} has ids of another tokenizer than {corpora[0].path}"
+            raise DataError(f"data.validation_path: {what}")
+        mixture, corpora = None, [evaluated]
+    if not held_out.num_rows or not (config.validation_path or config.validation_fraction):
+        return None
+    name = digest(_contents(mixture, corpora), identity, config.validation_fraction, held_out.num_tokens)
+    validation = workdir / f"validation-{name}.npy"
+    if not is_whole(validation):
+        documents = [open_documents(each, tokenizer, config.validation_fraction, vocab_size) for each in corpora]
+        dtype: DTypeLike = tokenizer.dtype if tokenizer else corpora[0].dtype
+        if any(corpus.has_prompts for corpus in corpora):
+            dtype = np.uint32
+        with writing_tokens(validation, dtype) as append:
+            for each, wanted in zip(documents, _parts(mixture, held_out.num_tokens), strict=True):
+                _append_held_out(each, append, wanted)
+    return validation
+
+
+def _append_held_out(documents: Documents, append: Callable[[Tokens], None], num_tokens: int) -> None:
     """Write the tokens of held-out documents, in the order of the corpus, up to a number; without a share, of all."""
     corpus, written = documents.corpus, 0
-    dtype = documents.tokenizer.dtype if documents.tokenizer else corpus.dtype
-    with writing_tokens(path, dtype) as append:
-        for document in range(len(corpus)):
-            if written >= num_tokens:
-                return
-            content = corpus.raw(document)
-            if not documents.held_out or documents.is_held_out(content):
-                (ids,) = documents.ids([content])
-                append(ids[: num_tokens - written])
-                written += ids.size
+    for document in range(len(corpus)):
+        if written >= num_tokens:
+            return
+        content = corpus.raw(document)
+        if not documents.held_out or documents.is_held_out(content):
+            (ids,) = documents.ids([content], [corpus.prompt(document, content)])
+            append(ids[: num_tokens - written])
+            written += ids.size

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -159,21 +159,21 @@ class Work:
         """Record bad rows."""
         self._bad.write(f"{json.dumps(line)}\n".encode())
 
-    def add_batch(self, array: pa.Array, position: Position) -> None:
+    def add_batch(self, arrays: Sequence[pa.Array], position: Position) -> None:
         """Write documents as one batch, and record the position behind them.
 
         Args:
-            array: The documents.
+            arrays: The columns.
             position: Place behind the last of them.
         """
         schema = self._schema()
-        content, block = ipc.message(pa.record_batch([array], schema=schema), self._size)
+        content, block = ipc.message(pa.record_batch(arrays, schema=schema), self._size)
         limit = self._settings.shard_bytes
         if limit and self._blocks and self._size + content.size > limit:
             self._end_shard()
             self._shard, self._blocks, self._size = self._shard + 1, [], 0
             self._file = self._open_shard()
-            content, block = ipc.message(pa.record_batch([array], schema=self._schema()), self._size)
+            content, block = ipc.message(pa.record_batch(arrays, schema=self._schema()), self._size)
         self._file.write(content)
         self._file.flush()
         os.fdatasync(self._file.fileno())
@@ -307,7 +307,9 @@ def refuse(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> No
         if key == "settings" and found.get(key):
             old, new = _object(found[key]), _object(wanted[key])
             lines += [
-                f"{each}: {old.get(each)!r} there, {new[each]!r} here" for each in new if old.get(each) != new[each]
+                f"{each}: {old.get(each, '')!r} there, {new.get(each, '')!r} here"
+                for each in {**new, **old}
+                if old.get(each, "") != new.get(each, "")
             ]
         else:
             lines.append(f"{name} differ")

@@ -257,6 +257,20 @@ def test_a_corpus_for_evaluation_is_that_of_arrow_and_instead_of_a_fraction(tmp_
     assert only(tmp_path, *text, "train.eval_every=5").key == "data.validation_path"
 
 
+def test_a_mixture_has_corpora_of_a_source_of_rows_and_a_weight_for_each(tmp_path: Path) -> None:
+    mixed = ("data.source=arrow", 'data.mixture=["a.arrow", "b.arrow"]')
+    checked(tmp_path, *mixed)
+    checked(tmp_path, *mixed, "data.weights=[0.123, 0.877]")
+    checked(tmp_path, "data.source=tokens", 'data.mixture=["a.npy", "b.npy"]', "train.eval_every=0")
+    assert only(tmp_path, 'data.mixture=["a"]', "data.source=text").key == "data.mixture"
+    assert only(tmp_path, *mixed, "data.path=c.arrow").key == "data.path"
+    assert "twice" in only(tmp_path, "data.source=arrow", 'data.mixture=["a", "a"]').reason
+    assert "3 numbers for the 2 corpora" in only(tmp_path, *mixed, "data.weights=[1, 2, 3]").reason
+    assert "0 corpora" in only(tmp_path, "data.source=arrow", "data.path=a", "data.weights=[1]").reason
+    assert "repeat after 1000003," in only(tmp_path, *mixed, "data.weights=[1, 1000002]").reason
+    assert "greater than 0" in only(tmp_path, *mixed, "data.weights=[1, 0]").reason
+
+
 def test_best_fit_needs_documents(tmp_path: Path) -> None:
     checked(tmp_path, "data.source=arrow", "data.path=x", "data.packing=best_fit")
     found = only(tmp_path, "data.packing=best_fit")

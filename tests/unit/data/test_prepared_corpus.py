@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nxtrain.bench.data_streams import write_sparse
 from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.columns import IDS, TEXT
 from nxtrain.data.arrow.prepared import PreparedCorpus
@@ -306,3 +308,26 @@ def test_sources_without_a_document_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no document: 2 rows, 1 of them empty, 1 bad rows"):
         prepare(tmp_path / "a.jsonl", out=tmp_path / "o.arrow", on_bad="skip")
     assert not (tmp_path / "o.arrow").exists()
+
+
+def test_opening_reads_a_few_kilobytes_of_each_batch_and_maps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped batch is read ahead by the system, which for all batches is the whole file."""
+    num_documents = write_sparse(tmp_path / "o.arrow", 96 << 20)
+    read, found = os.pread, list[int]()
+
+    def counted(file: int, size: int, start: int) -> bytes:
+        content = read(file, size, start)
+        found.append(len(content))
+        return content
+
+    def refuse(path: str) -> None:
+        raise AssertionError(path)
+
+    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr(pa, "memory_map", refuse)
+    corpus = PreparedCorpus(tmp_path / "o.arrow")
+    assert len(corpus) == num_documents
+    assert sum(found) < 12 * (20 << 10) + (20 << 10)
+    assert [corpus.content(number) for number in (0, num_documents - 1)] == [bytes(4096)] * 2

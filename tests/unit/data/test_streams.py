@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,16 @@ from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import BestFitLane, Documents, open_lane
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.order import shuffled
-from nxtrain.data.stream_loader import MAX_LANES, LaneOrder, StreamLoader, merged, num_lanes, places_of
+from nxtrain.data.stream_loader import (
+    MAX_LANES,
+    LaneOrder,
+    LocalLanes,
+    Place,
+    StreamLoader,
+    merged,
+    num_lanes,
+    places_of,
+)
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.errors import CheckpointError, DataError
 from nxtrain.vocab import IGNORE_INDEX
@@ -64,12 +74,12 @@ def loader(
     *,
     dp: tuple[int, int] = (0, 1),
     micro: int = 1,
-    places: Sequence[tuple[int, int]] = (),
+    places: Sequence[Place] = (),
     shuffle: bool = True,
 ) -> StreamLoader:
     lanes = num_lanes(GLOBAL_BATCH)
     return StreamLoader(
-        lambda lane, place: open_lane(documents, packing, SEQ_LEN, LaneOrder(lanes, SEED, shuffle), lane, place),
+        partial(LocalLanes, partial(open_lane, documents, packing, SEQ_LEN, LaneOrder(lanes, SEED, shuffle))),
         lanes,
         BatchShare(GLOBAL_BATCH, micro, *dp),
         end_id=0,
@@ -186,7 +196,7 @@ def test_from_every_step_of_three_epochs_the_rows_go_on_as_they_would_have(
     total = sum(len(ids) for _, ids in islice(documents.lane(IN_ORDER, 0), len(TEXTS)))
     steps = 3 * total // (GLOBAL_BATCH * SEQ_LEN) + 2
     straight = [rows_of(batch) for batch in taken(loader(documents, packing, shuffle=shuffle), steps)]
-    places: Sequence[tuple[int, int]] = ()
+    places: Sequence[Place] = ()
     for step in range(steps):
         dp = 1 + step % 2
         ranks = [loader(documents, packing, dp=(r, dp), places=places, shuffle=shuffle) for r in range(dp)]

@@ -1,0 +1,185 @@
+"""Speed of tokenization and packing during training beside the bare tokenizer, and the start on a large corpus.
+
+The text is Python's standard library, the tokenizer a BPE that is trained on it. All of its threads count as CPU time.
+The file of the start has holes in place of its documents, so that a disk need not hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from nxtrain.bench.turns import median_ratio
+from nxtrain.data.arrow import ipc
+from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
+from nxtrain.data.arrow.lanes import CorpusLanes
+from nxtrain.data.arrow.preparation import BATCH_BYTES, Request, Watcher, prepare_corpus
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.corpora import stdlib_corpus
+from nxtrain.data.stream_loader import BEGIN, LaneOrder
+from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
+from nxtrain.errors import BackendError
+from nxtrain.vocab import IGNORE_INDEX
+
+TOKENIZER, CONCAT, BEST_FIT, WORKER = "tokenizer", "concat", "best_fit", "best_fit in a worker"
+
+VOCAB = 4096
+
+_TRAINED_BYTES = 2 << 20
+_GROUP_CHARS = 1 << 20
+_DOCUMENT_BYTES = 4096
+
+
+def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Tokens per CPU second of the bare tokenizer and of each way to pack, medians over rounds.
+
+    Args:
+        mib: MiB of text.
+        seq_len: Targets in a row.
+        rounds: Turns of each side, after one that warms up.
+        folder: Folder for the corpus and its tokenizer.
+    """
+    source, tokenizer = _write_corpus(mib << 20, seq_len, folder)
+    corpus = PreparedCorpus(source.paths[0])
+    texts = [corpus.text(number) for number in range(len(corpus))]
+
+    def pack(packing: Literal["concat", "best_fit"], mark: Callable[[str], None] | None = None) -> Callable[[], int]:
+        own = CorpusLanes(**{**vars(source), "packing": packing})
+
+        def act() -> int:
+            lane, packed = own.opened(mark)(LaneOrder(1, 0, True), 0, BEGIN), 0
+            while packed < num_tokens or (packing == "best_fit" and lane.place[1]):  # whole windows
+                packed += np.count_nonzero(lane.row()[1:] != IGNORE_INDEX)
+            return packed
+
+        return act
+
+    def encode() -> int:
+        return sum(len(ids) + 1 for group in _groups(texts) for ids in tokenizer.encode(group))
+
+    num_tokens = encode()
+    sides: dict[str, Callable[[], int]] = {
+        TOKENIZER: encode,
+        CONCAT: pack("concat"),
+        BEST_FIT: pack("best_fit"),
+        WORKER: pack("best_fit", lambda name: None),
+    }
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds + 1):
+        for name, act in sides.items():
+            began = time.process_time()
+            tokens = act()
+            found[name].append(tokens / (time.process_time() - began))
+    kept = {name: turns[1:] for name, turns in found.items()}
+    return {
+        "tokens": num_tokens,
+        "rows": [
+            {"name": name, "value": median(rates), "unit": "tokens/s", "rounds": rates} for name, rates in kept.items()
+        ],
+        "ratios": {name: median_ratio(kept[name], kept[TOKENIZER]) for name in kept if name != TOKENIZER},
+    }
+
+
+def _groups(texts: Sequence[str]) -> list[list[str]]:
+    """Texts in groups that the tokenizer's threads share."""
+    groups, num_chars = [list[str]()], 0
+    for text in texts:
+        if num_chars > _GROUP_CHARS:
+            groups.append([])
+            num_chars = 0
+        groups[-1].append(text)
+        num_chars += len(text)
+    return groups
+
+
+def _write_corpus(num_bytes: int, seq_len: int, folder: Path) -> tuple[CorpusLanes, TextTokenizer]:
+    """Prepare the documents of the standard library, and train a tokenizer on some of them."""
+    texts = list(stdlib_corpus(num_bytes))
+    with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps({'text': text})}\n" for text in texts)
+    prepare_corpus(Request([folder / "text.jsonl"], folder / "text.arrow"), Watcher())
+    sample, num_chars = list[str](), 0
+    for text in texts:
+        sample.append(text)
+        num_chars += len(text)
+        if num_chars > _TRAINED_BYTES:
+            break
+    train_bpe(sample, VOCAB, folder / "tokenizer.json")
+    tokenizer = load_tokenizer(folder / "tokenizer.json", VOCAB)
+    identity = PreparedCorpus(folder / "text.arrow").identity
+    options = (tokenizer.path, tokenizer.end, VOCAB, 0.0)
+    return CorpusLanes((folder / "text.arrow",), (identity,), None, *options, "concat", seq_len), tokenizer
+
+
+def measure_start(mib: int, folder: Path) -> dict[str, float]:
+    """Seconds and memory of a fresh process that opens a large corpus and reads one document of its end.
+
+    Args:
+        mib: MiB of the file.
+        folder: Folder of the file, which has holes.
+
+    Raises:
+        BackendError: The process fails.
+    """
+    path = folder / "large.arrow"
+    num_documents = write_sparse(path, mib << 20)
+    argv = [sys.executable, "-m", "nxtrain.bench.data_streams", str(path)]
+    began = time.perf_counter()
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+    wall_s = time.perf_counter() - began
+    if done.returncode:
+        raise BackendError(f"the start on {path} ended with exit code {done.returncode}; see its lines above")
+    found: dict[str, float] = json.loads(done.stdout)
+    return {"mib": path.stat().st_size / (1 << 20), "documents": num_documents, "wall_s": wall_s, **found}
+
+
+def write_sparse(path: Path, num_bytes: int) -> int:
+    """Write a prepared corpus of text whose documents are holes; returns their number."""
+    column, settings = TextColumn(), Settings("text", False, "", 0)
+    schema = schema_of(column, "sparse", settings, 0)
+    array, _ = column.array([bytes(_DOCUMENT_BYTES)] * (BATCH_BYTES // _DOCUMENT_BYTES), [])
+    batch = pa.record_batch([array], schema=schema)
+    blocks = []
+    with path.open("wb") as file:
+        file.write(ipc.begin(schema))
+        for _ in range(max(1, num_bytes // BATCH_BYTES)):
+            content, block = ipc.message(batch, file.tell())
+            held = content.size - BATCH_BYTES  # the documents are the last buffer
+            file.write(content.slice(0, held))
+            file.truncate(file.tell() + BATCH_BYTES)
+            file.seek(0, 2)
+            blocks.append(block)
+        file.write(ipc.end(schema, blocks))
+    return len(array) * len(blocks)
+
+
+def main(path: Path) -> None:
+    """Open a corpus, read one document, and print the CPU seconds and the memory of this process."""
+    corpus = PreparedCorpus(path)
+    assert len(corpus.content(len(corpus) - 1)) == _DOCUMENT_BYTES
+    # The peak of getrusage includes that of the parent before the program was loaded.
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    print(json.dumps({"cpu_s": time.process_time(), "rss_mib": int(peak.split()[1]) / 1024}))
+
+
+def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) -> Mapping[str, Any]:
+    """Both measurements, in a folder that is deleted afterwards."""
+    with tempfile.TemporaryDirectory() as place:
+        return {
+            "text": measure_text(text_mib, seq_len, rounds, Path(place)),
+            "start": measure_start(file_mib, Path(place)),
+        }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,109 @@
+"""Worker process of a rank: makes the rows of some lanes ahead of the rank, and ends with the rank.
+
+The rank starts the process as a program of its own, not as a fork: a fork of a process with devices or threads is
+unsafe. The program imports no torch. Standard input brings the task and then a byte for each wanted step; its end is
+the end of the rank. Standard output takes an answer for each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, LocalLanes, Place
+from nxtrain.errors import NxtrainError
+from nxtrain.process.signals import STOPPING
+
+LENGTH = struct.Struct("<Q")
+"""Head of an answer: bytes that follow."""
+
+MARK_BYTES = 4096
+"""Bytes of the file in which a worker notes the document that it reads."""
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows that a worker makes.
+
+    Args:
+        source: Opens the lanes.
+        order: Order of the documents of all lanes.
+        places: Place of each lane of the worker.
+        rows_per_lane: Rows of a lane in each step.
+        mark: Descriptor of the file for the document that is read.
+    """
+
+    source: LaneSource
+    order: LaneOrder
+    places: dict[int, Place]
+    rows_per_lane: int
+    mark: int
+
+
+Answer = LaneRows | tuple[type[NxtrainError], str]
+"""Rows of a step; or the kind and the text of an error that ends the worker."""
+
+
+def main() -> None:
+    """Work until the rank closes standard input or ends."""
+    for number in STOPPING:  # a signal to the whole process group asks the rank, which still needs its workers
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    source = sys.stdin.buffer
+    task: Task = pickle.loads(_read(source, LENGTH.unpack(_read(source, LENGTH.size))[0]))
+    wanted = threading.Semaphore(0)
+    threading.Thread(target=_follow, args=(source, wanted), daemon=True).start()
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing else may print between the answers
+    try:
+        _work(task, wanted, answers)
+    except BrokenPipeError:
+        os._exit(0)
+
+
+def _work(task: Task, wanted: threading.Semaphore, answers: BinaryIO) -> None:
+    def mark(text: str) -> None:
+        os.pwrite(task.mark, text.encode()[: MARK_BYTES - 1] + b"\0", 0)
+
+    try:
+        open_lane = task.source.opened(mark)
+        lanes = LocalLanes(lambda lane, place: open_lane(task.order, lane, place), task.places, task.rows_per_lane)
+        step = 0
+        while wanted.acquire():
+            _send(answers, lanes.rows(step))
+            step += 1
+    except NxtrainError as error:
+        _send(answers, (type(error), str(error)))
+
+
+def _send(answers: BinaryIO, answer: Answer) -> None:
+    content = pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL)
+    answers.write(LENGTH.pack(len(content)))
+    answers.write(content)
+    answers.flush()
+
+
+def _read(source: Any, size: int) -> bytes:
+    """Next bytes of standard input; their lack is the end of the rank."""
+    found: bytes = source.read(size)
+    if len(found) < size:
+        os._exit(0)
+    return found
+
+
+def _follow(source: Any, wanted: threading.Semaphore) -> None:
+    """Count the wanted steps, and end the process at the end of standard input, whatever the main thread does."""
+    while _read(source, 1):
+        wanted.release()

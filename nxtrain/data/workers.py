@@ -1,0 +1,257 @@
+"""Worker processes of a rank that tokenize and pack, and the replacement of those that die or hang.
+
+The lanes of the rank are dealt to the workers. A worker answers each step with the rows of its lanes and the places
+behind them. A new worker begins at the places of the last answer that was taken. The rows therefore do not depend on
+the number of workers, nor on their deaths.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from signal import SIGKILL, Signals
+
+from nxtrain.data.stream_loader import LaneOrder, LaneRows, LaneSource, Place
+from nxtrain.data.worker import LENGTH, MARK_BYTES, Answer, Task
+from nxtrain.errors import WorkerError
+from nxtrain.process.console import standard_error
+
+AHEAD = 4
+"""Steps that a worker makes ahead of the rank."""
+
+_PIPE_BYTES = 1 << 20
+"""Wanted size of the pipe of answers, so that a worker seldom waits for its reader."""
+
+_READ_BYTES = 1 << 20
+
+_START_S, _ENDING_S = 60.0, 5.0
+"""Further seconds for a worker that still starts, and seconds to be gone once it is killed."""
+
+
+@dataclass(frozen=True)
+class WorkerPolicy:
+    """Number of workers, and the treatment of those that fail.
+
+    Args:
+        number: Processes; no more than lanes are started.
+        restarts: Times in a row that a worker is replaced without an answer of the new one.
+        timeout_s: Seconds without an answer, and without another document, after which a worker counts as hung. A
+            worker that still starts has a minute more.
+        rank: Rank of this process, for messages.
+    """
+
+    number: int
+    restarts: int
+    timeout_s: float
+    rank: int = 0
+
+
+class _SilentError(Exception):
+    """Worker that gives no answer; the text says why."""
+
+
+class Worker:
+    """A worker process, seen from its rank.
+
+    Args:
+        source: Opens the lanes.
+        order: Order of the documents of all lanes.
+        places: Place of each lane of the worker.
+        rows_per_lane: Rows of a lane in each step.
+    """
+
+    def __init__(self, source: LaneSource, order: LaneOrder, places: dict[int, Place], rows_per_lane: int) -> None:
+        self._mark = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
+        mark = self._mark.fileno()
+        # The paths are those of this process, where the current folder may not be among them.
+        code = f"import sys; sys.path[:] = {sys.path!r}; from nxtrain.data.worker import main; main()"
+        alone = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(mark,),
+            env={**os.environ, **alone},
+            bufsize=0,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+        self._held = bytearray()
+        if sys.platform == "linux":
+            import fcntl
+
+            with suppress(OSError):  # the limit of pipes of this user
+                fcntl.fcntl(self._answers, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        task = pickle.dumps(Task(source, order, places, rows_per_lane, mark))
+        self._request(LENGTH.pack(len(task)) + task + bytes(AHEAD))
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def mark(self) -> str:
+        """Document that the worker has begun to read; empty before the first."""
+        return os.pread(self._mark.fileno(), MARK_BYTES, 0).partition(b"\0")[0].decode(errors="replace")
+
+    def answer(self, timeout_s: float) -> Answer:
+        """Next answer; another step is ordered.
+
+        Raises:
+            _SilentError: The worker has died, or hangs.
+        """
+        while len(self._held) < LENGTH.size:
+            self._receive(timeout_s)
+        (size,) = LENGTH.unpack_from(self._held)
+        while len(self._held) < LENGTH.size + size:
+            self._receive(timeout_s)
+        content = bytes(memoryview(self._held)[LENGTH.size : LENGTH.size + size])
+        del self._held[: LENGTH.size + size]
+        self._request(b"\0")
+        found: Answer = pickle.loads(content)
+        return found
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if it is still there."""
+        self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """End the process, from any thread."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a read from storage that hangs cannot be killed
+            self._process.wait(_ENDING_S)
+
+    def close(self) -> None:
+        """End the process and free its pipes."""
+        self.stop()
+        for file in (self._requests, self._answers, self._mark):
+            with suppress(BrokenPipeError):
+                file.close()
+
+    def _request(self, content: bytes) -> None:
+        with suppress(BrokenPipeError):  # the end of the answers says why
+            self._requests.write(content)
+
+    def _receive(self, timeout_s: float) -> None:
+        """Take the next bytes; a worker that reads another document does not hang."""
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN)
+        mark = self.mark
+        limit = time.monotonic() + timeout_s + (0 if mark else _START_S)
+        while not poll.poll(max(1.0, 250 * timeout_s)):
+            if self.mark != mark:
+                mark, limit = self.mark, time.monotonic() + timeout_s
+            elif time.monotonic() > limit:
+                raise _SilentError(f"has not answered for {timeout_s:g} seconds")
+        found = os.read(self._answers.fileno(), _READ_BYTES)
+        if not found:
+            raise _SilentError(_ending(self._process.wait()))
+        self._held += found
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"was ended by {Signals(-code).name}"
+    return f"ended with exit code {code}; its own last lines say why"
+
+
+class Workers:
+    """Workers of a rank; the rows of a step are those of `LocalLanes`.
+
+    Args:
+        source: Opens the lanes.
+        order: Order of the documents of all lanes.
+        policy: Number of workers, and the treatment of those that fail.
+        places: Place of each lane of this rank.
+        rows_per_lane: Rows of a lane in each step.
+    """
+
+    def __init__(
+        self,
+        source: LaneSource,
+        order: LaneOrder,
+        policy: WorkerPolicy,
+        places: Mapping[int, Place],
+        rows_per_lane: int,
+    ) -> None:
+        self._source, self._order, self._policy, self._rows_per_lane = source, order, policy, rows_per_lane
+        number = min(policy.number, len(places))
+        self._places = [{lane: places[lane] for lane in sorted(places)[each::number]} for each in range(number)]
+        self._closing = threading.Lock()
+        self._closed = False
+        self.members = [self._start(each) for each in range(number)]
+
+    def rows(self, step: int) -> LaneRows:
+        """Rows of each lane for the next step, and the places behind them.
+
+        Raises:
+            DataError, StorageError: The error of a worker.
+            WorkerError: A worker dies or hangs more often than allowed.
+        """
+        found: LaneRows = {}
+        for number in range(len(self.members)):
+            found |= self._rows_of(number, step)
+        return dict(sorted(found.items()))
+
+    def stop(self) -> None:
+        """End the processes, from any thread; a call of `rows` in another thread ends."""
+        with self._closing:
+            self._closed = True
+            for worker in self.members:
+                worker.stop()
+
+    def close(self) -> None:
+        """End the processes and free their pipes, once no thread calls `rows`."""
+        self.stop()
+        for worker in self.members:
+            worker.close()
+
+    def _start(self, number: int) -> Worker:
+        return Worker(self._source, self._order, self._places[number], self._rows_per_lane)
+
+    def _rows_of(self, number: int, step: int) -> LaneRows:
+        failures = 0
+        while True:
+            worker = self.members[number]
+            try:
+                answer = worker.answer(self._policy.timeout_s)
+            except _SilentError as failure:
+                failures += 1
+                self._replace(number, step, f"{failure}", failures)
+                continue
+            if isinstance(answer, tuple):
+                kind, text = answer
+                raise kind(f"{text} (found by data worker {number} of rank {self._policy.rank})")
+            self._places[number] = {lane: place for lane, (_, place) in answer.items()}
+            return answer
+
+    def _replace(self, number: int, step: int, why: str, failures: int) -> None:
+        """Start a new worker at the places of the last answer.
+
+        Raises:
+            WorkerError: The new one has failed as often as allowed.
+        """
+        old, policy = self.members[number], self._policy
+        where = old.mark
+        told = f"data worker {number} of rank {policy.rank} (process {old.pid}) {why}, before its rows of step "
+        told += f"{step + 1}; " + (f"it was reading {where}" if where else "it had read no document")
+        with self._closing:
+            if self._closed or failures > policy.restarts:
+                raise WorkerError(f"{told}. data.worker_restarts={policy.restarts} allows no further one")
+            standard_error().print(
+                f"WARNING: {told}; a new one goes on behind the last row that was taken", style="yellow", markup=False
+            )
+            old.signal(SIGKILL)
+            old.close()
+            self.members[number] = self._start(number)
