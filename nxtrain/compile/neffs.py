@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from nxtrain.compile.entries import NEFF_FOLDER, Entry, Key, State, is_neff
@@ -79,9 +78,10 @@ class Neffs:
 
     def seal(self, key: Key) -> Seal | None:
         """Hash that a file had when it was sealed; None if it was not."""
-        with suppress(FileNotFoundError, ValueError, RecursionError):
+        try:
             return from_json(json.loads(self._seal(key).read_text(encoding="utf-8")))
-        return None
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None
 
     def write_seal(self, key: Key, seal: Seal) -> None:
         """Keep the hash of a file."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from nxtrain.backends.neuron.hardware import PRODUCT_NAME
+from nxtrain.backends.neuron.hardware import PRODUCT_NAME, SYS
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.doctor.collectives import World, check_collectives
@@ -42,7 +42,7 @@ def examine(
     """
     loaded = load(path, overrides) if path else None
     config, host = loaded.config if loaded else RunConfig(), host or Host()
-    name = host.read(str(PRODUCT_NAME))
+    name = host.read(str(SYS / PRODUCT_NAME))
     machine = None if config.backend.name in {"cpu", "xla"} else MACHINES.get(config.cluster.instance or name)
     yield check_instance(name if name in MACHINES else "", config.cluster.instance, machine)
     yield from _guarded("devices", lambda: check_devices(host, machine, needs_all=loaded is not None))

@@ -10,7 +10,7 @@ import pytest
 
 from nxtrain.config import decode
 from nxtrain.config.load import load
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import MetricsConfig, RunConfig
 from nxtrain.errors import ConfigError, Problem
 
 
@@ -150,7 +150,7 @@ def test_all_mistakes_come_at_once_each_with_its_origin(tmp_path: Path) -> None:
 
 def test_an_unknown_name_like_no_other_lists_the_known_ones(empty: Path) -> None:
     hint = problems_of(empty, "metrics.zzz=1")["metrics.zzz"].hint
-    assert hint == "known: metrics.log_every, metrics.tensorboard, metrics.progress"
+    assert hint == "known: " + ", ".join(f"metrics.{name}" for name in MetricsConfig.model_fields)
 
 
 def test_the_python_name_of_async_is_no_key(empty: Path) -> None:

@@ -57,7 +57,8 @@ def values(found: Environment, **shell: str) -> dict[str, str]:
 
 def test_every_variable_has_its_value_and_reason_and_nothing_is_of_xla() -> None:
     found = environment(cluster={"nodes": 2}, model={"preset": "llama2-7b"})
-    assert values(found) == {**CERTAIN, **PROBED, "FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+    network = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+    assert values(found) == {**CERTAIN, **PROBED, **network}
     assert all(variable.reason for variable in found.variables)
     assert all(variable.source or variable.name == "OMP_NUM_THREADS" for variable in found.variables)
 
