@@ -77,6 +77,10 @@ class CpuBackend(C10dBackend):
         said = f"gloo, {reason}" if reason else "shared memory, gloo between hosts"
         self._notes["transport"] = f"CPU collectives: {said}"
 
+    def close(self) -> None:
+        super().close()
+        self.collectives.unshare()  # after a failure, too: other ranks then know at once that this one is gone
+
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes.values())
 

@@ -93,7 +93,7 @@ class SquareSum:
     @torch.no_grad()
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The same of tensors that all exist at once, in one graph where the device has graphs."""
-        return self._sum([*tensors.values()])
+        return self._sum([tensors[name] for name in self._names])
 
     def _weighted(self, tensors: Iterable[Tensor]) -> Tensor:
         sums = []

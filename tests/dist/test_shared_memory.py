@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -260,6 +261,24 @@ def opened(backend: CpuBackend) -> tuple[int, int]:
 
 def test_memory_is_freed_when_a_rank_leaves(ranks: RankPool) -> None:
     assert ranks.run(2, opened) == [(0, 2), (0, 2)]
+
+
+def with_many_files(backend: CpuBackend) -> str:
+    """Error of a rank with more open files than `select` can name, whose peer leaves the run."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1024)]
+    try:
+        assert backend.collectives.share(build.load()) == ""
+        return left(backend)
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_rank_with_many_open_files_misses_another_as_well(ranks: RankPool) -> None:
+    assert ranks.run(2, with_many_files)[0].startswith("rank 1 is gone: ")
 
 
 def left(backend: CpuBackend) -> str:

@@ -183,7 +183,9 @@ class Exchange:
 
     def _has_ended(self, place: int) -> bool:
         process = self._processes[self._ranks[place]]
-        return bool(select.select([process], [], [], 0)[0] or self._library.nx_has_left(self._handle, place))
+        looking = select.poll()  # not `select`, which takes no file descriptor above 1023
+        looking.register(process, select.POLLIN)
+        return bool(looking.poll(0) or self._library.nx_has_left(self._handle, place))
 
     def close(self) -> None:
         """Leave, and free the memory."""
@@ -268,6 +270,7 @@ class SharedMemoryCollectives(C10dCollectives):
         """Lane for an operation on an axis; None if gloo does the operation."""
         if self._exchange is None or torch.compiler.is_compiling() or (dtype and dtype not in REDUCED):
             return None
+        self.group(axis)  # a block that is compiled later cannot make the group
         return self._exchange.lane(axis)
 
     def _start(
