@@ -42,7 +42,7 @@ def test_a_rank_that_sleeps_in_data_is_named_by_all(started_by: ForkServerContex
         assert "Traceback" not in said
         stacks = (tmp_path / "run" / "logs" / f"hang-rank-{rank}.txt").read_text(encoding="utf-8")
         # Rank 0 waits in a collective, whose own time may come to its end a little sooner.
-        places = ["loader.py"] if rank else ["c10d_collectives.py", "in _yield_to"]
+        places = ["loader.py"] if rank else ["shared_memory.py", "in _yield_to"]
         assert any(place in stacks for place in places), stacks
         assert any(place in said for place in places), "stacks are on standard error too"
     (verdict,) = verdicts
