@@ -31,7 +31,7 @@ class CpuBackend(C10dBackend):
         self._take_place()
         self.device = torch.device("cpu")
         keep_heap()
-        self.collectives = SharedMemoryCollectives(self.world)
+        self._shared = self.collectives = SharedMemoryCollectives(self.world)
         self._join("gloo", hang_timeout_s)
         self._notes: dict[str, str] = {}
         self._transport = ""
@@ -71,7 +71,7 @@ class CpuBackend(C10dBackend):
             library = None if reason else load()
         except KernelBuildError as error:
             library, reason = None, str(error)
-        reason = self.collectives.share(library, reason)
+        reason = self._shared.share(library, reason)
         if reason and wanted == "shared_memory":
             raise BackendError(f"backend.cpu_transport=shared_memory cannot run here: {reason}; or use auto")
         said = f"gloo, {reason}" if reason else "shared memory, gloo between hosts"
@@ -79,7 +79,7 @@ class CpuBackend(C10dBackend):
 
     def close(self) -> None:
         super().close()
-        self.collectives.unshare()  # after a failure, too: other ranks then know at once that this one is gone
+        self._shared.unshare()  # after a failure, too: other ranks then know at once that this one is gone
 
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes.values())
