@@ -23,6 +23,7 @@ from nxtrain.backends.cpu_native import build
 from nxtrain.backends.cpu_native.build import KernelBuildError
 from nxtrain.errors import BackendError, LostPeerError
 from nxtrain.mesh import Axis, Mesh
+from tests.support.cpp_mutants import mutant_libraries
 from tests.support.ranks import RankPool
 
 SLOT_BYTES = 1 << 20
@@ -178,15 +179,8 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Libraries with one defect each."""
-    folder, found = tmp_path_factory.mktemp("mutants"), {}
-    (source,) = (path for path in build.SOURCES if path.name == "exchange.cpp")
-    for number, (name, (text, replacement)) in enumerate(MUTANTS.items()):
-        assert source.read_text().count(text) >= 1, f"{name}: exchange.cpp has no {text!r}"
-        path = folder / f"{number}.cpp"
-        path.write_text(source.read_text().replace(text, replacement))
-        build.compile_library([path], path.with_suffix(".so"), ("-std=c++17", "-O1", "-shared", "-fPIC"))
-        found[name] = str(path.with_suffix(".so"))
-    return found
+    flags = ("-std=c++17", "-O1", "-shared", "-fPIC")
+    return mutant_libraries(build.SOURCES[1], MUTANTS, flags, tmp_path_factory.mktemp("mutants"))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -47,6 +47,9 @@ from tests.support.contract_kernels import (
 )
 from tests.support.forms import WHOLE, Shape
 
+NEEDS_PRODUCTS = "bf16 attention in C++ needs AMX or avx512_bf16; it runs on CPUs that have one"
+"""Reason of tests that a CPU skips."""
+
 
 class Echo(Collectives):
     """Ranks that all have the same: a collective needs no other rank. The one that may work in place does.
@@ -153,7 +156,7 @@ def native_norm(ranks: Ranks, rng: Random) -> Work:
 def native_attention(ranks: Ranks, rng: Random) -> Work:
     """Attention in C++, which knows bfloat16 alone."""
     if not has_bf16_products():
-        pytest.skip("bf16 attention in C++ needs AMX or avx512_bf16; it runs on CPUs that have one")
+        pytest.skip(NEEDS_PRODUCTS)
     length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 6, 32))
     kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
     shapes = {"q": (length, batch, kv_heads * repeats, width), "k": (length, batch, kv_heads, width)}

@@ -179,6 +179,7 @@ class StandInDevice(TorchDispatchMode):
     def _admit(self, func: Any, name: str, tensors: Sequence[Tensor]) -> None:
         """Count an operation of the device, and refuse one that the device lacks."""
         if name in ("view", "_reshape_alias") and str(func) == "aten.view.dtype" and not self.bitcasts:
+            # The type of error with which torch's dispatcher refuses what a device has no kernel for.
             raise NotImplementedError("aten::view.dtype is not implemented for the device neuron")
         if name in FREE:
             return

@@ -81,7 +81,8 @@ def _defect(way: Rounder, put: Callable[[Tensor], Tensor]) -> str:
             round_by_pairs(x, wanted, key, step_hash(step))
             way(put(x), found, _put(key, put), step_hash(put(step)))
             wrong += int((found.cpu().view(torch.int16) != wanted.view(torch.int16)).sum())
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    # An operation or a type that the device lacks, or a graph that its compiler refuses; the run's note says which.
+    except (RuntimeError, TypeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return f"{wrong} of {len(STEPS) * ROWS * COLUMNS} entries differ" if wrong else ""
 

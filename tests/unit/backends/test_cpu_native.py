@@ -26,10 +26,9 @@ from tests.support import contract_functions, contract_kernels
 from tests.support.contract import Setting, hold
 from tests.support.contract_functions import Echo, Ranks
 from tests.support.contract_kernels import exact_attention
+from tests.support.cpp_mutants import mutant_libraries
 
-needs_products = pytest.mark.skipif(
-    not has_bf16_products(), reason="bf16 attention in C++ needs AMX or avx512_bf16; it runs on CPUs that have one"
-)
+needs_products = pytest.mark.skipif(not has_bf16_products(), reason=contract_functions.NEEDS_PRODUCTS)
 EPS = 1e-5
 
 
@@ -159,16 +158,9 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     """Libraries with one defect each, compiled without optimization."""
-    folder = tmp_path_factory.mktemp("mutants")
-    source, flags = build.SOURCES[0].read_text(), tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS)
-    found = {}
-    for number, (name, (text, replacement)) in enumerate(MUTANTS.items()):
-        assert source.count(text) >= 1, f"{name}: kernels.cpp has no {text!r}"
-        path = folder / f"{number}.cpp"
-        path.write_text(source.replace(text, replacement))
-        build.compile_library([path], path.with_suffix(".so"), flags)
-        found[name] = ctypes.CDLL(str(path.with_suffix(".so")))
-    return found
+    flags = tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS)
+    libraries = mutant_libraries(build.SOURCES[0], MUTANTS, flags, tmp_path_factory.mktemp("mutants"))
+    return {name: ctypes.CDLL(library) for name, library in libraries.items()}
 
 
 def seen_defect(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> bool:
