@@ -126,7 +126,8 @@ class ShardSpec:
         shape: Shape of the whole parameter, segments stacked along `dim`, neither padded nor replicated.
         dim: Dimension that is sharded; None when every rank holds the whole parameter.
         segments: The global tensors stacked along `dim`; one unnamed segment unless the matrix is fused.
-        sequence_parallel: Each rank's gradient is a partial sum, because the rank saw only its slice of the sequence.
+        partial_gradient: Each rank's gradient of a whole parameter is a partial sum: the rank saw only its slice
+            of the sequence, or only its heads.
         tied_to: Name of the parameter on the first pipeline stage of which this one, on the last stage, is a copy.
         has_copy: The last pipeline stage has a copy of this parameter; both get the sum of their gradients.
         decay: Weight decay applies.
@@ -136,7 +137,7 @@ class ShardSpec:
     shape: tuple[int, ...]
     dim: int | None = None
     segments: tuple[Segment, ...] = ()
-    sequence_parallel: bool = False
+    partial_gradient: bool = False
     tied_to: str | None = None
     has_copy: bool = False
     decay: bool = True
@@ -153,6 +154,11 @@ class ShardSpec:
     def is_tied(self) -> bool:
         """True for a parameter that the first and the last pipeline stage each hold."""
         return self.has_copy or self.tied_to is not None
+
+    def of_bias(self) -> ShardSpec:
+        """Sharding of the bias that is added to the products of this matrix; no weight decay applies."""
+        assert self.dim == 0, self
+        return ShardSpec(self.shape[:1], dim=0, segments=self.segments, decay=False, init=Init("zeros"))
 
     def pieces(self, axis: Axis) -> tuple[TpSlice, ...]:
         """Slices that this rank of `axis` holds, in local order; a segment that does not divide is padded."""

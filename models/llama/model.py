@@ -147,7 +147,7 @@ def _norm(config: LlamaConfig, context: BuildContext) -> RMSNorm:
         config.hidden_size,
         config.rms_norm_eps,
         kernels=context.kernels,
-        sequence_parallel=context.layers.sequence_parallel,
+        partial_gradient=context.layers.sequence_parallel,
         dtype=context.dtype,
         decay=context.decay_norms,
     )

@@ -91,8 +91,8 @@ class LayerSet(ABC):
     sequence_parallel: bool
 
     @abstractmethod
-    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init) -> nn.Module:
-        """Column layer: (S/tp, B, in) to (S, B, out/tp), the segments one after the other."""
+    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False) -> nn.Module:
+        """Column layer: (S/tp, B, in) to (S, B, out/tp), the segments one after the other; a bias starts as zeros."""
 
     @abstractmethod
     def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:

@@ -16,17 +16,18 @@ class RMSNorm(nn.Module):
         size: Width of the last dimension.
         eps: Added to the mean square.
         kernels: Kernels of the device.
-        sequence_parallel: Each rank sees its slice of the sequence, so the weight's gradient is a partial sum.
+        partial_gradient: Each tensor parallel rank sees only its slice of the sequence, or only its heads.
         dtype: Type of the weight.
+        decay: Weight decay applies to the weight.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 
     def __init__(
-        self, size: int, eps: float, *, kernels: Kernels, sequence_parallel: bool, dtype: torch.dtype, decay: bool
+        self, size: int, eps: float, *, kernels: Kernels, partial_gradient: bool, dtype: torch.dtype, decay: bool
     ) -> None:
         super().__init__()
-        spec = ShardSpec((size,), sequence_parallel=sequence_parallel, decay=decay, init=Init("ones"))
+        spec = ShardSpec((size,), partial_gradient=partial_gradient, decay=decay, init=Init("ones"))
         self.specs = {"weight": spec}
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
         self._eps, self._kernels = eps, kernels

@@ -98,14 +98,17 @@ class SquareSum:
     def _weighted(self, tensors: Iterable[Tensor]) -> Tensor:
         sums = []
         for name, tensor in zip(self._names, tensors, strict=True):
-            squares = self._kernels.row_square_sums(_rows(tensor))
-            sums.append((squares * self._row_weights[name] if name in self._row_weights else squares).sum())
+            mixed = name in self._row_weights
+            squares = self._kernels.row_square_sums(_rows(tensor, apart=mixed))
+            sums.append((squares * self._row_weights[name] if mixed else squares).sum())
         return (torch.stack(sums) * self._weights).sum()
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """(R, C) view: a vector is one row."""
-    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(1)
+def _rows(tensor: Tensor, *, apart: bool) -> Tensor:
+    """(R, C) view: a vector is one row, or with `apart` a row for each entry."""
+    if tensor.dim() == 1:
+        return tensor.unsqueeze(1) if apart else tensor.unsqueeze(0)
+    return tensor.flatten(1)
 
 
 def _weight(spec: ShardSpec, copies: int) -> float:
@@ -130,8 +133,8 @@ class _TiedSums:
 class _TensorParallelSums:
     """Sum in float32 of the tensor parallel ranks' partial gradients.
 
-    Gradients are partial for parameters under sequence parallelism, and for replicated K/V heads, each of which serves
-    other queries. A fused matrix is summed as a whole, and the sums of its other rows are dropped. Differences between
+    Gradients are partial where a parameter's spec says it, and for replicated K/V heads, each of which serves other
+    queries. A fused matrix is summed as a whole, and the sums of its other rows are dropped. Differences between
     ranks are data on the device, so that all ranks run the same graph.
     """
 
@@ -144,7 +147,7 @@ class _TensorParallelSums:
         for name in layout:
             spec = layout.table[name]
             copies = {piece.copies for piece in spec.pieces(self._tp)}
-            if spec.sequence_parallel and self._tp.size > 1:
+            if spec.partial_gradient and self._tp.size > 1:
                 self._whole.setdefault(self._tp.size, []).append(name)
             if spec.dim is None:
                 continue
@@ -175,7 +178,7 @@ class _TensorParallelMeans:
     def __init__(self, layout: Layout, comm: Collectives) -> None:
         self._tp, self._comm = layout.mesh.tp, comm
         specs = layout.table.items()
-        self._names = [name for name, spec in specs if spec.dim is None and not spec.sequence_parallel]
+        self._names = [name for name, spec in specs if spec.dim is None and not spec.partial_gradient]
 
     def __call__(self, grads: dict[str, Tensor]) -> None:
         """Average in place."""

@@ -133,18 +133,26 @@ class ColumnLinear(SplitBackward):
         segments: Stacked output matrices; each is sharded on its own, so that a rank holds a slice of every one.
         init: Initial values of the weight.
         tp: Tensor parallel context of the layer.
+        bias: The layer has a bias, sharded like the rows of the weight; backward never postpones its gradient.
     """
 
-    def __init__(self, in_features: int, segments: tuple[Segment, ...], init: Init, tp: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, segments: tuple[Segment, ...], init: Init, tp: TensorParallel, *, bias: bool = False
+    ) -> None:
         super().__init__()
         spec = ShardSpec((sum(s.size for s in segments), in_features), dim=0, segments=segments, init=init)
-        self.specs = {"weight": spec}
+        self.specs = {"weight": spec, "bias": spec.of_bias()} if bias else {"weight": spec}
         self.weight = tp.empty(spec)
+        self.bias = tp.empty(spec.of_bias()) if bias else None
         self.split_sizes = tuple(piece.local_length for piece in spec.pieces(tp.axis))
         self._tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
         """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
+        out = self._product(x)
+        return out if self.bias is None else out + self.bias
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.postpone is not None:
             return _SplitProduct.apply(x, self.weight.detach(), self._tp, self.postpone)  # type: ignore[no-any-return]
         if self._tp.axis.size == 1:

@@ -24,8 +24,10 @@ class NativeLayers(LayerSet):
         self.tp, self.sequence_parallel = parallel.axis, parallel.sequence_parallel
         self._parallel, self._kernels, self._loss_chunk_bytes = parallel, kernels, loss_chunk_bytes
 
-    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init) -> ColumnLinear:
-        return ColumnLinear(in_features, segments, init, self._parallel)
+    def column(
+        self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False
+    ) -> ColumnLinear:
+        return ColumnLinear(in_features, segments, init, self._parallel, bias=bias)
 
     def row(self, in_features: int, out_features: int, init: Init) -> RowLinear:
         return RowLinear(in_features, out_features, init, self._parallel)

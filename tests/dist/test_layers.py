@@ -36,7 +36,7 @@ class Case:
 
     Args:
         x: The whole input.
-        weights: Whole weights by segment name.
+        weights, biases: Whole ones by segment name.
         grad: Gradient of the whole output.
         x_cut, out_cut: How input and output are cut; None: over the sequence, if sequence parallel.
     """
@@ -46,16 +46,21 @@ class Case:
     grad: Tensor
     x_cut: ShardSpec | None
     out_cut: ShardSpec | None
+    biases: dict[str, Tensor] | None = None
 
 
 def case_of(name: str, tp: int) -> Case:
     grad = random(S, B, D, dtype=DTYPE, seed=3)
-    if name == "column":
+    if name in ("column", "column with biases"):
         # Fused as in attention: two heads of two rows in the second segment, copied when tp exceeds them.
         segments = (Segment("q", Q), Segment("k", K, max(1, tp // 2)))
         weights = {"q": random(Q, D, dtype=DTYPE), "k": random(K, D, dtype=DTYPE, seed=1)}
         out_cut = ShardSpec((S, B, Q + K), dim=2, segments=segments)
-        return Case(random(S, B, D, dtype=DTYPE), weights, random(S, B, Q + K, dtype=DTYPE, seed=3), None, out_cut)
+        biases = {"q": random(Q, dtype=DTYPE, seed=4), "k": random(K, dtype=DTYPE, seed=5)}
+        whole_grad = random(S, B, Q + K, dtype=DTYPE, seed=3)
+        return Case(
+            random(S, B, D, dtype=DTYPE), weights, whole_grad, None, out_cut, biases if name != "column" else None
+        )
     if name == "row":
         weights = {"": random(D, IN, dtype=DTYPE, seed=1)}
         return Case(random(S, B, IN, dtype=DTYPE), weights, grad, ShardSpec((S, B, IN), dim=2), None)
@@ -66,14 +71,13 @@ def case_of(name: str, tp: int) -> Case:
 def layer_of(name: str, case: Case, tp: TensorParallel) -> nn.Module:
     layer: nn.Module
     with torch.device("meta"):
-        if name == "column":
-            assert case.out_cut is not None
-            layer = ColumnLinear(D, case.out_cut.segments, Init(), tp)
+        if case.out_cut is not None:
+            layer = ColumnLinear(D, case.out_cut.segments, Init(), tp, bias=case.biases is not None)
         elif name == "row":
             layer = RowLinear(IN, D, Init(), tp)
         else:
             layer = VocabEmbedding(V, D, Init(), tp)
-    return filled(layer, tp.axis, case.weights)
+    return filled(layer, tp.axis, case.weights, case.biases)
 
 
 def cut(whole: Tensor, spec: ShardSpec | None, axis: Axis, sp: bool) -> Tensor:
@@ -91,6 +95,7 @@ class Found:
     out: Tensor
     x_grad: Tensor | None
     weight_grad: Tensor
+    bias_grad: Tensor | None
 
 
 def run(backend: Backend, name: str, tp: int, sp: bool) -> Found:
@@ -106,41 +111,53 @@ def run(backend: Backend, name: str, tp: int, sp: bool) -> Found:
         for piece, view in case.out_cut.views(grad, axis):
             view.div_(piece.copies)
     out.backward(grad)
-    return Found(out.detach(), x.grad, layer.weight.grad)  # type: ignore[arg-type]
+    bias = getattr(layer, "bias", None)
+    return Found(out.detach(), x.grad, layer.weight.grad, bias if bias is None else bias.grad)  # type: ignore[arg-type]
 
 
 def expected(name: str, case: Case) -> Found:
     """The same on whole tensors with torch's functions."""
     x = case.x.clone().requires_grad_(case.x.is_floating_point())
     weight = torch.cat(list(case.weights.values())).requires_grad_()
-    out = F.embedding(x, weight) if name == "embedding" else F.linear(x, weight)
+    bias = None if case.biases is None else torch.cat(list(case.biases.values())).requires_grad_()
+    out = F.embedding(x, weight) if name == "embedding" else F.linear(x, weight, bias)
     out.backward(case.grad)
     assert weight.grad is not None
-    return Found(out.detach(), x.grad, weight.grad)
+    return Found(out.detach(), x.grad, weight.grad, None if bias is None else bias.grad)
 
 
 @pytest.mark.parametrize(("tp", "sp"), [(2, False), (2, True), (4, False), (4, True)])
-@pytest.mark.parametrize("name", ["column", "row", "embedding"])
+@pytest.mark.parametrize("name", ["column", "column with biases", "row", "embedding"])
 def test_a_cut_layer_equals_the_whole_one(ranks: RankPool, name: str, tp: int, sp: bool) -> None:
     case = case_of(name, tp)
     want = expected(name, case)
     weight_grad: dict[str, Tensor] = {}
+    bias_grad: dict[str, Tensor] = {}
     for rank, found in enumerate(ranks.run(tp, run, name, tp, sp)):
         axis = Mesh.build(tp, rank, tp=tp).tp
         assert_close(found.out, cut(want.out, case.out_cut, axis, sp))
         if want.x_grad is not None:
             assert_close(found.x_grad, cut(want.x_grad, case.x_cut, axis, sp))
         spec = weight_spec(name, case)
-        for piece, view in spec.views(found.weight_grad, axis):
-            total = weight_grad.setdefault(piece.segment.name, view.new_zeros(spec.global_shape(piece.segment)))
-            total.narrow(spec.dim or 0, piece.start, piece.length).add_(view)
+        add_up(weight_grad, spec, found.weight_grad, axis)
+        if found.bias_grad is not None:
+            add_up(bias_grad, spec.of_bias(), found.bias_grad, axis)
     assert_close(torch.cat(list(weight_grad.values())), want.weight_grad)
+    assert bool(bias_grad) == (want.bias_grad is not None)
+    if want.bias_grad is not None:
+        assert_close(torch.cat(list(bias_grad.values())), want.bias_grad)
+
+
+def add_up(total: dict[str, Tensor], spec: ShardSpec, part: Tensor, axis: Axis) -> None:
+    """Add a rank's gradient to the whole ones."""
+    for piece, view in spec.views(part, axis):
+        whole = total.setdefault(piece.segment.name, view.new_zeros(spec.global_shape(piece.segment)))
+        whole.narrow(spec.dim or 0, piece.start, piece.length).add_(view)
 
 
 def weight_spec(name: str, case: Case) -> ShardSpec:
     """Sharding of the layer's weight."""
-    if name == "column":
-        assert case.out_cut is not None
+    if case.out_cut is not None:
         return ShardSpec((Q + K, D), dim=0, segments=case.out_cut.segments)
     return ShardSpec((D, IN), dim=1) if name == "row" else ShardSpec((V, D), dim=0)
 

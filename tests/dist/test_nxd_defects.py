@@ -209,7 +209,7 @@ def test_padding_stays_zero_through_momentum_and_weight_decay(either: RankPool, 
 def gradient_without_norm_sum(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Gradient:
     """Takes the gradient of a norm weight, of which each rank has a part, for the whole."""
     state = start(backend, resolved, weights)
-    table = ParamTable({name: replace(spec, sequence_parallel=False) for name, spec in state.table.items()})
+    table = ParamTable({name: replace(spec, partial_gradient=False) for name, spec in state.table.items()})
     state.data_parallel.layout = Layout(table, state.mesh)
     grads = Gradients(state.data_parallel, backend.collectives, backend.put, backend.kernels)
     (batch,) = batches(resolved, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.mesh import Axis
 from nxtrain.nn.init import materialize
 from nxtrain.parallel.regions import TensorParallel
+from nxtrain.sharding import ShardSpec
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -24,12 +25,14 @@ def alone(dtype: torch.dtype = torch.float32) -> TensorParallel:
     return TensorParallel(ALONE, C10dCollectives(1), dtype)
 
 
-def filled(layer: Layer, axis: Axis, weights: Mapping[str, Tensor]) -> Layer:
+def filled(
+    layer: Layer, axis: Axis, weights: Mapping[str, Tensor], biases: Mapping[str, Tensor] | None = None
+) -> Layer:
     """Give a layer on the meta device its weight, cut out of whole tensors by segment name (empty if only one)."""
-    (spec,) = layer.specs.values()  # type: ignore[operator]
+    specs = cast(Mapping[str, ShardSpec], layer.specs)
 
-    def fill(_: str, local: Tensor) -> None:
-        local.copy_(spec.shard(weights, axis))
+    def fill(name: str, local: Tensor) -> None:
+        local.copy_(specs[name].shard((biases or {}) if name == "bias" else weights, axis))
 
     materialize(layer, lambda host: host, fill)
     return layer

@@ -47,11 +47,12 @@ TABLE = ParamTable(
     {
         "norm": ShardSpec((6,)),
         "qkv": ShardSpec((16, 3), dim=0, segments=(Segment("q", 8), Segment("k", 4, 2), Segment("v", 4, 2))),
+        "bias": ShardSpec((16,), dim=0, segments=(Segment("q", 8), Segment("k", 4, 2), Segment("v", 4, 2))),
         "row": ShardSpec((3, 10), dim=1),
         "vocab": ShardSpec((9, 3), dim=0),
     }
 )
-"""A replicated norm, K/V heads that two of four ranks share, and cuts with padding."""
+"""A replicated norm, K/V heads that two of four ranks share with their biases, and cuts with padding."""
 
 
 def whole_tensors() -> dict[str, dict[str, Tensor]]:

@@ -78,7 +78,7 @@ class NxdBinding(Binding):
                 stride=_stride(spec),
                 num_partitions=1 if spec.dim is None else tp.size,
             )
-            vars(parameter).update(sequence_parallel_enabled=spec.sequence_parallel, shared=spec.tied_to is not None)
+            vars(parameter).update(sequence_parallel_enabled=spec.partial_gradient, shared=spec.tied_to is not None)
 
     def start_average(
         self, grads: Sequence[Tensor], dp: Axis, dtype: torch.dtype, comm: Collectives

@@ -41,9 +41,9 @@ class NxdLayers(LayerSet):
         self.tp, self.sequence_parallel = native.tp, native.sequence_parallel
         self._native, self._dtype = native, dtype
 
-    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init) -> nn.Module:
+    def column(self, in_features: int, segments: tuple[Segment, ...], init: Init, *, bias: bool = False) -> nn.Module:
         spec = ShardSpec((sum(s.size for s in segments), in_features), dim=0, segments=segments, init=init)
-        return NxdColumn(spec, self.tp, self._dtype, self.sequence_parallel)
+        return NxdColumn(spec, self.tp, self._dtype, self.sequence_parallel, bias=bias)
 
     def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
         spec = ShardSpec((out_features, in_features), dim=1, init=init)
@@ -65,21 +65,22 @@ class NxdColumn(ColumnParallelLinear):  # type: ignore[misc]
         tp: Tensor parallel axis.
         dtype: Type of the weight and of every sum over ranks.
         sequence_parallel: The input is sharded along the sequence.
+        bias: The layer has a bias.
     """
 
-    def __init__(self, spec: ShardSpec, tp: Axis, dtype: torch.dtype, sequence_parallel: bool) -> None:
+    def __init__(self, spec: ShardSpec, tp: Axis, dtype: torch.dtype, sequence_parallel: bool, *, bias: bool) -> None:
         local_out, in_features = spec.local_shape(tp)
         super().__init__(
             input_size=in_features,
             output_size=local_out * tp.size,
-            bias=False,
+            bias=bias,
             gather_output=False,
             dtype=dtype,
             sequence_parallel_enabled=sequence_parallel,
             sequence_dimension=0 if sequence_parallel else None,
             reduce_dtype=dtype,
         )
-        self.specs = {"weight": spec}
+        self.specs = {"weight": spec, "bias": spec.of_bias()} if bias else {"weight": spec}
         self.split_sizes = tuple(piece.local_length for piece in spec.pieces(tp))
 
     def forward(self, x: Tensor) -> Tensor:
