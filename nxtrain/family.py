@@ -41,6 +41,11 @@ class ModelConfig(BaseModel):
     max_position_embeddings: int = 2048
     """Tokens of the longest sequence."""
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that the family's module computes as the model is defined."""
+        return self.max_position_embeddings
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -52,6 +57,8 @@ class Decoder:
         gated: The feed-forward has a gate beside its first matrix.
         biases: Linear layers and norms have biases.
         positions: Rows of a learned position embedding; 0: none.
+        qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
+        head_norms: Every head of the queries and keys is normalized.
     """
 
     vocab_size: int
@@ -65,6 +72,8 @@ class Decoder:
     gated: bool = True
     biases: bool = False
     positions: int = 0
+    qkv_bias: bool = False
+    head_norms: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from nxtrain.family import Preset
-from nxtrain_models.llama.config import LlamaConfig, RopeScaling
+from nxtrain_models.decoder.config import RopeScaling
+from nxtrain_models.llama.config import LlamaConfig
 
 _LLAMA2 = LlamaConfig(
     vocab_size=32_000,

@@ -37,6 +37,10 @@ _UPDATE_REASONS = {
 }
 
 
+DEFAULT_FAMILY = "llama"
+"""Family of a configuration that names none."""
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A configuration that satisfies all rules.
@@ -75,7 +79,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Reso
     try:
         model = resolve_model(config)
         parallel = config.parallel
-        family = find_family(config.model.family)
+        family = family_of(config)
         problems += family.check(model, tp=parallel.tp, seq_len=config.train.seq_len)
         problems += stages(parallel, model.num_hidden_layers)
     except ConfigError as error:
@@ -95,13 +99,30 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Reso
     return Resolved(given, family, model)
 
 
+def family_of(config: RunConfig) -> ModelFamily:
+    """Family of the model: `model.family`, else that of `model.hf`, else llama.
+
+    Raises:
+        ConfigError: The family is not installed, or `model.hf` cannot be read.
+    """
+    model = config.model
+    if model.family or not model.hf:
+        return find_family(model.family or DEFAULT_FAMILY)
+    named = str(_hf_config(Path(model.hf)).get("model_type", DEFAULT_FAMILY))
+    try:
+        return find_family(named)
+    except ConfigError as error:
+        reason = f"{model.hf}/config.json is of model_type {named!r}, which no installed family computes"
+        raise ConfigError([Problem("model.hf", reason, hint=error.problems[0].hint)]) from None
+
+
 def resolve_model(config: RunConfig) -> ModelConfig:
     """Shape of the model, from `model.hf` or `model.preset`, changed by `[model.config]`.
 
     Raises:
         ConfigError: An unknown family or preset, a missing folder, or values that are no shape.
     """
-    family = find_family(config.model.family)
+    family = family_of(config)
     if config.model.hf:
         hf = _hf_config(Path(config.model.hf))
         if config.model.init == "hf" and (reason := quantization(hf)):

@@ -65,8 +65,8 @@ class ClusterConfig(Section):
 class ModelChoiceConfig(Section):
     """[model]: family, shape and initial weights of the model."""
 
-    family: str = "llama"
-    """Installed model family."""
+    family: str = ""
+    """Installed model family, such as `llama`; empty: that of model.hf, else llama."""
     preset: str = ""
     """Published shape, such as `llama3-8b`; empty: `tiny`, unless model.hf gives the shape."""
     hf: LocalText = ""

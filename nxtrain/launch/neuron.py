@@ -14,11 +14,10 @@ from nxtrain.backends.neuron.attention import Attention, choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
 from nxtrain.config.cache_dir import cache_folder, lock_folder
-from nxtrain.config.check import resolve_model
+from nxtrain.config.check import family_of, resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.family import find_family
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.native_variables import native_environment, rank_variables
 from nxtrain.launch.variables import SOURCES, neuron_environment
@@ -146,7 +145,7 @@ def attention_of(
         ConfigError: The configured attention is not available.
     """
     try:
-        shape = AttentionShape.of(config, *find_family(config.model.family).heads(resolve_model(config)))
+        shape = AttentionShape.of(config, *family_of(config).heads(resolve_model(config)))
     except ConfigError:  # the check of the configuration reports errors of the model
         return None
     chosen = config.backend

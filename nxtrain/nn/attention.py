@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from nxtrain.backends.kernel_base import Kernels
+from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, positions_of
 from nxtrain.sharding import Init, Segment
 
@@ -42,7 +43,7 @@ class CausalAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections, rotation, causal attention and the projection back.
+    """Projections, norms of heads if the model has them, rotation, causal attention and the projection back.
 
     K/V heads are sharded over tp like query heads; when tp exceeds their number, adjacent ranks hold the same head.
 
@@ -52,6 +53,11 @@ class Attention(nn.Module):
         head_dim: H.
         init, init_out: Initial values of the input and output projections.
         context: Layers and kernels of the model.
+        bias: The projections to queries, keys and values have biases.
+        head_norm_eps: Every head of the queries and keys is normalized before its rotation, with this added to the mean
+            square; None: no head is.
+
+    Source: Henry et al. 2020 (arXiv:2010.04245) for norms of heads.
     """
 
     def __init__(
@@ -64,6 +70,8 @@ class Attention(nn.Module):
         init: Init,
         init_out: Init,
         context: BuildContext,
+        bias: bool = False,
+        head_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         layers = context.layers
@@ -77,9 +85,25 @@ class Attention(nn.Module):
         self._num_heads = num_heads // layers.tp.size
         self._num_kv_heads = num_kv_heads * replicas // layers.tp.size
         if self._fused:
-            self.qkv_proj = layers.column(hidden_size, segments, init)
+            self.qkv_proj = layers.column(hidden_size, segments, init, bias=bias)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (layers.column(hidden_size, (s,), init) for s in segments)
+            self.q_proj, self.k_proj, self.v_proj = (
+                layers.column(hidden_size, (s,), init, bias=bias) for s in segments
+            )
+        self._norms_heads = head_norm_eps is not None
+        if head_norm_eps is not None:
+            # A rank sees its own heads only, and of a K/V head that adjacent ranks hold, its own queries only.
+            self.q_norm, self.k_norm = (
+                RMSNorm(
+                    head_dim,
+                    head_norm_eps,
+                    kernels=context.kernels,
+                    partial_gradient=True,
+                    dtype=context.dtype,
+                    decay=context.decay_norms,
+                )
+                for _ in range(2)
+            )
         self.core = CausalAttention(context.kernels)
         self.o_proj = layers.row(num_heads * head_dim, hidden_size, init_out)
 
@@ -95,12 +119,15 @@ class Attention(nn.Module):
         heads = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
         if self._fused:
             qkv = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
-            # Queries and keys are rotated together, in one pass.
             qk, v = qkv.split((heads[0] + heads[1], heads[2]), dim=2)
-            q, k = turn(qk).split(heads[:2], dim=2)
+            # Queries and keys without norms between are rotated together, in one pass.
+            q, k = (qk if self._norms_heads else turn(qk)).split(heads[:2], dim=2)
         else:
             projections = (self.q_proj, self.k_proj, self.v_proj)
             q, k, v = (project(x).unflatten(-1, (-1, self._head_dim)) for project in projections)
+        if self._norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self._norms_heads or not self._fused:
             q, k = turn(q), turn(k)
         documents = () if starts is None else (starts,)
         return self.o_proj(self.core(q, k, v, *documents).flatten(2))  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from nxtrain.config.check import resolve_config, resolve_model
+from nxtrain.config.check import family_of, resolve_config, resolve_model
 from nxtrain.config.load import Loaded, load, origin_of
 from nxtrain.config.schema import ON_XLA, RunConfig
 from nxtrain.errors import ConfigError, Problem
@@ -93,7 +93,7 @@ def find_layouts(path: Path, overrides: Sequence[str], question: Question, assum
     setting = _setting(path, overrides, question)
     config = setting.loaded.config
     if question.model not in SHAPES:
-        family = find_family(config.model.family)
+        family = family_of(config)
         if problems := family.check(resolve_model(config), tp=1, seq_len=config.train.seq_len):
             raise ConfigError(problems)
     return search(setting.decoder, setting.machine, setting.nodes, config, assumed), setting.note
@@ -135,7 +135,7 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
     if question.model in SHAPES:
         decoder = SHAPES[question.model].decoder
     else:
-        decoder = find_family(config.model.family).decoder(resolve_model(config))
+        decoder = family_of(config).decoder(resolve_model(config))
     return Setting(loaded, machine, nodes, decoder, note)
 
 

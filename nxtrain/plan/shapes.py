@@ -1,7 +1,7 @@
 """Parameters of a pipeline stage with their sharding, from the dimensions of a decoder and without torch.
 
 The sizes mirror `nn/attention.py`, `nn/mlp.py`, `nn/norm.py`, `parallel/embedding.py`, `parallel/loss.py` and
-`models/llama/model.py`. They use the same `ShardSpec`, which pads vocabularies and replicates K/V heads.
+`models/decoder/model.py`. They use the same `ShardSpec`, which pads vocabularies and replicates K/V heads.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ def block_specs(
     specs["post_attention_layernorm"] = ShardSpec((hidden,))
     specs |= _columns("gate_up_proj", hidden, ups, fused=fused_gate_up)
     specs["down_proj"] = ShardSpec((hidden, inner), dim=1)
+    if decoder.head_norms:
+        specs |= {"q_norm": ShardSpec((width,)), "k_norm": ShardSpec((width,))}
+    if decoder.qkv_bias:
+        return specs | _biases(_columns("qkv_proj", hidden, segments, fused=fused_qkv))
     return specs | (_biases(specs) if decoder.biases else {})
 
 

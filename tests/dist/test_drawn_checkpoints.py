@@ -30,7 +30,7 @@ SAVED = 2
 """Steps before the checkpoint."""
 
 MODEL = "model.config."
-SHARED = (MODEL, "optim.", "precision.", "train.seq_len=", "train.global_batch=")
+SHARED = (MODEL, "model.family=", "optim.", "precision.", "train.seq_len=", "train.global_batch=")
 """Beginnings of the overrides that two layouts of one run have in common; all others are drawn for each."""
 
 

@@ -38,6 +38,9 @@ MOST_PASSES = 60
 STEPS = (3, 5)
 """Fewest and most."""
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families of the drawn models, in turn."""
+
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 TRIES = 200
 """Draws until one fits together; far more than are ever needed."""
@@ -126,7 +129,16 @@ def _resolved(overrides: tuple[str, ...], world: int) -> Resolved:
 
 
 @lru_cache(maxsize=1024)
-def draw(lane: str, seed: int, index: int, degrees: Degrees = ONE, *, bf16: bool = False, xla: bool = False) -> Drawn:
+def draw(
+    lane: str,
+    seed: int,
+    index: int,
+    degrees: Degrees = ONE,
+    *,
+    bf16: bool = False,
+    xla: bool = False,
+    family: str = "",
+) -> Drawn:
     """One run of a layout.
 
     Args:
@@ -135,10 +147,12 @@ def draw(lane: str, seed: int, index: int, degrees: Degrees = ONE, *, bf16: bool
         degrees: Layout.
         bf16: Parameters in bf16 under any update rule; otherwise everything is float32.
         xla: Small enough to be compiled quickly, under the rules of XLA devices.
+        family: Family of the model; empty: the next one.
     """
+    family = family or FAMILIES[(seed + index) % len(FAMILIES)]
     for attempt in range(TRIES):
         rng = Random(f"{lane}/{seed}/{index}/{attempt}")
-        overrides, steps, mask = _overrides(rng, degrees, bf16=bf16, xla=xla)
+        overrides, steps, mask = _overrides(rng, degrees, family, bf16=bf16, xla=xla)
         lines = tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
         drawn = Drawn(lane, seed, index, degrees, lines, steps, mask)
         try:
@@ -149,7 +163,9 @@ def draw(lane: str, seed: int, index: int, degrees: Degrees = ONE, *, bf16: bool
     raise AssertionError(f"{lane}:{index} of seed {seed}: none of {TRIES} draws fits {degrees}")
 
 
-def _overrides(rng: Random, degrees: Degrees, *, bf16: bool, xla: bool) -> tuple[dict[str, Any], int, float]:
+def _overrides(
+    rng: Random, degrees: Degrees, family: str, *, bf16: bool, xla: bool
+) -> tuple[dict[str, Any], int, float]:
     model = _model(rng, degrees, xla=xla)
     micro_batch, accumulation = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3, 5))
     if degrees.pp > 1:
@@ -158,6 +174,7 @@ def _overrides(rng: Random, degrees: Degrees, *, bf16: bool, xla: bool) -> tuple
     if seq_len == 1 and model["vocab_size"] > 300:
         # Of one token the head's gradient is a matrix-vector product, whose BLAS kernel adds row after row: 1e-6 off.
         micro_batch = max(2, micro_batch)
+    model.update(_of_family(family, model, seq_len))
     rows = max(1, MOST_TOKENS // (seq_len * degrees.dp))
     micro_batch = min(micro_batch, rows)
     accumulation = min(accumulation, rows // micro_batch)
@@ -169,6 +186,7 @@ def _overrides(rng: Random, degrees: Degrees, *, bf16: bool, xla: bool) -> tuple
         "data.shuffle": False,
         "data.validation_fraction": 0.0,
         "train.eval_every": 0,
+        "model.family": family,
         **{f"model.config.{key}": value for key, value in model.items()},
         "model.fused_qkv": rng.random() < 0.5,
         "model.fused_gate_up": rng.random() < 0.5,
@@ -191,7 +209,7 @@ def _overrides(rng: Random, degrees: Degrees, *, bf16: bool, xla: bool) -> tuple
 
 
 def _model(rng: Random, degrees: Degrees, *, xla: bool) -> dict[str, Any]:
-    """A Llama whose query heads tp divides; all other sizes are free."""
+    """A model whose query heads tp divides; all other sizes are free."""
     heads = degrees.tp * rng.choice((1, 2, 3, 4, 6))
     divisors = [n for n in range(1, heads + 1) if heads % n == 0 and (n % degrees.tp == 0 or degrees.tp % n == 0)]
     # transformers asks for a multiple. Below eight the gradient of RMSNorm cancels, and in float32 transformers itself
@@ -219,6 +237,15 @@ def _model(rng: Random, degrees: Degrees, *, xla: bool) -> dict[str, Any]:
         "tie_word_embeddings": rng.random() < 0.3,
         "max_position_embeddings": 512,
     }
+
+
+def _of_family(family: str, model: dict[str, Any], seq_len: int) -> dict[str, Any]:
+    """Sizes that a family has beside those of all, or has otherwise."""
+    if family == "mistral":
+        return {"sliding_window": seq_len + model["intermediate_size"] % 2}  # every key is just within the window
+    if family == "qwen3":  # RMSNorm of few entries, as of the hidden size
+        return {"head_dim": max(8, model["head_dim"])}
+    return {}
 
 
 def _seq_len(rng: Random, degrees: Degrees, *, xla: bool) -> int:

@@ -28,7 +28,7 @@ def prepare(drawn: Drawn, folder: Path) -> list[str]:
     hf_model(drawn.resolved, weights=first_weights(drawn)).save_pretrained(folder / "model")
     rows = [torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in drawn.batches()]
     np.save(folder / "rows.npy", torch.cat(rows).numpy().astype(np.uint16))
-    shape = [line for line in drawn.overrides if not line.startswith(("model.config.", "data.path="))]
+    shape = [line for line in drawn.overrides if not line.startswith(("model.config.", "model.family=", "data.path="))]
     own = {
         "run.dir": folder / "run",
         "data.path": folder / "rows.npy",

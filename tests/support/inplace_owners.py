@@ -317,8 +317,8 @@ OWNERS: dict[str, dict[str, str]] = {
         "_accumulate.found: state.sums.add_": "state: sums of the step's state",
         "_over_batch: state.backend.collectives.all_reduce(sums)": "fresh: sums that `eval_step` made for this",
     },
-    "models/llama/model.py": {
-        "LlamaForCausalLM._tie: specs['weight'] =": "host: dictionary of a layer",
-        "LlamaForCausalLM._tie: self.lm_head.specs['weight'] =": "host: dictionary of a layer",
+    "models/decoder/model.py": {
+        "CausalDecoder._tie: specs['weight'] =": "host: dictionary of a layer",
+        "CausalDecoder._tie: self.lm_head.specs['weight'] =": "host: dictionary of a layer",
     },
 }

@@ -1,4 +1,4 @@
-"""Small Llamas, ours and transformers', with the same weights."""
+"""Small models, ours and transformers', with the same weights."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ BASE: dict[str, Any] = {
 
 
 def plan(shape: str, **sections: Mapping[str, Any]) -> Resolved:
-    """A resolved configuration for one of `SHAPES`; `sections` override its tables."""
-    family = find_family("llama")
+    """A resolved configuration for one of `SHAPES`, a Llama by default; `sections` override its tables."""
     tables = {name: dict(table) for name, table in sections.items()}
+    family = find_family(tables.get("model", {}).get("family", "llama"))
     model = family.config_type.model_validate({**BASE, **SHAPES[shape], **tables.get("model", {}).pop("config", {})})
     tables.setdefault("train", {}).setdefault("seq_len", 32)
     tables.setdefault("model", {})["config"] = model.model_dump(exclude_none=True)
@@ -70,21 +70,22 @@ def changed(resolved: Resolved, **sections: Mapping[str, Any]) -> Resolved:
 
 def hf_model(
     resolved: Resolved, seed: int = 0, std: float = 0.05, weights: Mapping[str, Tensor] | None = None
-) -> transformers.LlamaForCausalLM:
+) -> transformers.PreTrainedModel:
     """transformers' model of the same shape with given weights or random float32 ones, norms included."""
     import transformers  # takes seconds; ranks that get their weights from elsewhere do without
 
-    config = transformers.LlamaConfig.from_dict(resolved.family.to_hf(resolved.model, "float32"))
-    config._attn_implementation = "eager"
+    config = transformers.CONFIG_MAPPING[resolved.family.name].from_dict(
+        resolved.family.to_hf(resolved.model, "float32")
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.LlamaForCausalLM(config)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if weights is not None:
                     parameter.copy_(weights[name])
                     continue
-                parameter.copy_(torch.randn(parameter.shape) * std + (1.0 if parameter.dim() == 1 else 0.0))
+                parameter.copy_(torch.randn(parameter.shape) * std + (1.0 if "norm" in name else 0.0))
     return model
 
 

@@ -71,12 +71,12 @@ def reference(
         # Eager attention rounds its softmax to float32, and takes twice the time of the fused one, which does not.
         model.set_attn_implementation("sdpa")
     optim = resolved.config.optim
-    everything = optim.decay_norms
-    decayed = [p for p in model.parameters() if p.dim() > 1 or everything]
-    plain = [p for p in model.parameters() if p.dim() == 1 and not everything]
     groups = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {
+            "params": [p for name, p in model.named_parameters() if _decays(name, p, optim.decay_norms) == decays],
+            "weight_decay": optim.weight_decay * decays,
+        }
+        for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     losses, norms = [], []
@@ -93,6 +93,11 @@ def reference(
         optimizer.step()
         losses.append(loss.item())
     return Course(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def _decays(name: str, parameter: Tensor, norms: bool) -> bool:
+    """Weight decay applies to matrices, to norms where the run says so, and never to biases."""
+    return parameter.dim() > 1 or (norms and not name.endswith(".bias"))
 
 
 def narrow_reference(resolved: Resolved, steps: int, *, masters: bool) -> Course:

@@ -26,6 +26,7 @@ PRELOADED = (
     "tests.support.checkpoints",
     "tests.support.parity",
     "tests.support.runs",
+    "nxtrain_models.decoder.model",
     "nxtrain_models.llama",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.placement_types",

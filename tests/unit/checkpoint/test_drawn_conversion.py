@@ -63,7 +63,7 @@ def test_drawn_models_come_back_from_the_files_of_nxd_bit_for_bit(tmp_path: Path
     rng, taken, refused = Random(SEED), 0, list[str]()
     for index in range(20):
         degrees = Degrees(tp=rng.choice((1, 2, 4)), pp=rng.choice((1, 2, 3)), dp=rng.choice((1, 2)))
-        run = suiting_nxd(draw("nxd conversion", SEED, index, degrees, bf16=index % 2 == 1))
+        run = suiting_nxd(draw("nxd conversion", SEED, index, degrees, bf16=index % 2 == 1, family="llama"))
         folder = tmp_path / str(index)
         export(run, folder / "hf")
         hf_to_nxtrain(folder / "hf", folder / "checkpoint")

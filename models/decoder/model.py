@@ -1,9 +1,9 @@
-"""Llama, written once for every backend.
+"""Decoder of norms, rotary attention and gated feed-forwards, written once for every family and every backend.
 
 Shapes: S sequence, B batch, D hidden, V vocabulary. Between the layers activations are (S, B, D), or (S / tp, B, D)
 under sequence parallelism: the sharded dimension comes first, so that gathering it copies nothing twice.
 
-Source: Touvron et al. 2023 (arXiv:2302.13971, arXiv:2307.09288); Grattafiori et al. 2024 (arXiv:2407.21783).
+Source: Touvron et al. 2023 (arXiv:2302.13971), whose blocks the later families share.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, RopeScaling
 from nxtrain.sharding import Init, ShardSpec
 from nxtrain.stages import StagePart
-from nxtrain_models.llama.config import LlamaConfig
+from nxtrain_models.decoder.config import DecoderConfig
 
 
-class LlamaBlock(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
+    def __init__(self, config: DecoderConfig, context: BuildContext) -> None:
         super().__init__()
         init, init_out = _inits(config, context)
         self.input_layernorm = _norm(config, context)
@@ -41,6 +41,8 @@ class LlamaBlock(nn.Module):
             init=init,
             init_out=init_out,
             context=context,
+            bias=config.qkv_bias,
+            head_norm_eps=config.rms_norm_eps if config.head_norms else None,
         )
         self.post_attention_layernorm = _norm(config, context)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, init=init, init_out=init_out, context=context)
@@ -51,16 +53,16 @@ class LlamaBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
-class LlamaBody(nn.Module):
+class DecoderBody(nn.Module):
     """Everything but the output projection; its name in checkpoints is `model`."""
 
-    def __init__(self, config: LlamaConfig, context: BuildContext, parts: Sequence[StagePart]) -> None:
+    def __init__(self, config: DecoderConfig, context: BuildContext, parts: Sequence[StagePart]) -> None:
         super().__init__()
         init, _ = _inits(config, context)
         if any(part.first for part in parts):
             self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
         # Blocks are named by their index in the whole model, for any parts.
-        self.layers = nn.ModuleDict({str(i): LlamaBlock(config, context) for part in parts for i in part.blocks})
+        self.layers = nn.ModuleDict({str(i): DecoderBlock(config, context) for part in parts for i in part.blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)
         self.rope = Rope(context.seq_len, config.head_size, config.rope_theta, _scaling(config), context.kernels)
@@ -74,15 +76,15 @@ class LlamaBody(nn.Module):
         return self.norm(x) if part.last else x
 
 
-class LlamaForCausalLM(nn.Module):
-    """Llama with its output projection and loss; parameter names are those of transformers' class of this name."""
+class CausalDecoder(nn.Module):
+    """Decoder with its output projection and loss; transformers' models of the same families name parameters alike."""
 
-    def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
+    def __init__(self, config: DecoderConfig, context: BuildContext) -> None:
         super().__init__()
         init, _ = _inits(config, context)
         self._whole = StagePart(range(config.num_hidden_layers), first=True, last=True)
         parts = context.parts or (self._whole,)
-        self.model = LlamaBody(config, context, parts)
+        self.model = DecoderBody(config, context, parts)
         if any(part.last for part in parts):
             self.lm_head = context.layers.head(config.vocab_size, config.hidden_size, init)
         if config.tie_word_embeddings:
@@ -124,13 +126,13 @@ class LlamaForCausalLM(nn.Module):
             self.lm_head.specs["weight"] = replace(self.lm_head.specs["weight"], tied_to="model.embed_tokens.weight")
 
 
-def build(config: LlamaConfig, context: BuildContext) -> LlamaForCausalLM:
+def build(config: DecoderConfig, context: BuildContext) -> CausalDecoder:
     """Make the model on the meta device."""
     with torch.device("meta"):
-        return LlamaForCausalLM(config, context)
+        return CausalDecoder(config, context)
 
 
-def _inits(config: LlamaConfig, context: BuildContext) -> tuple[Init, Init]:
+def _inits(config: DecoderConfig, context: BuildContext) -> tuple[Init, Init]:
     """Initial values of projections, and smaller ones for those into the residual stream.
 
     The smaller values keep the variance of the residual stream from growing with depth.
@@ -142,7 +144,7 @@ def _inits(config: LlamaConfig, context: BuildContext) -> tuple[Init, Init]:
     return Init("normal", std), Init("normal", std / depth)
 
 
-def _norm(config: LlamaConfig, context: BuildContext) -> RMSNorm:
+def _norm(config: DecoderConfig, context: BuildContext) -> RMSNorm:
     return RMSNorm(
         config.hidden_size,
         config.rms_norm_eps,
@@ -153,7 +155,7 @@ def _norm(config: LlamaConfig, context: BuildContext) -> RMSNorm:
     )
 
 
-def _scaling(config: LlamaConfig) -> RopeScaling | None:
+def _scaling(config: DecoderConfig) -> RopeScaling | None:
     scaling = config.rope_scaling
     if scaling is None:
         return None

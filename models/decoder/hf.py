@@ -1,4 +1,4 @@
-"""Llama's `config.json`, read and written so that transformers 4 and 5 both understand it.
+"""Hugging Face's `config.json` of a decoder, read and written so that transformers 4 and 5 both understand it.
 
 The two differ in the rotary embedding (`rope_theta` and `rope_scaling` against one `rope_parameters`) and in the name
 of the weights' type (`torch_dtype` against `dtype`).
@@ -7,30 +7,39 @@ of the weights' type (`torch_dtype` against `dtype`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from nxtrain.errors import ConfigError, Problem
-from nxtrain_models.llama.config import LlamaConfig
+from nxtrain_models.decoder.config import DecoderConfig
 
 _ORIGIN = "config.json"
-_SAME = tuple(name for name in LlamaConfig.model_fields if not name.startswith("rope_"))
-_UNSUPPORTED = {"model_type": "llama", "attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+
+Config = TypeVar("Config", bound=DecoderConfig)
 
 
-def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
+def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[str, Any]) -> Config:
     """Read a Hugging Face `config.json`.
+
+    Args:
+        config_type: Configuration of the family.
+        fixed: Keys of the file whose only supported value is given, which is the default of transformers too.
+        hf: Content of the file.
 
     Raises:
         ConfigError: The file describes something that this family does not compute; every such key is named.
     """
     problems = [
         Problem(key, f"{hf[key]!r} is not supported; only {only!r} is", origin=_ORIGIN)
-        for key, only in _UNSUPPORTED.items()
+        for key, only in fixed.items()
         if hf.get(key, only) != only
     ]
-    values = {name: hf[name] for name in _SAME if name in hf}
+    problems += [
+        Problem("layer_types", f"{kind!r} is not supported; only 'full_attention' is", origin=_ORIGIN)
+        for kind in sorted({*(hf.get("layer_types") or ())} - {"full_attention"})
+    ]
+    values = {name: hf[name] for name in config_type.model_fields if name in hf and not name.startswith("rope_")}
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
     if theta is not None:
@@ -43,7 +52,7 @@ def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
         reason = f"rotary embeddings of type {kind!r} are not supported; only 'default' and 'llama3' are"
         problems.append(Problem("rope_scaling.rope_type", reason, origin=_ORIGIN))
     try:
-        config = _without_defaults(LlamaConfig.model_validate(values))
+        config = _without_defaults(config_type.model_validate(values))
     except ValidationError as error:
         problems += [
             Problem(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "), origin=_ORIGIN)
@@ -54,7 +63,7 @@ def from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     return config
 
 
-def _without_defaults(config: LlamaConfig) -> LlamaConfig:
+def _without_defaults(config: Config) -> Config:
     # transformers writes out sizes that follow from other sizes. Kept, they would contradict overrides of the latter,
     # and make a shape differ from the equal preset.
     changes: dict[str, None] = {}
@@ -65,21 +74,25 @@ def _without_defaults(config: LlamaConfig) -> LlamaConfig:
     return config.model_copy(update=changes)
 
 
-def to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """Write a Hugging Face `config.json`; `dtype` is torch's name of the weights' type."""
+def to_hf(config: DecoderConfig, fixed: Mapping[str, object], architecture: str, dtype: str) -> dict[str, Any]:
+    """Write a Hugging Face `config.json`.
+
+    Args:
+        config: Configuration of the model.
+        fixed: Keys of the file that have the same value for every model of the family.
+        architecture: Class of the model in transformers.
+        dtype: torch's name of the weights' type.
+    """
     values = config.model_dump()
     scaling = values.pop("rope_scaling")
     if scaling is not None:
         scaling = {"rope_type": "llama3", **scaling}
     return {
         **values,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        **fixed,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
         "dtype": dtype,

@@ -1,0 +1,97 @@
+"""The blocks that families share: a family is a subclass of `DecoderFamily` with its configuration and its presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from nxtrain.errors import Problem
+from nxtrain.family import BuildContext, Decoder, ModelConfig, ModelFamily
+from nxtrain.stages import LayerCosts
+from nxtrain_models.decoder import config as shape
+from nxtrain_models.decoder import hf
+from nxtrain_models.decoder.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class DecoderFamily(ModelFamily):
+    """Family whose models are a `CausalDecoder`; model code is imported only when a model is built.
+
+    Attributes:
+        config_type: Configuration, whose class attributes say which parts a block has.
+        architecture: Class of the models in transformers.
+        fixed: Keys of `config.json` with their only supported value, which is the default of transformers too.
+    """
+
+    config_type: type[DecoderConfig]
+    architecture: str
+    fixed: ClassVar[Mapping[str, object]] = {}
+
+    def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
+        """Every reason why this shape cannot run at these degrees."""
+        return shape.check(cast(DecoderConfig, config), tp=tp, seq_len=seq_len)
+
+    def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
+        """Make the module on the meta device."""
+        from nxtrain_models.decoder.model import build  # torch loads here, not when a config is checked
+
+        return build(cast(DecoderConfig, config), context)
+
+    def from_hf(self, hf_config: Mapping[str, Any]) -> DecoderConfig:
+        """Read a Hugging Face `config.json`."""
+        return hf.from_hf(self.config_type, self._fixed, hf_config)
+
+    def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
+        """Write a Hugging Face `config.json`."""
+        return hf.to_hf(cast(DecoderConfig, config), self._fixed, self.architecture, dtype)
+
+    def heads(self, config: ModelConfig) -> tuple[int, int]:
+        """Number of query heads, and the width of one."""
+        decoder = cast(DecoderConfig, config)
+        return decoder.num_attention_heads, decoder.head_size
+
+    def flops_per_token(self, config: ModelConfig, seq_len: int) -> int:
+        """Floating point operations of forward and backward for one token.
+
+        Two per matrix entry forward and four backward; attention's two products see half of the sequence on average.
+        Biases and norms count as nothing.
+
+        Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
+        """
+        decoder = cast(DecoderConfig, config)
+        attention = decoder.num_hidden_layers * decoder.num_attention_heads * decoder.head_size * seq_len
+        return 6 * (decoder.num_matmul_params + attention)
+
+    def layer_costs(self, config: ModelConfig, seq_len: int) -> LayerCosts:
+        """Cost of each layer's forward pass per token; an embedding lookup costs nothing."""
+        decoder = cast(DecoderConfig, config)
+        attention = decoder.num_attention_heads * decoder.head_size * seq_len
+        return LayerCosts(
+            0, 2 * (decoder.block_matmul_params + attention), 2 * decoder.vocab_size * decoder.hidden_size
+        )
+
+    def decoder(self, config: ModelConfig) -> Decoder:
+        """Dimensions of the model, for predictions of memory and time."""
+        decoder = cast(DecoderConfig, config)
+        return Decoder(
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            num_layers=decoder.num_hidden_layers,
+            num_heads=decoder.num_attention_heads,
+            num_kv_heads=decoder.num_kv_heads,
+            head_size=decoder.head_size,
+            intermediate_size=decoder.intermediate_size,
+            tied=decoder.tie_word_embeddings,
+            qkv_bias=decoder.qkv_bias,
+            head_norms=decoder.head_norms,
+        )
+
+    def num_params(self, config: ModelConfig) -> int:
+        """Parameters of the model, a tied embedding counted once."""
+        return cast(DecoderConfig, config).num_params
+
+    @property
+    def _fixed(self) -> dict[str, object]:
+        return {"model_type": self.name, "hidden_act": "silu", **self.fixed}

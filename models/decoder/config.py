@@ -1,0 +1,157 @@
+"""Shape of a decoder under Hugging Face's names, the checks of a shape, and parameter counts.
+
+The module works without torch, so that any machine can check and plan a run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nxtrain.errors import Problem
+from nxtrain.family import ModelConfig
+from nxtrain.mesh import divisors, listed
+
+Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
+Positive = Annotated[float, Field(gt=0, le=3.4e38)]  # these values are combined with float32 numbers
+
+
+class RopeScaling(BaseModel):
+    """Llama 3's stretch of the rotary wavelengths; Hugging Face calls it rope_type `llama3`.
+
+    Source: `apply_scaling` in Meta's `llama_models`, `models/llama3/reference_impl/model.py`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    factor: Annotated[float, Field(ge=1, le=3.4e38)]
+    """Wavelengths far beyond the original context grow by this."""
+    low_freq_factor: Positive
+    """Wavelengths longer than the original context over this are stretched in full."""
+    high_freq_factor: Positive
+    """Wavelengths shorter than the original context over this stay as they are."""
+    original_max_position_embeddings: Count
+    """Tokens of context before the stretch."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScaling:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must exceed low_freq_factor={self.low_freq_factor}"
+            )
+        return self
+
+
+class DecoderConfig(ModelConfig):
+    """Shape of a decoder; names, meanings and defaults are Hugging Face's, but sizes have no default.
+
+    A family is a subclass, with the defaults of its class in transformers.
+
+    Attributes:
+        qkv_bias: The projections to queries, keys and values have biases.
+        head_norms: Every head of the queries and keys is normalized before its rotation.
+    """
+
+    qkv_bias: ClassVar[bool] = False
+    head_norms: ClassVar[bool] = False
+
+    vocab_size: Count
+    """Entries of the vocabulary, unpadded."""
+    hidden_size: Count
+    """Width of the residual stream."""
+    num_hidden_layers: Annotated[int, Field(gt=0, le=2**16)]
+    """Transformer blocks."""
+    intermediate_size: Count
+    """Width inside the MLP."""
+    num_attention_heads: Count
+    """Query heads."""
+    num_key_value_heads: Count | None = None
+    """Key and value heads; None for as many as query heads. Code reads `num_kv_heads`."""
+    head_dim: Count | None = None
+    """Width of a head; None for hidden_size / num_attention_heads. Code reads `head_size`."""
+    rms_norm_eps: Positive = 1e-6
+    """Added to the mean square before its root."""
+    rope_theta: Positive = 10_000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch of the rotary wavelengths for long contexts."""
+    max_position_embeddings: Count = 2048
+    """Tokens of the longest sequence."""
+    initializer_range: Positive = 0.02
+    """Standard deviation of the initial matrices."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def block_matmul_params(self) -> int:
+        """Entries of the matrices of one block."""
+        attention = 2 * self.hidden_size * self.head_size * (self.num_attention_heads + self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def num_matmul_params(self) -> int:
+        """Entries of the matrices that multiply activations: all but the norms and the input embedding."""
+        return self.num_hidden_layers * self.block_matmul_params + self.vocab_size * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, a tied embedding counted once."""
+        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        block = 2 * self.hidden_size + (2 * self.head_size if self.head_norms else 0)
+        block += self.head_size * (self.num_attention_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
+        return self.num_matmul_params + embedding + self.num_hidden_layers * block + self.hidden_size
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DecoderConfig:
+        heads, kv_heads, hidden = self.num_attention_heads, self.num_kv_heads, self.hidden_size
+        reasons = []
+        if heads % kv_heads:
+            works = listed(divisors(heads))
+            reasons.append(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; use {works}")
+        if self.head_dim is None and hidden % heads:
+            reasons.append(f"num_attention_heads={heads} does not divide hidden_size={hidden}; set head_dim")
+        elif self.head_size % 2:
+            reasons.append(f"heads of width {self.head_size} cannot be rotated in pairs; the width must be even")
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        return self
+
+
+def check(config: DecoderConfig, *, tp: int, seq_len: int) -> list[Problem]:
+    """Every reason why this shape cannot run at these degrees."""
+    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+    fitting = listed([n for n in divisors(heads) if _divides(n, kv_heads)])
+    problems = []
+    if heads % tp:
+        problems.append(
+            Problem(
+                "parallel.tp",
+                f"tp={tp} does not divide model.config.num_attention_heads={heads}",
+                hint=f"use {fitting}",
+            )
+        )
+    elif not _divides(tp, kv_heads):
+        reason = f"neither of tp={tp} and model.config.num_key_value_heads={kv_heads} divides the other"
+        problems.append(Problem("parallel.tp", reason, hint=f"use {fitting}"))
+    if seq_len > config.max_position_embeddings:
+        problems.append(
+            Problem(
+                "train.seq_len",
+                f"seq_len={seq_len} exceeds model.config.max_position_embeddings={config.max_position_embeddings}",
+                hint="shorten train.seq_len, or raise model.config.max_position_embeddings",
+            )
+        )
+    return problems
+
+
+def _divides(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0

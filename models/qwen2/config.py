@@ -1,0 +1,16 @@
+"""Shape of a Qwen2."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from nxtrain_models.decoder.config import Count, DecoderConfig
+
+
+class Qwen2Config(DecoderConfig):
+    """Shape of a Qwen2, as `Qwen2Config` of transformers."""
+
+    qkv_bias: ClassVar[bool] = True
+
+    num_key_value_heads: Count | None = 32
+    max_position_embeddings: Count = 32_768

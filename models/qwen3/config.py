@@ -1,0 +1,17 @@
+"""Shape of a Qwen3."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from nxtrain_models.decoder.config import Count, DecoderConfig
+
+
+class Qwen3Config(DecoderConfig):
+    """Shape of a Qwen3, as `Qwen3Config` of transformers."""
+
+    head_norms: ClassVar[bool] = True
+
+    num_key_value_heads: Count | None = 32
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 32_768
