@@ -35,10 +35,10 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
         for key, only in fixed.items()
         if hf.get(key, only) != only
     ]
-    problems += [
-        Problem("layer_types", f"{kind!r} is not supported; only 'full_attention' is", origin=_ORIGIN)
-        for kind in sorted({*(hf.get("layer_types") or ())} - {"full_attention"})
-    ]
+    layers = hf.get("layer_types") or []
+    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+        reason = f"attention of other layers than 'full_attention' is not supported: {layers!r:.200}"
+        problems.append(Problem("layer_types", reason, origin=_ORIGIN))
     values = {name: hf[name] for name in config_type.model_fields if name in hf and not name.startswith("rope_")}
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", hf.get("rope_theta"))
@@ -66,12 +66,14 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
 def _without_defaults(config: Config) -> Config:
     # transformers writes out sizes that follow from other sizes. Kept, they would contradict overrides of the latter,
     # and make a shape differ from the equal preset.
-    changes: dict[str, None] = {}
-    if config.num_key_value_heads == config.num_attention_heads:
-        changes["num_key_value_heads"] = None
-    if config.head_size * config.num_attention_heads == config.hidden_size:
-        changes["head_dim"] = None
-    return config.model_copy(update=changes)
+    follows = {
+        "num_key_value_heads": config.num_key_value_heads == config.num_attention_heads,
+        "head_dim": config.head_size * config.num_attention_heads == config.hidden_size,
+    }
+    fields = type(config).model_fields
+    return config.model_copy(
+        update={name: None for name, does in follows.items() if does and fields[name].default is None}
+    )
 
 
 def to_hf(config: DecoderConfig, fixed: Mapping[str, object], architecture: str, dtype: str) -> dict[str, Any]:

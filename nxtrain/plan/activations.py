@@ -34,17 +34,22 @@ def _whole_block_bytes(job: Job, remat: str) -> int:
 
 
 def _attention_bytes(job: Job, *, recomputed: bool) -> int:
-    """Queries, keys, values and the output, which the row layer keeps as well; then what the kernel adds."""
+    """Queries, keys, values and the output, which the row layer keeps as well; then what the kernel adds.
+
+    Norms of heads keep their inputs, and a number per head. Queries and keys are then rotated apart.
+    """
     width, tokens, size = job.decoder.head_size, job.micro_tokens, job.params_size
     queries, keys = job.local_heads * width, job.local_kv_heads * width
     repeats = job.local_heads // job.local_kv_heads
-    fused = job.config.model.fused_qkv
+    fused, normed = job.config.model.fused_qkv, job.decoder.head_norms
     rotated, value = queries + keys, (queries + 2 * keys if fused else keys)
     if recomputed or job.attention != "fused" or repeats == 1:
-        inputs = rotated + value
+        inputs = rotated + value + (rotated if normed and not fused else 0)
     else:  # repeated K/V heads are kept; of the given ones only the queries, and what they share a tensor with
-        inputs = (rotated if fused else queries) + 2 * queries
+        inputs = (rotated if fused and not normed else queries) + 2 * queries
+        inputs += (value if fused else rotated) if normed else 0
     kept = (inputs + queries) * tokens * size
+    kept += (job.local_heads + job.local_kv_heads) * tokens * FLOAT if normed else 0
     return kept if recomputed else kept + _core_bytes(job)
 
 

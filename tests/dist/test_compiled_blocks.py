@@ -49,6 +49,8 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
         {"tp": 1, "dp": 2, "micro": 1, "shard": "zero1", "remat": "full"},
         {"tp": 1, "dp": 2, "micro": 1, "shard": "full", "remat": "selective"},
         {"tp": 2, "dp": 2, "micro": 2, "sp": True, "shard": "hybrid", "shard_size": 2},
+        {"tp": 2, "family": "qwen2", "remat": "full"},
+        {"tp": 2, "sp": True, "family": "qwen3"},
     ],
     ids=str,
 )

@@ -348,6 +348,21 @@ def test_the_shape_may_come_from_a_hugging_face_folder(hf: Path) -> None:
     }
 
 
+def test_the_folder_chooses_the_family_unless_the_configuration_does(hf: Path) -> None:
+    qwen = {**json.loads((hf / "config.json").read_text()), "model_type": "qwen2"}
+    (hf / "config.json").write_text(json.dumps(qwen))
+    assert checked(hf, f"model.hf={hf}").family.name == "qwen2"
+    found = only(hf, f"model.hf={hf}", "model.family=llama")
+    assert (found.key, found.reason) == ("model_type", "'qwen2' is not supported; only 'llama' is")
+
+
+def test_a_folder_of_a_family_that_is_not_installed_is_refused_with_those_that_are(hf: Path) -> None:
+    (hf / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    found = only(hf, f"model.hf={hf}")
+    assert (found.key, found.hint) == ("model.hf", "installed: llama, mistral, qwen2, qwen3")
+    assert "config.json is of model_type 'mamba', which no installed family computes" in found.reason
+
+
 def test_two_sources_of_the_shape_are_refused(hf: Path) -> None:
     found = only(hf, f"model.hf={hf}", "model.preset=tiny")
     assert found.key == "model.preset"

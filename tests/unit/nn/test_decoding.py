@@ -14,28 +14,33 @@ from nxtrain.family import CausalLM
 from nxtrain.mesh import Mesh
 from nxtrain.nn import decoding
 from nxtrain.nn.decoding import Decoder
+from tests.support.drawn import FAMILIES
 from tests.support.models import SHAPES, our_model, plan, weights_of
 
 LENGTH = 60
 TOLERANCE = {"fp32": 2e-5, "bf16": 0.1}
 
 
-def models(shape: str, params: str = "fp32") -> tuple[CausalLM, CausalLM]:
+def models(shape: str, params: str = "fp32", family: str = "llama") -> tuple[CausalLM, CausalLM]:
     """The same model twice: one that decodes, and one that reads whole texts."""
-    resolved = plan(shape, train={"seq_len": LENGTH}, precision={"params": params})
+    resolved = plan(shape, model={"family": family}, train={"seq_len": LENGTH}, precision={"params": params})
     backend, mesh, weights = CpuBackend(), Mesh(1, 0), weights_of(resolved)
     first, second = (our_model(resolved, backend, mesh, weights) for _ in range(2))
     return cast(CausalLM, first), cast(CausalLM, second)
 
 
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scores_are_those_of_the_whole_text(monkeypatch: pytest.MonkeyPatch, shape: str, params: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "family"), [*((shape, "llama") for shape in SHAPES), *(("gqa", family) for family in FAMILIES[1:])]
+)
+def test_scores_are_those_of_the_whole_text(
+    monkeypatch: pytest.MonkeyPatch, shape: str, family: str, params: str
+) -> None:
     drawn = random.Random(f"{shape} {params}")
     # Small, so that the cache grows and prompts take several chunks.
     monkeypatch.setattr(decoding, "CHUNK", drawn.choice([1, 3, 7, 16]))
     monkeypatch.setattr(decoding, "_FIRST_CAPACITY", drawn.choice([1, 2, 8]))
-    model, whole = models(shape, params)
+    model, whole = models(shape, params, family)
     text = [drawn.randrange(128) for _ in range(LENGTH)]
     decoder, length = Decoder(model, lambda x: x), 0
     while length < LENGTH:

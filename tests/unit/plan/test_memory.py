@@ -27,6 +27,7 @@ from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from tests.support.drawn import FAMILIES
 from tests.support.models import plan, tokens
 
 
@@ -121,7 +122,12 @@ def draw(seed: int) -> tuple[Resolved, Mesh]:
     }
     resolved = plan(
         "mha",
-        model={"config": shape, "fused_qkv": rng.random() < 0.5, "fused_gate_up": rng.random() < 0.5},
+        model={
+            "family": FAMILIES[seed % len(FAMILIES)],
+            "config": shape,
+            "fused_qkv": rng.random() < 0.5,
+            "fused_gate_up": rng.random() < 0.5,
+        },
         parallel={
             "tp": tp,
             "pp": pp,
@@ -236,8 +242,9 @@ def run(resolved: Resolved) -> tuple[int, int, Job]:
         {"train": {"seq_len": 2048, "micro_batch": 1, "global_batch": 2}},
         {"train": {"loss_chunk_mib": 1}},
         {"precision": {"params": "fp32", "update": "fp32"}},
+        {"model": {"family": "qwen3", "fused_qkv": False, "fused_gate_up": False}},
     ],
-    ids=["fused", "unfused", "long", "chunks", "fp32"],
+    ids=["fused", "unfused", "long", "chunks", "fp32", "norms of heads"],
 )
 def test_activations_are_those_that_torch_keeps(remat: str, change: Mapping[str, Mapping[str, Any]]) -> None:
     resolved = plan("mha", **settings(remat, change))

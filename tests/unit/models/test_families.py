@@ -1,0 +1,169 @@
+"""Families that share the decoder with Llama: shapes, presets and config.json, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nxtrain.convert.hf import whole_shapes
+from nxtrain.errors import ConfigError
+from nxtrain.family import find_family
+from nxtrain.mesh import Mesh
+from nxtrain.nn.init import draw_shard
+from nxtrain_models.decoder.config import DecoderConfig
+from tests.support.drawn import FAMILIES
+from tests.support.models import plan
+from tests.support.parity import table_of
+
+PUBLISHED = {  # counts of the weights on the Hugging Face hub
+    ("mistral", "mistral-7b-v0.1"): 7_241_732_096,
+    ("mistral", "mistral-7b-v0.3"): 7_248_023_552,
+    ("mistral", "mistral-nemo-12b"): 12_247_782_400,
+    ("qwen2", "qwen2.5-0.5b"): 494_032_768,
+    ("qwen2", "qwen2.5-1.5b"): 1_543_714_304,
+    ("qwen2", "qwen2.5-7b"): 7_615_616_512,
+    ("qwen2", "qwen2.5-72b"): 72_706_203_648,
+    ("qwen3", "qwen3-0.6b"): 596_049_920,
+    ("qwen3", "qwen3-1.7b"): 1_720_574_976,
+    ("qwen3", "qwen3-4b"): 4_022_468_096,
+    ("qwen3", "qwen3-8b"): 8_190_735_360,
+    ("qwen3", "qwen3-14b"): 14_768_307_200,
+    ("qwen3", "qwen3-32b"): 32_762_123_264,
+}
+NEW = FAMILIES[1:]
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+}
+
+
+def preset_of(family: str, preset: str) -> DecoderConfig:
+    config = find_family(family).preset(preset)
+    assert isinstance(config, DecoderConfig)
+    return config
+
+
+@pytest.mark.parametrize(("family", "preset"), PUBLISHED)
+def test_a_preset_has_the_published_parameters_under_the_names_of_transformers(family: str, preset: str) -> None:
+    found, config = find_family(family), preset_of(family, preset)
+    theirs = transformers.CONFIG_MAPPING[family].from_dict(found.to_hf(config, "bfloat16"))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert whole_shapes(found, config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert found.num_params(config) == PUBLISHED[family, preset] == sum(p.numel() for p in model.parameters())
+
+
+def test_every_preset_is_counted_and_says_where_it_was_published() -> None:
+    presets = {
+        (name, preset): find_family(name).presets[preset] for name in NEW for preset in find_family(name).presets
+    }
+    assert {(family, name) for family, name in presets if name != "tiny"} == PUBLISHED.keys()
+    for (family, name), preset in presets.items():
+        assert preset.source, name
+        assert find_family(family).check(preset.config, tp=1, seq_len=128) == [], name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_a_file_lacks_have_the_values_of_transformers(family: str) -> None:
+    found = find_family(family)
+    theirs = transformers.CONFIG_MAPPING[family].from_dict({"model_type": family, **SIZES})
+    ours = found.from_hf({"model_type": family, **SIZES})
+    again = found.from_hf(theirs.to_dict())
+    assert isinstance(ours, DecoderConfig)
+    assert ours == again
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_size == (getattr(theirs, "head_dim", None) or 64 // 32)
+
+
+@pytest.mark.parametrize(("family", "preset"), [*PUBLISHED, *((family, "tiny") for family in NEW)])
+def test_transformers_reads_what_is_written_and_its_own_form_is_read_back(
+    family: str, preset: str, tmp_path: Path
+) -> None:
+    found, config = find_family(family), preset_of(family, preset)
+    written = found.to_hf(config, "bfloat16")
+    assert found.from_hf(written) == config
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.architectures == [type(transformers.AutoModelForCausalLM.from_config(tiny(theirs))).__name__]
+    theirs.save_pretrained(tmp_path / "again")
+    assert found.from_hf(json.loads((tmp_path / "again" / "config.json").read_text())) == config
+
+
+def tiny(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
+    """The smallest configuration of the same family."""
+    return transformers.CONFIG_MAPPING[config.model_type].from_dict({**SIZES, "head_dim": 2, "num_key_value_heads": 1})
+
+
+QWEN = {**SIZES, "num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 2, "use_sliding_window": False}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_that_is_not_used_is_no_window(family: str) -> None:
+    found = find_family(family)
+    config = found.from_hf({"model_type": family, **QWEN, "layer_types": ["full_attention"] * 2})
+    assert found.check(config, tp=1, seq_len=8192) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "key", "message"),
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window", "True is not supported; only False is"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window", "True is not supported; only False is"),
+        ("qwen3", {"attention_bias": True}, "attention_bias", "True is not supported; only False is"),
+        (
+            "qwen2",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types",
+            "attention of other layers than 'full_attention' is not supported: ['full_attention', 'sliding_attention']",
+        ),
+        ("mistral", {"hidden_act": "gelu"}, "hidden_act", "'gelu' is not supported; only 'silu' is"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "type 'yarn'"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_key(
+    family: str, change: dict[str, Any], key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_family(family).from_hf({"model_type": family, **QWEN, **change})
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.origin) == (key, "config.json")
+    assert message in problem.reason
+
+
+def test_a_sequence_within_the_window_is_taken_and_a_longer_one_refused_with_the_way_out() -> None:
+    mistral = find_family("mistral")
+    config = mistral.preset("mistral-7b-v0.1")
+    assert mistral.check(config, tp=1, seq_len=4096) == []
+    (problem,) = mistral.check(config, tp=1, seq_len=4097)
+    assert problem.key == "train.seq_len"
+    assert problem.reason.startswith("seq_len=4097 exceeds model.config.sliding_window=4096")
+    assert problem.hint == (
+        "shorten train.seq_len to 4096 or less, where the window changes nothing; or raise "
+        "model.config.sliding_window to train a model that sees the whole sequence"
+    )
+    assert mistral.check(mistral.preset("mistral-7b-v0.3"), tp=1, seq_len=32_768) == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "longest"), [("mistral-7b-v0.1", 4096), ("mistral-7b-v0.3", 32_768), ("mistral-nemo-12b", 128_000)]
+)
+def test_the_longest_sequence_ends_at_the_window(preset: str, longest: int) -> None:
+    assert find_family("mistral").preset(preset).longest_sequence == longest
+
+
+def test_biases_and_norms_of_heads_start_as_zeros_and_ones() -> None:
+    for family, parts in (("qwen2", {"q_proj.bias": 0.0}), ("qwen3", {"q_norm.weight": 1.0, "k_norm.weight": 1.0})):
+        table = table_of(plan("gqa", model={"family": family, "fused_qkv": False}), Mesh(1, 0))
+        for leaf, value in parts.items():
+            name = f"model.layers.0.self_attn.{leaf}"
+            local = torch.full(table[name].shape, 9.0)
+            draw_shard(local, name, table[name], Mesh(1, 0).tp, seed=0)
+            assert torch.equal(local, torch.full_like(local, value))
