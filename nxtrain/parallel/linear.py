@@ -99,6 +99,22 @@ class _SplitProduct(torch.autograd.Function):
         return x_grad, None, None, None
 
 
+class _Biased(torch.autograd.Function):
+    """x + bias, whose backward sums a matrix.
+
+    Torch's own sums keep the dimensions, and return a view of the sum. On a lazy device whose graph ends after
+    backward, the graph would return both.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.flatten(0, -2).sum(0)
+
+
 def _weight_grad(grad: Tensor, x: Tensor, tp: TensorParallel | None) -> Tensor:
     return grad.flatten(0, -2).t() @ _whole(x, tp).flatten(0, -2)
 
@@ -150,7 +166,7 @@ class ColumnLinear(SplitBackward):
     def forward(self, x: Tensor) -> Tensor:
         """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
         out = self._product(x)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else _Biased.apply(out, self.bias)  # type: ignore[no-any-return]
 
     def _product(self, x: Tensor) -> Tensor:
         if self.postpone is not None:

@@ -19,22 +19,22 @@ RANKS = [0, 3, 4, 7, 8, 12, 15]
 """Some of each stage."""
 
 
-def plan(num_micro: int, virtual_pp: int = 1, shape: str = "gqa2") -> Any:
+def plan(num_micro: int, virtual_pp: int = 1, shape: str = "gqa2", family: str = "llama") -> Any:
     options: dict[str, Any] = {"tp": 2, "pp": 4, "dp": 2, "virtual_pp": virtual_pp, "shard": "zero1"}
     layers = {"num_hidden_layers": 4 * virtual_pp}
     if shape == "copies":  # of the embedding over the stages, of K/V heads over tp
         shape, layers["num_key_value_heads"] = "tied", 1
-    small = layout(shape, **options, sp=True, batch=2 * num_micro, micro=1, config=layers)
+    small = layout(shape, **options, sp=True, batch=2 * num_micro, micro=1, config=layers, family=family)
     return changed(small, train={"eval_every": 2, "eval_batches": 1})
 
 
 CASES: dict[str, tuple[Any, str]] = {
     "2": (plan(2), ""),
     "3": (plan(3), ""),
-    "chunks, 2": (plan(2, virtual_pp=2), ""),
-    "chunks, 3": (plan(3, virtual_pp=2), ""),
+    "chunks, 2": (plan(2, virtual_pp=2, family="qwen3"), ""),
+    "chunks, 3": (plan(3, virtual_pp=2, family="qwen3"), ""),
     "tied": (plan(2, shape="tied"), ""),
-    "vote": (changed(plan(2, shape="copies"), recovery={"vote_every": 2}), ""),
+    "vote": (changed(plan(1, shape="copies", family="qwen2"), recovery={"vote_every": 2}), ""),
     "number": (plan(2), "stage"),
     "sum": (plan(2), "sum of a stage"),
     "joined": (plan(2), "joined"),
