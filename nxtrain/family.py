@@ -42,9 +42,9 @@ class ModelConfig(BaseModel):
     """Tokens of the longest sequence."""
 
     @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that the family's module computes as the model is defined."""
-        return self.max_position_embeddings
+    def longest_sequence(self) -> tuple[str, int]:
+        """Key that limits the tokens of a sequence, and the number."""
+        return "max_position_embeddings", self.max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class BuildContext:
         seq_len: Longest sequence.
         fused_qkv, fused_gate_up: One matrix for the projections that share an input.
         scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
-        decay_norms: Weight decay applies to the norms too.
+        decay_norms: Weight decay applies to the norms too, those of heads among them.
         parts: Parts of the model that are built, ascending; empty: the whole model.
     """
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.family import BuildContext
-from nxtrain.nn.attention import Attention
+from nxtrain.nn.attention import Attention, Heads
 from nxtrain.nn.mlp import GatedMLP
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, RopeScaling
@@ -33,17 +33,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         init, init_out = _inits(config, context)
         self.input_layernorm = _norm(config, context)
-        self.self_attn = Attention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_kv_heads,
-            config.head_size,
-            init=init,
-            init_out=init_out,
-            context=context,
-            bias=config.qkv_bias,
-            head_norm_eps=config.rms_norm_eps if config.head_norms else None,
-        )
+        self.self_attn = Attention(config.hidden_size, _heads(config), init=init, init_out=init_out, context=context)
         self.post_attention_layernorm = _norm(config, context)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, init=init, init_out=init_out, context=context)
 
@@ -142,6 +132,16 @@ def _inits(config: DecoderConfig, context: BuildContext) -> tuple[Init, Init]:
     std = config.initializer_range
     depth = math.sqrt(2 * config.num_hidden_layers) if context.scaled_init else 1.0
     return Init("normal", std), Init("normal", std / depth)
+
+
+def _heads(config: DecoderConfig) -> Heads:
+    return Heads(
+        config.num_attention_heads,
+        config.num_kv_heads,
+        config.head_size,
+        bias=config.qkv_bias,
+        norm_eps=config.rms_norm_eps if config.head_norms else None,
+    )
 
 
 def _norm(config: DecoderConfig, context: BuildContext) -> RMSNorm:

@@ -14,6 +14,9 @@ class MistralConfig(DecoderConfig):
     """Tokens that a query sees, its own among them; None for all before it."""
 
     @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that the module computes as the model is defined."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+    def longest_sequence(self) -> tuple[str, int]:
+        """Key that limits the tokens of a sequence, and the number; within the window, attention is plainly causal."""
+        window = self.sliding_window
+        if window is not None and window < self.max_position_embeddings:
+            return "sliding_window", window
+        return super().longest_sequence

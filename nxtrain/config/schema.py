@@ -166,7 +166,7 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, times lr per step."""
     decay_norms: bool = False
-    """Weight decay also applies to norm weights."""
+    """Weight decay also applies to norm weights; it never applies to biases."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: never clip."""
 

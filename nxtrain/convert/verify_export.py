@@ -110,7 +110,7 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
     """
     meta = read_meta(checkpoint)
     _, config = meta.model()
-    length = min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS))
+    length = min(_TOKENS, config.longest_sequence[1])
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     theirs = _scores_of_transformers(folder, tokens, getattr(torch, meta.dtype))
     with torch.no_grad():

@@ -5,6 +5,7 @@ Shapes: S sequence, B batch, D hidden, N query heads, K key/value heads, H head 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,25 @@ class CausalAttention(nn.Module):
         return self._kernels.attention(q, k, v)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a block's attention.
+
+    Args:
+        num, num_kv: Numbers of query heads, and of K/V heads, over all ranks.
+        width: H.
+        bias: The projections to queries, keys and values have biases.
+        norm_eps: Every head of the queries and keys is normalized before its rotation, with this added to the mean
+            square; None: no head is.
+    """
+
+    num: int
+    num_kv: int
+    width: int
+    bias: bool = False
+    norm_eps: float | None = None
+
+
 class Attention(nn.Module):
     """Projections, norms of heads if the model has them, rotation, causal attention and the projection back.
 
@@ -49,63 +69,35 @@ class Attention(nn.Module):
 
     Args:
         hidden_size: D.
-        num_heads, num_kv_heads: Numbers of heads over all ranks.
-        head_dim: H.
+        heads: The heads.
         init, init_out: Initial values of the input and output projections.
         context: Layers and kernels of the model.
-        bias: The projections to queries, keys and values have biases.
-        head_norm_eps: Every head of the queries and keys is normalized before its rotation, with this added to the mean
-            square; None: no head is.
 
     Source: Henry et al. 2020 (arXiv:2010.04245) for norms of heads.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        init: Init,
-        init_out: Init,
-        context: BuildContext,
-        bias: bool = False,
-        head_norm_eps: float | None = None,
-    ) -> None:
+    def __init__(self, hidden_size: int, heads: Heads, *, init: Init, init_out: Init, context: BuildContext) -> None:
         super().__init__()
-        layers = context.layers
-        replicas = max(1, layers.tp.size // num_kv_heads)
+        layers, width = context.layers, heads.width
+        replicas = max(1, layers.tp.size // heads.num_kv)
         segments = (
-            Segment("q_proj", num_heads * head_dim),
-            Segment("k_proj", num_kv_heads * head_dim, replicas),
-            Segment("v_proj", num_kv_heads * head_dim, replicas),
+            Segment("q_proj", heads.num * width),
+            Segment("k_proj", heads.num_kv * width, replicas),
+            Segment("v_proj", heads.num_kv * width, replicas),
         )
-        self._fused, self._head_dim = context.fused_qkv, head_dim
-        self._num_heads = num_heads // layers.tp.size
-        self._num_kv_heads = num_kv_heads * replicas // layers.tp.size
+        self._fused, self._norms_heads, self._head_dim = context.fused_qkv, heads.norm_eps is not None, width
+        self._num_heads = heads.num // layers.tp.size
+        self._num_kv_heads = heads.num_kv * replicas // layers.tp.size
         if self._fused:
-            self.qkv_proj = layers.column(hidden_size, segments, init, bias=bias)
+            self.qkv_proj = layers.column(hidden_size, segments, init, bias=heads.bias)
         else:
             self.q_proj, self.k_proj, self.v_proj = (
-                layers.column(hidden_size, (s,), init, bias=bias) for s in segments
+                layers.column(hidden_size, (s,), init, bias=heads.bias) for s in segments
             )
-        self._norms_heads = head_norm_eps is not None
-        if head_norm_eps is not None:
-            # A rank sees its own heads only, and of a K/V head that adjacent ranks hold, its own queries only.
-            self.q_norm, self.k_norm = (
-                RMSNorm(
-                    head_dim,
-                    head_norm_eps,
-                    kernels=context.kernels,
-                    partial_gradient=True,
-                    dtype=context.dtype,
-                    decay=context.decay_norms,
-                )
-                for _ in range(2)
-            )
+        if heads.norm_eps is not None:
+            self.q_norm, self.k_norm = (_head_norm(width, heads.norm_eps, context) for _ in range(2))
         self.core = CausalAttention(context.kernels)
-        self.o_proj = layers.row(num_heads * head_dim, hidden_size, init_out)
+        self.o_proj = layers.row(heads.num * width, hidden_size, init_out)
 
     def forward(self, x: Tensor, rope: Rope, starts: Tensor | None = None) -> Tensor:
         """(S/tp, B, D) to (S/tp, B, D).
@@ -131,3 +123,9 @@ class Attention(nn.Module):
             q, k = turn(q), turn(k)
         documents = () if starts is None else (starts,)
         return self.o_proj(self.core(q, k, v, *documents).flatten(2))  # type: ignore[no-any-return]
+
+
+def _head_norm(width: int, eps: float, context: BuildContext) -> RMSNorm:
+    # A rank sees its own heads only, and of a K/V head that adjacent ranks hold, its own queries only.
+    kernels, decay = context.kernels, context.decay_norms
+    return RMSNorm(width, eps, kernels=kernels, partial_gradient=True, dtype=context.dtype, decay=decay)

@@ -166,7 +166,7 @@ class ColumnLinear(SplitBackward):
     def forward(self, x: Tensor) -> Tensor:
         """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
         out = self._product(x)
-        return out if self.bias is None else _Biased.apply(out, self.bias)  # type: ignore[no-any-return]
+        return out if self.bias is None else _Biased.apply(out, self.bias)
 
     def _product(self, x: Tensor) -> Tensor:
         if self.postpone is not None:

@@ -63,7 +63,8 @@ def generate(
     tokenizer = _open_tokenizer(place)
     config, ends = _shape(place, is_hf, tokenizer)
     ids = tokenizer.encode(prompt).ids
-    room = config.max_position_embeddings - len(ids)
+    limit, length = config.longest_sequence
+    room = length - len(ids)
     _refuse_misfit(ids, config, room)
     count = min(max_new_tokens, room)
     backend = open_backend(choose("auto")[0])
@@ -84,7 +85,7 @@ def generate(
             scores = decoder.scores([token])
     else:
         if count < max_new_tokens:
-            note(f"stopped at the model's length: max_position_embeddings={config.max_position_embeddings} tokens")
+            note(f"stopped at the model's length: {limit}={length} tokens")
     yield stop.add(text.rest()) + ("" if stop.found else stop.rest())
 
 
@@ -147,9 +148,10 @@ def _refuse_misfit(ids: Sequence[int], config: ModelConfig, room: int) -> None:
     if not ids:
         raise ConfigError("--prompt has no token in the model's vocabulary; give another text to continue")
     if room <= 0:
+        limit, length = config.longest_sequence
         raise ConfigError(
-            f"--prompt has {len(ids):,} tokens, and the model's length is max_position_embeddings="
-            f"{config.max_position_embeddings:,} with what is added; shorten the prompt by {1 - room:,} tokens or more"
+            f"--prompt has {len(ids):,} tokens, and the model's length is {limit}={length:,} with what is added; "
+            f"shorten the prompt by {1 - room:,} tokens or more"
         )
     if max(ids) >= config.vocab_size:
         reason = f"its tokenizer gives ids up to {max(ids)}, and its vocabulary ends at {config.vocab_size - 1}"

@@ -88,6 +88,20 @@ def test_twenty_float32_steps_equal_those_of_the_native_layers(
     assert sp or equal(nxd, native)
 
 
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_biases_and_norms_of_heads_train_as_with_the_native_layers(
+    ranks: RankPool, nxd_ranks: RankPool, family: str, sp: bool
+) -> None:
+    resolved = layout("mqa", tp=2, sp=sp, family=family)  # one K/V head on both ranks
+    job = (2, run_ours, resolved, STEPS, weights_of(resolved))
+    native, nxd = ranks.run(*job), nxd_ranks.run(*job)
+    losses, norms = distance(nxd, native)
+    assert losses < 1e-6
+    assert norms < 1e-6
+    assert sp or equal(nxd, native)
+
+
 @pytest.mark.parametrize(
     ("shape", "tp", "dp", "sp", "shard", "virtual_pp"),
     [
@@ -143,14 +157,17 @@ def rank_state(backend: Backend, resolved: Resolved, weights: Mapping[str, Tenso
     return dict(our_model(resolved, backend, mesh, weights).state_dict())
 
 
+SHAPES = [("gqa2", 1), ("gqa2", 2), ("odd", 2), ("mqa", 2), ("tied", 2), ("gqa2", 4), ("odd", 4)]
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "tp"), [("gqa2", 1), ("gqa2", 2), ("odd", 2), ("mqa", 2), ("tied", 2), ("gqa2", 4), ("odd", 4)]
+    ("shape", "tp", "family"), [*((*shape, "llama") for shape in SHAPES), ("gqa2", 4, "qwen2"), ("gqa2", 4, "qwen3")]
 )
 def test_a_rank_holds_the_same_names_shapes_and_values(
-    ranks: RankPool, nxd_ranks: RankPool, shape: str, tp: int, fused: bool
+    ranks: RankPool, nxd_ranks: RankPool, shape: str, tp: int, family: str, fused: bool
 ) -> None:
-    resolved = layout(shape, tp=tp, sp=tp == 4, fused_qkv=fused, fused_gate_up=fused)
+    resolved = layout(shape, tp=tp, sp=tp == 4, fused_qkv=fused, fused_gate_up=fused, family=family)
     job = (tp, rank_state, resolved, weights_of(resolved))
     for native, nxd in zip(ranks.run(*job), nxd_ranks.run(*job), strict=True):
         assert list(nxd) == list(native)

@@ -28,7 +28,7 @@ from nxtrain.backends.kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.bench.pipeline_rank import _Sleep
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
 from nxtrain.mesh import Axis
-from nxtrain.parallel.linear import Product, _ColumnProduct, _Product, _SplitProduct
+from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _Product, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _Exit, _Leave
 from nxtrain.parallel.regions import TensorParallel, _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
@@ -187,6 +187,13 @@ def product(ranks: Ranks, rng: Random) -> Work:
     shape = ranks.draw_shape(rng, rng.choice((1, 4)))
     operands = {"x": Operand(shape), "weight": Operand((rng.choice((1, 3)), shape[-1]))}
     return Work(f"_Product on {shape}", operands, _Product.apply, F.linear, in_float64=True)
+
+
+def biased(ranks: Ranks, rng: Random) -> Work:
+    """A product and the bias of its columns."""
+    shape = ranks.draw_shape(rng, rng.choice((1, 4)))
+    operands = {"x": Operand(shape), "bias": Operand(shape[-1:])}
+    return Work(f"_Biased on {shape}", operands, _Biased.apply, torch.add, in_float64=True)
 
 
 def column_product(ranks: Ranks, rng: Random) -> Work:
@@ -356,6 +363,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _NativeRMSNorm: native_norm,
     _NativeAttention: native_attention,
     _Product: product,
+    _Biased: biased,
     _ColumnProduct: column_product,
     _SplitProduct: split_product,
     _Gradient: gradient,

@@ -30,6 +30,7 @@ Stages = tuple[tuple[str, ...], ...]
 """Selections of tests as pytest takes them, one run each, the quickest first."""
 
 _PARITY = "tests/dist/test_training_parity.py"
+_FAMILIES = "tests/dist/test_families.py"
 _DP = ("tests/dist/test_data_parallel.py", "tests/dist/test_sharding_costs.py")
 _RESHARDING = ("tests/dist/test_checkpoint_resharding.py", "tests/dist/test_checkpoint_shard_modes.py")
 _UNIT_CHECKPOINT = ("tests/unit/checkpoint",)
@@ -46,7 +47,7 @@ COVERED: dict[str, Stages] = {
     ),
     "nxtrain/parallel/grads.py": (
         ("tests/unit/parallel/test_grads.py",),
-        ("tests/dist/test_hardware_rounding.py", _PARITY, *_DP),
+        ("tests/dist/test_hardware_rounding.py", _FAMILIES, _PARITY, *_DP),
     ),
     "nxtrain/parallel/loss.py": (("tests/unit/parallel/test_loss.py",), ("tests/dist/test_loss.py", _PARITY)),
     "nxtrain/parallel/schedule.py": (("tests/unit/parallel/test_schedule.py",), _PIPELINE),
@@ -56,14 +57,15 @@ COVERED: dict[str, Stages] = {
     "nxtrain/parallel/linear.py": (
         ("tests/unit/parallel/test_linear.py", "tests/unit/models"),
         ("tests/dist/test_layers.py", "tests/dist/test_logits.py"),
-        ("tests/dist/test_zero_bubble.py",),
+        ("tests/dist/test_zero_bubble.py", "tests/xla/test_graphs_pipeline.py"),
     ),
     "nxtrain/parallel/*": (
         ("tests/unit/models", "tests/unit/nn"),
         ("tests/dist/test_layers.py", "tests/dist/test_logits.py", _PARITY),
     ),
     "nxtrain/optim/*": (("tests/unit/optim",), ("tests/dist/test_update_rules.py",)),
-    "nxtrain/nn/*": (("tests/unit/nn", "tests/unit/models"), ("tests/dist/test_logits.py", _PARITY)),
+    "nxtrain/nn/*": (("tests/unit/nn", "tests/unit/models"), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),
+    "models/*": (("tests/unit/models",), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),
     "nxtrain/checkpoint/nxd_*": (_UNIT_CHECKPOINT, ("tests/train/test_nxd_conversion.py",)),
     "nxtrain/checkpoint/mirror.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
     "nxtrain/io/object_store.py": (

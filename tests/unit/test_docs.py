@@ -60,7 +60,7 @@ OLD_WORDS = re.compile(
 
 KEYS = {key.name: key for key in keys()}
 FILES_LIKE_KEYS = {"metrics.jsonl", "model.done", "model.log", "model.neff", "run.toml", "train.sbatch"}
-MADE_LATER = ("models/mistral", "compile_cache/manifests")
+MADE_LATER = ("models/gemini", "compile_cache/manifests")
 """Paths that the documentation names and that are made by readers or by runs."""
 
 

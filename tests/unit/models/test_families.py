@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 import transformers
 
+from nxtrain.backends.kernels import FusedKernels
 from nxtrain.convert.hf import whole_shapes
 from nxtrain.errors import ConfigError
-from nxtrain.family import find_family
+from nxtrain.family import BuildContext, find_family
 from nxtrain.mesh import Mesh
 from nxtrain.nn.init import draw_shard
+from nxtrain.parallel.native import NativeLayers
 from nxtrain_models.decoder.config import DecoderConfig
 from tests.support.drawn import FAMILIES
+from tests.support.layers import alone
 from tests.support.models import plan
 from tests.support.parity import table_of
 
@@ -146,17 +150,32 @@ def test_a_sequence_within_the_window_is_taken_and_a_longer_one_refused_with_the
     assert problem.key == "train.seq_len"
     assert problem.reason.startswith("seq_len=4097 exceeds model.config.sliding_window=4096")
     assert problem.hint == (
-        "shorten train.seq_len to 4096 or less, where the window changes nothing; or raise "
-        "model.config.sliding_window to train a model that sees the whole sequence"
+        "shorten sequences to 4096 tokens, within which the window changes nothing; or raise "
+        "model.config.sliding_window for a model that sees the whole sequence"
     )
     assert mistral.check(mistral.preset("mistral-7b-v0.3"), tp=1, seq_len=32_768) == []
 
 
 @pytest.mark.parametrize(
-    ("preset", "longest"), [("mistral-7b-v0.1", 4096), ("mistral-7b-v0.3", 32_768), ("mistral-nemo-12b", 128_000)]
+    ("family", "preset", "longest"),
+    [
+        ("mistral", "mistral-7b-v0.1", ("sliding_window", 4096)),
+        ("mistral", "mistral-7b-v0.3", ("max_position_embeddings", 32_768)),
+        ("qwen2", "qwen2.5-0.5b", ("max_position_embeddings", 32_768)),
+    ],
 )
-def test_the_longest_sequence_ends_at_the_window(preset: str, longest: int) -> None:
-    assert find_family("mistral").preset(preset).longest_sequence == longest
+def test_the_longest_sequence_ends_at_the_window(family: str, preset: str, longest: tuple[str, int]) -> None:
+    assert find_family(family).preset(preset).longest_sequence == longest
+
+
+def test_no_model_is_built_for_sequences_beyond_its_window() -> None:
+    """Generation and evaluation build models without the checks of a training run."""
+    mistral = find_family("mistral")
+    layers = NativeLayers(alone(), FusedKernels())
+    for seq_len, fits in ((1024, True), (1025, False)):
+        context = BuildContext(layers, FusedKernels(), torch.float32, seq_len)
+        with nullcontext() if fits else pytest.raises(ConfigError, match=r"exceeds model\.config\.sliding_window=1024"):
+            mistral.build(mistral.preset("tiny"), context)
 
 
 def test_biases_and_norms_of_heads_start_as_zeros_and_ones() -> None:
