@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -71,6 +72,23 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     code, told = train(tmp_path)
     assert code == 0, told
     assert course(tmp_path / "run") == straight
+
+
+def _no_thread_begins() -> None:
+    def _bootstrap(self: threading.Thread) -> None:
+        raise MemoryError
+
+    threading.Thread._bootstrap = _bootstrap  # type: ignore[attr-defined]
+    raise MemoryError("no room for a batch")
+
+
+@pytest.mark.timeout(40)
+def test_a_rank_whose_threads_die_before_they_begin_ends_at_once(tmp_path: Path) -> None:
+    """`Thread.start` waits for ever for such a thread, and the run would end at a limit of 60 seconds."""
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, _no_thread_begins))
+    assert code == 1, told
+    assert "no room for a batch" in told
 
 
 def anonymous_mib(pid: int | None) -> float:
