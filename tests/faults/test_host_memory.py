@@ -66,7 +66,9 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     tmp_path: Path, straight: list[dict[str, Any]], allocate: Any, says: str
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path, first=partial(at_batch, 7, partial(_allocate_beyond_limit, allocate)))
+    # A background save starts threads, which Python may await until the hang limit (see `start_daemon`).
+    at_limit = partial(at_batch, 7, partial(_allocate_beyond_limit, allocate))
+    code, told = train(tmp_path, "checkpoint.async=false", first=at_limit)
     assert code == 1, told
     assert says in told
     code, told = train(tmp_path)
