@@ -179,13 +179,15 @@ class FinetuneConfig(Section):
     r: Size = 16
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
-    """Scale of an adapter's output, divided by r."""
+    """Factor of an adapter's output, divided by r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the entries of an adapter's input that a training step leaves out at random."""
     targets: tuple[str, ...] = Field(default=(), strict=False)
     """Linear layers with an adapter, such as `q_proj`; empty: every linear layer of the blocks."""
     rslora: bool = False
     """Divide alpha by the square root of r instead."""
+    adapter: LocalText = ""
+    """Folder of an adapter in PEFT's format with which the run begins; empty: a new one, which changes nothing yet."""
 
 
 class DataConfig(Section):
