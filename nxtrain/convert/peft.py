@@ -41,7 +41,8 @@ from nxtrain.io.regular import read_text, require_regular
 from nxtrain.mesh import Axis
 from nxtrain.sharding import ParamTable
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Names of the files of a PEFT folder."""
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
