@@ -230,10 +230,8 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/nn/init.py": {
         "draw_shard: view.fill_": "state: parameter under construction, whose docstring says in place",
-        "_draw_normal: torch.from_numpy(bits.standard_normal(extent, dtype=np.float32)).mul_": (
-            "fresh: numbers drawn here"
-        ),
-        "_draw_normal: view[tuple(into)].copy_": "state: parameter under construction, whose docstring says fill",
+        "_draw: torch.from_numpy(_DRAWS[init.kind](bits, extent)).mul_": "fresh: numbers drawn here",
+        "_draw: view[tuple(into)].copy_": "state: parameter under construction, whose docstring says fill",
     },
     "nxtrain/optim/adamw.py": {
         "AdamW.reset: master.copy_": "state: optimizer state, which begins anew",

@@ -99,7 +99,7 @@ def all_weights(drawn: DrawnAdapters) -> dict[str, Tensor]:
     return {**base, **adapters_of(drawn.resolved, base)}
 
 
-def wanted(drawn: DrawnAdapters) -> Course:
+def wanted_of_peft(drawn: DrawnAdapters) -> Course:
     """The course of PEFT, in float64."""
     weights = all_weights(drawn)
 

@@ -65,7 +65,9 @@ def reference(
 ) -> Course:
     """Train transformers' model on the whole batches; batches and weights are random unless given.
 
-    `wrap` may freeze and replace parts of the model. The mean over the tokens and the norm are summed in float64: in float32, torch's sums alone are off by up to 4e-6 of
+    `wrap` may freeze and replace parts of the model.
+
+    The mean over the tokens and the norm are summed in float64: in float32, torch's sums alone are off by up to 4e-6 of
     a loss and 2e-5 of a norm where there are many of them.
     """
     model = hf_model(resolved, weights=weights).to(dtype)
