@@ -58,9 +58,9 @@ class Dropout:
             return x
         step, micro = divmod(self._passes - 1, self._num_micro)
         row = step * self._global_batch + self._first + micro * self._micro_batch
-        sequences = mix_(_numbers(row, x.shape[1], x))
-        tokens = mix_(sequences ^ mix_(_numbers(position, x.shape[0], x)).unsqueeze(1)).flatten() | 1
-        bits = random_bits(tokens, mix_(_numbers(feature, x.shape[2], x)), self._key(layer, x))
+        sequences, positions = _hashes(row, x.shape[1], x), _hashes(position, x.shape[0], x)
+        mixed = sequences ^ positions.unsqueeze(1)
+        bits = random_bits(mix_(mixed).flatten() | 1, _hashes(feature, x.shape[2], x), self._key(layer, x))
         limit = -(1 << 31) + round(self._share * (1 << 32))
         return torch.where((bits >= limit).view(x.shape), x / (1 - self._share), 0)
 
@@ -80,7 +80,7 @@ def resume_dropout(model: nn.Module, steps: int) -> None:
         dropout.begin(steps)
 
 
-def _numbers(start: int, count: int, like: Tensor) -> Tensor:
-    """(count,) int32 from a number on, which wraps around."""
-    wrapped = (start + (1 << 31)) % (1 << 32) - (1 << 31)
-    return torch.arange(wrapped, wrapped + count, device=like.device).to(torch.int32)
+def _hashes(start: int, count: int, like: Tensor) -> Tensor:
+    """Hashes of adjacent numbers: (count,) int32; numbers wrap around."""
+    numbers = torch.arange(start, start + count, device=like.device)
+    return mix_(numbers.to(torch.int32, copy=True))

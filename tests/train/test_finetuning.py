@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from nxtrain.data.tokenization import train_bpe
 from nxtrain.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.train.generate import Sampling, generate
 from tests.support.commands import in_process
+from tests.support.markdown import ROOT, blocks
 from tests.support.models import hf_model, plan
 
 VOCAB = 300
@@ -62,7 +64,7 @@ class Folder:
         return [json.loads(line)["loss"] for line in lines]
 
     def adapter(self, name: str) -> dict[str, Tensor]:
-        return cast("dict[str, Tensor]", load_file(self.path / name / ADAPTER_DIR / "adapter_model.safetensors"))
+        return load_file(self.path / name / ADAPTER_DIR / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,7 @@ def test_the_run_begins_as_the_base_and_learns(folder: Folder) -> None:
     """B is zero at first, so that the first loss is that of full fine-tuning, bit for bit."""
     folder.train("full", "train.steps=1")
     losses = folder.losses("lora")
+    assert not (folder.path / "full" / ADAPTER_DIR).exists()
     assert losses[0] == folder.losses("full")[0]
     assert losses[-1] < losses[0] - 0.5
 
@@ -188,7 +191,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, tmp_path: Path) -> No
     written = sum(file.stat().st_size for file in newest(folder.path / "whole").iterdir())
     assert written < 0.6 * (folder.path / "base" / "model.safetensors").stat().st_size
     assert in_process("convert", "nxtrain-to-peft", folder.path / "whole", tmp_path / "adapter")[0] == 0
-    assert_equal(cast(Any, load_file(tmp_path / "adapter" / "adapter_model.safetensors")), folder.adapter("whole"))
+    assert_equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), folder.adapter("whole"))
 
 
 def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path) -> None:
@@ -202,6 +205,28 @@ def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path
     code, _, err = in_process("convert", "nxtrain-to-hf", folder.path / "lora", tmp_path / "hf", "--base", other)
     assert code == 4 and "an adapter of other weights" in " ".join(err.split())
     assert "finetune is {}" in folder.train("full", *LORA, code=4)
+
+
+def test_the_first_commands_of_the_page_run_as_they_stand(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a small base and few steps, with its own file as the run."""
+    page = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+    (run,) = (block for language, block in blocks(page) if language == "toml")
+    first = next(block for language, block in blocks(page) if not language)
+    small = ["train.steps=2", "train.seq_len=32", "train.global_batch=2", "train.micro_batch=1", "backend.name=cpu"]
+    small += ["optim.warmup_steps=1", "data.workers=0", "metrics.progress=false", "metrics.tensorboard=false"]
+    shutil.copytree(folder.path / "base", tmp_path / "Llama-3.2-1B")
+    shutil.copyfile(folder.path / "sums.jsonl", tmp_path / "chat.jsonl")
+    (tmp_path / "chat.toml").write_text(run, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line)[1:] for line in first.splitlines()]
+    assert [words[0] for words in commands] == ["data", "train", "generate", "convert"]
+    for words in commands:
+        code, _, err = in_process(*words, *(small if words[0] == "train" else ()))
+        assert code == 0, err
+    assert (tmp_path / "runs/chat/adapter/adapter_config.json").is_file()
+    assert loaded(tmp_path / "chat-hf").config.vocab_size == VOCAB
 
 
 def test_generate_reads_the_base_with_the_adapter(folder: Folder, tmp_path: Path) -> None:
