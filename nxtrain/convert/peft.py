@@ -273,7 +273,8 @@ def merged_checkpoint(place: Location, base: Path | None = None) -> tuple[Meta, 
     meta, adapter = read_checkpoint(place)
     path = base or Path(meta.base)
     if not path.is_dir():
-        raise ConfigError(f"{place} holds an adapter of the weights in {path}, which is no folder; give --base DIR")
+        hint = "give the folder of the base: nxtrain convert nxtrain-to-hf SRC DST --base DIR"
+        raise ConfigError(f"{place} holds an adapter of the weights in {path}, which is no folder here; {hint}")
     if (found := HfFolder(path).fingerprint()) != meta.base_fingerprint:
         raise CheckpointError(
             f"{place} holds an adapter of other weights than those in {path}: their fingerprint is "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -99,8 +100,10 @@ def _adapt_layer(
             layer.specs[leaf] = each
             layer.register_parameter(leaf, tp.empty(each))
     drop = _drop(dropout, path, tp, 0 if is_column else spec.pieces(tp.axis)[0].start, whole=not is_column)
-    adapted = _AdaptedColumn(spec, chosen, config, tp, drop) if is_column else _AdaptedRow(config, tp, drop)
-    cast(nn.Module, layer).forward = MethodType(adapted, layer)
+    adapted = cast(Any, layer)
+    adapted.adapters = _Adapters(tuple(chosen), config.r, scale_of(config), tp, drop)
+    # One function serves all layers, so that a compiler sees equal blocks.
+    adapted.forward = MethodType(_column_forward if is_column else _row_forward, layer)
     return names
 
 
@@ -108,63 +111,54 @@ Drop = Callable[[Tensor], Tensor]
 """Function that leaves entries of a layer's input out."""
 
 
-def _drop(dropout: Dropout | None, path: str, tp: TensorParallel, feature: int, *, whole: bool) -> Drop:
+def _drop(dropout: Dropout | None, path: str, tp: TensorParallel, feature: int, *, whole: bool) -> Drop | None:
     """Dropout of one layer, whose input is sharded over the sequence under sequence parallelism unless `whole`."""
     if dropout is None:
-        return lambda x: x
+        return None
     part = 0 if whole or not tp.sequence_parallel else tp.axis.rank
     return lambda x: dropout(x, path, part * x.shape[0], feature)
 
 
-class _AdaptedColumn:
-    """Forward pass of a column layer with adapters.
+@dataclass(frozen=True)
+class _Adapters:
+    """Adapters of one layer.
 
     Args:
-        spec: Sharding of the layer's weight.
         chosen: Indices of the segments with an adapter.
-        config: Rank and scale of the adapters.
+        r: Rank of each.
+        scale: Factor of their output.
         tp: Tensor parallel context of the layer.
-        drop: Dropout of the adapters' input.
+        drop: Dropout of their input, if any.
     """
 
-    def __init__(
-        self, spec: ShardSpec, chosen: Sequence[int], config: FinetuneConfig, tp: TensorParallel, drop: Drop
-    ) -> None:
-        self._widths = [piece.local_length for piece in spec.pieces(tp.axis)]
-        self._chosen, self._tp, self._drop = chosen, tp, drop
-        self._r, self._scale = config.r, scale_of(config)
+    chosen: tuple[int, ...]
+    r: int
+    scale: float
+    tp: TensorParallel
+    drop: Drop | None
 
-    def __call__(self, layer: Any, x: Tensor) -> Tensor:
-        """(S/tp, B, I) to (S, B, O/tp)."""
-        out = ColumnLinear.forward(layer, x)
-        hidden = self._tp.enter(product(self._drop(x), layer.lora_A, self._tp)) * self._scale
-        rows = layer.lora_B.split([self._widths[index] for index in self._chosen])
-        parts = zip(hidden.split(self._r, dim=-1), rows, strict=True)
-        deltas = dict(zip(self._chosen, (product(part, b, self._tp) for part, b in parts), strict=True))
-        whole = [
-            deltas[index] if index in deltas else out.new_zeros(*out.shape[:-1], width)
-            for index, width in enumerate(self._widths)
-        ]
-        return out + (torch.cat(whole, dim=-1) if len(whole) > 1 else whole[0])
+    def down(self, x: Tensor, a: Tensor) -> Tensor:
+        """Scaled product with A: (..., I) to (..., n R)."""
+        return product(x if self.drop is None else self.drop(x), a, self.tp) * self.scale
 
 
-class _AdaptedRow:
-    """Forward pass of a row layer with an adapter.
+def _column_forward(layer: Any, x: Tensor) -> Tensor:
+    """Forward pass of a column layer with adapters: (S/tp, B, I) to (S, B, O/tp)."""
+    out, own = ColumnLinear.forward(layer, x), layer.adapters
+    parts = own.tp.enter(own.down(x, layer.lora_A)).split(own.r, dim=-1)
+    rows = layer.lora_B.split([layer.split_sizes[index] for index in own.chosen])
+    updates = {index: product(part, b, own.tp) for index, part, b in zip(own.chosen, parts, rows, strict=True)}
+    whole = [
+        updates[index] if index in updates else out.new_zeros(*out.shape[:-1], width)
+        for index, width in enumerate(layer.split_sizes)
+    ]
+    return out + (torch.cat(whole, dim=-1) if len(whole) > 1 else whole[0])
 
-    Args:
-        config: Rank and scale of the adapter.
-        tp: Tensor parallel context of the layer.
-        drop: Dropout of the adapter's input.
-    """
 
-    def __init__(self, config: FinetuneConfig, tp: TensorParallel, drop: Drop) -> None:
-        self._tp, self._drop, self._scale = tp, drop, scale_of(config)
-
-    def __call__(self, layer: Any, x: Tensor) -> Tensor:
-        """(S, B, I/tp) to (S/tp, B, O)."""
-        out = RowLinear.forward(layer, x)
-        hidden = self._tp.exit(product(self._drop(x), layer.lora_A, self._tp)) * self._scale
-        return out + product(hidden, layer.lora_B, self._tp)
+def _row_forward(layer: Any, x: Tensor) -> Tensor:
+    """Forward pass of a row layer with an adapter: (S, B, I/tp) to (S/tp, B, O)."""
+    out, own = RowLinear.forward(layer, x), layer.adapters
+    return out + product(own.tp.exit(own.down(x, layer.lora_A)), layer.lora_B, own.tp)
 
 
 def _require_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> None:

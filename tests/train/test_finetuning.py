@@ -205,6 +205,9 @@ def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path
     code, _, err = in_process("convert", "nxtrain-to-hf", folder.path / "lora", tmp_path / "hf", "--base", other)
     assert code == 4 and "an adapter of other weights" in " ".join(err.split())
     assert "finetune is {}" in folder.train("full", *LORA, code=4)
+    assert "no linear layer of the model" in folder.train("none", *LORA, 'finetune.targets=["query"]', code=2)
+    code, _, err = in_process("convert", "nxtrain-to-nxd", folder.path / "lora", tmp_path / "nxd")
+    assert code == 2 and "holds an adapter" in " ".join(err.split())
 
 
 def test_the_first_commands_of_the_page_run_as_they_stand(
