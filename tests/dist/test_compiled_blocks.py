@@ -63,15 +63,15 @@ def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool
 
 def test_compiled_blocks_with_adapters_train_as_plain_ones(ranks: RankPool) -> None:
     """The first block has a graph of its own, since its input has no gradient."""
-    plain = layout("gqa2", tp=2, sp=True, remat="full", config=LAYERS)
+    plain = layout("gqa2", tp=1, remat="full")
     resolved = changed(plain, finetune={"method": "lora", "r": 4, "targets": ("q_proj", "v_proj", "down_proj")})
     base = weights_of(resolved)
     given = {**base, **adapters_of(resolved, base)}
-    found = ranks.run(2, run, changed(resolved, compile={"torch_compile": True}), given)
-    for (course, graphs), expected in zip(found, ranks.run(2, run_ours, resolved, STEPS, given), strict=True):
-        assert graphs == 2
-        assert course.losses == pytest.approx(expected.losses, rel=0, abs=2e-6)
-        assert course.norms == pytest.approx(expected.norms, rel=1e-5)
+    ((course, graphs),) = ranks.run(1, run, changed(resolved, compile={"torch_compile": True}), given)
+    (expected,) = ranks.run(1, run_ours, resolved, STEPS, given)
+    assert graphs == 2
+    assert course.losses == pytest.approx(expected.losses, rel=0, abs=2e-6)
+    assert course.norms == pytest.approx(expected.norms, rel=1e-5)
 
 
 def train_compiled(backend: Backend, resolved: Resolved) -> None:
