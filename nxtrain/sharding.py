@@ -22,11 +22,11 @@ class Init:
     """Initial values of a parameter.
 
     Args:
-        kind: `normal` draws from N(0, std^2); the others fill with a constant.
-        std: Standard deviation of `normal`.
+        kind: `normal` draws from N(0, std^2), `uniform` from an interval around 0; the others fill with a constant.
+        std: Standard deviation of `normal` and `uniform`.
     """
 
-    kind: Literal["normal", "zeros", "ones"] = "normal"
+    kind: Literal["normal", "uniform", "zeros", "ones"] = "normal"
     std: float = 0.02
 
 
@@ -240,6 +240,10 @@ class ParamTable(Mapping[str, ShardSpec]):
 
     def __len__(self) -> int:
         return len(self._specs)
+
+    def of_trained(self, model: nn.Module) -> ParamTable:
+        """The same for the parameters of the model that have gradients; the others are frozen."""
+        return ParamTable({name: self[name] for name, p in model.named_parameters() if p.requires_grad})
 
     def num_params(self) -> int:
         """Number of parameter entries of the model's whole tensors; tied copies are not counted."""

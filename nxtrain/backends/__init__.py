@@ -43,7 +43,12 @@ def support(name: str) -> Support:
 
 
 def choose_layers(
-    name: str, backend: str, *, allow_unverified: bool = False, assumed: Package | None = None
+    name: str,
+    backend: str,
+    *,
+    allow_unverified: bool = False,
+    assumed: Package | None = None,
+    adapted: bool = False,
 ) -> tuple[str, str]:
     """Name of the parallel layers, and the reason; `auto` takes NeuronX Distributed's on Neuron devices.
 
@@ -54,6 +59,7 @@ def choose_layers(
         backend: Name of the chosen backend.
         allow_unverified: Allow releases of NeuronX Distributed that nxtrain is not verified with.
         assumed: NeuronX Distributed of the target machine, used if this machine has none.
+        adapted: The layers get adapters, which only nxtrain's own layers take.
 
     Raises:
         BackendError: `nxd` cannot run on this machine; the message gives the reason.
@@ -62,6 +68,8 @@ def choose_layers(
         return name, "backend.layers=native"
     if name == "auto" and backend != "neuron":
         return "native", ""
+    if name == "auto" and adapted:
+        return "native", "finetune.method=lora adds adapters to nxtrain's own layers"
     found = _distributed_support(backend, allow_unverified, assumed)
     if name == "nxd":
         if not found.ok:

@@ -88,7 +88,7 @@ def _fold_(x: Tensor) -> Tensor:
     return x
 
 
-def _random_bits(rows: Tensor, columns: Tensor, step: Tensor) -> Tensor:
+def random_bits(rows: Tensor, columns: Tensor, step: Tensor) -> Tensor:
     """32 bits for each row and column: (R,), (C,), () to (R, C) int32."""
     return _mix_hashes_((rows * step).unsqueeze(1) ^ columns)
 
@@ -99,7 +99,7 @@ def _round_by_pairs_(x: Tensor, key: RoundingKey, step: Tensor) -> Tensor:
     One hash serves two entries, so the device must be little endian.
     """
     rows = x.view(len(key.rows), -1)
-    words = _random_bits(key.rows, key.pairs, step)
+    words = random_bits(key.rows, key.pairs, step)
     bits = rows.view(torch.int32)
     bits += words.view(torch.uint16).narrow(1, int(key.begins_odd), rows.shape[1]).to(torch.int32)
     bits &= _HIGH_HALF
@@ -125,7 +125,7 @@ def round_one_by_one(
 ) -> None:
     """`Kernels.stochastic_round` with a hash for each entry, and `bitcast` in place of views of another type."""
     rows = x.reshape(len(key.rows), -1)
-    words = _random_bits(key.rows, key.columns, step)
+    words = random_bits(key.rows, key.columns, step)
     noise = torch.where(key.odd, torch.bitwise_right_shift(words, _SIXTEEN), words) & _16_BITS
     bits = (bitcast(rows, torch.int32) + noise) & _HIGH_HALF
     rounded = torch.where(rows.abs() <= _LARGEST, bitcast(bits, torch.float32), rows)

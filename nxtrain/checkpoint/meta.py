@@ -45,6 +45,12 @@ class Meta(BaseModel):
     """Model family."""
     config: dict[str, Any]
     """The family's configuration."""
+    adapter: dict[str, Any] = {}
+    """Keys of [finetune] that shape the adapters, which are all that the checkpoint holds; empty for whole models."""
+    base: str = ""
+    """Folder of the frozen weights beside adapters."""
+    base_fingerprint: str = ""
+    """Identity of the frozen weights."""
     dtype: str
     """Type of the parameters, by torch's name."""
     state_dtype: str = "float32"

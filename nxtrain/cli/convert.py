@@ -27,6 +27,12 @@ Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False, parse
 Checkpoint = Annotated[
     str, typer.Argument(metavar="SRC", help="Run folder, checkpoint or mirror; s3:// too.", show_default=False)
 ]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Hugging Face folder below an adapter; by default the one it names.", parser=local_path
+    ),
+]
 WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")]
 
 
@@ -45,11 +51,15 @@ def nxtrain_to_hf(
     verify: Annotated[
         bool, typer.Option("--verify", help="Load the result in transformers and compare scores.")
     ] = False,
+    base: Base = None,
 ) -> None:
-    """Read a checkpoint, the newest of a run folder or a mirror, write a Hugging Face folder."""
+    """Read a checkpoint, the newest of a run folder or a mirror, write a Hugging Face folder.
+
+    The adapter of a run with finetune.method=lora is added to the weights below it.
+    """
     from nxtrain.convert.hf import nxtrain_to_hf
 
-    checkpoint = nxtrain_to_hf(src, dst)
+    checkpoint = nxtrain_to_hf(src, dst, base=base)
     if verify:
         from nxtrain.backends import open_backend
         from nxtrain.convert.verify_export import verify_export
@@ -57,6 +67,27 @@ def nxtrain_to_hf(
         found = verify_export(checkpoint, dst, open_backend("cpu"))
         rounding = f", and rounding costs ours {found.rounding:.2f} of what it costs them" if found.rounding else ""
         typer.echo(f"transformers loads {dst}; its scores differ from ours by at most {found.difference:.2g}{rounding}")
+
+
+@convert.command(epilog="Example: nxtrain convert nxtrain-to-peft runs/chat chat-adapter")
+def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
+    """Read a checkpoint of a run with finetune.method=lora, write its adapter in PEFT's format."""
+    from nxtrain.checkpoint.mirror import locate_checkpoint
+    from nxtrain.convert.hf import refuse_to_overwrite
+    from nxtrain.convert.peft import FILES, read_checkpoint, write_adapter
+
+    _, adapter = read_checkpoint(locate_checkpoint(src))
+    refuse_to_overwrite(dst, FILES)
+    write_adapter(dst, adapter)
+
+
+@convert.command(epilog="Example: nxtrain convert peft-to-hf runs/chat/adapter chat-hf --base Llama-3.2-1B")
+def peft_to_hf(src: Source, dst: Target, base: Base = None) -> None:
+    """Read an adapter in PEFT's format, add it to the weights below it, write a Hugging Face folder."""
+    from nxtrain.convert.hf import write_merged
+    from nxtrain.convert.peft import merged_adapter
+
+    write_merged(merged_adapter(src, base), dst)
 
 
 @convert.command(epilog="Example: nxtrain convert nxd-to-nxtrain nxd_ckpts/step_2000 from-nxd --config config.json")

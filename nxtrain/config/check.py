@@ -74,7 +74,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Reso
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
     problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config)]
-    problems += [*_profile(config)]
+    problems += [*_profile(config), *_finetune(config)]
     problems += [*transport(config), *order(config), *_data(loaded), *_mirror(config)]
     try:
         model = resolve_model(config)
@@ -277,6 +277,30 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
     if parallel.shard in FULLY_SHARDED and config.backend.name in ON_XLA:
         reason = f"{parallel.shard} runs on the backends cpu, cuda and neuron-native, not on {config.backend.name}"
         yield Problem("parallel.shard", reason, hint="use parallel.shard=zero1, which every backend has")
+
+
+def _finetune(config: RunConfig) -> Iterator[Problem]:
+    finetune, model, parallel = config.finetune, config.model, config.parallel
+    if finetune.method == "full":
+        if finetune.adapter:
+            reason = f"{finetune.adapter} is an adapter, and finetune.method=full trains none"
+            yield Problem("finetune.adapter", reason, hint="use finetune.method=lora, or leave it out")
+        return
+    if model.init != "hf":
+        reason = f"{finetune.method} trains adapters beside given weights, but model.init={model.init}"
+        yield Problem("finetune.method", reason, hint="set model.hf=FOLDER and model.init=hf")
+    if config.backend.layers == "nxd":
+        reason = "adapters are added to nxtrain's own layers, which backend.layers=nxd replaces"
+        yield Problem("finetune.method", reason, hint="use backend.layers=native")
+    if len(set(finetune.targets)) < len(finetune.targets):
+        yield Problem("finetune.targets", "names a layer twice", hint="name each once")
+    if finetune.dropout and parallel.pp > 1:
+        reason = f"with parallel.pp={parallel.pp}, a micro-batch's masks would be drawn anew between its two passes"
+        yield Problem("finetune.dropout", reason, hint="use 0, or parallel.pp=1")
+    if finetune.dropout and (config.backend.name in ON_XLA or config.compile.torch_compile):
+        by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
+        reason = f"the host numbers the masks, and each number would be a new graph under {by}"
+        yield Problem("finetune.dropout", reason, hint="use 0")
 
 
 def _compile(config: RunConfig) -> Iterator[Problem]:

@@ -171,6 +171,25 @@ class OptimConfig(Section):
     """Largest global gradient norm; 0: never clip."""
 
 
+class FinetuneConfig(Section):
+    """[finetune]: trained share of a model that begins from given weights."""
+
+    method: Literal["full", "lora"] = "full"
+    """Every weight, or low-rank adapters of linear layers beside frozen weights."""
+    r: Size = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """Factor of an adapter's output, divided by r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the entries of an adapter's input that a training step leaves out at random."""
+    targets: tuple[str, ...] = Field(default=(), strict=False)
+    """Linear layers with an adapter, such as `q_proj`; empty: every linear layer of the blocks."""
+    rslora: bool = False
+    """Divide alpha by the square root of r instead."""
+    adapter: LocalText = ""
+    """Folder of an adapter in PEFT's format with which the run begins; empty: a new one, which changes nothing yet."""
+
+
 class DataConfig(Section):
     """[data]: source of the training data, tokenizer and order."""
 
@@ -317,6 +336,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optim: OptimConfig = OptimConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     backend: BackendConfig = BackendConfig()

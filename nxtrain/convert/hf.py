@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
@@ -27,6 +27,7 @@ from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.convert.finite import Finiteness
 from nxtrain.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder
+from nxtrain.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.convert.streamed import write_streamed
 from nxtrain.data.tokenization import declared_end
 from nxtrain.distributed.agreement import Ranks, StorageScope, collective
@@ -48,10 +49,11 @@ _EXPORTED_FILES = (
     CONFIG,
     INDEX,
     "model*.safetensors",
-    "generation_config.json",
-    directory.TOKENIZER,
-    "tokenizer_config.json",
+    *COMPANIONS,
 )
+ReadShards = Callable[[Mapping[TensorShard, Tensor]], None]
+"""Function that fills a host tensor for each shard, some rows of a weight."""
+
 _BEGIN = ("<|begin_of_text|>", "<s>")
 _END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
@@ -103,13 +105,16 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     read_back(dst, written, alone)
 
 
-def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> Location:
-    """Turn a checkpoint into a Hugging Face folder that `transformers` loads.
+def nxtrain_to_hf(
+    src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000, base: Path | None = None
+) -> Location:
+    """Turn a checkpoint into a Hugging Face folder that `transformers` loads; an adapter is added to its base.
 
     Args:
         src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
         dst: Folder to make; an earlier export is replaced.
         max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
+        base: Folder of the weights below an adapter; None: the folder that the run read.
 
     Returns:
         The checkpoint that was exported.
@@ -120,10 +125,13 @@ def nxtrain_to_hf(src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_00
     """
     place = locate_checkpoint(src)
     meta, manifest = open_checkpoint(place)
+    if meta.adapter:
+        write_merged(merged_checkpoint(place, base)[1], dst, max_shard_bytes=max_shard_bytes)
+        return place
     family, config = meta.model()
     refuse_to_overwrite(dst, _EXPORTED_FILES)
     with new_folder(dst) as out:
-        _write_weights(place, manifest, out, max_shard_bytes)
+        _write_weights(_weights_of(manifest), partial(_read_checkpoint, place, manifest), out, max_shard_bytes)
         special = _copy_tokenizer(place / directory.TOKENIZER, out, meta.end_of_text)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
         write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
@@ -138,39 +146,66 @@ def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[in
     return ParamTable.of(family.build(config, context)).global_shapes()
 
 
-def _write_weights(checkpoint: Location, manifest: Manifest, out: Path, max_bytes: int) -> None:
-    files = list(_split(manifest, max_bytes))
+def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+    """Write the weights of a folder, with the update of an adapter, as a Hugging Face folder.
+
+    Args:
+        folder: The weights.
+        dst: Folder to make; an earlier export is replaced.
+        max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
+
+    Raises:
+        ConfigError: `dst` holds files that no export wrote.
+    """
+    refuse_to_overwrite(dst, _EXPORTED_FILES)
+    chunks = [TensorShard.whole(name, shape, folder.dtype) for name, shape in folder.shapes.items()]
+
+    def read(targets: Mapping[TensorShard, Tensor]) -> None:
+        for chunk, target in targets.items():
+            target.copy_(folder.read(chunk.name, 0, chunk.block.offsets[0], chunk.block.sizes[0]))
+
+    with new_folder(dst) as out:
+        _write_weights(chunks, read, out, max_shard_bytes)
+        copy_companions(folder.path, out, dtype_name(folder.dtype))
+
+
+def _write_weights(chunks: Sequence[TensorShard], read: ReadShards, out: Path, max_bytes: int) -> None:
+    files = list(_split(chunks, max_bytes))
     places: dict[str, str] = {}
-    for number, chunks in enumerate(files, start=1):
+    for number, part in enumerate(files, start=1):
         name = WEIGHTS if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        write_durably(out / name, partial(_write_file, checkpoint, manifest, chunks))
-        places.update({chunk.name: name for chunk in chunks})
+        write_durably(out / name, partial(write_streamed, tensors=part, read=read))
+        places.update({chunk.name: name for chunk in part})
     if len(files) > 1:
-        total = sum(chunk.num_bytes for chunks in files for chunk in chunks)
+        total = sum(chunk.num_bytes for chunk in chunks)
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _split(manifest: Manifest, max_bytes: int) -> Iterator[list[TensorShard]]:
-    """Divide the weights of a checkpoint into files of at most `max_bytes`."""
+def _weights_of(manifest: Manifest) -> list[TensorShard]:
+    """The weights of a checkpoint, whole."""
+    tensors = ((*key.partition("/"), stored) for key, stored in manifest.tensors.items())
+    return [
+        TensorShard.whole(name, stored.shape, DTYPES[stored.dtype])
+        for kind, _, name, stored in tensors
+        if kind == MODEL
+    ]
+
+
+def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[TensorShard]]:
+    """Divide weights into files of at most `max_bytes`."""
     file: list[TensorShard] = []
-    for key, stored in manifest.tensors.items():
-        kind, _, name = key.partition("/")
-        if kind == MODEL:
-            chunk = TensorShard.whole(name, stored.shape, DTYPES[stored.dtype])
-            if file and sum(c.num_bytes for c in file) + chunk.num_bytes > max_bytes:
-                yield file
-                file = []
-            file.append(chunk)
+    for chunk in chunks:
+        if file and sum(c.num_bytes for c in file) + chunk.num_bytes > max_bytes:
+            yield file
+            file = []
+        file.append(chunk)
     yield file
 
 
-def _write_file(checkpoint: Location, manifest: Manifest, chunks: list[TensorShard], file: Path) -> None:
-    def read(targets: Mapping[TensorShard, Tensor]) -> None:
-        with collective(f"cannot read {checkpoint}"):
-            reader = FileReader(checkpoint, manifest, targets)
-            dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
-
-    write_streamed(file, chunks, read)
+def _read_checkpoint(checkpoint: Location, manifest: Manifest, targets: Mapping[TensorShard, Tensor]) -> None:
+    with collective(f"cannot read {checkpoint}"):
+        reader = FileReader(checkpoint, manifest, targets)
+        dcp.load({}, storage_reader=reader, planner=ChunkLoadPlanner(targets), no_dist=True)
 
 
 def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:

@@ -12,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nxtrain.checkpoint.dcp_storage import bytes_of
+from nxtrain.checkpoint.meta import fingerprint
 from nxtrain.checkpoint.shards import mismatches
 from nxtrain.config.check import quantization
 from nxtrain.convert.finite import Finiteness
@@ -82,6 +84,14 @@ class HfFolder:
             part: Tensor = file.get_slice(name)[where]
         return part
 
+    def fingerprint(self) -> str:
+        """Identity of the weights: name, shape and middle row of every tensor. A whole read would take minutes."""
+        parts = list[bytes]()
+        for name, shape in sorted(self.shapes.items()):
+            row = self.read(name, 0, shape[0] // 2, 1) if shape else self.read(name)
+            parts += [f"{name} {shape} {row.dtype}".encode(), bytes(bytes_of(row))]
+        return fingerprint(parts)
+
     def _harmless(self, name: str) -> bool:
         # Old exports carry the rotary table; some exports of tied models carry the embedding twice.
         tied_head = name == "lm_head.weight" and self.config.get("tie_word_embeddings", False)
@@ -103,10 +113,13 @@ class HfWeights:
         ConfigError: The folder is unreadable or does not fit the model.
     """
 
-    def __init__(self, src: Path, table: ParamTable, axis: Axis, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        self._folder, self._table, self._axis = HfFolder(src), table, axis
+    def __init__(
+        self, src: Path | HfFolder, table: ParamTable, axis: Axis, wanted: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._folder = src if isinstance(src, HfFolder) else HfFolder(src)
+        self._table, self._axis = table, axis
         self._folder.check(wanted)
-        self._finiteness = Finiteness(src)
+        self._finiteness = Finiteness(self._folder.path)
 
     def __call__(self, name: str, local: Tensor) -> None:
         """Fill a parameter's shard, a host tensor."""

@@ -98,6 +98,8 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: Target, *, rates: Optimiz
     src = locate_checkpoint(src)
     meta, manifest = open_checkpoint(src)
     family, config = meta.model()
+    if meta.adapter:
+        raise ConfigError(f"{src} holds an adapter; add it to its base first: nxtrain convert nxtrain-to-hf SRC DST")
     if family.name != FAMILY:
         raise ConfigError(f"{src} is a {family.name}; NeuronX Distributed's example is a {FAMILY}")
     values = config.model_dump(mode="json")

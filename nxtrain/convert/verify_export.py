@@ -14,6 +14,7 @@ from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.shards import MODEL
 from nxtrain.convert.hf_folder import HfFolder, HfWeights
+from nxtrain.convert.peft import merged_checkpoint
 from nxtrain.errors import CheckpointError
 from nxtrain.family import BuildContext, CausalLM, find_family
 from nxtrain.io.object_store import Location
@@ -47,7 +48,7 @@ class Agreement:
 
 
 def open_model(path: Location, backend: Backend, seq_len: int) -> CausalLM:
-    """Build the model of a checkpoint on a backend of one rank and read its weights.
+    """Build the model of a checkpoint on a backend of one rank and read its weights; an adapter is added to its base.
 
     Args:
         path: The checkpoint's folder.
@@ -55,9 +56,12 @@ def open_model(path: Location, backend: Backend, seq_len: int) -> CausalLM:
         seq_len: Longest sequence.
 
     Raises:
-        CheckpointError: The checkpoint is damaged.
+        CheckpointError: The checkpoint is damaged, or is an adapter of other weights than those of its base.
+        ConfigError: The base of an adapter is unreadable.
     """
     meta = read_meta(path)
+    if meta.adapter:
+        return _open_folder(merged_checkpoint(path)[1], backend, seq_len)
     family, config = meta.model()
     mesh, dtype = Mesh(1, 0), getattr(torch, meta.dtype)
     layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype), backend.kernels)
@@ -79,7 +83,10 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
         ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
         CheckpointError: Its weights are not all finite.
     """
-    folder = HfFolder(path)
+    return _open_folder(HfFolder(path), backend, seq_len)
+
+
+def _open_folder(folder: HfFolder, backend: Backend, seq_len: int) -> CausalLM:
     family = find_family(str(folder.config.get("model_type")))
     config = family.from_hf(folder.config)
     mesh = Mesh(1, 0)
@@ -88,7 +95,7 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
     layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype), backend.kernels)
     model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
     table = ParamTable.of(model)
-    weights = HfWeights(path, table, mesh.tp, table.global_shapes())
+    weights = HfWeights(folder, table, mesh.tp, table.global_shapes())
     materialize(model, backend.put, weights)
     weights.check()
     return cast(CausalLM, model)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nxtrain.mesh import Axis
@@ -24,12 +26,22 @@ TILE = 256
 """Edge of a tile in entries; another value would change the weights of every seed."""
 
 
+_DRAWS: dict[str, Callable[[np.random.Generator, list[int]], NDArray[np.float32]]] = {
+    "normal": lambda bits, extent: bits.standard_normal(extent, dtype=np.float32),
+    "uniform": lambda bits, extent: (bits.random(extent, dtype=np.float32) * 2 - 1) * np.float32(math.sqrt(3)),
+}
+"""Draws of mean 0 and standard deviation 1, by kind of initial values."""
+
 Fill = Callable[[str, Tensor], None]
 """Function that writes a parameter, given its name and a host tensor of zeros for this rank's shard."""
 
 
 def materialize(
-    model: nn.Module, put: Callable[[Tensor], Tensor], fill: Fill | None, within: nn.Module | None = None
+    model: nn.Module,
+    put: Callable[[Tensor], Tensor],
+    fill: Fill | None,
+    within: nn.Module | None = None,
+    stored: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
 ) -> None:
     """Allocate the parameters and buffers of a model on the meta device; parameters with storage are skipped.
 
@@ -38,6 +50,7 @@ def materialize(
         put: Copies a host tensor to the device.
         fill: Writes each parameter; None keeps zeros, for a later load of a checkpoint.
         within: Submodule to allocate; None: the whole model.
+        stored: Type in which a parameter is stored; by default its own.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
@@ -50,7 +63,7 @@ def materialize(
                 host = torch.zeros(parameter.shape, dtype=parameter.dtype)
                 if fill is not None:
                     fill(names[key], host)
-                made[key] = nn.Parameter(put(host), requires_grad=parameter.requires_grad)
+                made[key] = nn.Parameter(put(host.to(stored(parameter))), requires_grad=parameter.requires_grad)
             setattr(module, leaf, made[key])
         for leaf, value in _host_buffers(module).items():
             module.register_buffer(leaf, put(value), persistent=False)
@@ -68,17 +81,15 @@ def draw(table: ParamTable, axis: Axis, seed: int) -> Fill:
 def draw_shard(local: Tensor, name: str, spec: ShardSpec, axis: Axis, seed: int) -> None:
     """Fill this rank's shard of one parameter, in place; padding is not changed."""
     for piece, view in spec.views(local, axis):
-        if spec.init.kind != "normal":
+        if spec.init.kind in {"ones", "zeros"}:
             view.fill_(1.0 if spec.init.kind == "ones" else 0.0)
             continue
         offsets = [0] * view.dim()
         offsets[spec.dim or 0] = piece.start
-        _draw_normal(
-            view, spec.global_name(name, piece.segment), spec.global_shape(piece.segment), offsets, spec.init, seed
-        )
+        _draw(view, spec.global_name(name, piece.segment), spec.global_shape(piece.segment), offsets, spec.init, seed)
 
 
-def _draw_normal(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[int], init: Init, seed: int) -> None:
+def _draw(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[int], init: Init, seed: int) -> None:
     """Fill a view with entries [offsets, offsets + view.shape) of the tensor `name` of shape `shape`."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     key = np.frombuffer(digest, dtype=np.uint64)
@@ -88,7 +99,7 @@ def _draw_normal(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[
         extent = [min(TILE, whole - start) for start, whole in zip(origin, shape, strict=True)]
         counter = np.array([0, 0, *([0, 0, *tile][-2:])], dtype=np.uint64)
         bits = np.random.Generator(np.random.Philox(key=key, counter=counter))
-        drawn = torch.from_numpy(bits.standard_normal(extent, dtype=np.float32)).mul_(init.std)
+        drawn = torch.from_numpy(_DRAWS[init.kind](bits, extent)).mul_(init.std)
         into, outof = [], []
         for start, size, offset, length in zip(origin, extent, offsets, view.shape, strict=True):
             low, high = max(start, offset), min(start + size, offset + length)

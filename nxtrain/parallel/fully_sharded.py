@@ -96,7 +96,8 @@ class FullySharded(DataParallel):
             if isinstance(module, FSDPModule):  # the first gathering moves shards that need padding into new storage
                 module.unshard()
                 module.reshard()
-        self._parameters: Mapping[str, DTensor] = {n: cast(DTensor, p) for n, p in model.named_parameters()}
+        trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        self._parameters: Mapping[str, DTensor] = {name: cast(DTensor, p) for name, p in trained}
         self.shards = {name: parameter.to_local().detach() for name, parameter in self._parameters.items()}
 
     def begin(self, *, last: bool) -> None:

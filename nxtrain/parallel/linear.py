@@ -30,27 +30,27 @@ class _ColumnProduct(torch.autograd.Function):
     """x @ weight.T from an input that every rank needs whole.
 
     Only this rank's slice of the input is saved. Backward gathers the input again while it computes the input's
-    gradient, and sums that gradient over the ranks while it computes the weight's.
+    gradient, and sums that gradient over the ranks while it computes the weight's. A frozen weight needs no input.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         whole = tp.comm.all_gather(x.contiguous(), tp.axis) if tp.sequence_parallel else x
         return F.linear(whole, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         tp = ctx.tp
-        if tp.sequence_parallel:
-            gathering = tp.comm.start_all_gather(x.contiguous(), tp.axis)
-            reducing = tp.comm.start_reduce_scatter(grad @ weight, tp.axis)
-            whole = gathering.wait()
-        else:
-            reducing = tp.comm.start_all_reduce(grad @ weight, tp.axis)
-            whole = x
+        gathers = tp.sequence_parallel and x is not None
+        gathering = tp.comm.start_all_gather(x.contiguous(), tp.axis) if gathers else None
+        reduce = tp.comm.start_reduce_scatter if tp.sequence_parallel else tp.comm.start_all_reduce
+        reducing = reduce(grad @ weight, tp.axis)
+        if x is None:
+            return reducing.wait(), None, None
+        whole = gathering.wait() if gathering is not None else x
         weight_grad = grad.flatten(0, -2).t() @ whole.flatten(0, -2)
         return reducing.wait(), weight_grad, None
 
@@ -64,13 +64,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        x_grad = grad @ weight if ctx.needs_input_grad[0] else None
+        return x_grad, None if x is None else grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 class _SplitProduct(torch.autograd.Function):
@@ -124,7 +125,8 @@ def _whole(x: Tensor, tp: TensorParallel | None) -> Tensor:
     return tp.comm.all_gather(x.contiguous(), tp.axis) if tp is not None and tp.sequence_parallel else x
 
 
-def _product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
+def product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
+    """x @ weight.T, in the form that suits the device."""
     out: Tensor = _Product.apply(x, weight) if tp.comm.lazy else F.linear(x, weight)
     return out
 
@@ -172,7 +174,7 @@ class ColumnLinear(SplitBackward):
         if self.postpone is not None:
             return _SplitProduct.apply(x, self.weight.detach(), self._tp, self.postpone)  # type: ignore[no-any-return]
         if self._tp.axis.size == 1:
-            return _product(x, self.weight, self._tp)
+            return product(x, self.weight, self._tp)
         out: Tensor = _ColumnProduct.apply(x, self.weight, self._tp)
         return out
 
@@ -198,4 +200,4 @@ class RowLinear(SplitBackward):
         """(S, B, I/tp) to (S/tp, B, O)."""
         if self.postpone is not None:
             return self._tp.exit(_SplitProduct.apply(x, self.weight.detach(), None, self.postpone))
-        return self._tp.exit(_product(x, self.weight, self._tp))
+        return self._tp.exit(product(x, self.weight, self._tp))

@@ -95,20 +95,20 @@ class VocabHead(nn.Module):
             return self._tp.comm.all_gather(local, self._tp.axis)[: self._vocab_size].movedim(0, -1)
 
 
-_Chunk = Callable[[Tensor, Tensor, Tensor, VocabColumns, bool], tuple[Tensor, "Tensor | None", "Tensor | None"]]
+_Chunk = Callable[[Tensor, Tensor, Tensor, VocabColumns, bool, bool], tuple[Tensor, "Tensor | None", "Tensor | None"]]
 
 
 def _chunk_of(kernels: Kernels) -> _Chunk:
     """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
 
     def chunk(
-        hidden: Tensor, weight: Tensor, targets: Tensor, columns: VocabColumns, needs_grad: bool
+        hidden: Tensor, weight: Tensor, targets: Tensor, columns: VocabColumns, needs_grad: bool, is_trained: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = F.linear(hidden, weight)
         loss, logits_grad = kernels.cross_entropy(logits, targets, columns, needs_grad=needs_grad)
         if logits_grad is None:
             return loss, None, None
-        return loss, logits_grad @ weight, logits_grad.t() @ hidden
+        return loss, logits_grad @ weight, logits_grad.t() @ hidden if is_trained else None
 
     return kernels.fuse(chunk)
 
@@ -138,18 +138,20 @@ class _VocabCrossEntropy(torch.autograd.Function):
         hidden_grads: list[Tensor] = []
         weight_grad: Tensor | None = None
         for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad)
+            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad, ctx.needs_input_grad[1])
             loss = loss + chunk_loss
-            if hidden_part is not None and part is not None:
+            if hidden_part is not None:
                 hidden_grads.append(hidden_part)
+            if part is not None:
                 # Several chunks are summed in float32, so that their number hardly changes the result's rounding.
                 weight_grad = part if weight_grad is None else weight_grad.float().add_(part)
-        if weight_grad is not None:
+        if needs_grad:
             hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
-            ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype))
+            ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), weight_grad.mul_(grad.to(weight_grad.dtype)), *[None] * 4
+        of_weight = None if weight_grad is None else weight_grad.mul_(grad.to(weight_grad.dtype))
+        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), of_weight, *[None] * 4

@@ -25,13 +25,13 @@ class WeightGradients:
     Args:
         model: A filled model, whose linear layers postpone their weight gradients from now on. The output projection
             does not, since its loss computes gradients in the forward pass. Embedding and norms have little to
-            postpone.
+            postpone, and frozen weights nothing.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._postponed: Postponed = deque()
         for layer in model.modules():
-            if isinstance(layer, SplitBackward):
+            if isinstance(layer, SplitBackward) and layer.weight.requires_grad:
                 layer.postpone = partial(self._add, layer.weight)
 
     def take(self) -> Postponed:

@@ -15,8 +15,11 @@ from nxtrain.backends.kernel_base import Kernels
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig
 from nxtrain.convert.hf_folder import HfWeights
+from nxtrain.convert.peft import AdapterWeights
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext, CausalLM
+from nxtrain.finetune.dropout import Dropout
+from nxtrain.finetune.lora import adapt, is_adapter
 from nxtrain.mesh import Mesh
 from nxtrain.nn.compiled import compile_blocks
 from nxtrain.nn.init import Fill, draw, materialize
@@ -79,7 +82,8 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
         plan: Checked configuration.
         backend: Device of the model.
         mesh: The axes of this rank.
-        init: Draw the first weights, read the weights of `model.hf`, or keep zeros for a load that follows.
+        init: Draw the first weights, read the weights of `model.hf` beside adapters that are drawn, or keep zeros for
+            a load that follows.
 
     Raises:
         ConfigError: The Hugging Face folder does not fit the model.
@@ -87,12 +91,17 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
     """
     model = build_meta(plan, backend, mesh)
     table = ParamTable.of(model)
-    fill: Fill | None = None
+    drawn: Fill = draw(table, mesh.tp, plan.config.run.seed)
+    fill: Fill | None = drawn if init == "draw" else None
     weights: HfWeights | None = None
-    if init == "draw":
-        fill = draw(table, mesh.tp, plan.config.run.seed)
-    elif init == "hf":
-        fill = weights = HfWeights(Path(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
+    if init == "hf":
+        given = weights = HfWeights(Path(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
+
+        adapters = _first_adapters(plan, backend, mesh, table) or drawn
+
+        def fill(name: str, local: Tensor) -> None:
+            (adapters if is_adapter(name) else given)(name, local)
+
     fill_model(plan, model, backend, mesh, fill)
     if weights is not None:
         weights.check()
@@ -114,10 +123,10 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
         precision=precision,
     )
 
-    def put(host: Tensor) -> Tensor:  # parameters in the type of storage; tables and indices in their own type
-        return backend.put(host.to(precision.sharded_params) if host.dtype == precision.params else host)
+    def stored(parameter: nn.Parameter) -> torch.dtype:
+        return precision.sharded_params if parameter.requires_grad else parameter.dtype
 
-    sharding.apply(model, lambda module: materialize(model, put, fill, within=module))
+    sharding.apply(model, lambda module: materialize(model, backend.put, fill, within=module, stored=stored))
 
 
 def is_fully_sharded(plan: Resolved, mesh: Mesh) -> bool:
@@ -145,6 +154,8 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         parts=parts_of(plan, mesh),
     )
     model = plan.family.build(plan.model, context)
+    if run.finetune.method == "lora":
+        adapt(model, run.finetune, parallel, Dropout(run, mesh.dp) if run.finetune.dropout else None)
     recompute_parts(model, run.train.remat, run.train.seq_len, backend.kernels)
     if run.compile.torch_compile:
         compile_blocks(model, backend)
@@ -152,11 +163,40 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
 
 
 def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of the whole model by its name in a checkpoint, independent of this rank's shard."""
+    """Shape of each tensor of the whole model by its name in a checkpoint, without adapters."""
+    model, _ = _build_whole(plan, backend)
+    return ParamTable.of(model).global_shapes()
+
+
+def num_trained(plan: Resolved, backend: Backend) -> int:
+    """Number of parameters of the whole model that are trained."""
+    if plan.config.finetune.method == "full":
+        return plan.family.num_params(plan.model)
+    return sum(math.prod(shape) for shape in _adapter_shapes(plan, backend).values())
+
+
+def _adapter_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
+    """Shape of each adapter matrix of the whole model by its name in a checkpoint."""
+    model, parallel = _build_whole(plan, backend)
+    adapt(model, plan.config.finetune, parallel)
+    return ParamTable.of(model).of_trained(model).global_shapes()
+
+
+def _first_adapters(plan: Resolved, backend: Backend, mesh: Mesh, table: ParamTable) -> Fill | None:
+    """Values with which adapters begin, if another run's are given."""
+    config = plan.config.finetune
+    if not config.adapter:
+        return None
+    return AdapterWeights(Path(config.adapter), config, table, mesh.tp, _adapter_shapes(plan, backend))
+
+
+def _build_whole(plan: Resolved, backend: Backend) -> tuple[nn.Module, TensorParallel]:
+    """Build the whole model without storage, as one rank has it."""
     dtype = Precision.of(plan.config.precision).params
-    layers = NativeLayers(TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype), backend.kernels)
+    alone = TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype)
+    layers = NativeLayers(alone, backend.kernels)
     context = BuildContext(layers, backend.kernels, dtype, plan.config.train.seq_len)
-    return ParamTable.of(plan.family.build(plan.model, context)).global_shapes()
+    return plan.family.build(plan.model, context), alone
 
 
 def parts_of(plan: Resolved, mesh: Mesh) -> tuple[StagePart, ...]:
@@ -174,7 +214,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     """Build the optimizer, gradients and pipeline around a model whose weights have their first values."""
     run = plan.config
     precision = Precision.of(run.precision)
-    layout = Layout(ParamTable.of(model), mesh)
+    layout = Layout(ParamTable.of(model).of_trained(model), mesh)
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
     kernels: Kernels = backend.kernels
     put: Callable[[Tensor], Tensor] = backend.put
@@ -195,7 +235,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         gradients=Gradients(data_parallel, backend.collectives, put, kernels),
         optimizer=optimizer,
         pipeline=_pipeline(plan, model, backend, mesh, precision),
-        num_params=plan.family.num_params(plan.model),
+        num_params=num_trained(plan, backend),
         backend=backend,
         precision=precision,
         clip=run.optim.clip,
@@ -215,7 +255,7 @@ def _data_parallel(
         num_micro=run.train.global_batch // (run.train.micro_batch * layout.mesh.dp.size),
         bucket_bytes=run.parallel.bucket_mib << 20,
     )
-    parameters = dict(model.named_parameters())
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if run.parallel.shard == "zero1":
         return Zero1(parameters, layout, backend.collectives, how, backend.put)
     return Replicated(parameters, layout, backend.collectives, how, backend.put, backend.binding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from nxtrain.checkpoint.meta import Meta, fingerprint
 from nxtrain.checkpoint.shards import MODEL
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import FinetuneConfig, RunConfig
 from nxtrain.config.show import dump
 from nxtrain.errors import CheckpointError
 from nxtrain.io.object_store import Location
@@ -50,18 +51,27 @@ class RunInputs:
         tokenizer: Fingerprint of the tokenizer; empty for ids of unknown origin.
         end_of_text: The tokenizer's token at the end of a document; empty for ids of unknown origin.
         trained: The tokenizer was trained on the data of the run, since no other was named or known.
+        base: Fingerprint of the frozen weights below adapters; empty if there are none.
     """
 
     data: str
     tokenizer: str = ""
     end_of_text: str = ""
     trained: bool = False
+    base: str = ""
 
     @staticmethod
-    def of(data_fingerprint: str, tokenizer: Path | None, end_of_text: str = "", *, trained: bool = False) -> RunInputs:
+    def of(
+        data_fingerprint: str,
+        tokenizer: Path | None,
+        end_of_text: str = "",
+        *,
+        trained: bool = False,
+        base: str = "",
+    ) -> RunInputs:
         """Build from the rows' fingerprint and the tokenizer's file."""
         identity = fingerprint([read_bytes(tokenizer)]) if tokenizer else ""
-        return RunInputs(data_fingerprint, identity, end_of_text, trained)
+        return RunInputs(data_fingerprint, identity, end_of_text, trained, base)
 
 
 def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = None) -> Meta:
@@ -84,6 +94,9 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         seed=config.run.seed,
         family=plan.family.name,
         config=plan.model.model_dump(mode="json"),
+        adapter=_adapter(config.finetune),
+        base=os.path.abspath(config.model.hf) if inputs.base else "",
+        base_fingerprint=inputs.base,
         dtype=precision.params_name,
         state_dtype=precision.state_name,
         data_fingerprint=inputs.data,
@@ -114,8 +127,15 @@ def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, 
     Raises:
         CheckpointError: The checkpoint belongs to another run; the message names all differences.
     """
-    firm = ("family", "config", "dtype", "state_dtype") if meta.step else ("family", "config")
-    differences = [what for key in firm if (what := _difference(key, key, meta, fresh))]
+    firm = {
+        "family": "family",
+        "config": "config",
+        "finetune": "adapter",
+        "the fingerprint of model.hf": "base_fingerprint",
+    }
+    if meta.step:
+        firm |= {"dtype": "dtype", "state_dtype": "state_dtype"}
+    differences = [what for name, field in firm.items() if (what := _difference(name, field, meta, fresh))]
     if meta.step and set(meta.kinds) != set(fresh.kinds):
         there, here = (", ".join(sorted({*kinds} - {MODEL})) for kinds in (meta.kinds, fresh.kinds))
         update = plan.config.precision.update
@@ -163,6 +183,13 @@ def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
     return f"{what}, which is to be its own: leave data.tokenizer out" if what and not meta.step else what
 
 
+def _adapter(config: FinetuneConfig) -> dict[str, Any]:
+    """Keys that shape adapters; empty without adapters."""
+    if config.method == "full":
+        return {}
+    return {**config.model_dump(include={"r", "alpha", "rslora"}), "targets": sorted(config.targets)}
+
+
 def _settings(config: RunConfig) -> dict[str, Any]:
     optim = {f"optim.{key}": value for key, value in config.optim.model_dump(mode="json").items()}
     if config.optim.schedule == "constant":
@@ -170,7 +197,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     else:
         optim["optim.decay_steps"] = config.optim.decay_steps or config.train.steps
     precision = {f"precision.{key}": value for key, value in config.precision.model_dump(mode="json").items()}
-    return {**optim, **precision, "torch": torch.__version__}
+    return {**optim, **precision, "finetune.dropout": config.finetune.dropout, "torch": torch.__version__}
 
 
 def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:

@@ -31,9 +31,10 @@ from nxtrain.process.console import PipeSafeConsole, standard_error
 from nxtrain.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
 from nxtrain.process.placement import Placement
 from nxtrain.process.signals import Signals
-from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR
+from nxtrain.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR
+from nxtrain.train.adapters import base_fingerprint, save_adapter
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
-from nxtrain.train.compatibility import RunInputs
+from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.context import RunContext
 from nxtrain.train.environment import record_environment
 from nxtrain.train.graph_extraction import extract_graphs
@@ -66,7 +67,8 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     """
     place, chosen = Placement.read(), loaded.config.backend
     name, reason = choose(chosen.name)
-    layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified)
+    adapted = loaded.config.finetune.method == "lora"
+    layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified, adapted=adapted)
     reason += f"; layers {layers}: {why}" if why else ""
     limit_s, folder = loaded.config.recovery.hang_timeout_s, loaded.config.run.dir
     backend = open_with_deadline(
@@ -107,13 +109,16 @@ def train_on(context: RunContext, reason: str) -> None:
         return
     mirrored = _claim_folder(context)
     data = _open_data(context, mirrored)
-    inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
+    base = context.ranks.on_leader(lambda: base_fingerprint(context.config), "cannot read the frozen weights")
+    inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained, base=base)
     context.enter(0, "restore")
     state, meta = start(context, inputs, mirrored)
     context.enter(meta.step, "start")
     _announce_start(context, data, meta)
     _prepare_folder(context, state)
     val_loss = _train(context, data, inputs, state, meta, mirrored)
+    if context.config.finetune.method == "lora":
+        save_adapter(context.config.run.dir / ADAPTER_DIR, state, meta_at(0, context.plan, inputs))
     if context.is_leader and val_loss is not None:
         evaluated = context.config.train.eval_batches * context.config.train.global_batch
         summarize(context.config.run.dir, Summary.of(val_loss, data, evaluated), context.print_line)

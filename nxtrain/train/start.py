@@ -17,6 +17,7 @@ from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.config.check import Resolved
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import DamagedError
+from nxtrain.finetune.dropout import resume_dropout
 from nxtrain.io.object_store import Location, place_of
 from nxtrain.io.read_retry import unsteady
 from nxtrain.train.build import build_model, build_state
@@ -53,7 +54,9 @@ def start(context: RunContext, inputs: RunInputs, mirrored: Mirrored | None = No
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     if checkpoint is None and first == "hf":
         refuse_other(Path(plan.config.model.hf), inputs, plan.config.checkpoint.allow_drift)
-    model = build_model(plan, backend, mesh, init=first if checkpoint is None else "zeros")
+    # Checkpoints of adapters do not hold the frozen weights.
+    reads = checkpoint is None or plan.config.finetune.method == "lora"
+    model = build_model(plan, backend, mesh, init=first if reads else "zeros")
     state = build_state(plan, model, backend, mesh)
     while checkpoint is not None:
         try:
@@ -67,6 +70,7 @@ def start(context: RunContext, inputs: RunInputs, mirrored: Mirrored | None = No
             print_line(f"{error}; {resumption.quarantine(checkpoint, error)}")
         else:
             resumption.begin()
+            resume_dropout(model, meta.step)
             if changed := changes(meta, fresh):
                 print_line(changed)
             return state, meta

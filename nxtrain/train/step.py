@@ -32,7 +32,7 @@ class TrainState:
         gradients: Reduction and norm of the gradients.
         optimizer: Update rule with its state.
         pipeline: The stages' work on a batch; None: one stage is the whole model.
-        num_params: Number of parameters of the whole model.
+        num_params: Number of parameters of the whole model that are trained.
         backend: Device and collectives.
         precision: Types of parameters, gradients and optimizer state.
         clip: Largest global gradient norm; 0: never clip.

@@ -22,6 +22,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.errors import ConfigError
 from nxtrain.mesh import Mesh
 from nxtrain.train.build import build_meta
+from tests.support.lora import adapters_of
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
@@ -60,6 +61,19 @@ def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool
     found = ranks.run(how["tp"] * how.get("dp", 1), run, compiled, weights_of(resolved))
     check_course([course for course, _ in found], reference(resolved, STEPS), resolved)
     assert {graphs for _, graphs in found} == {1}
+
+
+def test_compiled_blocks_with_adapters_train_as_plain_ones(ranks: RankPool) -> None:
+    """The first block has a graph of its own, since its input has no gradient."""
+    plain = layout("gqa2", tp=1, remat="full")
+    resolved = changed(plain, finetune={"method": "lora", "r": 4, "targets": ("q_proj", "v_proj", "down_proj")})
+    base = weights_of(resolved)
+    given = {**base, **adapters_of(resolved, base)}
+    ((course, graphs),) = ranks.run(1, run, changed(resolved, compile={"torch_compile": True}), given)
+    (expected,) = ranks.run(1, run_ours, resolved, STEPS, given)
+    assert graphs == 2
+    assert course.losses == pytest.approx(expected.losses, rel=0, abs=2e-6)
+    assert course.norms == pytest.approx(expected.norms, rel=1e-5)
 
 
 def train_compiled(backend: Backend, resolved: Resolved) -> None:

@@ -224,16 +224,29 @@ OWNERS: dict[str, dict[str, str]] = {
         "Agent._count_restart: self._worker_group.spec.max_restarts +=": "host: number",
         "Agent._monitor_workers: worker_group.spec.max_restarts +=": "host: number",
     },
+    "nxtrain/convert/hf.py": {"write_merged.read: target.copy_": "given: `write_streamed` has it filled"},
+    "nxtrain/convert/peft.py": {
+        "AdapterWeights.__call__: view.copy_": "given: parameter under construction, whose docstring says fill",
+    },
+    "nxtrain/finetune/dropout.py": {"Dropout._count: self._passes +=": "host: number"},
+    "nxtrain/finetune/lora.py": {
+        "adapt: model.requires_grad_": "given: the model, whose docstring says changed in place",
+        "_adapt_layer: layer.specs[leaf] =": "host: dictionary",
+        "_require_gradient: inputs[0].requires_grad_": "read: autograd's mark alone changes",
+    },
+    "nxtrain/train/adapters.py": {
+        "save_adapter: whole[tuple((slice(start, start + size) for start, size in box))].copy_": (
+            "fresh: `torch.zeros` right above"
+        ),
+    },
     "nxtrain/nn/decoding.py": {
         "Decoder.scores: self._capacity *=": "host: number",
         "_Cache.add: kept.index_copy_": "state: keys and values of this object, made by `new_zeros` or `F.pad`",
     },
     "nxtrain/nn/init.py": {
         "draw_shard: view.fill_": "state: parameter under construction, whose docstring says in place",
-        "_draw_normal: torch.from_numpy(bits.standard_normal(extent, dtype=np.float32)).mul_": (
-            "fresh: numbers drawn here"
-        ),
-        "_draw_normal: view[tuple(into)].copy_": "state: parameter under construction, whose docstring says fill",
+        "_draw: torch.from_numpy(_DRAWS[init.kind](bits, extent)).mul_": "fresh: numbers drawn here",
+        "_draw: view[tuple(into)].copy_": "state: parameter under construction, whose docstring says fill",
     },
     "nxtrain/optim/adamw.py": {
         "AdamW.reset: master.copy_": "state: optimizer state, which begins anew",

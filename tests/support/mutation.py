@@ -63,6 +63,7 @@ COVERED: dict[str, Stages] = {
         ("tests/unit/models", "tests/unit/nn"),
         ("tests/dist/test_layers.py", "tests/dist/test_logits.py", _PARITY),
     ),
+    "nxtrain/finetune/*": (("tests/dist/test_lora.py",),),
     "nxtrain/optim/*": (("tests/unit/optim",), ("tests/dist/test_update_rules.py",)),
     "nxtrain/nn/*": (("tests/unit/nn", "tests/unit/models"), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),
     "models/*": (("tests/unit/models",), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),

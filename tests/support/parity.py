@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
+from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.sharding import Layout, ParamTable
@@ -60,8 +61,11 @@ def reference(
     dtype: torch.dtype = torch.float32,
     data: Pairs | None = None,
     weights: Mapping[str, Tensor] | None = None,
+    wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
 ) -> Course:
     """Train transformers' model on the whole batches; batches and weights are random unless given.
+
+    `wrap` may freeze and replace parts of the model.
 
     The mean over the tokens and the norm are summed in float64: in float32, torch's sums alone are off by up to 4e-6 of
     a loss and 2e-5 of a norm where there are many of them.
@@ -70,10 +74,12 @@ def reference(
     if dtype == torch.float64:
         # Eager attention rounds its softmax to float32, and takes twice the time of the fused one, which does not.
         model.set_attn_implementation("sdpa")
+    wrapped = wrap(model)
     optim = resolved.config.optim
+    trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
     groups = [
         {
-            "params": [p for name, p in model.named_parameters() if _decays(name, p, optim.decay_norms) == decays],
+            "params": [p for name, p in trained.items() if _decays(name, p, optim.decay_norms) == decays],
             "weight_decay": optim.weight_decay * decays,
         }
         for decays in (True, False)
@@ -82,17 +88,17 @@ def reference(
     losses, norms = [], []
     for inputs, targets in data or _pairs(resolved, steps):
         optimizer.zero_grad()
-        logits = model(input_ids=inputs).logits.double()
+        logits = wrapped(input_ids=inputs).logits.double()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
-        squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        squares = [p.grad.double().square().sum() for p in trained.values() if p.grad is not None]
         norm = torch.stack(squares).sum().sqrt()
         if optim.clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), optim.clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(trained.values(), optim.clip, norm)
         norms.append(norm.item())
         optimizer.step()
         losses.append(loss.item())
-    return Course(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
+    return Course(losses, norms, {name: p.detach() for name, p in trained.items()})
 
 
 def _decays(name: str, parameter: Tensor, norms: bool) -> bool:
@@ -262,12 +268,13 @@ def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def table_of(resolved: Resolved, mesh: Mesh) -> ParamTable:
-    """Sharding of the model by a layout; needs no process group, since nothing is computed."""
-    return ParamTable.of(build_meta(resolved, _NoBackend(), mesh))  # type: ignore[arg-type]
+    """Sharding of a model's trained parameters by a layout; needs no process group, since nothing is computed."""
+    model = build_meta(resolved, _NoBackend(), mesh)  # type: ignore[arg-type]
+    return ParamTable.of(model).of_trained(model)
 
 
 class _NoBackend:
-    collectives: Any = None
+    collectives = C10dCollectives(1)
     kernels = PlainKernels()
     binding = Binding()
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.drawn import SEED, Drawn, covering_array, draw, is_for_xla
 from tests.support.drawn_runs import error_of, failures, first_weights, wanted
+from tests.support.lora import DrawnAdapters, all_weights, draw_adapters, wanted_of_peft
 from tests.support.xla_bodies import drawn_courses
 from tests.support.xla_engine import run_devices
 
@@ -15,16 +16,24 @@ LAYOUTS = covering_array(SEED, 12, is_for_xla)
 GROUPS: dict[str, list[Drawn]] = {}
 for _index, _degrees in enumerate(LAYOUTS):
     GROUPS.setdefault(f"{_degrees.world} devices", []).append(draw("xla", SEED, _index, _degrees, xla=True))
+ADAPTED = [
+    draw_adapters("xla-lora", SEED, _index, _degrees, xla=True)
+    for _index, _degrees in enumerate(LAYOUTS)
+    if _index in {1, 2, 4}
+]
+for _run in ADAPTED:
+    GROUPS[f"{_run.degrees.world} devices"].append(_run)
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_drawn_runs_on_devices_equal_transformers(group: str, tmp_path: Path) -> None:
     """All runs of one number of devices share a process, which takes long to start."""
     runs = GROUPS[group]
-    cases = [(run, first_weights(run)) for run in runs]
+    cases = [(run, all_weights(run) if isinstance(run, DrawnAdapters) else first_weights(run)) for run in runs]
     by_rank = run_devices(runs[0].degrees.world, drawn_courses, cases, folder=tmp_path)
     courses = zip(*by_rank, strict=True)
-    errors = [(run, error_of(found, wanted(run), run)) for run, found in zip(runs, courses, strict=True)]
+    wants = [wanted_of_peft(run) if isinstance(run, DrawnAdapters) else wanted(run) for run in runs]
+    errors = [(run, error_of(found, want, run)) for run, found, want in zip(runs, courses, wants, strict=True)]
     assert not failures(errors), failures(errors)
 
 

@@ -26,7 +26,7 @@ from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.rounding import folded, mix_
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.parallel.fully_sharded import FullySharded
-from nxtrain.sharding import Layout
+from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.step import TrainState
 
 
@@ -170,7 +170,7 @@ class ReplicaCheck:
         state, mesh = self._state, self._mesh
         shards = state.data_parallel.shards
         parameters = {name: p.detach() for name, p in state.model.named_parameters()} if whole else shards
-        cut = Layout(state.table, replace(mesh, shard_size=1)) if whole else state.layout
+        cut = Layout(ParamTable.of(state.model), replace(mesh, shard_size=1)) if whole else state.layout
         yield from _parts("", parameters, cut, self._replicas.size)
         # With shard=zero1 each data parallel rank holds its rows of the optimizer's state alone.
         replicas = self._replicas.size if mesh.replica.size == self._replicas.size else 1

@@ -426,3 +426,23 @@ def test_torchneuron_has_no_collectives_of_host_memory(tmp_path: Path) -> None:
     checked(tmp_path, "backend.name=cuda", *overrides)
     with pytest.raises(ConfigError, match=r"parallel\.offload .*: reduces tensors of host memory.*\n.*use false"):
         checked(tmp_path, "backend.name=neuron-native", *overrides)
+
+
+def test_adapters_need_given_weights_and_our_layers(tmp_path: Path, hf: Path) -> None:
+    given = (f"model.hf={hf}", "model.init=hf", "finetune.method=lora")
+    assert checked(tmp_path, *given, "parallel.pp=3", world=3).config.finetune.r == 16
+    problem = only(tmp_path, "finetune.method=lora")
+    assert problem.key == "finetune.method" and problem.hint == "set model.hf=FOLDER and model.init=hf"
+    assert "backend.layers=nxd replaces" in only(tmp_path, *given, "backend.layers=nxd").reason
+    assert only(tmp_path, *given, 'finetune.targets=["q_proj", "q_proj"]').key == "finetune.targets"
+    assert only(tmp_path, "finetune.adapter=runs/chat/adapter").key == "finetune.adapter"
+
+
+def test_masks_of_adapters_are_refused_where_they_would_be_wrong_or_new_graphs(tmp_path: Path, hf: Path) -> None:
+    given = (f"model.hf={hf}", "model.init=hf", "finetune.method=lora", "finetune.dropout=0.1")
+    checked(tmp_path, *given, "parallel.tp=2", world=2)
+    for override in ("parallel.pp=3", "backend.name=xla", "compile.torch_compile=true"):
+        problem = only(tmp_path, *given, override)
+        assert problem.key == "finetune.dropout"
+        assert override.removesuffix("=true") in problem.reason
+    assert only(tmp_path, *given[:3], "finetune.dropout=1.0").key == "finetune.dropout"

@@ -180,3 +180,15 @@ def test_a_rank_of_a_big_model_takes_the_memory_of_its_own_shards() -> None:
     peak, local, largest = map(int, done.stdout.split())
     assert 150e6 < local < 250e6
     assert 0.5 * local < peak < local + largest + 16e6, done.stdout
+
+
+def test_the_uniform_draw_has_its_deviation_and_its_bounds() -> None:
+    """As PEFT draws an adapter's A: up to 1 / sqrt(fan in), evenly."""
+    spec = ShardSpec((300, 520), dim=1, init=Init("uniform", 1 / math.sqrt(3 * 520)))
+    local = torch.zeros(300, 520)
+    draw_shard(local, "layer.lora_A", spec, ALONE, 0)
+    bound = 1 / math.sqrt(520)
+    assert 0.999 * bound < local.abs().max() <= bound * (1 + 1e-6)
+    counts = torch.histc(local, 10, -bound, bound)
+    assert counts.min() > 0.97 * local.numel() / 10
+    assert abs(float(local.mean())) < 0.005 * bound

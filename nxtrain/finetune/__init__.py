@@ -1,0 +1,1 @@
+"""Fine-tuning of given weights by low-rank adapters."""

@@ -1,0 +1,231 @@
+"""Low-rank adapters on every kind of layout: parity with PEFT and `torch.optim`, frozen weights, dropout, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nxtrain.backends import open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.config.check import Resolved
+from nxtrain.finetune.dropout import Dropout
+from nxtrain.finetune.lora import is_adapter
+from nxtrain.mesh import Mesh
+from nxtrain.train.adapters import save_adapter
+from nxtrain.train.compatibility import RunInputs, meta_at
+from nxtrain.train.step import eval_step, train_step
+from tests.support.drawn import SEED, Degrees, covering_array
+from tests.support.drawn_runs import error_of, failures, ours
+from tests.support.lora import adapters_of, all_weights, described, draw_adapters, wanted_of_peft
+from tests.support.models import changed, weights_of
+from tests.support.parity import batches, layout, local_batch, run_ours, start, whole
+from tests.support.ranks import RankPool
+
+_ALL = covering_array(SEED, 64)
+LAYOUTS = [
+    *[degrees for degrees in _ALL if degrees.tp > 1 and not degrees.sequence_parallel][:4],
+    *[degrees for degrees in _ALL if degrees.sequence_parallel][:3],
+    Degrees(tp=2, dp=2, shard="zero1", sequence_parallel=True),
+    Degrees(dp=3, shard="grad_op"),
+    Degrees(pp=2, dp=2, shard="full"),
+]
+LORA = {"method": "lora", "r": 4, "alpha": 8.0}
+
+
+def adapted(shape: str = "gqa2", finetune: dict[str, Any] | None = None, **degrees: Any) -> Resolved:
+    return changed(layout(shape, **{"tp": 1, **degrees}), finetune={**LORA, **(finetune or {})})
+
+
+def weights(resolved: Resolved, *, zero_b: bool = False) -> dict[str, Tensor]:
+    """Whole weights of base and adapters; as at the beginning of a run, if `zero_b`."""
+    base = weights_of(resolved)
+    adapters = adapters_of(resolved, base)
+    if zero_b:
+        adapters = {n: torch.zeros_like(t) if n.endswith("lora_B") else t for n, t in adapters.items()}
+    return {**base, **adapters}
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+def test_a_drawn_run_of_any_layout_equals_peft(ranks: RankPool, index: int) -> None:
+    run = draw_adapters("lora", SEED, index, LAYOUTS[index])
+    courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
+    errors = [(run, error_of(courses, wanted_of_peft(run), run))]
+    assert not failures(errors), (failures(errors), described(run))
+
+
+def test_the_layouts_sum_gradients_in_every_way() -> None:
+    kinds = {(layout.tp > 1, layout.sequence_parallel, layout.pp > 1) for layout in LAYOUTS}
+    assert {(True, False, True), (True, True, True), (True, True, False)} <= kinds
+
+
+# --- frozen weights ------------------------------------------------------------------------------------------------
+
+
+def first_step(backend: Backend, resolved: Resolved, given: dict[str, Tensor]) -> tuple[float, dict[str, Any]]:
+    """Loss of the first step, and the state behind it: frozen weights that moved, their storage, what is kept."""
+    state = start(backend, resolved, given)
+    frozen = {name: p for name, p in state.model.named_parameters() if not p.requires_grad}
+    before = {name: _local(p).clone() for name, p in frozen.items()}
+    (batch,) = batches(resolved, 1)
+    step = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-2)
+    moved = [name for name, p in frozen.items() if not torch.equal(_local(p), before[name])]
+    found = {
+        "moved": moved,
+        "gradients": [name for name, p in frozen.items() if p.grad is not None],
+        "kept": sorted({name for tensors in state.optimizer.state.values() for name in tensors}),
+        "reduced": sorted(state.data_parallel.shards),
+        "dtypes": {str(p.dtype) for p in frozen.values()},
+        "num_params": state.num_params,
+    }
+    return backend.fetch({"loss": step.loss})["loss"], found
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [
+        (2, {"tp": 2, "sp": True}),
+        (2, {"dp": 2, "shard": "zero1", "micro": 1}),
+        (2, {"dp": 2, "shard": "full", "micro": 2, "params": "bf16"}),
+    ],
+    ids=["tp2-sp", "dp2-zero1", "dp2-full-bf16"],
+)
+def test_a_run_begins_as_its_base_and_moves_adapters_only(ranks: RankPool, world: int, degrees: dict[str, Any]) -> None:
+    resolved = adapted(**degrees)
+    given = weights(resolved, zero_b=True)
+    base = ranks.run(world, first_step, changed(resolved, finetune={"method": "full"}), given)
+    for (loss, found), (expected, _) in zip(ranks.run(world, first_step, resolved, given), base, strict=True):
+        assert loss == expected
+        assert found["moved"] == found["gradients"] == []
+        assert found["kept"] == found["reduced"] and all(map(is_adapter, found["kept"]))
+        assert found["dtypes"] == {"torch.bfloat16" if degrees.get("params") == "bf16" else "torch.float32"}
+        assert found["num_params"] == sum(tensor.numel() for name, tensor in given.items() if is_adapter(name))
+
+
+# --- dropout -------------------------------------------------------------------------------------------------------
+
+
+def dropped_losses(backend: Backend, resolved: Resolved, given: dict[str, Tensor]) -> list[float]:
+    return run_ours(backend, resolved, 3, given).losses
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [(2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"dp": 2, "micro": 1}), (1, {"remat": "full", "micro": 2})],
+    ids=["tp2", "tp2-sp", "dp2", "remat"],
+)
+def test_masks_are_those_of_one_rank(ranks: RankPool, world: int, degrees: dict[str, Any]) -> None:
+    """Three steps, so that masks of recomputation would move the second loss."""
+    finetune = {"dropout": 0.5}
+    given = weights(adapted())
+    alone = dropped_losses(open_backend("cpu"), adapted(finetune=finetune), given)
+    whole_inputs = dropped_losses(open_backend("cpu"), adapted(), given)
+    assert min(abs(a - b) for a, b in zip(alone, whole_inputs, strict=True)) > 1e-3
+    for losses in ranks.run(world, dropped_losses, adapted(finetune=finetune, **degrees), given):
+        assert losses == pytest.approx(alone, rel=0, abs=2e-6)
+
+
+def test_masks_leave_out_their_share_and_are_new_in_each_pass() -> None:
+    resolved = adapted(finetune={"dropout": 0.25}, micro=2)
+    dropout = Dropout(resolved.config, Mesh(1, 0).dp)
+    block = torch.nn.Identity()
+    dropout.attach(torch.nn.Module(), block)
+    x, masks = torch.ones(64, 2, 96), []
+    for _ in range(4):
+        block(x)
+        masks.append(dropout(x, "layer", 0, 0))
+    kept = [mask > 0 for mask in masks]
+    assert [float(each.float().mean()) for each in kept] == pytest.approx([0.75] * 4, abs=0.02)
+    assert all(
+        torch.equal(mask[each], torch.full_like(mask[each], 4 / 3)) for mask, each in zip(masks, kept, strict=True)
+    )
+    pairs = [(kept[0], kept[1]), (kept[1], kept[2]), (kept[0], dropout(x, "other", 0, 0) > 0)]
+    pairs += [(kept[3][:, 0], kept[3][:, 1]), (kept[3][:32], kept[3][32:]), (kept[3][..., :48], kept[3][..., 48:])]
+    for one, other in pairs:  # independent masks agree in 0.75^2 + 0.25^2 of the entries
+        assert float((one == other).float().mean()) == pytest.approx(0.625, abs=0.03)
+    with torch.no_grad():
+        block(x)
+    assert torch.equal(dropout(x, "layer", 0, 0), x), "evaluation leaves nothing out"
+
+
+def test_evaluation_between_steps_changes_no_mask() -> None:
+    resolved, backend = adapted(finetune={"dropout": 0.5}), open_backend("cpu")
+    given = weights(resolved)
+    state = start(backend, resolved, given)
+    losses = []
+    for batch in batches(resolved, 3):
+        local = local_batch(state, batch, resolved.config.train.micro_batch)
+        eval_step(state, local)
+        losses.append(backend.fetch({"loss": train_step(state, local, resolved.config.optim.lr).loss})["loss"])
+    assert losses == dropped_losses(backend, resolved, given)
+
+
+# --- export --------------------------------------------------------------------------------------------------------
+
+
+def exported(backend: Backend, resolved: Resolved, given: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    state = start(backend, resolved, given)
+    save_adapter(folder, state, meta_at(0, resolved, RunInputs("", base="some weights")))
+    return {name: shard.detach() for name, shard in state.data_parallel.shards.items()}
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [(4, {"tp": 2, "pp": 2, "sp": True}), (4, {"tp": 4}), (2, {"dp": 2, "shard": "zero1", "micro": 1})],
+    ids=["tp2-pp2-sp", "tp4-copied-heads", "dp2-zero1"],
+)
+def test_ranks_write_their_adapter_whole(ranks: RankPool, tmp_path: Path, world: int, degrees: dict[str, Any]) -> None:
+    resolved = adapted(**degrees)
+    given = weights(resolved)
+    ranks.run(world, exported, resolved, given, tmp_path / "adapter")
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    expected = {f"base_model.model.{n}.weight": tensor for n, tensor in given.items() if is_adapter(n)}
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+# --- a small task --------------------------------------------------------------------------------------------------
+
+
+def chain(seed: int, number: int, *, new: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Batches of a Markov chain in which each token has four equally likely successors; its entropy is log 4.
+
+    Args:
+        seed: Of the rows.
+        number: Of the batches.
+        new: Tokens whose successors are others than those of the chain that the base knows.
+    """
+    generator = torch.Generator().manual_seed(5)
+    known, others = (torch.stack([torch.randperm(64, generator=generator)[:4] for _ in range(64)]) for _ in range(2))
+    successors = torch.cat([others[:new], known[new:]])
+    generator.manual_seed(seed)
+    rows = [torch.randint(0, 64, (16 * number,), generator=generator)]
+    for _ in range(32):
+        rows.append(successors[rows[-1], torch.randint(0, 4, (16 * number,), generator=generator)])
+    tokens = torch.stack(rows, dim=1)
+    return [(part[:, :-1], part[:, 1:]) for part in tokens.split(16)]
+
+
+def test_adapters_reach_the_loss_of_full_fine_tuning() -> None:
+    backend = open_backend("cpu")
+    shape: dict[str, Any] = {"config": {"vocab_size": 64, "num_hidden_layers": 1}}
+    optim = {"lr": 5e-3, "clip": 1.0, "eps": 1e-8}
+    full = changed(layout("gqa2", tp=1, batch=16, micro=16, **shape), optim=optim)
+    given = whole([run_ours(backend, full, 1, weights_of(full), chain(1, 120)).weights], full)
+    lora = changed(full, finetune={"method": "lora", "r": 16, "alpha": 32.0})
+    begun = {n: t * (not n.endswith("lora_B")) for n, t in adapters_of(lora, given).items()}
+    data = chain(2, 60, new=8)
+    of_full = run_ours(backend, full, 1, given, data).losses
+    of_lora = run_ours(backend, lora, 1, {**given, **begun}, data).losses
+    last = [sum(losses[-20:]) / 20 for losses in (of_full, of_lora)]
+    assert of_full[0] == of_lora[0] > 1.4 * last[0]
+    assert last[1] == pytest.approx(last[0], rel=0.02)

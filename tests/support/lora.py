@@ -1,0 +1,120 @@
+"""Drawn runs that train adapters, beside PEFT with `torch.optim` on one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from random import Random
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxtrain.config.check import Resolved
+from nxtrain.finetune.lora import A
+from tests.support.drawn import ONE, Degrees, Drawn, draw
+from tests.support.drawn_runs import first_weights
+from tests.support.models import changed
+from tests.support.parity import Course, reference
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class DrawnAdapters(Drawn):
+    """A drawn run that trains adapters of some layers.
+
+    Args:
+        finetune: Values of [finetune], in the order of their names.
+    """
+
+    finetune: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def resolved(self) -> Resolved:
+        """The configuration, held to every rule but that of the weights' folder, which is none here."""
+        return changed(super().resolved, finetune=dict(self.finetune))
+
+
+def draw_adapters(lane: str, seed: int, index: int, degrees: Degrees = ONE, **kinds: bool) -> DrawnAdapters:
+    """One run of a layout; see `draw`."""
+    drawn = draw(lane, seed, index, degrees, **kinds)
+    rng = Random(f"adapters/{lane}/{seed}/{index}")
+    r = rng.randint(1, 6)
+    values = {
+        "method": "lora",
+        "r": r,
+        "alpha": r * rng.choice((0.5, 1.0, 2.0)),
+        "rslora": rng.random() < 0.3,
+        "targets": () if rng.random() < 0.4 else tuple(rng.sample(LAYERS, rng.randint(1, 6))),
+    }
+    run = DrawnAdapters(**{field.name: getattr(drawn, field.name) for field in fields(drawn)})
+    return replace(run, finetune=tuple(values.items()))
+
+
+def targets_of(resolved: Resolved) -> tuple[str, ...]:
+    """Layers with an adapter."""
+    return resolved.config.finetune.targets or LAYERS
+
+
+def adapted(resolved: Resolved, model: nn.Module) -> nn.Module:
+    """PEFT's model around transformers'."""
+    from peft import LoraConfig, get_peft_model
+
+    config = resolved.config.finetune
+    lora = LoraConfig(
+        r=config.r,
+        lora_alpha=cast(int, config.alpha),
+        use_rslora=config.rslora,
+        target_modules=list(targets_of(resolved)),
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return cast(nn.Module, get_peft_model(cast(Any, model), lora))
+
+
+def our_name(name: str) -> str:
+    """Our name of a parameter of PEFT's model."""
+    return name.removeprefix("base_model.model.").removesuffix(".weight").removesuffix(".default")
+
+
+def adapters_of(resolved: Resolved, base: Mapping[str, Tensor], seed: int = 7) -> dict[str, Tensor]:
+    """Whole matrices of all adapters, none of them zero, by our names."""
+    generator = torch.Generator().manual_seed(seed)
+    config, found = resolved.config.finetune, {}
+    for name, weight in base.items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in targets_of(resolved):
+            for leaf, shape in ((A, (config.r, weight.shape[1])), ("lora_B", (weight.shape[0], config.r))):
+                std = 1 / max(shape[1], 4) ** 0.5
+                found[f"{layer}.{leaf}"] = torch.randn(shape, generator=generator) * std * (1.0 if leaf == A else 0.3)
+    return found
+
+
+def all_weights(drawn: DrawnAdapters) -> dict[str, Tensor]:
+    """Whole weights at step 0, those of adapters included."""
+    base = first_weights(drawn)
+    return {**base, **adapters_of(drawn.resolved, base)}
+
+
+def wanted_of_peft(drawn: DrawnAdapters) -> Course:
+    """The course of PEFT, in float64."""
+    weights = all_weights(drawn)
+
+    def wrap(model: nn.Module) -> nn.Module:
+        found = adapted(drawn.resolved, model).double()
+        with torch.no_grad():
+            for name, parameter in found.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(weights[our_name(name)])
+        return found
+
+    course = reference(drawn.resolved, drawn.steps, torch.float64, data=drawn.batches(), weights=weights, wrap=wrap)
+    return replace(course, weights={our_name(name): tensor for name, tensor in course.weights.items()})
+
+
+def described(drawn: DrawnAdapters) -> str:
+    """Layout and adapters of a run, for messages."""
+    return f"{drawn.degrees} {asdict(drawn)['finetune']}"

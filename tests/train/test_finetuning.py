@@ -1,0 +1,242 @@
+"""Fine-tuning by commands: instruction data, adapters, PEFT's files both ways, merged weights, exact resume."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nxtrain.backends import open_backend
+from nxtrain.checkpoint import directory
+from nxtrain.convert.verify_export import open_model
+from nxtrain.data.tokenization import train_bpe
+from nxtrain.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
+from nxtrain.train.generate import Sampling, generate
+from tests.support.commands import in_process
+from tests.support.markdown import ROOT, blocks
+from tests.support.models import hf_model, plan
+
+VOCAB = 300
+STEPS = 8
+LORA = ("finetune.method=lora", "finetune.r=4", "finetune.alpha=8")
+
+
+class Folder:
+    """A base model, a corpus of prompts and answers, and the runs on them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        hf_model(plan("gqa2", model={"config": {"vocab_size": VOCAB}}), std=0.2).save_pretrained(path / "base")
+        lines = [{"prompt": f"{a} plus {b} is ", "text": str(a + b)} for a in range(12) for b in range(12)]
+        train_bpe([f"{x['prompt']}{x['text']}" for x in lines], VOCAB, path / "base" / directory.TOKENIZER)
+        (path / "sums.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+        told = in_process(
+            "data", "prepare", path / "sums.jsonl", "--prompt", "prompt", "--tokenizer", path / "base",
+            "--out", path / "sums.arrow",
+        )  # fmt: skip
+        assert told[0] == 0, told
+        (path / "run.toml").write_text("", encoding="utf-8")
+
+    def train(self, name: str, *overrides: str, code: int = 0) -> str:
+        """`nxtrain train` in this process; returns its standard error in one line."""
+        given = (
+            f"run.dir={self.path / name}", f"model.hf={self.path / 'base'}", "model.init=hf", "backend.name=cpu",
+            "data.source=arrow", f"data.path={self.path / 'sums.arrow'}", "data.packing=best_fit", "data.doc_mask=true",
+            "data.workers=0", f"train.steps={STEPS}", "train.seq_len=32", "train.global_batch=4", "train.micro_batch=2",
+            "optim.lr=1e-2", "optim.min_lr=1e-2", "checkpoint.every=4", "metrics.log_every=1",
+            "metrics.tensorboard=false", "metrics.progress=false",
+        )  # fmt: skip
+        found = in_process("train", self.path / "run.toml", *given, *overrides)
+        assert found[0] == code, found
+        return " ".join(found[2].split())
+
+    def losses(self, name: str) -> list[float]:
+        lines = (self.path / name / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    def adapter(self, name: str) -> dict[str, Tensor]:
+        return load_file(self.path / name / ADAPTER_DIR / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    made = Folder(tmp_path_factory.mktemp("finetuning"))
+    made.train("lora", *LORA)
+    return made
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
+def peft_logits(base: Path, adapter: Path, *, merged: bool = False) -> Tensor:
+    from peft import PeftModel
+
+    model = loaded(base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        found = PeftModel.from_pretrained(model, str(adapter))
+    with torch.no_grad():
+        whole = cast(Any, found).merge_and_unload() if merged else found
+        return cast(Tensor, whole(input_ids=tokens()).logits)
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def logits(folder: Path) -> Tensor:
+    with torch.no_grad():
+        return cast(Tensor, loaded(folder)(input_ids=tokens()).logits)
+
+
+def our_logits(checkpoint: Path) -> Tensor:
+    with torch.no_grad():
+        return open_model(checkpoint, open_backend("cpu"), 64).logits(tokens())
+
+
+def newest(run: Path) -> Path:
+    return directory.step_path(run / CHECKPOINTS_DIR, STEPS)
+
+
+def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_the_run_begins_as_the_base_and_learns(folder: Folder) -> None:
+    """B is zero at first, so that the first loss is that of full fine-tuning, bit for bit."""
+    folder.train("full", "train.steps=1")
+    losses = folder.losses("lora")
+    assert not (folder.path / "full" / ADAPTER_DIR).exists()
+    assert losses[0] == folder.losses("full")[0]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_peft_loads_the_adapter_and_computes_what_we_compute(folder: Folder) -> None:
+    run = folder.path / "lora"
+    ours, base = our_logits(newest(run)), logits(folder.path / "base")
+    theirs = peft_logits(folder.path / "base", run / ADAPTER_DIR)
+    assert (ours - base).abs().max() > 0.1, "the adapter changes the model"
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    config = json.loads((run / ADAPTER_DIR / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder.path / "base")
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+
+
+def test_merged_weights_are_those_of_peft(folder: Folder, tmp_path: Path) -> None:
+    run, base = folder.path / "lora", folder.path / "base"
+    assert in_process("convert", "nxtrain-to-hf", run, tmp_path / "merged", "--verify")[0] == 0
+    assert in_process("convert", "peft-to-hf", run / ADAPTER_DIR, tmp_path / "again", "--base", base)[0] == 0
+    ours = {name: load_file(tmp_path / name / "model.safetensors") for name in ("merged", "again")}
+    assert_equal(ours["merged"], ours["again"])
+    torch.testing.assert_close(logits(tmp_path / "merged"), peft_logits(base, run / ADAPTER_DIR), rtol=0, atol=1e-5)
+    before = load_file(base / "model.safetensors")
+    moved = {
+        name.rpartition(".")[0].rpartition(".")[2]
+        for name in before
+        if not torch.equal(before[name], ours["merged"][name])
+    }
+    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert (tmp_path / "merged" / directory.TOKENIZER).is_file()
+
+
+def test_an_adapter_of_peft_is_the_beginning_of_a_run(folder: Folder, tmp_path: Path) -> None:
+    """PEFT saves an adapter with values of its own; the run begins with the loss of PEFT's model."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        config = LoraConfig(
+            r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False, use_rslora=True
+        )
+        model = get_peft_model(loaded(folder.path / "base"), config)
+    model.save_pretrained(tmp_path / "theirs")
+    lora = ("finetune.method=lora", "finetune.r=3", "finetune.alpha=6", 'finetune.targets=["down_proj", "q_proj"]')
+    given = f"finetune.adapter={tmp_path / 'theirs'}"
+    assert "finetune.rslora=true" in folder.train("refused", *lora, given, code=2)
+    assert "does not fit" in folder.train("refused", *lora[:3], "finetune.rslora=true", given, code=2)
+    folder.train("begun", *lora, given, "finetune.rslora=true", "train.steps=1", "optim.lr=0", "optim.min_lr=0")
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    assert_equal(theirs, folder.adapter("begun"))
+    assert (
+        in_process("convert", "peft-to-hf", tmp_path / "theirs", tmp_path / "hf", "--base", folder.path / "base")[0]
+        == 0
+    )
+    expected = peft_logits(folder.path / "base", tmp_path / "theirs", merged=True)
+    torch.testing.assert_close(logits(tmp_path / "hf"), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        our_logits(directory.step_path(folder.path / "begun" / CHECKPOINTS_DIR, 1)), expected, rtol=0, atol=1e-4
+    )
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, tmp_path: Path) -> None:
+    lora = (*LORA, "finetune.dropout=0.2", "train.remat=full", "optim.decay_steps=8")
+    folder.train("whole", *lora)
+    folder.train("parts", *lora, "train.steps=4")
+    folder.train("parts", *lora)
+    assert folder.losses("parts") == folder.losses("whole")
+    assert_equal(folder.adapter("parts"), folder.adapter("whole"))
+    written = sum(file.stat().st_size for file in newest(folder.path / "whole").iterdir())
+    assert written < 0.6 * (folder.path / "base" / "model.safetensors").stat().st_size
+    assert in_process("convert", "nxtrain-to-peft", folder.path / "whole", tmp_path / "adapter")[0] == 0
+    assert_equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), folder.adapter("whole"))
+
+
+def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path) -> None:
+    said = folder.train("lora", "finetune.method=lora", "finetune.r=5", "finetune.alpha=8", code=4)
+    assert "'r': 4" in said and "'r': 5" in said
+    other = tmp_path / "other"
+    shutil.copytree(folder.path / "base", other)
+    hf_model(plan("gqa2", model={"config": {"vocab_size": VOCAB}}), std=0.2, seed=1).save_pretrained(other)
+    said = folder.train("lora", *LORA, f"model.hf={other}", "train.steps=9", code=4)
+    assert "the fingerprint of model.hf is" in said
+    code, _, err = in_process("convert", "nxtrain-to-hf", folder.path / "lora", tmp_path / "hf", "--base", other)
+    assert code == 4 and "an adapter of other weights" in " ".join(err.split())
+    assert "finetune is {}" in folder.train("full", *LORA, code=4)
+    assert "no linear layer of the model" in folder.train("none", *LORA, 'finetune.targets=["query"]', code=2)
+    code, _, err = in_process("convert", "nxtrain-to-nxd", folder.path / "lora", tmp_path / "nxd")
+    assert code == 2 and "holds an adapter" in " ".join(err.split())
+
+
+def test_the_first_commands_of_the_page_run_as_they_stand(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a small base and few steps, with its own file as the run."""
+    page = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+    (run,) = (block for language, block in blocks(page) if language == "toml")
+    first = next(block for language, block in blocks(page) if not language)
+    small = ["train.steps=2", "train.seq_len=32", "train.global_batch=2", "train.micro_batch=1", "backend.name=cpu"]
+    small += ["optim.warmup_steps=1", "data.workers=0", "metrics.progress=false", "metrics.tensorboard=false"]
+    shutil.copytree(folder.path / "base", tmp_path / "Llama-3.2-1B")
+    shutil.copyfile(folder.path / "sums.jsonl", tmp_path / "chat.jsonl")
+    (tmp_path / "chat.toml").write_text(run, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line)[1:] for line in first.splitlines()]
+    assert [words[0] for words in commands] == ["data", "train", "generate", "convert"]
+    for words in commands:
+        code, _, err = in_process(*words, *(small if words[0] == "train" else ()))
+        assert code == 0, err
+    assert (tmp_path / "runs/chat/adapter/adapter_config.json").is_file()
+    assert loaded(tmp_path / "chat-hf").config.vocab_size == VOCAB
+
+
+def test_generate_reads_the_base_with_the_adapter(folder: Folder, tmp_path: Path) -> None:
+    run = folder.path / "lora"
+    assert in_process("convert", "nxtrain-to-hf", run, tmp_path / "merged")[0] == 0
+    one, other = (
+        "".join(generate(str(place), "3 plus 4 is ", 6, Sampling(temperature=0.0), 0))
+        for place in (run, tmp_path / "merged")
+    )
+    assert one == other
