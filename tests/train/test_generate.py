@@ -16,7 +16,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.convert.hf import hf_to_nxtrain
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.errors import CheckpointError, ConfigError
-from nxtrain.train.generate import Sampling, generate
+from nxtrain.train.generate import Request, Sampling, generate
 from tests.support.commands import in_process
 from tests.support.models import hf_model, plan
 
@@ -44,8 +44,9 @@ def checkpoint(hf: Path, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def whole(place: Path, prompt: str, count: int, sampling: Sampling = GREEDY, **options: object) -> str:
-    return "".join(generate(str(place), prompt, count, sampling, 0, **options))  # type: ignore[arg-type]
+def whole(place: Path, prompt: str, count: int, sampling: Sampling = GREEDY) -> str:
+    _, (text,) = generate(str(place), Request((prompt,), count), sampling)
+    return text.prompt + text.text
 
 
 def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> None:
@@ -61,7 +62,8 @@ def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> 
 
 
 def test_pieces_come_one_token_at_a_time(hf: Path) -> None:
-    pieces = [*generate(str(hf), "the quick", 30, Sampling(1.0), 3)]
+    pieces = list[str]()
+    generate(str(hf), Request(("the quick",), 30, seed=3), Sampling(1.0), lambda number, piece: pieces.append(piece))
     assert pieces[0] == "the quick"
     assert len(pieces) > 20
     code, out, err = in_process(
