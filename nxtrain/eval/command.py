@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,19 +85,13 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
     """
     chosen, registry = choose_tasks(options.tasks, options.folder)
     places = _kept(address) if options.every else [address]
-    with _backend() as backend:
+    backend = open_backend(choose("auto")[0])
+    try:
         ranks = Ranks(Mesh.build(backend.world, backend.rank, dp=backend.world), backend.host_group)
         backend.lay_out(ranks.mesh)
         say = note if ranks.is_leader else lambda line: None
         evaluator = _Evaluator(backend, ranks, chosen, registry, options, say)
         return [evaluator.evaluate(Trained.find(place)) for place in places]
-
-
-@contextmanager
-def _backend() -> Iterator[Backend]:
-    backend = open_backend(choose("auto")[0])
-    try:
-        yield backend
     finally:
         backend.close()
 
@@ -194,7 +187,8 @@ def table(found: Sequence[Evaluation]) -> str:
         lines.append(f"{each.model.place}{step}{texts}")
         for name, metrics in each.tasks.items():
             metric = next(iter(metrics))
-            chance = f"  (chance {metrics['chance']:.3f})" if "chance" in metrics else ""
-            value = f"{metrics[metric]:.4f} +- {metrics['stderr']:.4f}"
-            lines.append(f"  {name:<24} {metric:<16} {value}  n={metrics['n']:,}{chance}")
+            stderr = "" if metrics["stderr"] is None else f"+- {metrics['stderr']:.4f}"
+            chance = f"chance {metrics['chance']:.3f}" if "chance" in metrics else ""
+            line = f"  {name:<24} {metric:<14} {metrics[metric]:>9.4f} {stderr:<9}  n={metrics['n']:<6} {chance}"
+            lines.append(line.rstrip())
     return "\n".join(lines)

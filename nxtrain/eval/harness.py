@@ -163,7 +163,8 @@ def _continued(scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep
     for number, (text, options) in enumerate(asked):
         found = normalize_gen_kwargs(options, ADDED_TOKENS)
         top_k, top_p = int(found.get("top_k") or 0), float(found.get("top_p") or 1.0)
-        groups.setdefault(Sampling(float(found["temperature"]), top_k, top_p), []).append(number)
+        temperature = float(found.get("temperature", 1.0)) if found.get("do_sample") else 0.0
+        groups.setdefault(Sampling(temperature, top_k, top_p), []).append(number)
         requests.append((text, int(found["max_gen_toks"]), tuple(stop for stop in found["until"] if stop)))
     texts = [""] * len(asked)
     for sampling, numbers in groups.items():
@@ -175,14 +176,16 @@ def _continued(scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep
 
 
 def _metrics(name: str, found: Any) -> Metrics:
-    """Metrics of a task; those after the first have their standard errors under names of their own."""
+    """Metrics of a task; `stderr` is of the first, and the others have theirs under names of their own."""
+    results: dict[str, Any] = found["results"][name]
     metrics: dict[str, float | int] = {}
-    for key, value in found["results"][name].items():
-        metric, _, kind = key.partition(",")
+    first = ""
+    for key, value in results.items():
+        metric, _, filtered = key.partition(",")
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if kind and is_number:
-            metrics[metric if kind == "none" else f"{metric}_{kind}"] = value
-    first = next((key for key in metrics if "_stderr" not in key), "")
-    stderr = [value for key, value in metrics.items() if key.startswith(f"{first.partition('_')[0]}_stderr")]
-    asked = found.get("n-samples", {})
-    return {**metrics, "stderr": stderr[0] if stderr else 0.0, "n": sum(each["effective"] for each in asked.values())}
+        if filtered and is_number:
+            metrics[metric if filtered == "none" else f"{metric}_{filtered}"] = value
+            first = first or key
+    stderr = results.get(first.replace(",", "_stderr,"))
+    known = stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None
+    return {**metrics, "stderr": known, "n": sum(each["effective"] for each in found["n-samples"].values())}

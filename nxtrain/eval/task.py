@@ -7,8 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-Metrics = Mapping[str, float | int]
-"""Result of a task: the metric under its name, its standard error as `stderr`, the number of requests as `n`."""
+Metrics = Mapping[str, float | int | None]
+"""Result of a task: the metric under its name, its standard error as `stderr`, the number of requests as `n`.
+
+A standard error that is unknown is None.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Task:
         accuracy = sum(right) / n
         chance = sum(1 / len(request.choices) for request in self.requests) / n
         # The sample's own deviation; one request has none.
-        stderr = math.sqrt(accuracy * (1 - accuracy) / (n - 1)) if n > 1 else 0.0
+        stderr = math.sqrt(accuracy * (1 - accuracy) / (n - 1)) if n > 1 else None
         return {"accuracy": accuracy, "stderr": stderr, "n": n, "chance": chance}
 
     def _bits_per_byte(self, likelihoods: Sequence[float]) -> Metrics:
@@ -73,5 +76,5 @@ class Task:
         n, total = len(bits), sum(sizes)
         ratio = sum(bits) / total
         squares = sum((b - ratio * size) ** 2 for b, size in zip(bits, sizes, strict=True))
-        stderr = math.sqrt(squares * n / (n - 1)) / total if n > 1 else 0.0
+        stderr = math.sqrt(squares * n / (n - 1)) / total if n > 1 else None
         return {"bits_per_byte": ratio, "stderr": stderr, "n": n}

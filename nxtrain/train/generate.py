@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend
 from nxtrain.errors import ConfigError, DivergedError
 from nxtrain.mesh import Mesh
 from nxtrain.nn.decoding import Decoder
@@ -71,6 +72,7 @@ class Continuation:
         seed: Seed of the random generator; a text's tokens depend on no other text.
 
     Attributes:
+        ids, count: As given.
         prompt: Text of the prompt's tokens.
         added: Tokens that were added.
         text: Text that was added.
@@ -87,7 +89,7 @@ class Continuation:
         stops: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
-        self.ids, self._count, self._ends = tuple(ids), count, ends
+        self.ids, self.count, self._ends = tuple(ids), count, ends
         self._detokenizer, self._stops = Detokenizer(tokenizer), Stops(stops)
         self.generator = torch.Generator().manual_seed(seed)
         self.prompt = self._detokenizer.add(self.ids)
@@ -102,7 +104,7 @@ class Continuation:
         piece = self._show(self._stops.add(self._detokenizer.add([token])))
         if self._stops.found:
             self.ending = "stop"
-        elif len(self.added) >= self._count:
+        elif len(self.added) >= self.count:
             piece += self._end("tokens")
         return piece
 
@@ -200,31 +202,37 @@ def generate(
         DivergedError: The model's scores are not finite.
     """
     model = Trained.find(address)
-    room = model.config.max_position_embeddings
-    texts = []
     for prompt in request.prompts:
-        ids = model.tokenizer.encode(prompt).ids
-        _refuse_misfit(ids, model)
-        count = min(request.max_new_tokens, room - len(ids))
-        texts.append(
-            Continuation(ids, count, model.tokenizer, model.ends, stops=request.stops, seed=request.seed),
-        )
+        _refuse_misfit(model.tokenizer.encode(prompt).ids, model)
     backend = open_backend(choose("auto")[0])
     try:
-        mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
-        backend.lay_out(mesh)
-        length = max(len(text.ids) + min(request.max_new_tokens, room - len(text.ids)) for text in texts)
-        decoder = Decoder(model.open(backend, length, mesh), backend.put)
-        for number, text in enumerate(texts):
-            show(number, text.prompt)
-        for number, piece in extend(decoder, texts, sampling):
-            show(number, piece)
+        return model, generate_on(backend, model, request, sampling, show)
     finally:
         backend.close()
+
+
+def generate_on(
+    backend: Backend, model: Trained, request: Request, sampling: Sampling, show: Callable[[int, str], None]
+) -> list[Continuation]:
+    """Continue texts on an open backend, whose ranks share the model by tensor parallelism."""
+    mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
+    backend.lay_out(mesh)
+    texts, length = [], model.config.max_position_embeddings
+    for prompt in request.prompts:
+        ids = model.tokenizer.encode(prompt).ids
+        count = min(request.max_new_tokens, length - len(ids))
+        stops, seed = request.stops, request.seed
+        texts.append(Continuation(ids, count, model.tokenizer, model.ends, stops=stops, seed=seed))
+    longest = max(len(text.ids) + text.count for text in texts)
+    decoder = Decoder(model.open(backend, longest, mesh), backend.put)
+    for number, text in enumerate(texts):
+        show(number, text.prompt)
+    for number, piece in extend(decoder, texts, sampling):
+        show(number, piece)
     for text in texts:
-        if text.ending == "tokens" and len(text.added) < request.max_new_tokens:
+        if text.ending == "tokens" and text.count < request.max_new_tokens:
             text.ending = "length"
-    return model, texts
+    return texts
 
 
 def _refuse_misfit(ids: Sequence[int], model: Trained) -> None:
