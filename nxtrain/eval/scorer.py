@@ -163,14 +163,14 @@ class Scorer:
             mine |= dict(zip(batch, found, strict=True))
             for at, likelihood in zip(batch, found, strict=True):
                 owner = flat[at][0]
-                left[owner] -= 1
-                totals[owner] += likelihood
+                left[owner] = left[owner] - 1
+                totals[owner] = totals[owner] + likelihood
                 if not left[owner]:
                     done(owner, totals[owner])
         merged = {at: likelihood for part in self._ranks.gather(mine) for at, likelihood in part.items()}
         totals = [Likelihood(0.0, True) for _ in groups]
         for at, (number, _) in enumerate(flat):
-            totals[number] += merged[at]
+            totals[number] = totals[number] + merged[at]
         return totals
 
     def _shared(self, lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -58,6 +58,7 @@ def _held_out(run: Path, tokenizer: Tokenizer, ends: frozenset[int]) -> list[str
             continue
         # Tokens may begin or end inside of a character.
         text = str(tokenizer.decode(document)).strip(_UNFINISHED)
-        texts += [text] if text.strip() else []
+        if text.strip():
+            texts.append(text)
         document = []
     return texts

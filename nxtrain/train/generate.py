@@ -105,7 +105,7 @@ class Continuation:
         if self._stops.found:
             self.ending = "stop"
         elif len(self.added) >= self.count:
-            piece += self._end("tokens")
+            return piece + self._end("tokens")
         return piece
 
     def to_json(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nxtrain.checkpoint import directory
 from nxtrain.data.tokenization import train_bpe
+from nxtrain.train.generate import Request, Sampling, generate
 from tests.support.models import hf_model, plan
 
 LENGTH = 64
@@ -19,3 +20,9 @@ def text_model(folder: Path, shape: str = "gqa2") -> Path:
     hf_model(plan(shape, model={"config": {"vocab_size": 300}}), std=0.3).save_pretrained(folder)
     train_bpe([TEXT * 50], 300, folder / directory.TOKENIZER)
     return folder
+
+
+def continued(place: Path, prompt: str, count: int, sampling: Sampling, seed: int = 0) -> str:
+    """A prompt and its continuation by the model of a place."""
+    _, (text,) = generate(str(place), Request((prompt,), count, seed), sampling)
+    return text.prompt + text.text

@@ -10,6 +10,7 @@ import shutil
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -212,17 +213,12 @@ def test_places_without_a_model_or_a_tokenizer_are_refused(hf: Path, run: Path, 
 
 
 def test_code_that_a_model_writes_runs_by_consent_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    consents: list[bool] = []
-    pytest.importorskip("lm_eval")
-    monkeypatch.setattr(
-        "lm_eval.evaluator.simple_evaluate",
-        lambda *_, confirm_run_unsafe_code, **__: (
-            consents.append(confirm_run_unsafe_code) or {"results": {"t": {}}, "n-samples": {}}
-        ),
-    )
+    pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
+    asked = mock.Mock(return_value={"results": {"t": {}}, "n-samples": {}})
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", asked)
     monkeypatch.setattr(harness, "adapter", lambda scorer: None)
-    task = harness.HarnessTask("t", None, 0, 0, registry=None)  # type: ignore[arg-type]
-    for value in ("0", "1"):
+    task = harness.HarnessTask("t", None, 0, 0, registry=None)
+    for value, allowed in (("0", False), ("1", True)):
         monkeypatch.setenv(harness.CODE_VARIABLE, value)
         task.run(None, None)  # type: ignore[arg-type]
-    assert consents == [False, True]
+        assert asked.call_args.kwargs["confirm_run_unsafe_code"] is allowed

@@ -27,7 +27,7 @@ from nxtrain.train.generate import Request, Sampling, generate, generate_on
 from nxtrain.train.trained import Trained
 from tests.support.commands import in_process
 from tests.support.ranks import RankPool
-from tests.support.text_models import LENGTH, text_model
+from tests.support.text_models import LENGTH, continued, text_model
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -45,8 +45,7 @@ def checkpoint(hf: Path, tmp_path: Path) -> Path:
 
 
 def whole(place: Path, prompt: str, count: int, sampling: Sampling = GREEDY) -> str:
-    _, (text,) = generate(str(place), Request((prompt,), count), sampling)
-    return text.prompt + text.text
+    return continued(place, prompt, count, sampling)
 
 
 def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> None:
@@ -224,7 +223,7 @@ def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Pat
                 assert sampling.draw(scores, generator) == token
 
 
-def continued(backend: Backend, place: Path, sampling: Sampling) -> list[tuple[list[int], str]]:
+def continued_on(backend: Backend, place: Path, sampling: Sampling) -> list[tuple[list[int], str]]:
     """Texts on one rank of a tensor parallel world."""
     texts = generate_on(backend, Trained.find(str(place)), Request(PROMPTS, 12, seed=2), sampling, lambda *_: None)
     return [(text.added, text.text) for text in texts]
@@ -234,14 +233,14 @@ def continued(backend: Backend, place: Path, sampling: Sampling) -> list[tuple[l
 def test_ranks_that_share_a_model_continue_as_one_does(hf: Path, checkpoint: Path, ranks: RankPool, world: int) -> None:
     """Two key/value heads: each of two ranks holds one, and two of four ranks hold the same."""
     sampling = Sampling(0.9) if world == 2 else GREEDY
-    alone = continued(CpuBackend(), hf, sampling)
-    assert ranks.run(world, continued, checkpoint, sampling) == [alone] * world
-    assert ranks.run(world, continued, hf, sampling) == [alone] * world
+    alone = continued_on(CpuBackend(), hf, sampling)
+    assert ranks.run(world, continued_on, checkpoint, sampling) == [alone] * world
+    assert ranks.run(world, continued_on, hf, sampling) == [alone] * world
 
 
 def test_a_model_that_cannot_be_shared_so_is_refused(hf: Path, ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match="ConfigError"):
-        ranks.run(3, continued, hf, GREEDY)
+        ranks.run(3, continued_on, hf, GREEDY)
 
 
 def test_scripts_get_json_and_people_all_texts(hf: Path) -> None:
