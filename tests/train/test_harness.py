@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,12 +187,36 @@ def test_own_tasks_run_by_the_command_and_go_on_after_a_kill(hf: Path, tasks: Pa
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_unknown_task_is_named_with_the_nearest_and_those_of_the_recipe_are_known(hf: Path, tasks: Path) -> None:
+def test_an_unknown_task_is_named_with_the_nearest(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_registry = harness._registry
+    # The harness's own tasks take seconds to read.
+    monkeypatch.setattr(harness, "_registry", lambda folder, own_only: open_registry(folder, own_only=True))
     code, _, err = in_process("eval", hf, "--tasks", "own_choise,clozer", "--task-dir", tasks)
     assert code == 2
     assert "own_choise is no task of nxtrain or of the harness" in err
     assert "did you mean own_choice?" in err
     assert "did you mean cloze?" in err
-    # The same call has read the harness's own registry, which takes seconds.
-    known = set(harness.open_registry(["own_choise"], tasks).all_tasks)
-    assert {task for suite in RECIPE.values() for task in suite} <= known
+
+
+NAMES = {task for suite in RECIPE.values() for task in suite}
+
+
+def test_files_of_the_harness_name_the_tasks_of_the_recipe() -> None:
+    folder = Path(importlib.util.find_spec("lm_eval").submodule_search_locations[0], "tasks")  # type: ignore[union-attr,index]
+    texts = (file.read_text(encoding="utf-8") for part in FOLDERS for file in (folder / part).rglob("*.yaml"))
+    named = {name for text in texts for name in re.findall(r"^(?:task|group): ([\w-]+)$", text, re.MULTILINE)}
+    assert NAMES - named == set()
+
+
+FOLDERS = (
+    *("mmlu/default", "bbh/cot_fewshot", "piqa", "siqa", "hellaswag", "winogrande", "arc", "openbookqa"),
+    *("commonsense_qa", "nq_open", "triviaqa", "squadv2", "super_glue/boolq", "gsm8k", "hendrycks_math"),
+    *("humaneval", "mbpp"),
+)
+"""Folders of the harness's tasks; to read all of them takes seconds."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_registry_of_the_harness_has_the_tasks_of_the_recipe() -> None:
+    assert set(harness.open_registry([], None).all_tasks) >= NAMES
