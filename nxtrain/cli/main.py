@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 import typer.core
@@ -18,6 +18,9 @@ from nxtrain.cli.convert import convert
 from nxtrain.cli.data import data
 from nxtrain.cli.doctor import EPILOG as DOCTOR_EXAMPLE
 from nxtrain.cli.doctor import doctor
+from nxtrain.cli.inference import EVAL_EPILOG as EVAL_EXAMPLE
+from nxtrain.cli.inference import GENERATE_EPILOG as GENERATE_EXAMPLE
+from nxtrain.cli.inference import evaluate, generate
 from nxtrain.cli.launch import EPILOG as LAUNCH_EXAMPLE
 from nxtrain.cli.launch import launch
 from nxtrain.cli.options import ConfigPath, Overrides
@@ -26,7 +29,7 @@ from nxtrain.cli.plan import plan
 from nxtrain.cli.report import EPILOG as REPORT_EXAMPLE
 from nxtrain.cli.report import WATCH_EPILOG as WATCH_EXAMPLE
 from nxtrain.cli.report import report, watch
-from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
+from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
 from nxtrain.process.placement import Placement
@@ -37,27 +40,7 @@ if TYPE_CHECKING:
     from nxtrain.config.load import Loaded
     from nxtrain.config.schema import RunConfig
 
-_LATER = ("eval",)
-"""Commands of later releases."""
-
-
-class Commands(typer.core.TyperGroup):
-    """Group of commands that refuses commands of later releases with a message."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Find a command.
-
-        Raises:
-            ConfigError: Only later releases have the command.
-        """
-        if cmd_name in _LATER:
-            raise ConfigError(f"nxtrain {cmd_name} is not in this release ({nxtrain.__version__}); see nxtrain --help")
-        return super().get_command(ctx, cmd_name)
-
-
-app = typer.Typer(
-    name="nxtrain", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
 cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
 app.add_typer(config, name="config")
@@ -70,6 +53,8 @@ app.command("doctor", epilog=DOCTOR_EXAMPLE)(doctor)
 app.command("launch", epilog=LAUNCH_EXAMPLE)(launch)
 app.command("report", epilog=REPORT_EXAMPLE)(report)
 app.command("watch", epilog=WATCH_EXAMPLE)(watch)
+app.command("generate", epilog=GENERATE_EXAMPLE)(generate)
+app.command("eval", epilog=EVAL_EXAMPLE)(evaluate)
 
 CacheFolder = Annotated[
     str | None,
@@ -275,43 +260,6 @@ def graphs(
 
     found = graphs(config, overrides or [], world=world, ranks=rank or [], steps=steps, hlo=hlo)
     present(found, as_json=as_json)
-
-
-@app.command(epilog='Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40')
-def generate(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CKPT",
-            help="Run folder, checkpoint, mirror (s3:// too) or Hugging Face folder.",
-            show_default=False,
-        ),
-    ],
-    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=MAX_INT, help="Tokens to add.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=1e9, callback=finite, help="0 takes the likeliest token.")
-    ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, max=MAX_INT, help="Choose among so many likeliest tokens; 0: all.")] = 50,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            min=1e-6, max=1, callback=finite, help="Choose among the likeliest that have this probability together."
-        ),
-    ] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeat it for more.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=-MAX_INT, max=MAX_INT, help="Start of the randomness.")] = 0,
-) -> None:
-    """Continue a text with a trained model; each token is shown as it comes."""
-    from nxtrain.process.console import standard_error
-    from nxtrain.train.generate import Sampling, generate
-
-    sampling = Sampling(temperature, top_k, top_p)
-    for piece in generate(checkpoint, prompt, max_new_tokens, sampling, seed, stop or (), standard_error().print):
-        typer.echo(piece, nl=False)
-    typer.echo()
 
 
 @config.command(epilog="Example: nxtrain config show configs/demo.toml parallel.tp=4")

@@ -1,4 +1,4 @@
-"""Models of checkpoints and Hugging Face folders on one device, and the check of an export with transformers."""
+"""Models of checkpoints and Hugging Face folders on some ranks, and the check of an export with transformers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ differences from transformers in float32 with the same weights."""
 
 _TOKENS = 256
 
+_ALONE = Mesh(1, 0)
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -47,13 +49,16 @@ class Agreement:
     rounding: float = 0.0
 
 
-def open_model(path: Location, backend: Backend, seq_len: int) -> CausalLM:
-    """Build the model of a checkpoint on a backend of one rank and read its weights; an adapter is added to its base.
+def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALONE) -> CausalLM:
+    """Build the model of a checkpoint and read the weights of this rank; an adapter is added to its base.
+
+    Every rank calls this.
 
     Args:
         path: The checkpoint's folder.
         backend: Backend that runs the model.
         seq_len: Longest sequence.
+        mesh: The axes of this rank, without a pipeline.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or is an adapter of other weights than those of its base.
@@ -61,9 +66,9 @@ def open_model(path: Location, backend: Backend, seq_len: int) -> CausalLM:
     """
     meta = read_meta(path)
     if meta.adapter:
-        return _open_folder(merged_checkpoint(path)[1], backend, seq_len)
+        return _open_folder(merged_checkpoint(path)[1], backend, seq_len, mesh)
     family, config = meta.model()
-    mesh, dtype = Mesh(1, 0), getattr(torch, meta.dtype)
+    dtype = getattr(torch, meta.dtype)
     layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype), backend.kernels)
     model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
     materialize(model, backend.put, fill=None)
@@ -71,25 +76,25 @@ def open_model(path: Location, backend: Backend, seq_len: int) -> CausalLM:
     return cast(CausalLM, model)
 
 
-def open_hf_model(path: Path, backend: Backend, seq_len: int) -> CausalLM:
-    """Build the model of a Hugging Face folder on a backend of one rank and read its weights.
+def open_hf_model(path: Path, backend: Backend, seq_len: int, mesh: Mesh = _ALONE) -> CausalLM:
+    """Build the model of a Hugging Face folder and read the weights of this rank.
 
     Args:
         path: The folder.
         backend: Backend that runs the model.
         seq_len: Longest sequence.
+        mesh: The axes of this rank, without a pipeline.
 
     Raises:
         ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
         CheckpointError: Its weights are not all finite.
     """
-    return _open_folder(HfFolder(path), backend, seq_len)
+    return _open_folder(HfFolder(path), backend, seq_len, mesh)
 
 
-def _open_folder(folder: HfFolder, backend: Backend, seq_len: int) -> CausalLM:
+def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
     family = find_family(str(folder.config.get("model_type")))
     config = family.from_hf(folder.config)
-    mesh = Mesh(1, 0)
     # A CPU computes no float16 attention, and float32 holds it exactly.
     dtype = torch.float32 if folder.dtype == torch.float16 else folder.dtype
     layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype), backend.kernels)

@@ -82,9 +82,7 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         StorageError: The storage of the data fails.
         LostPeerError: The rank that prepares the data failed.
     """
-    evaluated = (config.validation_fraction, config.validation_path)
-    corpora = (config.source, config.path, config.mixture, config.weights, config.tokenizer)
-    receipt = workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
+    receipt = _receipt(config, seq_len, vocab_size, workdir)
     make = partial(prepare, config, seq_len=seq_len, vocab_size=vocab_size, workdir=workdir, of_weights=of_weights)
     if config.source == "arrow":
         from nxtrain.data.arrow.training import HeldOut, prepare_streams
@@ -129,6 +127,35 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
         trained=prepared.trained,
         skipped=prepared.skipped,
     )
+
+
+def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Samples | None:
+    """Open the held-out rows that a run has prepared; None if the run holds out nothing.
+
+    Args:
+        config: The `[data]` section.
+        seq_len: Targets in a row.
+        vocab_size: Entries of the model's vocabulary.
+        workdir: Folder of the prepared files; the run folder may have moved since.
+
+    Raises:
+        DataError: A prepared file is missing or unreadable.
+    """
+    try:
+        prepared = Prepared.model_validate_json(read_bytes(_receipt(config, seq_len, vocab_size, workdir)))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{workdir} has no data that this configuration has prepared: {error}") from error
+    if not prepared.validation:
+        return None
+    path = workdir / prepared.validation.name
+    return _open_file(prepared, path, prepared.validation_probe, seq_len, vocab_size)
+
+
+def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Path:
+    """File that names the prepared files of a run."""
+    evaluated = (config.validation_fraction, config.validation_path)
+    corpora = (config.source, config.path, config.mixture, config.weights, config.tokenizer)
+    return workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
 
 
 def _open_file(prepared: Prepared, path: Path, probe: str, seq_len: int, vocab_size: int) -> FileSamples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nxtrain.backends.base import AttentionShape
@@ -17,9 +17,9 @@ from nxtrain.config.cache_dir import cache_folder, lock_folder
 from nxtrain.config.check import family_of, resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.environment import Variable
-from nxtrain.launch.native_variables import native_environment, rank_variables
+from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
 from nxtrain.launch.variables import SOURCES, neuron_environment
 
 
@@ -124,6 +124,31 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
         raise ConfigError(wanted.problems)
     own = rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0] if is_native(config) else []
     complete = {**environ, **{variable.name: variable.value for variable in (*wanted.variables, *own)}}
+    if complete != environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
+
+
+def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, local_world: int) -> None:
+    """Re-execute this rank with its core of a list; nothing happens once the variables are set.
+
+    Args:
+        cores: Neuron cores of all ranks of this machine, such as `0-3,8`.
+        environ: Variables of this process.
+        local_rank: Place of the rank on its machine.
+        local_world: Ranks on the machine.
+
+    Raises:
+        ConfigError: The list is none, or has fewer cores than ranks.
+        BackendError: This machine has no Neuron device.
+    """
+    found = [support(), torchneuron.support()]
+    if not any(each.ok for each in found):
+        reasons = "; ".join(dict.fromkeys(each.reason.splitlines()[0] for each in found))
+        raise BackendError(f"--visible-cores is for Neuron devices: {reasons}; leave it out")
+    variables, problems = rank_variables({VISIBLE_CORES: cores}, local_rank, local_world)
+    if problems:
+        raise ConfigError([replace(problem, key="--visible-cores", origin="", hint="") for problem in problems])
+    complete = {**environ, **{variable.name: variable.value for variable in variables}}
     if complete != environ:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
 

@@ -3,12 +3,16 @@
 Model code is unchanged. The decoder replaces the forward of existing modules: attention cores get the keys and values
 of all earlier tokens, and rotary embeddings get absolute positions.
 
-Shapes: S new tokens, T capacity of the cache, B batch, N query heads, K key/value heads, R = N / K, H head dimension.
+Texts of different lengths are read together. Short pieces are padded on the right. Keys and values of padding go to a
+last row of the cache, which no query sees, so that padding reaches no score.
+
+Shapes: S new tokens, T capacity of the cache, B texts, N query heads, K key/value heads, R = N / K, H head dimension,
+V vocabulary; N, K of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -22,17 +26,18 @@ from nxtrain.nn.attention import CausalAttention
 from nxtrain.nn.rope import Rope
 
 CHUNK = 256
-"""Tokens of a prompt that are computed at once; bounds the memory of attention scores and logits."""
+"""Tokens of all texts that are computed at once; bounds the memory of attention scores and logits."""
 
 _FIRST_CAPACITY = 256
 """Initial capacity of a cache in tokens; each growth doubles the capacity, so that compiled graphs are few."""
 
 
 class Decoder:
-    """A model that reads one text incrementally.
+    """A model that reads texts incrementally, several at a time.
 
     Args:
-        model: A `CausalLM` built whole on one rank; changed in place, and not usable for training afterwards.
+        model: A `CausalLM` with all of its layers on each rank; changed in place, and not usable for training
+            afterwards.
         put: Moves a host tensor to the device of the model.
 
     Raises:
@@ -41,33 +46,82 @@ class Decoder:
 
     def __init__(self, model: CausalLM, put: Callable[[Tensor], Tensor]) -> None:
         self._model, self._put = model, put
-        self._length, self._capacity = 0, _FIRST_CAPACITY
-        self._positions = self._visible = put(torch.empty(0))
-        num_cores = 0
+        self._caches: list[_Cache] = []
         for module in cast(nn.Module, model).modules():
             if isinstance(module, CausalAttention):
-                num_cores += 1
-                self._replace(module, partial(self._attend, _Cache()))
+                self._caches.append(_Cache())
+                self._replace(module, partial(self._attend, self._caches[-1]))
             elif isinstance(module, Rope):
                 self._replace(module, partial(self._turn, module))
-        if num_cores != len(model.blocks):
+        if len(self._caches) != len(model.blocks):
             raise ConfigError("the model's blocks have attention of their own, which does not decode incrementally")
+        self.begin(1)
+
+    def begin(self, num_texts: int, capacity: int = 0) -> None:
+        """Forget all texts, and begin new empty ones.
+
+        Args:
+            num_texts: B.
+            capacity: Initial capacity of the cache in tokens; 0: some hundreds.
+        """
+        self._lengths, self._capacity = [0] * num_texts, capacity or _FIRST_CAPACITY
+        self._positions = self._rows = self._visible = torch.empty(0)
+        for cache in self._caches:
+            cache.clear()
+
+    def scores(self, pieces: Sequence[Sequence[int]]) -> Tensor:
+        """Read further tokens of each text.
+
+        Args:
+            pieces: New tokens of each text, perhaps none.
+
+        Returns:
+            (B, V) float32 logits of the next token on the host; rows of texts without new tokens are zeros.
+        """
+        found = torch.empty(0)
+        for start, logits in self.read(pieces):
+            if not len(found):
+                found = torch.zeros(len(pieces), logits.shape[2])
+            for text, piece in enumerate(pieces):
+                if start < len(piece) <= start + logits.shape[1]:
+                    found[text] = logits[text, len(piece) - 1 - start].float().cpu()
+        return found
+
+    def read(self, pieces: Sequence[Sequence[int]], chunk: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Read further tokens of each text, a chunk at a time.
+
+        Args:
+            pieces: New tokens of each text, perhaps none.
+            chunk: Tokens of all texts that are computed at once; 0: `CHUNK`.
+
+        Yields:
+            Number of the first token of a chunk in each piece, and (B, S, V) logits after each token on the device.
+            Logits after the end of a piece have no meaning.
+        """
+        width = max(1, (chunk or CHUNK) // len(pieces))
+        for start in range(0, max(map(len, pieces)), width):
+            part = [piece[start : start + width] for piece in pieces]
+            yield start, self._compute(part)
 
     @torch.no_grad()
-    def scores(self, tokens: Sequence[int]) -> Tensor:
-        """Read further tokens; return the logits of the next token, (V,) float32 on the host."""
-        found = torch.empty(0)
-        for start in range(0, len(tokens), CHUNK):
-            piece = torch.tensor([list(tokens[start : start + CHUNK])])
-            end = self._length + piece.shape[1]
-            while self._capacity < end:
-                self._capacity *= 2
-            # Positions are values on the device, not shapes: a compiler gets one graph for all positions.
-            self._positions = self._put(torch.arange(self._length, end))
-            self._visible = self._put(torch.arange(self._capacity)) <= self._positions[:, None]
-            found = self._model.logits(self._put(piece))[0, -1].float().cpu()
-            self._length = end
-        return found
+    def _compute(self, pieces: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (B, S, V) of one chunk."""
+        lengths, sizes = self._lengths, [len(piece) for piece in pieces]
+        width, ends = max(sizes), [length + size for length, size in zip(lengths, sizes, strict=True)]
+        while self._capacity < max(ends):
+            self._capacity *= 2
+        tokens = torch.zeros(len(pieces), width, dtype=torch.int64)
+        for text, piece in enumerate(pieces):
+            tokens[text, : len(piece)] = torch.tensor(piece, dtype=torch.int64)
+        steps = torch.arange(width)
+        is_padding = steps >= torch.tensor(sizes)[:, None]
+        positions = (torch.tensor(lengths)[:, None] + steps).masked_fill(is_padding, 0)
+        # Positions are values on the device, not shapes: a compiler gets one graph for all positions.
+        self._positions = self._put(positions.t().contiguous())
+        self._rows = self._put(positions.masked_fill(is_padding, self._capacity))
+        self._visible = self._put(torch.arange(self._capacity + 1)) <= self._put(positions)[..., None]
+        self._lengths = ends
+        return self._model.logits(self._put(tokens))
 
     @staticmethod
     def _replace(module: nn.Module, forward: Callable[..., Tensor]) -> None:
@@ -78,28 +132,33 @@ class Decoder:
 
     def _attend(self, cache: _Cache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H)."""
-        keys, values = cache.add(k, v, self._positions, self._capacity)
+        keys, values = cache.add(k, v, self._rows, self._capacity)
         repeats = q.shape[2] // k.shape[2]
         # The query heads of a key/value head become further queries, so that keys and values are not copied.
         queries = q.unflatten(2, (-1, repeats)).permute(1, 2, 3, 0, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._visible.repeat(repeats, 1))
+        visible = self._visible.repeat(1, repeats, 1).unsqueeze(1)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
         heads: Tensor = out.unflatten(2, (repeats, -1))
         return heads.permute(3, 0, 1, 2, 4).flatten(2, 3)
 
 
 class _Cache:
-    """Keys and values of one block, (B, K, T, H); rows of later tokens are zeros."""
+    """Keys and values of one block, (B, K, T + 1, H): rows by position, and a last row for padding."""
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, ...] = ()
 
-    def add(self, k: Tensor, v: Tensor, positions: Tensor, capacity: int) -> tuple[Tensor, ...]:
-        """Write keys and values (S, B, K, H) at their positions, and return the cached ones."""
+    def clear(self) -> None:
+        """Forget all keys and values."""
+        self._kept = ()
+
+    def add(self, k: Tensor, v: Tensor, rows: Tensor, capacity: int) -> tuple[Tensor, ...]:
+        """Write keys and values (S, B, K, H) into rows (B, S), and return the cached ones."""
         new = [x.permute(1, 2, 0, 3) for x in (k, v)]
         if not self._kept:
-            self._kept = tuple(x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in new)
-        if missing := capacity - self._kept[0].shape[2]:
+            self._kept = tuple(x.new_zeros(*x.shape[:2], capacity + 1, x.shape[3]) for x in new)
+        if missing := capacity + 1 - self._kept[0].shape[2]:
             self._kept = tuple(F.pad(x, (0, 0, 0, missing)) for x in self._kept)
         for kept, x in zip(self._kept, new, strict=True):
-            kept.index_copy_(2, positions, x)
+            kept.scatter_(2, rows[:, None, :, None].expand_as(x), x)
         return self._kept

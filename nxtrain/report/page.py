@@ -17,6 +17,7 @@ from jinja2 import Environment, StrictUndefined, Template
 import nxtrain
 from nxtrain.report import facts
 from nxtrain.report.chart import HEIGHT, WIDTH, short
+from nxtrain.report.evaluations import evaluations
 from nxtrain.report.figures import breakdowns, charts
 from nxtrain.report.parity import Parity
 from nxtrain.report.run import Run, printable, shortened
@@ -55,6 +56,7 @@ def render(
         "parities": parities,
         "points": points,
         "charts": charts(runs),
+        "evaluations": evaluations(runs),
         "breakdowns": breakdowns(runs),
         "timelines": [each for each in drawn if each[1] is not None],
         "uses": USES,
@@ -90,6 +92,7 @@ _SECTIONS = {
     "parity": "Parity",
     "scaling": "Scaling",
     "curves": "Curves",
+    "evaluations": "Evaluations",
     "breakdown": "Time of the host",
     "timeline": "Goodput and restarts",
     "stability": "Stability",
@@ -101,6 +104,7 @@ _NEEDS = {
     "parity": ("parities",),
     "scaling": ("points",),
     "curves": ("charts",),
+    "evaluations": ("evaluations",),
     "breakdown": ("breakdowns",),
     "timeline": ("timelines",),
 }

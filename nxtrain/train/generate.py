@@ -1,11 +1,10 @@
-"""Continue a text with the weights of a checkpoint, or of a Hugging Face folder."""
+"""Continue texts with the weights of a checkpoint, or of a Hugging Face folder: one text, or several at once."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -13,149 +12,14 @@ from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.meta import read_meta
-from nxtrain.checkpoint.mirror import locate_checkpoint
-from nxtrain.convert.hf_folder import CONFIG
-from nxtrain.convert.verify_export import open_hf_model, open_model
-from nxtrain.data.tokenization import end_ids
-from nxtrain.errors import ConfigError, DamagedError, DivergedError
-from nxtrain.family import CausalLM, ModelConfig, find_family
-from nxtrain.io.object_store import Location, content_of, place_of
+from nxtrain.errors import ConfigError, DivergedError
+from nxtrain.mesh import Mesh
 from nxtrain.nn.decoding import Decoder
 from nxtrain.train.text_stream import Detokenizer, Stops
+from nxtrain.train.trained import Trained
 
-
-def generate(
-    address: str,
-    prompt: str,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    stops: Sequence[str] = (),
-    note: Callable[[str], None] = lambda line: None,
-) -> Iterator[str]:
-    """Sample a continuation token by token.
-
-    Args:
-        address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
-        prompt: Text to continue.
-        max_new_tokens: Tokens to add; fewer if the text ends or reaches the model's length.
-        sampling: Rule by which each token is drawn.
-        seed: Seed of the random generator.
-        stops: Stop texts; the continuation ends before the first one found.
-        note: Prints a line for the user.
-
-    Yields:
-        The prompt and its continuation in pieces of whole characters.
-
-    Raises:
-        CheckpointError: The checkpoint is absent or damaged.
-        ConfigError: The checkpoint carries no tokenizer, or the prompt does not fit the model.
-        DivergedError: The model's scores are not finite.
-    """
-    if not prompt or "" in stops:
-        raise ConfigError(f"{'--stop' if prompt else '--prompt'} is empty; give at least one character")
-    _refuse_surrogates(prompt, *stops)
-    place = place_of(address)
-    is_hf = isinstance(place, Path) and _is_hf_folder(place)
-    place = place if is_hf else locate_checkpoint(address)
-    tokenizer = _open_tokenizer(place)
-    config, ends = _shape(place, is_hf, tokenizer)
-    ids = tokenizer.encode(prompt).ids
-    limit, length = config.longest_sequence
-    room = length - len(ids)
-    _refuse_misfit(ids, config, room)
-    count = min(max_new_tokens, room)
-    backend = open_backend(choose("auto")[0])
-    decoder = Decoder(_open(place, is_hf, backend, len(ids) + count), backend.put)
-    generator = torch.Generator().manual_seed(seed)
-    text, stop = Detokenizer(tokenizer), Stops(stops)
-    yield text.add(ids)
-    scores = decoder.scores(ids)
-    ends |= end_ids(tokenizer)
-    for number in range(count):
-        token = sampling.draw(scores, generator)
-        if token in ends:
-            break
-        yield stop.add(text.add([token]))
-        if stop.found:
-            return
-        if number + 1 < count:
-            scores = decoder.scores([token])
-    else:
-        if count < max_new_tokens:
-            note(f"stopped at the model's length: {limit}={length} tokens")
-    yield stop.add(text.rest()) + ("" if stop.found else stop.rest())
-
-
-def _open(place: Location, is_hf: bool, backend: Backend, seq_len: int) -> CausalLM:
-    if is_hf:
-        assert isinstance(place, Path)
-        return open_hf_model(place, backend, seq_len)
-    return open_model(place, backend, seq_len)
-
-
-def _is_hf_folder(place: Path) -> bool:
-    try:
-        return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
-    except OSError:  # reported by the code that reads the folder
-        return False
-
-
-def _open_tokenizer(place: Location) -> Tokenizer:
-    file = place / directory.TOKENIZER
-    if not file.is_file():
-        hint = "generate continues text and needs one; save one there, or train with data.tokenizer=PATH"
-        raise ConfigError(f"{place} carries no {directory.TOKENIZER}: {hint}")
-    try:
-        tokenizer = Tokenizer.from_buffer(content_of(file))
-    except OSError:
-        raise
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error}") from error
-    # A tokenizer file may configure the truncation and padding of the task for which it was made.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _shape(place: Location, is_hf: bool, tokenizer: Tokenizer) -> tuple[ModelConfig, frozenset[int]]:
-    """Shape of the model, and the end-of-text ids that the checkpoint or the Hugging Face folder declares."""
-    if not is_hf:
-        meta = read_meta(place)
-        end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
-        return meta.model()[1], frozenset() if end is None else frozenset({end})
-    try:
-        content = json.loads(content_of(place / CONFIG))
-        family, declared = find_family(str(content["model_type"])), content.get("eos_token_id")
-        listed = declared if isinstance(declared, list) else [declared]
-        return family.from_hf(content), frozenset(token for token in listed if isinstance(token, int))
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {error!r}") from error
-
-
-def _refuse_surrogates(*texts: str) -> None:
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            at = f"at character {error.start}"
-            raise ConfigError(f"--prompt and --stop take UTF-8 text, and {text[:40]!a} is none {at}") from error
-
-
-def _refuse_misfit(ids: Sequence[int], config: ModelConfig, room: int) -> None:
-    if not ids:
-        raise ConfigError("--prompt has no token in the model's vocabulary; give another text to continue")
-    if room <= 0:
-        limit, length = config.longest_sequence
-        raise ConfigError(
-            f"--prompt has {len(ids):,} tokens, and the model's length is {limit}={length:,} with what is added; "
-            f"shorten the prompt by {1 - room:,} tokens or more"
-        )
-    if max(ids) >= config.vocab_size:
-        reason = f"its tokenizer gives ids up to {max(ids)}, and its vocabulary ends at {config.vocab_size - 1}"
-        raise ConfigError(f"the tokenizer does not belong to the model: {reason}")
+Ending = Literal["", "end", "stop", "tokens", "length"]
+"""End of a continuation: the model's token, a stop text, the number of tokens, the model's length; empty: none yet."""
 
 
 @dataclass(frozen=True)
@@ -194,3 +58,190 @@ class Sampling:
         before = chances.cumsum(0) - chances
         chances = torch.where(before < self.top_p, chances, 0.0)
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
+
+
+class Continuation:
+    """A text that grows token by token.
+
+    Args:
+        ids: Tokens of the prompt.
+        count: Most tokens to add.
+        tokenizer: Decodes the tokens.
+        ends: Ids that end the text.
+        stops: Stop texts; the continuation ends before the first one found.
+        seed: Seed of the random generator; a text's tokens depend on no other text.
+
+    Attributes:
+        ids, count: As given.
+        prompt: Text of the prompt's tokens.
+        added: Tokens that were added.
+        text: Text that was added.
+        ending: Reason of the end.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        count: int,
+        tokenizer: Tokenizer,
+        ends: frozenset[int] = frozenset(),
+        *,
+        stops: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
+        self.ids, self.count, self._ends = tuple(ids), count, ends
+        self._detokenizer, self._stops = Detokenizer(tokenizer), Stops(stops)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.prompt = self._detokenizer.add(self.ids)
+        self.added: list[int] = []
+        self.text, self.ending = "", _NONE
+
+    def add(self, token: int) -> str:
+        """Append a token; return the text that is thereby complete."""
+        if token in self._ends:
+            return self._end("end")
+        self.added.append(token)
+        piece = self._show(self._stops.add(self._detokenizer.add([token])))
+        if self._stops.found:
+            self.ending = "stop"
+        elif len(self.added) >= self.count:
+            return piece + self._end("tokens")
+        return piece
+
+    def to_json(self) -> dict[str, Any]:
+        """Text, number of added tokens, and reason of the end."""
+        return {"text": self.text, "tokens": len(self.added), "ending": self.ending}
+
+    def _end(self, ending: Ending) -> str:
+        self.ending = ending
+        piece = self._stops.add(self._detokenizer.rest())
+        if self._stops.found:
+            self.ending = "stop"
+            return self._show(piece)
+        return self._show(piece + self._stops.rest())
+
+    def _show(self, piece: str) -> str:
+        self.text += piece
+        return piece
+
+
+_NONE: Ending = ""
+
+
+def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) -> Iterator[tuple[int, str]]:
+    """Continue texts until each has ended; texts that have ended cost no scores.
+
+    Args:
+        decoder: The model.
+        texts: The texts, at least one.
+        sampling: Rule by which each token is drawn.
+
+    Yields:
+        Number of a text, and the next piece of the text in whole characters.
+
+    Raises:
+        DivergedError: The model's scores are not finite.
+    """
+    decoder.begin(len(texts))
+    pieces: list[Sequence[int]] = [text.ids for text in texts]
+    while any(pieces):
+        scores = decoder.scores(pieces)
+        for number, text in enumerate(texts):
+            if not pieces[number]:
+                continue
+            token = sampling.draw(scores[number], text.generator)
+            yield number, text.add(token)
+            pieces[number] = () if text.ending else (token,)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Texts to continue.
+
+    Args:
+        prompts: The texts, which are continued together.
+        max_new_tokens: Tokens to add; fewer if a text ends or reaches the model's length.
+        seed: Seed of the random generator of each text.
+        stops: Stop texts; a continuation ends before the first one found.
+    """
+
+    prompts: tuple[str, ...]
+    max_new_tokens: int
+    seed: int = 0
+    stops: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(self.prompts) or not self.prompts or "" in self.stops:
+            named = "--stop" if self.prompts and all(self.prompts) else "--prompt"
+            raise ConfigError(f"{named} is empty; give at least one character")
+        for text in (*self.prompts, *self.stops):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                at = f"at character {error.start}"
+                raise ConfigError(f"--prompt and --stop take UTF-8 text, and {text[:40]!a} is none {at}") from error
+
+
+def generate(
+    address: str, request: Request, sampling: Sampling, show: Callable[[int, str], None] = lambda number, piece: None
+) -> tuple[Trained, list[Continuation]]:
+    """Continue texts; every rank of a tensor parallel world calls this, and gets the same texts.
+
+    Args:
+        address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
+        request: The texts.
+        sampling: Rule by which each token is drawn.
+        show: Called with the number of a text and its next piece, first with each prompt.
+
+    Returns:
+        The model, and the continued texts.
+
+    Raises:
+        CheckpointError: The checkpoint is absent or damaged.
+        ConfigError: The checkpoint carries no tokenizer, or a prompt does not fit the model.
+        DivergedError: The model's scores are not finite.
+    """
+    model = Trained.find(address)
+    for prompt in request.prompts:
+        _refuse_misfit(model.tokenizer.encode(prompt).ids, model)
+    backend = open_backend(choose("auto")[0])
+    try:
+        return model, generate_on(backend, model, request, sampling, show)
+    finally:
+        backend.close()
+
+
+def generate_on(
+    backend: Backend, model: Trained, request: Request, sampling: Sampling, show: Callable[[int, str], None]
+) -> list[Continuation]:
+    """Continue texts on an open backend, whose ranks share the model by tensor parallelism."""
+    mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
+    backend.lay_out(mesh)
+    texts, (_, length) = [], model.config.longest_sequence
+    for prompt in request.prompts:
+        ids = model.tokenizer.encode(prompt).ids
+        count = min(request.max_new_tokens, length - len(ids))
+        stops, seed = request.stops, request.seed
+        texts.append(Continuation(ids, count, model.tokenizer, model.ends, stops=stops, seed=seed))
+    longest = max(len(text.ids) + text.count for text in texts)
+    decoder = Decoder(model.open(backend, longest, mesh), backend.put)
+    for number, text in enumerate(texts):
+        show(number, text.prompt)
+    for number, piece in extend(decoder, texts, sampling):
+        show(number, piece)
+    for text in texts:
+        if text.ending == "tokens" and text.count < request.max_new_tokens:
+            text.ending = "length"
+    return texts
+
+
+def _refuse_misfit(ids: Sequence[int], model: Trained) -> None:
+    if not ids:
+        raise ConfigError("--prompt has no token in the model's vocabulary; give another text to continue")
+    limit, length = model.config.longest_sequence
+    if len(ids) >= length:
+        raise ConfigError(
+            f"--prompt has {len(ids):,} tokens, and the model's length is {limit}={length:,} with what is added; "
+            f"shorten the prompt by {len(ids) - length + 1:,} tokens or more"
+        )
+    model.refuse_foreign(max(ids))

@@ -240,8 +240,8 @@ OWNERS: dict[str, dict[str, str]] = {
         ),
     },
     "nxtrain/nn/decoding.py": {
-        "Decoder.scores: self._capacity *=": "host: number",
-        "_Cache.add: kept.index_copy_": "state: keys and values of this object, made by `new_zeros` or `F.pad`",
+        "Decoder._compute: self._capacity *=": "host: number",
+        "_Cache.add: kept.scatter_": "state: keys and values of this object, made by `new_zeros` or `F.pad`",
     },
     "nxtrain/nn/init.py": {
         "draw_shard: view.fill_": "state: parameter under construction, whose docstring says in place",
@@ -311,9 +311,6 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/testing/faults.py": {
         "_Armed._count_steps.wrapped: self._step +=": "host: number",
-    },
-    "nxtrain/train/generate.py": {
-        "generate: ends |=": "host: frozen set",
     },
     "nxtrain/train/health/numerics.py": {
         "NumericsGuard.begin: self._in_a_row +=": "host: number",

@@ -1,4 +1,4 @@
-"""Extras of the project resolve on every Python that docs/quickstart.md gives, from wheels of the package index alone.
+"""Extras of the project resolve on every Python that docs/quickstart.md gives, from wheels of the package index.
 
 The packages of AWS are on AWS's index only. Where that index is not configured, `neuron` and `neuron-native` must be
 refused, since PyPI has placeholders under the same names.
@@ -30,6 +30,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PYTHONS = [f"3.{minor}" for minor in range(10, 15)]
 UV = Path(sysconfig.get_path("scripts"), "uv")
+SOURCES = ("rouge-score", "sqlitedict", "word2number")
+"""Packages of pure Python that lm_eval needs, and that the index has as sources only."""
+
 PASS_SETTINGS = 'source scripts/setup.sh; pass_pip_settings_to_uv; exec "$@"'
 
 needs_uv = pytest.mark.skipif(not UV.exists(), reason="no uv in this environment: pip install '.[dev]'")
@@ -61,6 +64,7 @@ def resolve(
 ) -> dict[str, str]:
     """Versions of the packages that some extras need on a Python, all of them as wheels."""
     argv: list[object] = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--only-binary", ":all:"]
+    argv += [word for package in SOURCES for word in ("--no-binary", package)]
     argv += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28", *options]
     argv += [word for extra in extras for word in ("--extra", extra)]
     lines = uv(*argv, project / "pyproject.toml", environ=environ).split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -11,31 +12,30 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from typer.testing import CliRunner
 
+from nxtrain.backends.base import Backend, Support
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
+from nxtrain.cli.main import app
 from nxtrain.convert.hf import hf_to_nxtrain
-from nxtrain.data.tokenization import train_bpe
 from nxtrain.errors import CheckpointError, ConfigError
-from nxtrain.train.generate import Sampling, generate
+from nxtrain.launch.neuron import reexec_on_cores
+from nxtrain.mesh import Mesh
+from nxtrain.process.placement import Placement
+from nxtrain.train.generate import Request, Sampling, generate, generate_on
+from nxtrain.train.trained import Trained
 from tests.support.commands import in_process
-from tests.support.models import hf_model, plan
+from tests.support.ranks import RankPool
+from tests.support.text_models import LENGTH, continued, text_model
 
-LENGTH = 64
 GREEDY = Sampling(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of a model that nothing trained, with a tokenizer of its size."""
-    folder = tmp_path_factory.mktemp("hf")
-    resolved = plan("gqa2", model={"config": {"vocab_size": 300}})
-    hf_model(resolved, std=0.3).save_pretrained(folder)
-    train_bpe(
-        ["na\xefve caf\xe9 \u4f60\u597d, \u4e16\u754c \U0001f642 the quick brown fox " * 50],
-        300,
-        folder / directory.TOKENIZER,
-    )
-    return folder
+    return text_model(tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def checkpoint(hf: Path, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def whole(place: Path, prompt: str, count: int, sampling: Sampling = GREEDY, **options: object) -> str:
-    return "".join(generate(str(place), prompt, count, sampling, 0, **options))  # type: ignore[arg-type]
+def whole(place: Path, prompt: str, count: int, sampling: Sampling = GREEDY) -> str:
+    return continued(place, prompt, count, sampling)
 
 
 def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> None:
@@ -61,7 +61,8 @@ def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> 
 
 
 def test_pieces_come_one_token_at_a_time(hf: Path) -> None:
-    pieces = [*generate(str(hf), "the quick", 30, Sampling(1.0), 3)]
+    pieces = list[str]()
+    generate(str(hf), Request(("the quick",), 30, seed=3), Sampling(1.0), lambda number, piece: pieces.append(piece))
     assert pieces[0] == "the quick"
     assert len(pieces) > 20
     code, out, err = in_process(
@@ -196,3 +197,107 @@ def test_transformers_shows_no_progress_of_its_own(checkpoint: Path, tmp_path: P
     code, out, err = in_process("convert", "nxtrain-to-hf", checkpoint, tmp_path / "out", "--verify")
     assert (code, err) == (0, "")
     assert out.startswith(f"transformers loads {tmp_path}/out; its scores differ from ours by at most ")
+
+
+PROMPTS = ("the quick", "na\xefve", "brown fox " * 3, "\u4f60\u597d, \u4e16\u754c the", "x")
+
+
+@pytest.mark.parametrize("shape", ["gqa", "tied", "llama3-rope"])
+def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Path, shape: str) -> None:
+    """Token for token, greedy and sampled: a text of any length does not depend on its neighbours."""
+    place = text_model(tmp_path, shape)
+    model = Trained.find(str(place))
+    backend = CpuBackend()
+    whole_texts = model.open(backend, LENGTH, Mesh(1, 0))
+    for sampling in (GREEDY, Sampling(1.3, top_k=40, top_p=0.95)):
+        request = Request(PROMPTS, 16, seed=7)
+        together = generate_on(backend, model, request, sampling, lambda *_: None)
+        assert len({text.ending for text in together} | {len(text.added) for text in together}) > 1
+        for prompt, text in zip(PROMPTS, together, strict=True):
+            (single,) = generate_on(backend, model, replace(request, prompts=(prompt,)), sampling, lambda *_: None)
+            assert (text.added, text.text, text.ending) == (single.added, single.text, single.ending)
+            generator = torch.Generator().manual_seed(7)
+            for at, token in enumerate(text.added):
+                with torch.no_grad():
+                    scores = whole_texts.logits(torch.tensor([[*text.ids, *text.added[:at]]]))[0, -1]
+                assert sampling.draw(scores, generator) == token
+
+
+def continued_on(backend: Backend, place: Path, sampling: Sampling) -> list[tuple[list[int], str]]:
+    """Texts on one rank of a tensor parallel world."""
+    texts = generate_on(backend, Trained.find(str(place)), Request(PROMPTS, 12, seed=2), sampling, lambda *_: None)
+    return [(text.added, text.text) for text in texts]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_a_model_continue_as_one_does(hf: Path, checkpoint: Path, ranks: RankPool, world: int) -> None:
+    """Two key/value heads: each of two ranks holds one, and two of four ranks hold the same."""
+    sampling = Sampling(0.9) if world == 2 else GREEDY
+    alone = continued_on(CpuBackend(), hf, sampling)
+    assert ranks.run(world, continued_on, checkpoint if world == 2 else hf, sampling) == [alone] * world
+
+
+def test_a_model_that_cannot_be_shared_so_is_refused(hf: Path, ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match="ConfigError"):
+        ranks.run(3, continued_on, hf, GREEDY)
+
+
+def test_scripts_get_json_and_people_all_texts(hf: Path) -> None:
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    argv = ("generate", hf, *prompts, "--temperature", 0, "--max-new-tokens", 9)
+    code, out, err = in_process(*argv, "--json")
+    found = json.loads(out)
+    assert (code, err, found["checkpoint"], found["step"]) == (0, "", str(hf), 0)
+    assert [each["prompt"] for each in found["texts"]] == [*PROMPTS]
+    assert {each["ending"] for each in found["texts"]} <= {"tokens", "end"}
+    assert [each["prompt"] + each["text"] for each in found["texts"]] == [whole(hf, p, 9) for p in PROMPTS]
+    code, out, err = in_process(*argv)
+    shown = [f"--- {n} of {len(PROMPTS)}\n{whole(hf, p, 9)}\n" for n, p in enumerate(PROMPTS, 1)]
+    assert (code, out, err) == (0, "".join(shown), "")
+
+
+def test_only_the_first_rank_prints(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 1):
+        place = Placement(rank=rank, world=2)
+        monkeypatch.setattr("nxtrain.cli.inference._place", lambda cores, place=place: place)
+        for options in ((), ("--json",), ("--prompt", "y")):
+            # Not by `main`, which ends the process of a rank at once.
+            argv = ["generate", str(hf), "--prompt", "x", "--max-new-tokens", "2", *options]
+            result = CliRunner().invoke(app, argv)
+            assert (result.exit_code, bool(result.output)) == (0, rank == 0), result.output
+
+
+@pytest.mark.parametrize(("local_rank", "world", "core"), [(0, 1, "3"), (1, 2, "8"), (3, 4, "10")])
+def test_each_rank_is_started_again_with_its_core(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, world: int, core: str
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr("nxtrain.launch.neuron.support", lambda: Support(True, "a device"))
+    monkeypatch.setattr("os.execve", lambda path, argv, environ: started.append(environ))
+    reexec_on_cores("3,8-10", {"OTHER": "1"}, local_rank, world)
+    assert [(each["NEURON_RT_VISIBLE_CORES"], each["OTHER"]) for each in started] == [(core, "1")]
+    reexec_on_cores("3,8-10", started[0], local_rank, world)
+    assert len(started) == 1, "the process has its core"
+    for wrong in ("a-b", "0-x", "7" if world > 1 else "-"):
+        with pytest.raises(ConfigError, match="--visible-cores: "):
+            reexec_on_cores(wrong, {}, local_rank, world)
+
+
+def test_cores_are_given_by_a_flag(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("nxtrain.launch.neuron.support", lambda: Support(True, "a device"))
+    monkeypatch.setattr("os.execve", lambda path, argv, environ: started.append(environ["NEURON_RT_VISIBLE_CORES"]))
+    assert in_process("generate", hf, "--prompt", "x", "--visible-cores", "4", "--max-new-tokens", 1)[0] == 0
+    assert started == ["4"]
+
+
+def test_an_exported_folder_works_in_the_pipeline_of_transformers(hf: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Servers such as vLLM read the same folder."""
+    from transformers import pipeline
+
+    out = tmp_path / "out"
+    assert in_process("convert", "nxtrain-to-hf", checkpoint, out)[0] == 0
+    writer = pipeline("text-generation", model=str(out), tokenizer=str(out), device="cpu")
+    (found,) = writer("the quick", max_new_tokens=12, do_sample=False, return_full_text=True)
+    assert found["generated_text"].startswith("the quick")
+    assert found["generated_text"] == whole(checkpoint, "the quick", 12)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.eval.command import Options, evaluate
 from tests.support.models import BASE
 from tests.support.ranks import RankPool
 from tests.support.runs import SEQ_LEN, course, run_plan, train_rank
@@ -50,7 +51,7 @@ def test_held_out_text_is_predicted_better_than_by_the_frequency_of_its_tokens(r
         parallel={"tp": 2, "sequence_parallel": True},
         train={"seq_len": 32, "global_batch": 32, "micro_batch": 32, "eval_every": 50, "eval_batches": 4},
         optim={"warmup_steps": 10},
-        checkpoint={"every": 0},
+        checkpoint={"every": 50},
     )
     ranks.run(2, train_rank, resolved)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
@@ -58,3 +59,10 @@ def test_held_out_text_is_predicted_better_than_by_the_frequency_of_its_tokens(r
     evaluated = {record["step"]: record["val_loss"] for record in course(tmp_path / "run") if "val_loss" in record}
     assert list(evaluated) == [50, 100]
     assert evaluated[100] == summary["val_loss"] < evaluated[50]
+    # The same checkpoints, of two ranks, are evaluated on one by the text that the run holds out.
+    half, whole = evaluate(str(tmp_path / "run"), Options(("held_out", "cloze"), every=True))
+    assert (half.model.step, whole.model.step, half.texts) == (50, 100, "held-out text of the run")
+    half_bits, bits = (each.tasks["held_out"]["bits_per_byte"] for each in (half, whole))
+    assert bits == pytest.approx(summary["bits_per_byte"], rel=0.1)
+    assert bits < half_bits  # type: ignore[operator]
+    assert half.tasks["cloze"]["accuracy"] < whole.tasks["cloze"]["accuracy"]  # type: ignore[operator]

@@ -23,8 +23,9 @@ from pathlib import Path
 import pytest
 
 from nxtrain.metrics.progress import LINE_EVERY_S
-from nxtrain.train.generate import Sampling, generate
+from nxtrain.train.generate import Sampling
 from tests.support.patience import patient_s
+from tests.support.text_models import continued
 
 _PARTS = re.compile(r"\x1b\[(?P<codes>[?\d;]*)(?P<kind>[A-Za-z])|(?P<move>[\r\n])|(?P<text>[^\x1b\r\n]+)")
 
@@ -232,7 +233,7 @@ def test_a_pipe_gets_a_run_in_lines_of_ours_without_control_sequences(tmp_path: 
 def test_an_export_and_a_sample_show_lines_of_ours_on_a_terminal(on_screen: tuple[Path, Shown]) -> None:
     folder, _ = on_screen
     assert_all_ours(shown(export(folder)).lines, EXPORT)
-    text = "".join(generate(str(folder / "run"), "def ", 8, Sampling(temperature=0.0), 0)) + "\n"
+    text = continued(folder / "run", "def ", 8, Sampling(temperature=0.0)) + "\n"
     assert shown(sample(folder)).raw.replace("\r\n", "\n") == text
     piped = subprocess.run(sample(folder), cwd=ROOT, capture_output=True, text=True, timeout=patient_s(60), check=True)
     assert (piped.stdout, piped.stderr) == (text, "")

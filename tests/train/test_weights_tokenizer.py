@@ -17,9 +17,10 @@ from nxtrain.config.show import dump
 from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.errors import CheckpointError, DataError
 from nxtrain.run_folder import CHECKPOINTS_DIR
-from nxtrain.train.generate import Sampling, generate
+from nxtrain.train.generate import Sampling
 from tests.support.models import hf_model, plan
 from tests.support.runs import course, run_plan, token_file
+from tests.support.text_models import continued
 
 VOCAB = 300
 WORDS = ("alpha", "beta", "gamma", "delta")
@@ -207,4 +208,4 @@ def test_generation_ends_where_the_tokenizer_of_the_weights_ends_a_text(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sampling, "draw", lambda *args: 1)  # the id of <end>
-    assert "".join(generate(str(runs.folder / "converted"), "alpha beta", 5, Sampling(), seed=0)) == "alpha beta"
+    assert continued(runs.folder / "converted", "alpha beta", 5, Sampling()) == "alpha beta"

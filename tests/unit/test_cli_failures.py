@@ -228,13 +228,6 @@ def test_no_number_of_an_option_is_too_large_for_what_takes_it() -> None:
     assert numbers > 30
 
 
-@pytest.mark.parametrize("name", ["eval"])
-def test_commands_of_later_releases_are_not_offered_and_get_an_answer(name: str) -> None:
-    code, said = run(name, "x", "--json")
-    assert (code, f"error: nxtrain {name} is not in this release" in said) == (2, True)
-    assert name not in typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-
-
 def test_help_offers_no_target_that_is_refused() -> None:
     (option,) = [option for words, option in options() if words == ("launch",) and option.opts == ["--target"]]
     targets = get_args(option.type_descriptor.annotation)

@@ -36,6 +36,7 @@ CALLS = (
     ("data", "prepare", "absent", "--out", "absent.arrow"),
     ("data", "inspect", "absent"),
     ("generate", "absent", "--prompt", "x"),
+    ("eval", "absent"),
     ("bench", "nothing"),
     ("nothing",),
 )

@@ -1,0 +1,146 @@
+"""Commands `nxtrain generate` and `nxtrain eval`; each imports its implementation when it is called."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nxtrain.cli.bench import AsJson
+from nxtrain.config.bounds import MAX_INT, MAX_SIZE, finite
+from nxtrain.io.paths import local_path
+from nxtrain.process.placement import Placement
+
+GENERATE_EPILOG = 'Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40'
+
+EVAL_EPILOG = "Example: nxtrain eval runs/demo --all; nxtrain eval runs/demo --tasks recipe"
+
+Seed = Annotated[int, typer.Option(min=-MAX_INT, max=MAX_INT, help="Start of the randomness.")]
+
+Cores = Annotated[
+    str, typer.Option("--visible-cores", metavar="LIST", help="Neuron cores of the ranks, such as 0-3,8; one each.")
+]
+
+
+def generate(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT",
+            help="Run folder, checkpoint, mirror (s3:// too) or Hugging Face folder.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[
+        list[str], typer.Option(help="Text to continue; repeat it to continue several at once.", show_default=False)
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MAX_INT, help="Tokens to add.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=1e9, callback=finite, help="0 takes the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, max=MAX_INT, help="Choose among so many likeliest tokens; 0: all.")] = 50,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=1e-6, max=1, callback=finite, help="Choose among the likeliest that have this probability together."
+        ),
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeat it for more.")
+    ] = None,
+    seed: Seed = 0,
+    visible_cores: Cores = "",
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text with a trained model; each token is shown as it comes.
+
+    Under torchrun, the ranks share the model by tensor parallelism, and the first one prints.
+    """
+    place = _place(visible_cores)
+    from nxtrain.process.console import standard_error
+    from nxtrain.train.generate import Request, Sampling
+    from nxtrain.train.generate import generate as continue_texts
+
+    request = Request(tuple(prompt), max_new_tokens, seed, tuple(stop or ()))
+    streams = place.is_leader and not as_json and len(prompt) == 1
+    model, texts = continue_texts(
+        checkpoint,
+        request,
+        Sampling(temperature, top_k, top_p),
+        lambda number, piece: typer.echo(piece, nl=False) if streams else None,
+    )
+    if not place.is_leader:
+        return
+    if as_json:
+        content = [{**text.to_json(), "prompt": given} for given, text in zip(prompt, texts, strict=True)]
+        typer.echo(json.dumps({"checkpoint": str(model.place), "step": model.step, "texts": content}, indent=2))
+        return
+    if streams:
+        typer.echo()
+    else:
+        for number, text in enumerate(texts, 1):
+            typer.echo(f"--- {number} of {len(texts)}\n{text.prompt}{text.text}")
+    if any(text.ending == "length" for text in texts):
+        limit, length = model.config.longest_sequence
+        standard_error().print(f"stopped at the model's length: {limit}={length} tokens")
+
+
+def evaluate(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_HF",
+            help="Run folder, checkpoint, mirror (s3:// too) or Hugging Face folder.",
+            show_default=False,
+        ),
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Suites or tasks, with :SHOTS for the number of solved examples: offline, held_out, cloze, copying, "
+            "induction, arithmetic, recipe, or any of the lm-evaluation-harness.",
+        ),
+    ] = "offline",
+    every: Annotated[bool, typer.Option("--all", help="Every checkpoint that is kept, not only the newest.")] = False,
+    limit: Annotated[
+        int,
+        typer.Option(min=0, max=MAX_SIZE, help="Most requests of a task; 0: 200 of a local task, all of the others."),
+    ] = 0,
+    seed: Seed = 0,
+    task_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Your own tasks, in the harness's YAML.", parser=local_path),
+    ] = None,
+    visible_cores: Cores = "",
+    as_json: AsJson = False,
+) -> None:
+    """Measure a trained model by tasks that need no network, or by those of the lm-evaluation-harness.
+
+    Results are added to evaluations.jsonl of the run folder; what is there already is not computed again. Under
+    torchrun, the ranks share the requests, and the first one prints.
+    """
+    place = _place(visible_cores)
+    from nxtrain.eval.command import Options, table
+    from nxtrain.eval.command import evaluate as evaluate_checkpoints
+    from nxtrain.process.console import standard_error
+
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    found = evaluate_checkpoints(checkpoint, Options(names, every, seed, limit, task_dir), standard_error().print)
+    if not place.is_leader:
+        return
+    content = [each.to_json() for each in found]
+    typer.echo(json.dumps(content if every else content[0], indent=2) if as_json else table(found))
+
+
+def _place(visible_cores: str) -> Placement:
+    """Place of this rank, which is first started again with its Neuron core if the user names cores."""
+    place = Placement.read()
+    if visible_cores:
+        from nxtrain.launch.neuron import reexec_on_cores
+
+        reexec_on_cores(visible_cores, os.environ, place.local_rank, place.local_world)
+    return place

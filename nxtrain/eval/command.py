@@ -1,0 +1,194 @@
+"""`nxtrain eval`: find checkpoints, run the tasks that are not done yet, and show the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import directory
+from nxtrain.checkpoint.mirror import Mirror
+from nxtrain.distributed.agreement import Ranks
+from nxtrain.errors import ConfigError
+from nxtrain.eval.harness import HarnessTask
+from nxtrain.eval.offline import offline_task
+from nxtrain.eval.record import Record
+from nxtrain.eval.scorer import Scorer
+from nxtrain.eval.suites import Choice, choose_tasks
+from nxtrain.eval.task import Metrics, Task
+from nxtrain.eval.texts import texts_of
+from nxtrain.io.object_store import open_store, place_of
+from nxtrain.mesh import Mesh
+from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR
+from nxtrain.train.trained import Trained
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of an evaluation.
+
+    Args:
+        tasks: Names of tasks and suites; empty: the offline suite.
+        every: Evaluate every checkpoint that is kept, not only the newest.
+        seed: Seed of the requests.
+        limit: Most requests of a task; 0: 200 of each local task, all of the others.
+        folder: Folder of the user's own tasks of the harness.
+    """
+
+    tasks: tuple[str, ...] = ()
+    every: bool = False
+    seed: int = 0
+    limit: int = 0
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of one checkpoint.
+
+    Args:
+        model: The checkpoint.
+        tasks: Metrics by name of the task.
+        texts: Origin of the texts of the local tasks.
+    """
+
+    model: Trained
+    tasks: dict[str, Metrics]
+    texts: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Content of `--json`."""
+        tasks = {name: dict(metrics) for name, metrics in self.tasks.items()}
+        found = {"checkpoint": str(self.model.place), "step": self.model.step, "tokens": self.model.tokens}
+        return {**found, "texts": self.texts, "tasks": tasks}
+
+
+def evaluate(address: str, options: Options, note: Callable[[str], None] = lambda line: None) -> list[Evaluation]:
+    """Evaluate checkpoints; every rank calls this, and ranks share the requests.
+
+    Args:
+        address: A run folder, a checkpoint, a mirror or its address in S3, or a Hugging Face folder.
+        options: Tasks, checkpoints and seed.
+        note: Prints a line for the user.
+
+    Raises:
+        ConfigError: A task is unknown, or the model carries no tokenizer.
+        CheckpointError: A checkpoint is absent or damaged.
+        DivergedError: The model's scores are not finite.
+    """
+    chosen, registry = choose_tasks(options.tasks, options.folder)
+    places = _kept(address) if options.every else [address]
+    backend = open_backend(choose("auto")[0])
+    try:
+        ranks = Ranks(Mesh.build(backend.world, backend.rank, dp=backend.world), backend.host_group)
+        backend.lay_out(ranks.mesh)
+        say = note if ranks.is_leader else lambda line: None
+        evaluator = _Evaluator(backend, ranks, chosen, registry, options, say)
+        return [evaluator.evaluate(Trained.find(place)) for place in places]
+    finally:
+        backend.close()
+
+
+@dataclass(frozen=True)
+class _Evaluator:
+    """Evaluates one checkpoint after the other on open devices."""
+
+    backend: Backend
+    ranks: Ranks
+    chosen: Sequence[Choice]
+    registry: TaskManager | None
+    options: Options
+    note: Callable[[str], None]
+
+    def evaluate(self, model: Trained) -> Evaluation:
+        """Run the tasks of a checkpoint that its run folder has no result of."""
+        run = _run_of(model)
+        record = self.ranks.on_leader(lambda: Record(run), f"cannot read the evaluations of {run}")
+        origin, tasks = self._tasks(model, run)
+        found: dict[str, Metrics] = {}
+        scorer: Scorer | None = None
+        for task in tasks:
+            done = record.find(model, task.name, task.identity)
+            if done is None:
+                scorer = scorer or Scorer(model, self.backend, self.ranks)
+                self.note(f"{model.place}: {task.name}")
+                done = self._run(task, scorer, run)
+                self.ranks.on_leader(
+                    partial(record.add, model, task.name, task.identity, done), f"cannot record the result in {run}"
+                )
+            found[task.name] = done
+        return Evaluation(model, found, origin)
+
+    def _tasks(self, model: Trained, run: Path | None) -> tuple[str, list[Task | HarnessTask]]:
+        """Tasks with their requests, and the origin of the texts of local ones."""
+        local = [choice for choice in self.chosen if choice.is_local]
+        origin, texts = texts_of(run, model.tokenizer, model.ends) if local else ("", [])
+        tasks: list[Task | HarnessTask] = []
+        for choice in self.chosen:
+            if not choice.is_local:
+                assert self.registry is not None
+                numbers = (choice.num_shots, self.options.limit, self.options.seed)
+                tasks.append(HarnessTask(choice.name, *numbers, self.registry))
+                continue
+            task = offline_task(choice.name, texts, self.options.seed, self.options.limit or DEFAULT_LIMIT)
+            if task.requests:
+                tasks.append(task)
+            else:
+                self.note(f"{choice.name} is left out: the {origin} is too short for a request")
+        return origin, tasks
+
+    def _run(self, task: Task | HarnessTask, scorer: Scorer, run: Path | None) -> Metrics:
+        if isinstance(task, HarnessTask):
+            return task.run(scorer, run / EVALUATION_CACHE_DIR if run else None)
+        pairs = [(request.context, choice) for request in task.requests for choice in request.choices]
+        flat = iter(scorer.likelihoods(pairs))
+        return task.measure([[next(flat).nats for _ in request.choices] for request in task.requests])
+
+
+DEFAULT_LIMIT = 200
+"""Requests of a local task."""
+
+
+def _kept(address: str) -> list[str]:
+    """Every complete checkpoint of a run folder, a `checkpoints` folder or a mirror, oldest first."""
+    place = place_of(address)
+    if isinstance(place, Path):
+        found = directory.list_checkpoints(place) or directory.list_checkpoints(place / CHECKPOINTS_DIR)
+        listed = [str(path) for path in found]
+    else:
+        mirrors = [Mirror(open_store(folder)) for folder in (place, place / CHECKPOINTS_DIR)]
+        listed = [str(mirror.place(step)) for mirror in mirrors for step in mirror.steps()]
+    if not listed:
+        raise ConfigError(f"{address} keeps no checkpoints; --all takes a run folder or a mirror")
+    return listed
+
+
+def _run_of(model: Trained) -> Path | None:
+    """Run folder of a checkpoint; None if the checkpoint is in none."""
+    if model.is_hf or not isinstance(model.place, Path):
+        return None
+    folder = model.place.resolve().parent.parent
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
+
+def table(found: Sequence[Evaluation]) -> str:
+    """Results for people: a line for each task of each checkpoint."""
+    lines = []
+    for each in found:
+        step = f", step {each.model.step:,}" if each.model.step else ""
+        texts = f"; texts: {each.texts}" if each.texts else ""
+        lines.append(f"{each.model.place}{step}{texts}")
+        for name, metrics in each.tasks.items():
+            metric = next(iter(metrics))
+            stderr = "" if metrics["stderr"] is None else f"+- {metrics['stderr']:.4f}"
+            chance = f"chance {metrics['chance']:.3f}" if "chance" in metrics else ""
+            line = f"  {name:<24} {metric:<14} {metrics[metric]:>9.4f} {stderr:<9}  n={metrics['n']:<6} {chance}"
+            lines.append(line.rstrip())
+    return "\n".join(lines)

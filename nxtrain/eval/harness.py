@@ -1,0 +1,191 @@
+"""Tasks of the lm-evaluation-harness on a model of ours, for machines that reach the tasks' data.
+
+Ranks share the requests below the harness: each of them runs the same tasks and gets the same answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxtrain.checkpoint.meta import fingerprint
+from nxtrain.errors import DataError
+from nxtrain.eval.scorer import Likelihood, Scorer
+from nxtrain.eval.task import Metrics
+from nxtrain.train.generate import Sampling
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+PACKAGE = "lm_eval"
+
+CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
+"""Variable by which the user allows programs that the model writes to run on this machine."""
+
+ADDED_TOKENS = 256
+"""Tokens to add where a task gives no number."""
+
+
+@dataclass(frozen=True)
+class HarnessTask:
+    """A task or a group of tasks of the harness.
+
+    Args:
+        name: Name in the harness's registry.
+        num_shots: Solved examples before each question; None: as the task has it.
+        limit: Most requests of each task; 0: all.
+        seed: Seed of the examples.
+        registry: Registry that knows the task.
+    """
+
+    name: str
+    num_shots: int | None
+    limit: int
+    seed: int
+    registry: TaskManager
+
+    @property
+    def identity(self) -> str:
+        """Name of the requests: results with equal identities answer the same questions."""
+        shots = "own" if self.num_shots is None else self.num_shots
+        return f"{PACKAGE}-{version(PACKAGE)} shots={shots} limit={self.limit} seed={self.seed}"
+
+    def run(self, scorer: Scorer, answers: Path | None) -> Metrics:
+        """Run the task; every rank calls this.
+
+        Args:
+            scorer: The model.
+            answers: Folder in which answers are kept, by which a killed evaluation goes on; None: keep none.
+
+        Raises:
+            DataError: The task's data cannot be had.
+        """
+        from lm_eval.evaluator import simple_evaluate
+
+        try:
+            found = simple_evaluate(
+                adapter(scorer),
+                tasks=[self.name],
+                num_fewshot=self.num_shots,
+                limit=self.limit or None,
+                use_cache=str(answers / self._cache_name(scorer)) if answers else None,
+                bootstrap_iters=_BOOTSTRAPS,
+                log_samples=False,
+                task_manager=self.registry,
+                random_seed=self.seed,
+                numpy_random_seed=self.seed,
+                torch_random_seed=self.seed,
+                fewshot_random_seed=self.seed,
+                confirm_run_unsafe_code=os.environ.get(CODE_VARIABLE) == "1",
+            )
+        except (ImportError, OSError, ValueError) as error:
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            raise DataError(f"--tasks {self.name}: the harness cannot run it: {reason}") from error
+        return _metrics(self.name, found)
+
+    def _cache_name(self, scorer: Scorer) -> str:
+        """Name of the file of answers, without its ending: answers of other weights, or of other examples, differ."""
+        return fingerprint([scorer.model.identity.encode(), self.name.encode(), self.identity.encode()])
+
+
+_BOOTSTRAPS = 1000
+"""Draws for the standard errors of metrics that are no means."""
+
+
+def is_installed() -> bool:
+    """True if the harness is installed."""
+    try:
+        version(PACKAGE)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
+    """Registry of tasks: those of a folder, and those of the harness if the folder has not all that are wanted.
+
+    Args:
+        wanted: Names of tasks.
+        folder: Folder of the user's own tasks, in the harness's YAML; None: there is none.
+    """
+    # The harness has thousands of files, which take seconds to read.
+    own = _registry(folder, own_only=True) if folder else None
+    return own if own and set(wanted) <= set(own.all_tasks) else _registry(folder, own_only=False)
+
+
+@cache
+def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
+    logging.getLogger(PACKAGE).setLevel(logging.ERROR)
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(folder) if folder else None, include_defaults=not own_only)
+
+
+def adapter(scorer: Scorer) -> Any:
+    """Model of the harness that asks a scorer."""
+    from lm_eval.api.model import LM
+
+    class ScoredLM(LM):  # type: ignore[misc, unused-ignore]
+        """A scorer behind the harness's interface."""
+
+        def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+            pairs = [request.args for request in requests]
+            keep = self._keeper("loglikelihood", pairs, lambda each: (each.nats, each.is_greedy))
+            return [(each.nats, each.is_greedy) for each in scorer.likelihoods(pairs, keep)]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+            texts = [request.args for request in requests]
+            keep = self._keeper("loglikelihood_rolling", texts, lambda each: each.nats)
+            return [each.nats for each in scorer.rolling([text for (text,) in texts], keep)]
+
+        def generate_until(self, requests: Sequence[Any]) -> list[str]:
+            return _continued(scorer, [request.args for request in requests], self.cache_hook.add_partial)
+
+        def _keeper(self, kind: str, asked: Sequence[Any], answer: Callable[[Likelihood], object]) -> Any:
+            return lambda number, found: self.cache_hook.add_partial(kind, asked[number], answer(found))
+
+    return ScoredLM()
+
+
+def _continued(scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None]) -> list[str]:
+    """Continuations of texts; those with the same rule of sampling are made together."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    groups: dict[Sampling, list[int]] = {}
+    requests = []
+    for number, (text, options) in enumerate(asked):
+        found = normalize_gen_kwargs(options, ADDED_TOKENS)
+        top_k, top_p = int(found.get("top_k") or 0), float(found.get("top_p") or 1.0)
+        temperature = float(found.get("temperature", 1.0)) if found.get("do_sample") else 0.0
+        groups.setdefault(Sampling(temperature, top_k, top_p), []).append(number)
+        requests.append((text, int(found["max_gen_toks"]), tuple(stop for stop in found["until"] if stop)))
+    texts = [""] * len(asked)
+    for sampling, numbers in groups.items():
+        for number, text in zip(numbers, scorer.continuations([requests[n] for n in numbers], sampling), strict=True):
+            texts[number] = text
+            if sampling.temperature == 0:
+                keep("generate_until", asked[number], text)
+    return texts
+
+
+def _metrics(name: str, found: Any) -> Metrics:
+    """Metrics of a task; `stderr` is of the first, and the others have theirs under names of their own."""
+    results: dict[str, Any] = found["results"][name]
+    metrics: dict[str, float | int] = {}
+    first = ""
+    for key, value in results.items():
+        metric, _, filtered = key.partition(",")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if filtered and is_number:
+            metrics[metric if filtered == "none" else f"{metric}_{filtered}"] = value
+            first = first or key
+    stderr = results.get(first.replace(",", "_stderr,"))
+    known = stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None
+    return {**metrics, "stderr": known, "n": sum(each["effective"] for each in found["n-samples"].values())}

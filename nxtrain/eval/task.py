@@ -1,0 +1,80 @@
+"""Tasks of an evaluation: requests for log-likelihoods, and the metric that follows from the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Metrics = Mapping[str, float | int | None]
+"""Result of a task: the metric under its name, its standard error as `stderr`, the number of requests as `n`.
+
+A standard error that is unknown is None.
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text, and its possible continuations.
+
+    Args:
+        context: The text; empty: the continuations begin a text.
+        choices: Continuations whose log-likelihoods are wanted.
+        answer: Number of the right choice.
+    """
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """Requests with one metric.
+
+    With several choices, the metric is `accuracy`: the share of requests whose right choice is the likeliest one. With
+    one choice, the metric is `bits_per_byte` of that choice.
+
+    Args:
+        name: Name of the task.
+        requests: The requests, all with several choices, or all with one.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+
+    @property
+    def identity(self) -> str:
+        """Hash of the requests: results with equal identities answer the same questions."""
+        return hashlib.blake2b(repr(self.requests).encode(), digest_size=8).hexdigest()
+
+    def measure(self, likelihoods: Sequence[Sequence[float]]) -> Metrics:
+        """Compute the metric.
+
+        Args:
+            likelihoods: Log-likelihood in nats of each choice of each request.
+        """
+        if len(self.requests[0].choices) > 1:
+            return self._accuracy(likelihoods)
+        return self._bits_per_byte([found[0] for found in likelihoods])
+
+    def _accuracy(self, likelihoods: Sequence[Sequence[float]]) -> Metrics:
+        pairs = list(zip(self.requests, likelihoods, strict=True))
+        right = [max(range(len(found)), key=found.__getitem__) == request.answer for request, found in pairs]
+        n = len(right)
+        accuracy = sum(right) / n
+        chance = sum(1 / len(request.choices) for request in self.requests) / n
+        # The sample's own deviation; one request has none.
+        stderr = math.sqrt(accuracy * (1 - accuracy) / (n - 1)) if n > 1 else None
+        return {"accuracy": accuracy, "stderr": stderr, "n": n, "chance": chance}
+
+    def _bits_per_byte(self, likelihoods: Sequence[float]) -> Metrics:
+        """Bits of all texts over their bytes, and the standard error of that ratio of two sums."""
+        bits = [-found / math.log(2) for found in likelihoods]
+        sizes = [len(request.choices[0].encode()) for request in self.requests]
+        n, total = len(bits), sum(sizes)
+        ratio = sum(bits) / total
+        squares = sum((b - ratio * size) ** 2 for b, size in zip(bits, sizes, strict=True))
+        stderr = math.sqrt(squares * n / (n - 1)) / total if n > 1 else None
+        return {"bits_per_byte": ratio, "stderr": stderr, "n": n}

@@ -1,0 +1,223 @@
+"""`nxtrain eval` scores as transformers does, goes on after a kill, and divides its work over ranks without a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.convert.hf import hf_to_nxtrain
+from nxtrain.distributed.agreement import Ranks
+from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.eval import harness, scorer
+from nxtrain.eval.offline import OFFLINE
+from nxtrain.eval.scorer import Likelihood, Row, Scorer
+from nxtrain.eval.task import Task
+from nxtrain.mesh import Mesh
+from nxtrain.run_folder import EVALUATIONS_FILE
+from nxtrain.train.generate import Continuation, Sampling, extend
+from nxtrain.train.trained import Trained
+from tests.support import commands
+from tests.support.commands import in_process
+from tests.support.ranks import RankPool
+from tests.support.text_models import LENGTH, text_model
+
+DRAWN = random.Random(11)
+PAIRS = [
+    ("".join(DRAWN.choices("the quick fox, \u4f60\U0001f642", k=DRAWN.choice([0, 1, 9, 40]))), DRAWN.choice(CONTINUED))
+    for CONTINUED in [[" fox", "s", " jumps\nover", "brown fox " * 12]]
+    for _ in range(60)
+]
+"""Contexts and continuations, some of them empty, joined by the tokenizer, or beyond the model's length."""
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_model(tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture
+def run(hf: Path, tmp_path: Path) -> Path:
+    """A run folder with one checkpoint."""
+    hf_to_nxtrain(hf, tmp_path / "run" / "checkpoints" / "step-00000000")
+    (tmp_path / "run" / "config.toml").touch()
+    return tmp_path / "run"
+
+
+def open_scorer(place: Path, backend: Backend | None = None) -> Scorer:
+    backend = backend or CpuBackend()
+    mesh = Mesh.build(backend.world, backend.rank, dp=backend.world)
+    backend.lay_out(mesh)
+    return Scorer(Trained.find(str(place)), backend, Ranks(mesh, backend.host_group))
+
+
+@pytest.mark.parametrize("shape", ["mha", "gqa2", "odd", "llama3-rope"])
+def test_log_likelihoods_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of drawn lengths in batches of drawn sizes, whose padding reaches no score."""
+    from transformers import AutoModelForCausalLM
+
+    drawn = random.Random(shape)
+    place = text_model(tmp_path, shape)
+    monkeypatch.setattr(scorer, "MAX_ROWS", drawn.choice([1, 3, 8]))
+    monkeypatch.setattr(scorer, "LOGITS", 300 * drawn.choice([1, 9, 50, 1000]))
+    ours, theirs = open_scorer(place), AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    groups = []
+    for _ in range(12):
+        ids = tuple(drawn.randrange(300) for _ in range(drawn.randint(2, LENGTH + 1)))
+        groups.append([Row(ids, drawn.randint(1, len(ids) - 1))])
+    for (row,), found in zip(groups, ours._totals(groups, lambda *_: None), strict=True):
+        with torch.no_grad():
+            scores = theirs(torch.tensor([row.ids[:-1]])).logits[0, -row.num_scored :].double()
+        targets = torch.tensor(row.ids[-row.num_scored :])
+        expected = scores.log_softmax(-1).gather(1, targets[:, None]).sum()
+        assert found.nats == pytest.approx(float(expected), abs=1e-3)
+        assert found.is_greedy is bool((scores.argmax(-1) == targets).all())
+
+
+def test_a_greedy_continuation_is_known_as_such(hf: Path) -> None:
+    ours = open_scorer(hf)
+    text = Continuation(ours.model.tokenizer.encode("the quick").ids, 6, ours.model.tokenizer)
+    for _ in extend(ours._decoder, [text], Sampling(0.0)):
+        pass
+    ids = (*text.ids, *text.added)
+    assert [each.is_greedy for each in ours._score([Row(ids, 6), Row((*ids[:-1], 1 + ids[-1] % 99), 6)])] == [
+        True,
+        False,
+    ]
+
+
+def test_each_token_of_a_continuation_is_scored_whatever_the_tokenizer_joins(hf: Path) -> None:
+    ours = open_scorer(hf)
+    encode = ours.model.tokenizer.encode
+    for context, continuation in PAIRS:
+        rows = ours.rows(context, continuation)
+        scored = [token for row in rows for token in row.ids[-row.num_scored :]]
+        known = encode(context.rstrip()).ids
+        assert scored == encode(context + continuation).ids[len(known) :]
+        assert all(len(row.ids) <= LENGTH + 1 for row in rows)
+
+
+def scored_by_rank(backend: Backend, place: Path) -> tuple[list[Likelihood], list[str], int]:
+    """Scores and continuations on one rank, and the number of batches that this rank has computed."""
+    ours, batches = open_scorer(place, backend), 0
+    compute = ours._score
+
+    def counted(rows: Any) -> list[Likelihood]:
+        nonlocal batches
+        batches += 1
+        return compute(rows)
+
+    ours._score = counted  # type: ignore[method-assign]
+    found = ours.likelihoods(PAIRS)
+    texts = ours.continuations([(context, 6, ("x",)) for context, _ in PAIRS if context], Sampling(0.0))
+    return found, texts, batches
+
+
+def test_ranks_share_the_work_and_get_the_same_bits(hf: Path, ranks: RankPool) -> None:
+    alone = scored_by_rank(CpuBackend(), hf)
+    of_ranks = ranks.run(2, scored_by_rank, hf)
+    assert [found[:2] for found in of_ranks] == [alone[:2]] * 2
+    assert sum(found[2] for found in of_ranks) == alone[2] > max(found[2] for found in of_ranks)
+
+
+def test_results_are_a_table_or_json(run: Path) -> None:
+    code, out, _ = in_process("eval", run, "--json", "--limit", 4)
+    found = json.loads(out)
+    assert (code, found["step"], list(found["tasks"])) == (0, 0, list(OFFLINE))
+    assert found["checkpoint"] == str(run / "checkpoints" / "step-00000000")
+    for name, metrics in found["tasks"].items():
+        assert set(metrics) >= {"bits_per_byte" if name == "held_out" else "accuracy", "stderr", "n"}
+        assert metrics["n"] == 4
+    # Nothing trained the model: it knows as little as a guess among its 300 tokens, or less.
+    assert found["tasks"]["held_out"]["bits_per_byte"] > 0.5 * math.log2(300)
+    code, out, err = in_process("eval", run, "--limit", 4, "--tasks", "cloze,induction")
+    assert (code, len(out.splitlines())) == (0, 3)
+    metrics = found["tasks"]["cloze"]
+    assert f"accuracy          {metrics['accuracy']:.4f} +- {metrics['stderr']:.4f}" in out
+    assert err == "", "the results are in the record"
+    code, out, _ = in_process("eval", run, "--all", "--json", "--limit", 4)
+    assert (code, json.loads(out)) == (0, [found])
+
+
+def die_in_the_third_task() -> None:
+    """End this process by force when its third task is measured."""
+    measure, measured = Task.measure, list[str]()
+
+    def dying(self: Task, likelihoods: Any) -> Any:
+        measured.append(self.name)
+        if len(measured) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return measure(self, likelihoods)
+
+    Task.measure = dying  # type: ignore[method-assign]
+
+
+def test_a_killed_evaluation_goes_on_with_the_same_numbers(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "other")
+    argv = ("--limit", 5, "--seed", 3, "--json")
+    code, said = commands.command(tmp_path, "eval", run, *argv, first=die_in_the_third_task)
+    assert code == -signal.SIGKILL, said
+    file = run / EVALUATIONS_FILE
+    done = file.read_text().splitlines()
+    assert [json.loads(line)["task"] for line in done] == [*OFFLINE][:2]
+    file.write_text(file.read_text() + '{"torn')
+    code, out, err = in_process("eval", run, *argv)
+    whole = in_process("eval", tmp_path / "other", *argv)
+    assert (code, json.loads(out)["tasks"]) == (0, json.loads(whole[1])["tasks"])
+    assert [line.rpartition(" ")[2] for line in err.splitlines()] == [*OFFLINE][2:], "no task is done again"
+    assert file.read_text().splitlines()[:2] == done
+    # Other seeds and other numbers of requests ask other questions.
+    for other in (("--limit", 5, "--seed", 4), ("--limit", 6, "--seed", 3)):
+        assert in_process("eval", run, "--tasks", "arithmetic", *other)[2].endswith("arithmetic\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (("--tasks", "clozes"), 2, "did you mean cloze?"),
+        (("--tasks", "recip"), 2, "did you mean recipe?"),
+        (("--tasks", "piqa"), 2, 'pip install "nxtrain[eval]"'),
+        (("--tasks", "piqa:few"), 2, "'few' is no number"),
+        (("--visible-cores", "0-1"), 5, "--visible-cores is for Neuron devices"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    hf: Path, argv: tuple[str, ...], code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nxtrain.eval.suites.is_installed", lambda: False)
+    found, _, err = in_process("eval", hf, *argv)
+    assert (found, words in " ".join(err.split())) == (code, True), err
+
+
+def test_places_without_a_model_or_a_tokenizer_are_refused(hf: Path, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    code, _, err = in_process("eval", tmp_path / "empty")
+    assert (code, "holds no complete checkpoint" in err) == (CheckpointError.exit_code, True)
+    code, _, err = in_process("eval", hf, "--all")
+    assert (code, "keeps no checkpoints" in err) == (ConfigError.exit_code, True)
+    (run / "checkpoints" / "step-00000000" / "tokenizer.json").unlink()
+    code, _, err = in_process("eval", run)
+    assert (code, "carries no tokenizer.json" in err) == (ConfigError.exit_code, True)
+
+
+def test_code_that_a_model_writes_runs_by_consent_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
+    asked = mock.Mock(return_value={"results": {"t": {}}, "n-samples": {}})
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", asked)
+    monkeypatch.setattr(harness, "adapter", lambda scorer: None)
+    task = harness.HarnessTask("t", None, 0, 0, registry=None)
+    for value, allowed in (("0", False), ("1", True)):
+        monkeypatch.setenv(harness.CODE_VARIABLE, value)
+        task.run(None, None)  # type: ignore[arg-type]
+        assert asked.call_args.kwargs["confirm_run_unsafe_code"] is allowed

@@ -1,0 +1,222 @@
+"""Tasks of the lm-evaluation-harness on our model: the harness's own code runs, on data that lies in a folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.checkpoint import directory
+from nxtrain.convert.hf import hf_to_nxtrain
+from nxtrain.distributed.agreement import Ranks
+from nxtrain.eval import harness
+from nxtrain.eval.scorer import Scorer, windows
+from nxtrain.eval.suites import RECIPE
+from nxtrain.mesh import Mesh
+from nxtrain.train.trained import Trained
+from tests.support.commands import in_process
+from tests.support.text_models import LENGTH, TEXT, text_model
+
+pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
+
+QUESTIONS = [
+    {"question": "the quick", "choices": [" brown", " fox", "na\xefve caf\xe9"], "gold": 0},
+    {"question": "caf\xe9 \u4f60\u597d, ", "choices": ["\u4e16\u754c", "the"], "gold": 0},
+    {"question": "brown fox " * 40, "choices": ["the", " quick brown"], "gold": 0},
+]
+
+TASKS = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_target: gold
+doc_to_choice: "{{choices}}"
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}} the end of it"
+metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]
+""",
+    "writing": """
+output_type: generate_until
+doc_to_text: "{{question[:12]}}"
+doc_to_target: "fox"
+generation_kwargs: {until: ["fox"], max_gen_toks: 9}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
+    """A hub that is never asked, and a cache of data sets that goes with the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        import datasets.config
+
+        patch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory, offline: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in QUESTIONS), encoding="utf-8")
+    files = f"data_files: {{test: {folder}/data.jsonl}}"
+    for name, text in TASKS.items():
+        head = f"task: own_{name}\ndataset_path: json\ndataset_kwargs: {{{files}}}\ntest_split: test\n"
+        (folder / f"{name}.yaml").write_text(head + text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_model(tmp_path_factory.mktemp("hf"))
+
+
+def open_scorer(place: Path) -> Scorer:
+    return Scorer(Trained.find(str(place)), CpuBackend(), Ranks(Mesh(1, 0)))
+
+
+def likelihood(hf: Path, ids: list[int], num_scored: int) -> float:
+    """Log-likelihood of the last tokens in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    with torch.no_grad():
+        scores = model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
+    return float(sum(scores[at - 1, ids[at]] for at in range(len(ids) - num_scored, len(ids))))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the harness and of what it imports
+def test_the_harness_gets_our_scores_which_are_those_of_transformers(
+    hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = open_scorer(hf)
+    answered: dict[tuple[str, str], float] = {}
+    make = harness.adapter
+
+    def spied(scorer: Scorer) -> object:
+        model = make(scorer)
+        ask = model.loglikelihood
+
+        def loglikelihood(requests: list[object]) -> list[tuple[float, bool]]:
+            found: list[tuple[float, bool]] = ask(requests)
+            pairs = [request.args for request in requests]  # type: ignore[attr-defined]
+            answered.update({pair: nats for pair, (nats, _) in zip(pairs, found, strict=True)})
+            return found
+
+        model.loglikelihood = loglikelihood
+        return model
+
+    monkeypatch.setattr(harness, "adapter", spied)
+    registry = harness.open_registry(["own_choice"], tasks)
+    found = harness.HarnessTask("own_choice", None, 0, 0, registry).run(scorer, None)
+    pairs = [(each["question"], choice) for each in QUESTIONS for choice in each["choices"]]  # type: ignore[attr-defined]
+    assert answered.keys() == set(pairs)
+    tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
+    right = 0
+    for each in QUESTIONS:
+        nats = []
+        for choice in each["choices"]:  # type: ignore[attr-defined]
+            pair = (str(each["question"]), choice)
+            assert answered[pair] == pytest.approx(scorer.likelihoods([pair])[0].nats, abs=1e-4), pair
+            known = tokenizer.encode(pair[0].rstrip()).ids
+            ids = tokenizer.encode(pair[0] + choice).ids
+            expected = likelihood(hf, ids[-(LENGTH + 1) :], len(ids) - len(known))
+            assert answered[pair] == pytest.approx(expected, abs=1e-3), pair
+            nats.append(expected)
+        right += nats.index(max(nats)) == each["gold"]
+    assert found["acc"] == pytest.approx(right / len(QUESTIONS))
+    assert found["n"] == len(QUESTIONS)
+    assert found["stderr"] == pytest.approx(found["acc_stderr"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whole_texts_are_cut_into_the_windows_of_the_harness(hf: Path) -> None:
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    drawn = random.Random(5)
+    for _ in range(50):
+        ids, length = [drawn.randrange(300) for _ in range(drawn.randint(1, 90))], drawn.randint(1, 40)
+        theirs = [make_disjoint_window(pair) for pair in get_rolling_token_windows(ids, 7, length, 1)]
+        ours = [
+            (row.ids[: -row.num_scored], row.ids[-row.num_scored :]) for row in windows([7, *ids], len(ids), length)
+        ]
+        assert ours == [(tuple(known), tuple(scored)) for known, scored in theirs]
+    scorer, text = open_scorer(hf), TEXT * 8
+    ids = Tokenizer.from_file(str(hf / directory.TOKENIZER)).encode(text).ids
+    expected = sum(
+        likelihood(hf, [*known, *scored], len(scored))
+        for known, scored in map(make_disjoint_window, get_rolling_token_windows(ids, scorer.prefix, LENGTH, 1))
+    )
+    assert len(ids) > LENGTH
+    assert scorer.rolling([text, "fox"])[0].nats == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_own_tasks_run_by_the_command_and_go_on_after_a_kill(hf: Path, tasks: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-00000000"
+    hf_to_nxtrain(hf, checkpoint)
+    (run / "config.toml").touch()
+    names = ",".join(f"own_{name}" for name in TASKS)
+    argv = ("eval", checkpoint, "--tasks", names, "--task-dir", tasks, "--json")
+    code, out, _ = in_process(*argv)
+    assert code == 0
+    first = json.loads(out)
+    assert list(first["tasks"]) == [f"own_{name}" for name in TASKS]
+    assert all(metrics["n"] == len(QUESTIONS) for metrics in first["tasks"].values())
+    # The answers of a killed evaluation are there, and its result is not.
+    (run / "evaluations.jsonl").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scorer, "_score", lambda *_: pytest.fail("the answers are known"))
+        code, out, _ = in_process(*argv)
+    assert (code, json.loads(out)) == (0, first)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_unknown_task_is_named_with_the_nearest(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_registry = harness._registry
+    # The harness's own tasks take seconds to read.
+    monkeypatch.setattr(harness, "_registry", lambda folder, own_only: open_registry(folder, own_only=True))
+    code, _, err = in_process("eval", hf, "--tasks", "own_choise,clozer", "--task-dir", tasks)
+    assert code == 2
+    assert "own_choise is no task of nxtrain or of the harness" in err
+    assert "did you mean own_choice?" in err
+    assert "did you mean cloze?" in err
+
+
+NAMES = {task for suite in RECIPE.values() for task in suite}
+
+
+def test_files_of_the_harness_name_the_tasks_of_the_recipe() -> None:
+    folder = Path(importlib.util.find_spec("lm_eval").submodule_search_locations[0], "tasks")  # type: ignore[union-attr,index]
+    texts = (file.read_text(encoding="utf-8") for part in FOLDERS for file in (folder / part).rglob("*.yaml"))
+    named = {name for text in texts for name in re.findall(r"^(?:task|group): ([\w-]+)$", text, re.MULTILINE)}
+    assert NAMES - named == set()
+
+
+FOLDERS = (
+    *("mmlu/default", "bbh/cot_fewshot", "piqa", "siqa", "hellaswag", "winogrande", "arc", "openbookqa"),
+    *("commonsense_qa", "nq_open", "triviaqa", "squadv2", "super_glue/boolq", "gsm8k", "hendrycks_math"),
+    *("humaneval", "mbpp"),
+)
+"""Folders of the harness's tasks; to read all of them takes seconds."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_registry_of_the_harness_has_the_tasks_of_the_recipe() -> None:
+    assert set(harness.open_registry([], None).all_tasks) >= NAMES
