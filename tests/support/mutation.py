@@ -63,7 +63,7 @@ COVERED: dict[str, Stages] = {
         ("tests/unit/models", "tests/unit/nn"),
         ("tests/dist/test_layers.py", "tests/dist/test_logits.py", _PARITY),
     ),
-    "nxtrain/finetune/*": (("tests/dist/test_lora.py",),),
+    "nxtrain/finetune/*": (("tests/dist/test_lora.py",), ("tests/train/test_finetuning.py",)),
     "nxtrain/optim/*": (("tests/unit/optim",), ("tests/dist/test_update_rules.py",)),
     "nxtrain/nn/*": (("tests/unit/nn", "tests/unit/models"), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),
     "models/*": (("tests/unit/models",), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),

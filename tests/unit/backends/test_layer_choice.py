@@ -114,3 +114,9 @@ def test_a_package_that_does_not_import_is_told_with_what_it_lacks(missing: str,
     said = binding._import_failure(ModuleNotFoundError(f"No module named {missing!r}", name=missing))
     assert f"neuronx-distributed does not import: No module named {missing!r}" in said
     assert way_out in said
+
+
+def test_layers_with_adapters_are_ours_even_where_the_others_would_be_taken() -> None:
+    name, reason = choose_layers("auto", "neuron", adapted=True)
+    assert name == "native"
+    assert "finetune.method=lora" in reason
