@@ -90,11 +90,11 @@ def _adapt_layer(
     partial = tp.sequence_parallel
     a_shape, b_shape = (len(ranks) * config.r, in_features), (rows, config.r)
     if is_column:
-        a = ShardSpec(a_shape, dim=None, segments=ranks, sequence_parallel=partial, init=drawn)
+        a = ShardSpec(a_shape, dim=None, segments=ranks, partial_gradient=partial, init=drawn)
         b = ShardSpec(b_shape, dim=0, segments=tuple(segments), init=zeros)
     else:
         a = ShardSpec(a_shape, dim=1, init=drawn)
-        b = ShardSpec(b_shape, dim=None, sequence_parallel=partial, init=zeros)
+        b = ShardSpec(b_shape, dim=None, partial_gradient=partial, init=zeros)
     with torch.device("meta"):
         for leaf, each in ((A, a), (B, b)):
             layer.specs[leaf] = each

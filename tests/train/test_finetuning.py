@@ -20,10 +20,11 @@ from nxtrain.checkpoint import directory
 from nxtrain.convert.verify_export import open_model
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
-from nxtrain.train.generate import Sampling, generate
+from nxtrain.train.generate import Sampling
 from tests.support.commands import in_process
 from tests.support.markdown import ROOT, blocks
 from tests.support.models import hf_model, plan
+from tests.support.text_models import continued
 
 VOCAB = 300
 STEPS = 8
@@ -236,7 +237,6 @@ def test_generate_reads_the_base_with_the_adapter(folder: Folder, tmp_path: Path
     run = folder.path / "lora"
     assert in_process("convert", "nxtrain-to-hf", run, tmp_path / "merged")[0] == 0
     one, other = (
-        "".join(generate(str(place), "3 plus 4 is ", 6, Sampling(temperature=0.0), 0))
-        for place in (run, tmp_path / "merged")
+        continued(place, "3 plus 4 is ", 6, Sampling(temperature=0.0)) for place in (run, tmp_path / "merged")
     )
     assert one == other
