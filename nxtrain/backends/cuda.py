@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Support
+from nxtrain.backends.base import DeviceEvent, Support
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.kernel_base import Rows
 from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
+from nxtrain.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.errors import BackendError
 
 PEAK_FLOPS = {
@@ -84,6 +85,14 @@ class CudaBackend(AcceleratorBackend):
     def peak_flops(self) -> float | None:
         name = torch.cuda.get_device_name(self.device)
         return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+    def event(self) -> DeviceEvent:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def on_wait(self, note: Callable[[bool], None]) -> None:
+        WAIT_CLOCK.note = note
 
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))

@@ -256,6 +256,9 @@ class MetricsConfig(Section):
     """Show progress in the terminal."""
     spike_threshold: float = Field(default=0.1, ge=0, le=1e9)
     """Gradient norm above its running mean over 20 steps from which a step belongs to a spike."""
+    step_sections: Literal["auto", "on", "off"] = "auto"
+    """Time of forward, backward, reduction and update in each step: by the host's clock on cpu, by events of the device
+    on cuda, and not elsewhere, where whole steps are queued; auto: on cpu."""
     profile_steps: tuple[Size, ...] = Field(default=(), strict=False)
     """First and last step that torch's profiler records into logs/profiles, at most 100; empty: none."""
     profile_ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), strict=False)

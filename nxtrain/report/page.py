@@ -19,6 +19,7 @@ from nxtrain.report import facts
 from nxtrain.report.chart import HEIGHT, WIDTH, short
 from nxtrain.report.figures import breakdowns, charts
 from nxtrain.report.parity import Parity
+from nxtrain.report.ranks import rank_times
 from nxtrain.report.run import Run, printable, shortened
 from nxtrain.report.scaling import Point
 from nxtrain.report.timeline import USES, timeline
@@ -56,6 +57,7 @@ def render(
         "points": points,
         "charts": charts(runs),
         "breakdowns": breakdowns(runs),
+        "rank_times": [(run.name, *rank_times(run)) for run in runs],
         "timelines": [each for each in drawn if each[1] is not None],
         "uses": USES,
         "stability": facts.stability(runs),
@@ -90,7 +92,7 @@ _SECTIONS = {
     "parity": "Parity",
     "scaling": "Scaling",
     "curves": "Curves",
-    "breakdown": "Time of the host",
+    "breakdown": "Where time goes",
     "timeline": "Goodput and restarts",
     "stability": "Stability",
     "plan": "Plan",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 from nxtrain.backends import choose, choose_layers, open_backend
+from nxtrain.backends.base import Backend, DeviceEvent
 from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
@@ -25,6 +26,7 @@ from nxtrain.metrics.run_observer import Observers, Outcome, RunObserver
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.start_log import StepFile
 from nxtrain.metrics.work_meter import WorkMeter
+from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline, Timeline
 from nxtrain.optim.schedule import Schedule
 from nxtrain.process.clock import Instant
 from nxtrain.process.console import PipeSafeConsole, standard_error
@@ -184,7 +186,8 @@ def _train(
     starts: RunObserver = goodput or RunObserver()
     if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
-    work = WorkMeter(backend.waited_s, backend.peak_memory_bytes) if context.is_leader else RunObserver()
+    timeline, divides = _timeline(config.metrics.step_sections, backend)
+    work = WorkMeter(timeline, backend.peak_memory_bytes if context.is_leader else lambda: 0)
     fallbacks = Fallbacks(backend, allowed=config.compile.allow_fallbacks)
     watchdog = context.watchdog or RunObserver()
     observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context))
@@ -192,7 +195,7 @@ def _train(
     sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
     trainer = Trainer(
         config=config,
-        state=state,
+        state=state.reporting(observers.section) if divides else state,
         train=train_loader,
         validation=_validation_loader(context, data),
         schedule=Schedule.of(config),
@@ -204,7 +207,7 @@ def _train(
         gate=context.watchdog.gate if context.watchdog else StepGate(),
     )
     try:
-        with _draining(context, checkpoints), _observed(context, observers, meta.step):
+        with _draining(context, checkpoints), _observed(context, observers, meta.step, work.spent):
             val_loss = trainer.run(meta.step)
             recompiles.settle()
             context.drain()
@@ -226,12 +229,25 @@ def _profiler(context: RunContext) -> RunObserver:
     return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line)
 
 
+def _timeline(wanted: Literal["auto", "on", "off"], backend: Backend) -> tuple[Timeline, bool]:
+    """Timeline of this rank's work, and True if it divides the step into sections."""
+    if not backend.is_asynchronous:
+        return HostTimeline(backend.waited_s), wanted != "off"
+    if wanted == "on" and backend.event() is not None:
+        events = EventTimeline(lambda: cast("DeviceEvent", backend.event()))
+        backend.on_wait(events.wait)
+        return events, True
+    return HostTimeline(backend.waited_s), False
+
+
 @contextmanager
-def _observed(context: RunContext, observers: RunObserver, finished: int) -> Iterator[None]:
-    """Report the begin and the end of the training to the observers."""
+def _observed(
+    context: RunContext, observers: RunObserver, finished: int, spent: Callable[[], Mapping[str, float]]
+) -> Iterator[None]:
+    """Report the begin and the end of the training to the observers; `spent` is this rank's time by kind of work."""
     observers.begin(finished)
     if context.watchdog is not None:
-        context.watchdog.report_to(observers)
+        context.watchdog.report_to(observers, spent)
     try:
         yield
     except BaseException as error:

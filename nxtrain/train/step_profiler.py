@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from nxtrain.metrics.run_observer import Outcome, RunObserver, Work
+from nxtrain.metrics.run_observer import Outcome, RunObserver, Section, Work
 from nxtrain.run_folder import PROFILES_DIR
 
 
@@ -30,6 +30,7 @@ class StepProfiler(RunObserver):
         self._print_line = print_line
         self._profile: Any = None
         self._span: Any = None
+        self._section: Any = None
 
     def enter(self, step: int, work: Work) -> None:
         if self._profile is None:
@@ -41,6 +42,12 @@ class StepProfiler(RunObserver):
         self._span = record_function(f"nxtrain.{work}")
         self._span.__enter__()
 
+    def section(self, name: Section) -> None:
+        if self._profile is not None:
+            self._close_section()
+            self._section = record_function(f"nxtrain.{name}")
+            self._section.__enter__()
+
     def finish(self, step: int) -> None:
         self._close_span()
         if self._profile is not None and step >= self._steps[-1]:
@@ -51,7 +58,13 @@ class StepProfiler(RunObserver):
         if self._profile is not None:
             self._write()
 
+    def _close_section(self) -> None:
+        section, self._section = self._section, None
+        if section is not None:
+            section.__exit__(None, None, None)
+
     def _close_span(self) -> None:
+        self._close_section()
         span, self._span = self._span, None
         if span is not None:
             span.__exit__(None, None, None)
