@@ -306,8 +306,9 @@ class RecoveryConfig(Section):
     ranks that are started again replay it from the newest checkpoint, separating faults of machines from others."""
     vote_every: NonNegativeInt = 0
     """Steps between comparisons of all that several ranks hold alike, also done before each checkpoint; 0: never."""
-    on_divergence: Literal["warn", "stop"] = "warn"
-    """Reaction to a gradient norm that stays above three times its lowest: warn, or end with code 6."""
+    on_divergence: Literal["warn", "stop", "rollback"] = "warn"
+    """Reaction to a gradient norm that stays above three times its lowest: warn, end with code 6, or end so that ranks
+    that are started again go back to a checkpoint from before the growth, and leave out the batches since then."""
 
 
 class RunConfig(Section):

@@ -16,6 +16,7 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
 from nxtrain.data import BatchShare, Data, Loader, Samples, StreamLoader, Streams, open_data
+from nxtrain.data.loader import Skips
 from nxtrain.data.mixture import MixedSamples
 from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes, places_of
 from nxtrain.data.workers import WorkerPolicy, Workers
@@ -42,6 +43,7 @@ from nxtrain.train.graph_extraction import extract_graphs
 from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
+from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.start import start
 from nxtrain.train.step import TrainState
 from nxtrain.train.summary import Summary, summarize
@@ -111,11 +113,13 @@ def train_on(context: RunContext, reason: str) -> None:
     data = _open_data(context, mirrored)
     inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
     context.enter(0, "restore")
-    state, meta = start(context, inputs, mirrored)
+    rollbacks = Rollbacks(context.config.run.dir, context.ranks)
+    state, meta = start(context, inputs, mirrored, rollbacks)
+    rollbacks.resume(meta.step)
     context.enter(meta.step, "start")
     _announce_start(context, data, meta)
     _prepare_folder(context, state)
-    val_loss = _train(context, data, inputs, state, meta, mirrored)
+    val_loss = _train(context, data, inputs, state, meta, mirrored, rollbacks)
     if context.is_leader and val_loss is not None:
         evaluated = context.config.train.eval_batches * context.config.train.global_batch
         summarize(context.config.run.dir, Summary.of(val_loss, data, evaluated), context.print_line)
@@ -168,19 +172,26 @@ def _prepare_folder(context: RunContext, state: TrainState) -> None:
 
 
 def _train(
-    context: RunContext, data: Data, inputs: RunInputs, state: TrainState, meta: Meta, mirrored: Mirrored | None
+    context: RunContext,
+    data: Data,
+    inputs: RunInputs,
+    state: TrainState,
+    meta: Meta,
+    mirrored: Mirrored | None,
+    rollbacks: Rollbacks,
 ) -> float | None:
     """Train to the last step, and wait for the last checkpoint; returns the last held-out loss, if any."""
     config, backend, logs = context.config, context.backend, context.config.run.dir / LOGS_DIR
-    guard = NumericsGuard(config, state, attempt=context.place.restarts)
+    guard = NumericsGuard(config, state, attempt=context.place.restarts, rollbacks=rollbacks)
     guard.begin(meta.step, meta.stability)
     goodput = None
     if context.is_leader:
         goodput = GoodputMeter(logs, context.print_line, context.began, config=fingerprint(dump(config)))
     on_saved = (goodput.saved,) if goodput else ()
-    train_loader = _train_loader(context, data, meta)
+    skips = tuple(skip for skip in rollbacks.skips if skip[0] >= meta.step)  # its samples count the earlier ones
+    train_loader = _train_loader(context, data, meta, skips)
     cursor = train_loader.cursor if isinstance(train_loader, StreamLoader) else None
-    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept, cursor)
+    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept, cursor, skips)
     checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, *on_saved)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     starts: RunObserver = goodput or RunObserver()
@@ -278,13 +289,15 @@ def _draining(context: RunContext, checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-def _train_loader(context: RunContext, data: Data, meta: Meta) -> Loader | StreamLoader:
+def _train_loader(context: RunContext, data: Data, meta: Meta, skips: Skips) -> Loader | StreamLoader:
     """Loader of training batches that goes on behind a step."""
     config, source = context.config, data.source
     if not isinstance(source, Streams):
         origin = meta.samples - meta.step * config.train.global_batch
         mask_end = _mask_end(context, data)
-        return _loader(context, source, mask_end, shuffle=config.data.shuffle, past_end="wrap", origin=origin)
+        return _loader(
+            context, source, mask_end, shuffle=config.data.shuffle, past_end="wrap", origin=origin, skips=skips
+        )
     assert data.end_id is not None
     lanes = num_lanes(config.train.global_batch)
     order = LaneOrder(lanes, config.run.seed, config.data.shuffle)
@@ -296,6 +309,7 @@ def _train_loader(context: RunContext, data: Data, meta: Meta) -> Loader | Strea
         doc_mask=config.data.doc_mask,
         places=places_of(meta.data_cursor, lanes, len(config.data.mixture)),
         progress=partial(source.progress, lanes, config.train.seq_len),
+        skips=skips,
     )
 
 
@@ -329,6 +343,7 @@ def _loader(
     shuffle: bool,
     past_end: Literal["wrap", "pad"],
     origin: int = 0,
+    skips: Skips = (),
 ) -> Loader:
     return Loader(
         samples,
@@ -338,6 +353,7 @@ def _loader(
         origin=origin,
         mask_end=mask_end,
         past_end=past_end,
+        skips=skips,
     )
 
 
