@@ -99,7 +99,9 @@ class ResumePlanner:
         records = self._survey.records
         if records.conflict(self._folder, str(self._there or ""), takes_over=False):
             return  # `choose` refuses
-        self._abandon(resume_plan.Abandon(dict.fromkeys(records.places, last)), f"the run goes back to step {last}")
+        self._abandon(
+            resume_plan.Abandon(dict.fromkeys(records.places, last)), f"the run goes back to step {last} or before"
+        )
         newest = records.newest
         request = newest.returns[-1] if newest.returns else Rewind(told="")
         history = newest.model_copy(update={"returns": (*newest.returns, request.model_copy(update={"keeps": last}))})

@@ -31,6 +31,8 @@ NUMBERS = (
         "grad_norm_mean",
         "grad_norm_lowest",
         "param_norm",
+        "param_norm_0",
+        "param_norm_expected",
         "lost_update_frac",
         "lr",
         "tokens",

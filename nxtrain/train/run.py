@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal, cast
@@ -41,6 +41,7 @@ from nxtrain.train.context import RunContext
 from nxtrain.train.environment import record_environment
 from nxtrain.train.graph_extraction import extract_graphs
 from nxtrain.train.health.fallbacks import Fallbacks
+from nxtrain.train.health.initial_norm import measure_initial_norm
 from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
@@ -114,12 +115,15 @@ def train_on(context: RunContext, reason: str) -> None:
     inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained)
     context.enter(0, "restore")
     rollbacks = Rollbacks(context.config.run.dir, context.ranks)
-    state, meta = start(context, inputs, mirrored, rollbacks)
+    initial = list[RunObserver]()
+    state, meta = start(
+        context, inputs, mirrored, rollbacks, lambda drawn: initial.extend(_initial_norm(context, drawn))
+    )
     rollbacks.resume(meta.step)
     context.enter(meta.step, "start")
     _announce_start(context, data, meta)
     _prepare_folder(context, state)
-    val_loss = _train(context, data, inputs, state, meta, mirrored, rollbacks)
+    val_loss = _train(context, data, inputs, state, meta, mirrored, rollbacks, initial)
     if context.is_leader and val_loss is not None:
         evaluated = context.config.train.eval_batches * context.config.train.global_batch
         summarize(context.config.run.dir, Summary.of(val_loss, data, evaluated), context.print_line)
@@ -179,6 +183,7 @@ def _train(
     meta: Meta,
     mirrored: Mirrored | None,
     rollbacks: Rollbacks,
+    others: Sequence[RunObserver] = (),
 ) -> float | None:
     """Train to the last step, and wait for the last checkpoint; returns the last held-out loss, if any."""
     config, backend, logs = context.config, context.backend, context.config.run.dir / LOGS_DIR
@@ -201,7 +206,7 @@ def _train(
     work = WorkMeter(timeline, backend.peak_memory_bytes if context.is_leader else lambda: 0)
     fallbacks = Fallbacks(backend, allowed=config.compile.allow_fallbacks)
     watchdog = context.watchdog or RunObserver()
-    observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context))
+    observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context), *others)
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
     sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
     trainer = Trainer(
@@ -238,6 +243,14 @@ def _profiler(context: RunContext) -> RunObserver:
 
     first, last = metrics.profile_steps
     return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line)
+
+
+def _initial_norm(context: RunContext, state: TrainState) -> Iterator[RunObserver]:
+    """Norm of drawn weights; not on lazy devices, where the read would be one more graph."""
+    if not context.backend.collectives.lazy:
+        found, line = measure_initial_norm(state)
+        context.print_line(line)
+        yield found
 
 
 def _timeline(wanted: Literal["auto", "on", "off"], backend: Backend) -> tuple[Timeline, bool]:

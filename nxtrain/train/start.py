@@ -28,7 +28,11 @@ from nxtrain.train.tokenizer import read_known, refuse_other
 
 
 def start(
-    context: RunContext, inputs: RunInputs, mirrored: Mirrored | None = None, rollbacks: Rollbacks | None = None
+    context: RunContext,
+    inputs: RunInputs,
+    mirrored: Mirrored | None = None,
+    rollbacks: Rollbacks | None = None,
+    on_drawn: Callable[[TrainState], None] = lambda state: None,
 ) -> tuple[TrainState, Meta]:
     """Build this rank's state and fill it with its first values; returns it with the metadata of its step.
 
@@ -39,6 +43,7 @@ def start(
         inputs: Identity of the run's data and tokenizer.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
         rollbacks: Rollbacks of the run; None: there are none.
+        on_drawn: Called with the state if its weights were drawn.
 
     Raises:
         CheckpointError: The checkpoint to continue is damaged or belongs to another run, or the storage fails.
@@ -78,6 +83,8 @@ def start(
             return state, meta
         checkpoint = resumption.choose()
     resumption.begin()
+    if first == "draw":
+        on_drawn(state)
     return state, fresh
 
 
