@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nxtrain.distributed.collectives import Collectives, Pending
@@ -360,6 +361,13 @@ class Backend(ABC):
     def peak_memory_bytes(self) -> int:
         """Peak device memory of this rank in bytes; 0 if unknown."""
         return 0
+
+    def watch_memory(self) -> None:
+        """Record each allocation of the device with its stack from now on, for `dump_memory`."""
+
+    def dump_memory(self, file: Path) -> bool:
+        """Write a snapshot of the device's memory; False: the device has none."""
+        return False
 
     def heartbeat_store(self) -> HeartbeatStore | None:
         """Heartbeat store of the ranks, independent of collectives; None if the run has none."""

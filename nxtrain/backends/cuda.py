@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ PEAK_FLOPS = {
 }
 """Operations per second by a part of the device's name; the first match counts."""
 
+
+ALLOCATIONS = 100_000
+"""Newest allocations that a snapshot of the memory holds."""
 
 TILE_ENTRIES = 1 << 26
 """Entries updated by one call: enough for a GPU, and a bound on float32 copies in memory."""
@@ -96,3 +100,11 @@ class CudaBackend(AcceleratorBackend):
 
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))
+
+    def watch_memory(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+
+    def dump_memory(self, file: Path) -> bool:
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return True

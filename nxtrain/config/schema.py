@@ -252,6 +252,12 @@ class MetricsConfig(Section):
     """Steps between lines of metrics.jsonl; each reads from the device once, which remembers bad steps so long."""
     tensorboard: bool = True
     """Write TensorBoard event files as well."""
+    prometheus: bool = False
+    """Write the newest record to prometheus.prom, for the textfile collector of Prometheus' node exporter."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases: into run.dir/wandb, for `wandb sync`, or to its server. Extra `wandb`."""
+    mlflow: str = ""
+    """Tracking store of MLflow, such as `http://HOST:5000`; empty: none. Extra `mlflow`."""
     progress: bool = True
     """Show progress in the terminal."""
     spike_threshold: float = Field(default=0.1, ge=0, le=1e9)

@@ -111,6 +111,7 @@ class Loader:
         skips: Batches that are left out, where `origin` does not count them.
     """
 
+    # 8 arguments: the order has its origin, its end and its gaps
     def __init__(
         self,
         samples: Samples | MixedSamples,

@@ -172,6 +172,7 @@ class StreamLoader:
         skips: Batches that are left out, from the first batch on.
     """
 
+    # 8 arguments: lanes, their share, their ends and their gaps
     def __init__(
         self,
         open_lanes: Callable[[Mapping[int, Place], int], Lanes],

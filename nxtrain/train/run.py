@@ -43,6 +43,7 @@ from nxtrain.train.graph_extraction import extract_graphs
 from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.health.initial_norm import measure_initial_norm
 from nxtrain.train.health.numerics import NumericsGuard
+from nxtrain.train.health.out_of_memory import explaining_memory
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.start import start
@@ -175,6 +176,7 @@ def _prepare_folder(context: RunContext, state: TrainState) -> None:
     record_environment(folder, context)
 
 
+# 8 arguments: what the start found
 def _train(
     context: RunContext,
     data: Data,
@@ -208,7 +210,7 @@ def _train(
     watchdog = context.watchdog or RunObserver()
     observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context), *others)
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
-    sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
+    sinks = open_sinks(config, meta.step, context.is_leader)
     trainer = Trainer(
         config=config,
         state=state.reporting(observers.section) if divides else state,
@@ -223,7 +225,8 @@ def _train(
         gate=context.watchdog.gate if context.watchdog else StepGate(),
     )
     try:
-        with _draining(context, checkpoints), _observed(context, observers, meta.step, work.spent):
+        observed = _observed(context, observers, meta.step, work.spent)
+        with explaining_memory(context, state), _draining(context, checkpoints), observed:
             val_loss = trainer.run(meta.step)
             recompiles.settle()
             context.drain()
@@ -242,7 +245,7 @@ def _profiler(context: RunContext) -> RunObserver:
     from nxtrain.train.step_profiler import StepProfiler  # torch's profiler takes time to import
 
     first, last = metrics.profile_steps
-    return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line)
+    return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line, context.backend)
 
 
 def _initial_norm(context: RunContext, state: TrainState) -> Iterator[RunObserver]:
