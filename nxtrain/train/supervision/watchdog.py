@@ -102,7 +102,7 @@ class Watchdog(RunObserver):
         self._link = HeartbeatLink(backend.heartbeat_store())
         self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._report_stop)
         self.gate = self._stop.gate
-        self._ticking, self._writing = SingleTask("nxtrain-tick"), SingleTask("nxtrain-ranks")
+        self._ticking, self._writing = SingleTask(), SingleTask()
         self._next_ranks_s = 0.0
         self._rank_name: Callable[[int], str] = "rank {}".format
         self._stragglers: Stragglers | None = None
@@ -320,7 +320,8 @@ class Watchdog(RunObserver):
             with suppress(OSError):
                 replace_text(self._logs / RANKS_FILE, json.dumps(rates) + "\n", durable=False)
 
-        self._writing.start(write)
+        with suppress(RuntimeError):  # no thread can start, which must not count as a lost store
+            self._writing.start(write)
 
     def _report_stop(self, why: str) -> None:
         self._observers.stopping(why)
