@@ -89,8 +89,8 @@ def test_the_run_is_the_one_that_never_saw_the_batches(diverging: Diverging) -> 
     newest = directory.newest(plan.config.run.dir / CHECKPOINTS_DIR)
     assert newest is not None
     assert read_meta(newest).samples == (STEPS + batches) * GLOBAL_BATCH
-    # A later start that lost checkpoints from before, at or after the rollback repeats the same batches.
-    for after in (resumed + EVERY, resumed, resumed - EVERY):
+    # A later start that lost checkpoints from after or before the rollback repeats the same batches.
+    for after in (resumed + EVERY, resumed - EVERY):
         forget(plan, after)
         assert diverging.run(plan) == ["", ""]
         assert_equal_bits(at(plan, STEPS), at(never, STEPS))
@@ -99,17 +99,17 @@ def test_the_run_is_the_one_that_never_saw_the_batches(diverging: Diverging) -> 
 
 def test_a_second_rollback_leaves_out_what_was_seen_since_the_first(diverging: Diverging) -> None:
     mirror = diverging.folder / "mirror"
-    plan = diverging.planned("again", diverging.rows, checkpoint={"mirror": str(mirror)})
+    plan = diverging.planned("again", diverging.rows, parallel={"dp": 1}, checkpoint={"mirror": str(mirror)})
     for _ in range(2):
         assert {text.partition(":")[0] for text in diverging.run(plan, GROWS)} == {"RestartError"}
-    assert diverging.run(plan) == ["", ""]
+    assert diverging.run(plan) == [""]
     found = [line for line in lines(plan, "rollbacks.jsonl") if line["verdict"] == "rewound"]
     first, second = ((line["step"], line["resumed"], line["batches"]) for line in found)
     assert first[:2] == second[:2]
     assert second[2] == 2 * first[2], "those of both attempts"
     assert [*mirror.glob("step-*")], "whose checkpoints from the growth a start would take"
-    never = diverging.planned("never-twice", without(diverging.rows, second[1], second[2]))
-    assert diverging.run(never) == ["", ""]
+    never = diverging.planned("never-twice", without(diverging.rows, second[1], second[2]), parallel={"dp": 1})
+    assert diverging.run(never) == [""]
     assert course(plan.config.run.dir) == course(never.config.run.dir)
     assert_equal_bits(at(plan, STEPS), at(never, STEPS))
 
