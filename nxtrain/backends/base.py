@@ -7,9 +7,10 @@ libraries.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nxtrain.distributed.collectives import Collectives, Pending
@@ -49,6 +50,22 @@ class Head(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(S/tp, B, D) to (S, B, vocab_size) float32, whole on every rank; not differentiable."""
+        ...
+
+
+class DeviceEvent(Protocol):
+    """Event in the queue of a device, as torch has it."""
+
+    def query(self) -> bool:
+        """True if the device has reached the event."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device reaches the event."""
+        ...
+
+    def elapsed_time(self, end_event: DeviceEvent) -> float:
+        """Milliseconds from this event to a later one, both reached."""
         ...
 
 
@@ -174,6 +191,7 @@ class Backend(ABC):
         compiler: `torch.compile`'s backend for this device; None: the device's own compiler gets whole steps.
         compiles_at_first_use: A graph or operation is compiled when it is first used, for up to an hour. While work is
             new, the hang limits of watchdog, process groups and runtime allow for that.
+        is_asynchronous: The host queues work, and goes on while the device computes.
         device: Device of this rank's tensors.
         world, rank: Number of processes, and the rank of this one.
         local_world, local_rank: The same numbers among the processes of this node.
@@ -189,6 +207,7 @@ class Backend(ABC):
     name: str
     compiler: str | None = None
     compiles_at_first_use: bool = False
+    is_asynchronous: bool = False
     device: torch.device
     world: int
     rank: int
@@ -343,6 +362,13 @@ class Backend(ABC):
         """Peak device memory of this rank in bytes; 0 if unknown."""
         return 0
 
+    def watch_memory(self) -> None:
+        """Record each allocation of the device with its stack from now on, for `dump_memory`."""
+
+    def dump_memory(self, file: Path) -> bool:
+        """Write a snapshot of the device's memory; False: the device has none."""
+        return False
+
     def heartbeat_store(self) -> HeartbeatStore | None:
         """Heartbeat store of the ranks, independent of collectives; None if the run has none."""
         return None
@@ -350,6 +376,13 @@ class Backend(ABC):
     def waited_s(self) -> float:
         """Seconds that this rank's host has waited for other ranks so far; 0 if unknown."""
         return 0.0
+
+    def event(self) -> DeviceEvent | None:
+        """Put an event with a time into the device's queue; None: the device has no such events."""
+        return None
+
+    def on_wait(self, note: Callable[[bool], None]) -> None:
+        """Call a function with True when the queue begins to wait for other ranks, and with False when it goes on."""
 
     def failed(self, error: Exception) -> Exception:
         """Publish why this rank fails; if it only lost a peer, return the peer's own failure.

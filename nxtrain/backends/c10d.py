@@ -83,6 +83,8 @@ class C10dBackend(Backend):
 class AcceleratorBackend(C10dBackend):
     """A backend whose device has its own memory and computes asynchronously to the host."""
 
+    is_asynchronous = True
+
     def put(self, x: Tensor) -> Tensor:
         return x.to(self.device)
 

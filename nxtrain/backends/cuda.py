@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import Support
+from nxtrain.backends.base import DeviceEvent, Support
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.kernel_base import Rows
 from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
+from nxtrain.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.errors import BackendError
 
 PEAK_FLOPS = {
@@ -23,6 +25,9 @@ PEAK_FLOPS = {
 }
 """Operations per second by a part of the device's name; the first match counts."""
 
+
+ALLOCATIONS = 100_000
+"""Newest allocations that a snapshot of the memory holds."""
 
 TILE_ENTRIES = 1 << 26
 """Entries updated by one call: enough for a GPU, and a bound on float32 copies in memory."""
@@ -85,5 +90,21 @@ class CudaBackend(AcceleratorBackend):
         name = torch.cuda.get_device_name(self.device)
         return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
+    def event(self) -> DeviceEvent:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def on_wait(self, note: Callable[[bool], None]) -> None:
+        WAIT_CLOCK.note = note
+
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))
+
+    def watch_memory(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+
+    def dump_memory(self, file: Path) -> bool:
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return True

@@ -13,7 +13,7 @@ from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.checkpoint.resume_plan import Held, Holding, Located, Request, Start, Survey, Version, named, plan_resume
-from nxtrain.checkpoint.rewinds import MIRROR, read_records, write_records
+from nxtrain.checkpoint.rewinds import MIRROR, Rewind, read_records, write_records
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError, DamagedError
@@ -90,6 +90,23 @@ class ResumePlanner:
         False if the run starts from another run's checkpoint, or rewinds on purpose.
         """
         return self._start.own
+
+    def rewind(self, last: int) -> None:
+        """Abandon the checkpoints after a step in all locations, and record that; called before `choose`.
+
+        The record keeps the last request, which a restart does not repeat.
+        """
+        records = self._survey.records
+        if records.conflict(self._folder, str(self._there or ""), takes_over=False):
+            return  # `choose` refuses
+        self._abandon(
+            resume_plan.Abandon(dict.fromkeys(records.places, last)), f"the run goes back to step {last} or before"
+        )
+        newest = records.newest
+        request = newest.returns[-1] if newest.returns else Rewind(told="")
+        history = newest.model_copy(update={"returns": (*newest.returns, request.model_copy(update={"keeps": last}))})
+        records = write_records(records, history, self._folder, self._there, self._scope)
+        self._survey = replace(self._survey, records=records)
 
     def choose(self) -> Found | None:
         """Choose the checkpoint to resume from; None: start from scratch.

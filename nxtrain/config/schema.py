@@ -271,10 +271,19 @@ class MetricsConfig(Section):
     """Steps between lines of metrics.jsonl; each reads from the device once, which remembers bad steps so long."""
     tensorboard: bool = True
     """Write TensorBoard event files as well."""
+    prometheus: bool = False
+    """Write the newest record to prometheus.prom, for the textfile collector of Prometheus' node exporter."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases: into run.dir/wandb, for `wandb sync`, or to its server. Extra `wandb`."""
+    mlflow: str = ""
+    """Tracking store of MLflow, such as `http://HOST:5000`; empty: none. Extra `mlflow`."""
     progress: bool = True
     """Show progress in the terminal."""
     spike_threshold: float = Field(default=0.1, ge=0, le=1e9)
     """Gradient norm above its running mean over 20 steps from which a step belongs to a spike."""
+    step_sections: Literal["auto", "on", "off"] = "auto"
+    """Time of forward, backward, reduction and update in each step: by the host's clock on cpu, by events of the device
+    on cuda, and not elsewhere, where whole steps are queued; auto: on cpu."""
     profile_steps: tuple[Size, ...] = Field(default=(), strict=False)
     """First and last step that torch's profiler records into logs/profiles, at most 100; empty: none."""
     profile_ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), strict=False)
@@ -322,8 +331,9 @@ class RecoveryConfig(Section):
     ranks that are started again replay it from the newest checkpoint, separating faults of machines from others."""
     vote_every: NonNegativeInt = 0
     """Steps between comparisons of all that several ranks hold alike, also done before each checkpoint; 0: never."""
-    on_divergence: Literal["warn", "stop"] = "warn"
-    """Reaction to a gradient norm that stays above three times its lowest: warn, or end with code 6."""
+    on_divergence: Literal["warn", "stop", "rollback"] = "warn"
+    """Reaction to a gradient norm that stays above three times its lowest: warn, end with code 6, or end so that ranks
+    that are started again go back to a checkpoint from before the growth, and leave out the batches since then."""
 
 
 class RunConfig(Section):

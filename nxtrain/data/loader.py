@@ -83,6 +83,15 @@ def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_
     return Batch(inputs.reshape(shape), targets.reshape(shape), num_tokens, starts)
 
 
+Skips = tuple[tuple[int, int], ...]
+"""Steps, ascending, and for each the number of batches that the run leaves out behind it."""
+
+
+def left_out(skips: Skips, first: int, last: int) -> int:
+    """Number of batches that are left out behind the steps from `first` to `last`."""
+    return sum(number for step, number in skips if first <= step <= last)
+
+
 class Loader:
     """Assigns the endless order of rows to steps and ranks.
 
@@ -99,8 +108,10 @@ class Loader:
         mask_end: Id that ends a document, for masks between documents; None: no masks.
         past_end: Rows after the last one: the next epoch (`wrap`), or rows without targets (`pad`). With `pad` an
             evaluation counts each row once, and every batch keeps its shape.
+        skips: Batches that are left out, where `origin` does not count them.
     """
 
+    # 8 arguments: the order has its origin, its end and its gaps
     def __init__(
         self,
         samples: Samples | MixedSamples,
@@ -111,10 +122,11 @@ class Loader:
         origin: int = 0,
         mask_end: int | None = None,
         past_end: Literal["wrap", "pad"] = "wrap",
+        skips: Skips = (),
     ) -> None:
         self._samples, self._share = samples, share
         self._seed, self._shuffle = seed, shuffle
-        self._origin, self._past_end, self._mask_end = origin, past_end, mask_end
+        self._origin, self._past_end, self._mask_end, self._skips = origin, past_end, mask_end, skips
 
     @property
     def steps_per_epoch(self) -> int:
@@ -124,7 +136,7 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """Batch of this rank for a step, counted from 0."""
         share = self._share
-        start = self._origin + step * share.global_batch + share.dp_rank * share.num_rows
+        start = self._begin(step) + share.dp_rank * share.num_rows
         positions = np.arange(start, start + share.num_rows)
         samples, num_rows, end = self._samples, self._samples.num_rows, self._mask_end
         if isinstance(samples, MixedSamples):
@@ -142,7 +154,12 @@ class Loader:
         """Tokens and epochs of each corpus of a mixture after a step, counted from 1; empty without a mixture."""
         if not isinstance(self._samples, MixedSamples):
             return {}
-        return self._samples.progress(self._origin + step * self._share.global_batch)
+        passed = step + left_out(self._skips, 0, step - 1)
+        return self._samples.progress(self._origin + passed * self._share.global_batch)
+
+    def _begin(self, step: int) -> int:
+        """First position of a step, counted from 0."""
+        return self._origin + (step + left_out(self._skips, 0, step)) * self._share.global_batch
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from `start_step` on; a thread reads up to `depth` ahead of the consumer.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nxtrain.data.loader import Batch, BatchShare, batch_of
+from nxtrain.data.loader import Batch, BatchShare, Skips, batch_of, left_out
 from nxtrain.data.mixture import Mixture, progress
 from nxtrain.errors import CheckpointError
 
@@ -169,8 +169,10 @@ class StreamLoader:
         doc_mask: Batches have masks between documents.
         places: Place of every lane of the first batch; empty for the begin of the corpus.
         progress: Values for the record of a step, from the places of this rank's lanes.
+        skips: Batches that are left out, from the first batch on.
     """
 
+    # 8 arguments: lanes, their share, their ends and their gaps
     def __init__(
         self,
         open_lanes: Callable[[Mapping[int, Place], int], Lanes],
@@ -181,10 +183,11 @@ class StreamLoader:
         doc_mask: bool = False,
         places: Sequence[Place] = (),
         progress: Callable[[Mapping[int, Place]], dict[str, float]] = lambda places: {},
+        skips: Skips = (),
     ) -> None:
         assert share.global_batch % lanes == 0, share
         self._open_lanes, self._share, self._progress = open_lanes, share, progress
-        self._end_id, self._doc_mask = end_id, doc_mask
+        self._end_id, self._doc_mask, self._skips = end_id, doc_mask, skips
         self._lanes, self._rows_per_lane = lanes, share.global_batch // lanes
         self._first = share.dp_rank * share.num_rows
         mine = range(self._first // self._rows_per_lane, -(-(self._first + share.num_rows) // self._rows_per_lane))
@@ -223,6 +226,8 @@ class StreamLoader:
         return self._progress(self._places)
 
     def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, Place]]:
+        for _ in range(left_out(self._skips, step, step)):
+            lanes.rows(step)
         found = lanes.rows(step)
         rows = np.concatenate([rows for rows, _ in found.values()]).astype(np.int64)
         skipped = self._first - min(found) * self._rows_per_lane

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic
@@ -24,17 +24,23 @@ class WaitClock:
 
     Attributes:
         total_s: Seconds so far.
+        note: Called with True as a wait begins, and with False as it ends; None: nobody listens.
     """
 
     def __init__(self) -> None:
         self.total_s = 0.0
+        self.note: Callable[[bool], None] | None = None
         self._since = 0.0
 
     def __enter__(self) -> None:
+        if self.note is not None:
+            self.note(True)
         self._since = time.perf_counter()
 
     def __exit__(self, *exc_info: object) -> None:
         self.total_s += time.perf_counter() - self._since
+        if self.note is not None:
+            self.note(False)
 
 
 WAIT_CLOCK = WaitClock()

@@ -37,7 +37,7 @@ class Beat:
         age_s: Seconds since the rank entered the section.
         waits: The rank waits for other ranks, as far as its stack shows.
         point: Innermost frame of its main thread.
-        spent: Seconds that the host has spent so far in each section of steps, without waits for other ranks.
+        spent: Seconds of the rank so far by kind of work, waits for other ranks apart.
     """
 
     step: int

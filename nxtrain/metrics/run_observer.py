@@ -8,6 +8,9 @@ from typing import Literal
 Work = Literal["restore", "start", "data", "training", "vote", "log", "evaluation", "checkpoint"]
 """Kinds of work in a run; on devices that compile, each kind from `training` to `checkpoint` has its own graphs."""
 
+Section = Literal["forward", "backward", "reduce", "optimizer"]
+"""Sections of a training step; the work `training` has them, where a clock can divide the step."""
+
 Outcome = Literal["done", "stopped", "failed"]
 """Ends of a run that the run itself can record."""
 
@@ -32,6 +35,9 @@ class RunObserver:
         Raises:
             NxtrainError: The run must end.
         """
+
+    def section(self, name: Section) -> None:
+        """Enter a section of the training step; the previous one has ended, and the next `enter` ends this one."""
 
     def finish(self, step: int) -> None:
         """Finish a step with its evaluation and its checkpoint."""
@@ -76,6 +82,10 @@ class Observers(RunObserver):
     def enter(self, step: int, work: Work) -> None:
         for each in self._observers:
             each.enter(step, work)
+
+    def section(self, name: Section) -> None:
+        for each in self._observers:
+            each.section(name)
 
     def finish(self, step: int) -> None:
         for each in self._observers:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxtrain.config.load import values
 from nxtrain.errors import BackendError
 from nxtrain.io import jsonl
 from nxtrain.metrics.progress import open_progress
+from nxtrain.metrics.prometheus import PrometheusSink
 from nxtrain.metrics.retrying_sink import RetryingSink, Sink, refuse_deleted
-from nxtrain.run_folder import METRICS_FILE, TENSORBOARD_DIR
+from nxtrain.run_folder import METRICS_FILE, MLFLOW_DIR, PROMETHEUS_FILE, TENSORBOARD_DIR, WANDB_DIR
 
 if TYPE_CHECKING:
-    from nxtrain.config.schema import MetricsConfig
+    from nxtrain.config.schema import RunConfig
     from nxtrain.metrics.tensorboard import TensorBoardSink
 
 PROGRESS = "the progress display"
@@ -58,32 +60,53 @@ class JsonlSink:
         self._file.close()
 
 
-def open_sinks(
-    config: MetricsConfig, run_dir: Path, total_steps: int, resume_step: int, leader: bool
-) -> list[RetryingSink]:
+def open_sinks(config: RunConfig, resume_step: int, leader: bool) -> list[RetryingSink]:
     """Open the configured sinks; a sink that cannot write does not end the run.
 
     Args:
-        config: The `[metrics]` section.
-        run_dir: Folder of the run; must exist.
-        total_steps: Last step of the run.
+        config: Configuration of the run, whose folder must exist.
         resume_step: Finished steps of the checkpoint that the run starts from; 0 from scratch.
         leader: True if this rank reports for the run; other ranks get no sinks.
 
     Raises:
-        BackendError: TensorBoard is configured, and is not installed.
+        BackendError: A package of a configured sink is not installed.
     """
     if not leader:
         return []
-    event_sink = _event_sink() if config.tensorboard else None  # may raise, so before a file is open
+    metrics, run_dir = config.metrics, config.run.dir
+    event_sink = _event_sink() if metrics.tensorboard else None  # may raise, so before a file is open
+    trackers = _trackers(config)
     sinks = [RetryingSink(METRICS_FILE, partial(_jsonl, run_dir / METRICS_FILE), resume_step)]
     if event_sink is not None:
         sinks.append(
             RetryingSink(TENSORBOARD_DIR, partial(_tensorboard, event_sink, run_dir / TENSORBOARD_DIR), resume_step)
         )
-    if config.progress:
-        sinks.append(RetryingSink(PROGRESS, partial(open_progress, total_steps), resume_step))
+    if metrics.prometheus:
+        path, name = run_dir / PROMETHEUS_FILE, config.run.name
+        sinks.append(RetryingSink(PROMETHEUS_FILE, lambda resumed: PrometheusSink(path, name), resume_step))
+    sinks += [RetryingSink(name, opened, resume_step) for name, opened in trackers.items()]
+    if metrics.progress:
+        sinks.append(RetryingSink(PROGRESS, partial(open_progress, config.train.steps), resume_step))
     return sinks
+
+
+def _trackers(config: RunConfig) -> dict[str, Callable[[int], Sink]]:
+    """Functions that open the configured trackers, whose packages are installed."""
+    metrics, run_dir, name = config.metrics, config.run.dir, config.run.name
+    found: dict[str, Callable[[int], Sink]] = {}
+    mode, uri = metrics.wandb, metrics.mlflow
+    if mode == "off" and not uri:
+        return found
+    from nxtrain.metrics.trackers import MlflowSink, WandbSink, require
+
+    shown = values(config)
+    if mode != "off":
+        require("wandb", "wandb", "metrics.wandb")
+        found["Weights & Biases"] = lambda resumed: WandbSink(run_dir / WANDB_DIR, name, shown, mode)
+    if uri:
+        require("mlflow", "mlflow", "metrics.mlflow")
+        found["MLflow"] = lambda resumed: MlflowSink(run_dir / MLFLOW_DIR, name, shown, uri)
+    return found
 
 
 def _jsonl(path: Path, resume_step: int) -> Sink:

@@ -12,6 +12,9 @@ from nxtrain.metrics.meters import Clock, Pace
 KINDS_S = ("data_s", "training_s", "waiting_s", "vote_s", "log_s", "evaluation_s", "checkpoint_s")
 """Keys of a record that hold the host's seconds by kind of work."""
 
+SECTIONS_S = ("forward_s", "backward_s", "reduce_s", "optimizer_s")
+"""Keys that hold the seconds of the sections of the steps, which are parts of `training_s`."""
+
 
 class Status:
     """Texts for the newest record of a run.
@@ -54,6 +57,9 @@ def details(record: Mapping[str, Any]) -> list[str]:
         found.append(f"saved {numbers['saved_step']:.0f}")
     if "goodput" in numbers:
         found.append(f"goodput {numbers['goodput']:.0%}")
+    if spent_s > 0 and any(key in numbers for key in SECTIONS_S):
+        sections = (f"{key[:-2]} {numbers[key] / spent_s:.0%}" for key in SECTIONS_S if key in numbers)
+        found.append(" ".join([*sections, f"waiting {numbers.get('waiting_s', 0.0) / spent_s:.0%}"]))
     return found
 
 

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from nxtrain.errors import ConfigError
 from nxtrain.io.regular import open_regular, read_text
-from nxtrain.metrics.status import details, duration, short
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details, duration, short
+from nxtrain.metrics.verdict import UNDECIDED, verdict
 from nxtrain.process.console import PipeSafeConsole
 from nxtrain.run_folder import CONFIG_FILE, LOGS_DIR, METRICS_FILE, START_FILE
 
@@ -73,6 +74,10 @@ class Followed:
         if (speed := _number(self._record, "tokens_per_s")) is not None:
             yield f"{short(speed)} tokens/s"
         yield from details(self._record)
+        times = {key: value for key in (*KINDS_S, *SECTIONS_S) if (value := _number(self._record, key)) is not None}
+        found = verdict(times, mfu=_number(self._record, "mfu"))
+        if found and found.name != UNDECIDED:
+            yield found.name
         if isinstance(alarm := self._record.get("alarm"), str):
             yield f"ALARM {alarm}"
 

@@ -1,66 +1,63 @@
-"""Meter of the host's time by kind of work, and of the peak memory, for the records of steps.
+"""Meter of a rank's time by kind of work and section of the step, and of its peak memory, for the records of steps.
 
-Each moment between two records counts for one kind, so that the kinds add up to the time between the records. On
-devices that compute asynchronously, the host waits for the device while it reads numbers.
+Each moment between two records counts for one kind, so that the kinds add up to the time between the records. Sections
+are parts of `training`. On devices that compute asynchronously, the host's clock sees the device's work as waits while
+numbers are read. There a timeline of events divides the time of the device instead.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from typing import get_args
 
-from nxtrain.metrics.meters import Clock
-from nxtrain.metrics.run_observer import RunObserver, Work
+from nxtrain.metrics.run_observer import RunObserver, Section, Work
+from nxtrain.metrics.work_timeline import WAITING, HostTimeline, Timeline
 
 KINDS = ("data", "training", "vote", "log", "evaluation", "checkpoint")
 """Kinds of work of a step; each has a key in the records, with `_s` behind."""
 
-WAITING = "waiting"
-"""Waiting for other ranks, which counts for no other kind."""
+SECTIONS: tuple[str, ...] = get_args(Section)
+"""Sections of `training`; each has such a key too, where the timeline has them."""
+
+SAME_WORK = ("data", "training", *SECTIONS)
+"""Kinds that are equal work on all ranks of a stage, so that their times can be compared."""
 
 
 class WorkMeter(RunObserver):
-    """Counts seconds by kind of work; one call takes two clock reads.
+    """Counts seconds by kind of work.
 
     Args:
-        waited_s: Returns the seconds that the host has waited for other ranks so far.
+        timeline: Timeline of this rank; None: the host's, without waits.
         peak_memory_bytes: Returns the peak memory of this rank; 0 if unknown.
-        clock: Seconds, monotonic.
     """
 
-    def __init__(
-        self,
-        waited_s: Callable[[], float] = lambda: 0.0,
-        peak_memory_bytes: Callable[[], int] = lambda: 0,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._waited_s, self._peak_memory_bytes, self._clock = waited_s, peak_memory_bytes, clock
-        self._work = ""
-        self._spent: dict[str, float] = {}
-        self._since_s, self._since_waited_s = clock(), waited_s()
+    def __init__(self, timeline: Timeline | None = None, peak_memory_bytes: Callable[[], int] = lambda: 0) -> None:
+        self._timeline, self._peak_memory_bytes = timeline or HostTimeline(), peak_memory_bytes
+        self._recorded: dict[str, float] = {}
 
     def begin(self, finished: int) -> None:
-        self._settle()
-        self._spent.clear()
+        self._timeline.settle()
+        self._recorded = self.spent()
 
     def enter(self, step: int, work: Work) -> None:
-        self._settle()
-        self._work = work
+        self._timeline.enter(work)
+
+    def section(self, name: Section) -> None:
+        self._timeline.enter(name)
+
+    def spent(self) -> dict[str, float]:
+        """Seconds of each kind so far, without those of the open piece; from any thread."""
+        return dict(self._timeline.spent)
 
     def measure(self, step: int) -> Mapping[str, float]:
-        self._settle()
+        self._timeline.settle()
+        spent = self.spent()
+        since = {kind: total_s - self._recorded.get(kind, 0.0) for kind, total_s in spent.items()}
+        self._recorded = spent
+        found = {f"{kind}_s": since.get(kind, 0.0) for kind in (*KINDS, WAITING)}
         # Time before the first kind of work, and of kinds that no record has, is part of training.
-        found = {f"{kind}_s": self._spent.get(kind, 0.0) for kind in (*KINDS, WAITING)}
-        found["training_s"] += sum(spent for kind, spent in self._spent.items() if kind not in (*KINDS, WAITING))
-        self._spent.clear()
+        found["training_s"] += sum(s for kind, s in since.items() if kind not in (*KINDS, WAITING))
+        found |= {f"{name}_s": since[name] for name in SECTIONS if name in since}
         if peak := self._peak_memory_bytes():
             found["peak_memory_bytes"] = peak
         return found
-
-    def _settle(self) -> None:
-        """Count the time since the last call to the present kind of work."""
-        now_s, waited_s = self._clock(), self._waited_s()
-        waited = min(waited_s - self._since_waited_s, now_s - self._since_s)
-        self._spent[WAITING] = self._spent.get(WAITING, 0.0) + waited
-        self._spent[self._work] = self._spent.get(self._work, 0.0) + now_s - self._since_s - waited
-        self._since_s, self._since_waited_s = now_s, waited_s

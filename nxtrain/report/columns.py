@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from pyarrow import json as arrow_json
 
 from nxtrain.io.regular import open_regular
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 
 Column = NDArray[np.float64]
-
-TIMES = ("data_s", "training_s", "waiting_s", "vote_s", "log_s", "evaluation_s", "checkpoint_s")
-"""Seconds of the host since the previous record, by kind of work."""
 
 NUMBERS = (
     *(
@@ -33,11 +31,13 @@ NUMBERS = (
         "grad_norm_mean",
         "grad_norm_lowest",
         "param_norm",
+        "param_norm_0",
+        "param_norm_expected",
         "lost_update_frac",
         "lr",
         "tokens",
     ),
-    *("tokens_per_s", "step_time_s", "mfu", "goodput", "peak_memory_bytes", *TIMES),
+    *("tokens_per_s", "step_time_s", "mfu", "goodput", "peak_memory_bytes", *KINDS_S, *SECTIONS_S),
 )
 """Keys of a record that hold a number."""
 

@@ -198,6 +198,10 @@ def _stability(run: Run) -> Iterator[tuple[str, str]]:
     if fit := fit_of(run):
         yield "loss by a tenfold of steps", f"{fit.slope:+.3f} after step {fit.first:,.0f}"
         yield "spread around that line", f"{fit.spread:.3f}"
+    first, expected = columns.last("param_norm_0"), columns.last("param_norm_expected")
+    if first is not None and expected is not None:
+        yield "parameter norm, step 0", short(first)
+        yield "parameter norm of the initialization", short(expected)
     steps, norms = columns.series("param_norm")
     if len(norms):
         yield f"parameter norm, first (step {steps[0]:,.0f})", short(float(norms[0]))

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nxtrain.errors import NxtrainError
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S
+from nxtrain.metrics.verdict import Balance, Verdict, verdict
 from nxtrain.report.chart import HEIGHT, MOST_MARKS, WIDTH, Chart, Curve, Tick, draw, short, smooth
-from nxtrain.report.columns import TIMES, Column
+from nxtrain.report.columns import Column
 from nxtrain.report.run import Run
 
 NUM_COLORS = 8
@@ -22,6 +25,10 @@ BINS = 160
 
 PARTS = {
     "data_s": "waiting for data",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "reduce_s": "reduction",
+    "optimizer_s": "update",
     "training_s": "steps",
     "waiting_s": "waiting for other ranks",
     "log_s": "reading numbers",
@@ -29,7 +36,7 @@ PARTS = {
     "evaluation_s": "evaluation",
     "checkpoint_s": "checkpoint",
 }
-"""Kinds of work of the host, in the order of the legend."""
+"""Kinds of work, in the order of the legend."""
 
 
 @dataclass(frozen=True)
@@ -80,30 +87,29 @@ def breakdowns(runs: Sequence[Run]) -> list[Breakdown]:
     return [found for run in runs if (found := _breakdown(run)) is not None]
 
 
-def verdict(run: Run) -> str:
-    """Sentence that names the largest part of a run's time beside its steps; empty if no times are recorded."""
-    sums = {key: float(run.columns.series(key)[1].sum()) for key in TIMES}
-    total = sum(sums.values())
-    if not total > 0:
-        return ""
-    share = {key: value / total for key, value in sums.items()}
-    worst = max((key for key in TIMES if key not in ("training_s", "log_s")), key=share.__getitem__)
-    if share[worst] >= _BOUND_SHARE:
-        return f"{_BOUND[worst]}: {share[worst]:.0%} of the time goes into {PARTS[worst]}"
-    busy = share["training_s"] + share["log_s"]
-    return f"Bound by its steps: {busy:.0%} of the time goes into them, {share['data_s']:.1%} into waiting for data"
+def judge(run: Run) -> Verdict | None:
+    """Verdict on a run's time; None if no times are recorded."""
+    sums = {key: float(values.sum()) for key in (*KINDS_S, *SECTIONS_S) if len(values := run.columns.series(key)[1])}
+    _, mfus = run.columns.series("mfu")
+    mfu = float(np.median(mfus)) if len(mfus) else None
+    queues = run.environment.get("asynchronous") is True and not any(key in sums for key in SECTIONS_S)
+    return verdict(sums, mfu=mfu, balance=_balance(run), queues=queues)
 
 
-_BOUND_SHARE = 0.15
-"""Share of the time from which a kind of work other than steps limits a run."""
+def _balance(run: Run) -> Balance | None:
+    """Arithmetic of the machine that `cluster.instance` names, and of a micro-batch; None if either is unknown."""
+    from nxtrain.plan.hardware import find_machine
 
-_BOUND = {
-    "data_s": "Data-bound",
-    "waiting_s": "Bound by communication, or by a slow rank",
-    "vote_s": "Bound by the comparison of replicas",
-    "evaluation_s": "Evaluation-bound",
-    "checkpoint_s": "Checkpoint-bound",
-}
+    micro, length = run.number("train.micro_batch"), run.number("train.seq_len")
+    try:
+        machine = find_machine(str(run.config.get("cluster.instance") or ""))
+    except NxtrainError:
+        return None
+    if not micro or not length:
+        return None
+    weight_bytes = 2 if run.config.get("precision.params") == "bf16" else 4
+    # Each weight of a pass is read once, and multiplied and added for each token.
+    return Balance(machine.device_flops / machine.memory_bytes_s, 2 * micro * length / weight_bytes)
 
 
 def _losses(runs: Sequence[Run]) -> Iterator[Curve]:
@@ -193,10 +199,13 @@ def _with_mean(name: str, color: int, steps: Column, values: Column) -> list[Cur
 
 def _breakdown(run: Run) -> Breakdown | None:
     """Areas of the host's time over steps, in shares that add up to one."""
-    times = {key: run.columns.numbers[key] for key in TIMES if key in run.columns.numbers}
+    times = {key: run.columns.numbers[key] for key in PARTS if key in run.columns.numbers}
     if not times or not len(run.columns.steps):
         return None
     seconds = {key: np.nan_to_num(values) for key, values in times.items()}
+    divided = [seconds[key] for key in SECTIONS_S if key in seconds]
+    if divided and "training_s" in seconds:
+        seconds["training_s"] = np.maximum(0.0, seconds["training_s"] - np.sum(divided, axis=0))
     edges = np.unique(np.linspace(0, len(run.columns.steps), min(BINS, len(run.columns.steps)) + 1).astype(np.intp))
     binned = {key: np.add.reduceat(values, edges[:-1]) for key, values in seconds.items()}
     whole = np.sum(list(binned.values()), axis=0)
@@ -210,7 +219,8 @@ def _breakdown(run: Run) -> Breakdown | None:
             continue
         top = bottom + binned[key] / np.where(whole > 0, whole, 1)
         share = float(binned[key].sum() / whole.sum())
-        areas.append((color, label, _area(x, HEIGHT * (1 - bottom), HEIGHT * (1 - top)), share))
+        name = "rest of the steps" if divided and key == "training_s" else label
+        areas.append((color, name, _area(x, HEIGHT * (1 - bottom), HEIGHT * (1 - top)), share))
         bottom = top
     ticks = tuple(
         Tick(
@@ -220,7 +230,13 @@ def _breakdown(run: Run) -> Breakdown | None:
         for at in range(5)
     )
     shares = tuple(Tick(100 - part, f"{part}%") for part in (0, 50, 100))
-    return Breakdown(run.name, tuple(areas), ticks, shares, verdict(run))
+    return Breakdown(
+        run.name,
+        tuple(areas),
+        ticks,
+        shares,
+        f"{found[0].upper()}{found[1:]}" if (found := str(judge(run) or "")) else "",
+    )
 
 
 def _area(x: Column, low: Column, high: Column) -> str:

@@ -20,6 +20,7 @@ from nxtrain.report.chart import HEIGHT, WIDTH, short
 from nxtrain.report.evaluations import evaluations
 from nxtrain.report.figures import breakdowns, charts
 from nxtrain.report.parity import Parity
+from nxtrain.report.ranks import rank_times
 from nxtrain.report.run import Run, printable, shortened
 from nxtrain.report.scaling import Point
 from nxtrain.report.timeline import USES, timeline
@@ -58,6 +59,7 @@ def render(
         "charts": charts(runs),
         "evaluations": evaluations(runs),
         "breakdowns": breakdowns(runs),
+        "rank_times": [(run.name, *rank_times(run)) for run in runs],
         "timelines": [each for each in drawn if each[1] is not None],
         "uses": USES,
         "stability": facts.stability(runs),
@@ -93,7 +95,7 @@ _SECTIONS = {
     "scaling": "Scaling",
     "curves": "Curves",
     "evaluations": "Evaluations",
-    "breakdown": "Time of the host",
+    "breakdown": "Where time goes",
     "timeline": "Goodput and restarts",
     "stability": "Stability",
     "plan": "Plan",

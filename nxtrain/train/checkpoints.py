@@ -15,6 +15,7 @@ from nxtrain.checkpoint.mirror import TIMEOUT_S, Mirrored
 from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
+from nxtrain.data.loader import Skips, left_out
 from nxtrain.data.stream_loader import Place, merged
 from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.errors import CheckpointError
@@ -35,6 +36,7 @@ class RunIdentity:
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
         stability: Returns the state of the norms and skipped steps that a resumed run needs.
         cursor: Returns the places of this rank's lanes of data; empty for data without state.
+        skips: Batches that this process leaves out.
     """
 
     inputs: RunInputs
@@ -42,6 +44,7 @@ class RunIdentity:
     tokenizer: Path | None = None
     stability: Callable[[], dict[str, Any]] = dict
     cursor: Callable[[], dict[int, Place]] | None = None
+    skips: Skips = ()
 
 
 class Checkpoints(RunObserver):
@@ -97,7 +100,9 @@ class Checkpoints(RunObserver):
         meta = meta_at(step, self._plan, self._identity.inputs, self._identity.begun)
         cursor = self._identity.cursor
         places = merged(self._state.ranks.gather(cursor())) if cursor else {}
-        meta = meta.model_copy(update={"stability": self._identity.stability(), "data_cursor": places})
+        skipped = left_out(self._identity.skips, self._identity.begun.step, step - 1) * meta.global_batch
+        update = {"stability": self._identity.stability(), "data_cursor": places, "samples": meta.samples + skipped}
+        meta = meta.model_copy(update=update)
         strict = self._plan.config.checkpoint.strict
         self._writer.save(self._shards, meta, wait=last, after_failure=not strict)
         self._report()

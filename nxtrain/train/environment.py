@@ -27,6 +27,7 @@ def record_environment(folder: Path, context: RunContext) -> None:
         "host": socket.gethostname(),
         "cpus": os.cpu_count(),
         "backend": context.backend.name,
+        "asynchronous": context.backend.is_asynchronous,
         "ranks": mesh.world,
         "ranks per node": context.backend.local_world,
         "tp": mesh.tp_size,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 from nxtrain.backends import choose, choose_layers, open_backend
+from nxtrain.backends.base import Backend, DeviceEvent
 from nxtrain.checkpoint.directory import Retention, clear, prune
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
@@ -15,6 +16,7 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
 from nxtrain.data import BatchShare, Data, Loader, Samples, StreamLoader, Streams, open_data
+from nxtrain.data.loader import Skips
 from nxtrain.data.mixture import MixedSamples
 from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes, places_of
 from nxtrain.data.workers import WorkerPolicy, Workers
@@ -25,6 +27,7 @@ from nxtrain.metrics.run_observer import Observers, Outcome, RunObserver
 from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.start_log import StepFile
 from nxtrain.metrics.work_meter import WorkMeter
+from nxtrain.metrics.work_timeline import EventTimeline, HostTimeline, Timeline
 from nxtrain.optim.schedule import Schedule
 from nxtrain.process.clock import Instant
 from nxtrain.process.console import PipeSafeConsole, standard_error
@@ -39,8 +42,11 @@ from nxtrain.train.context import RunContext
 from nxtrain.train.environment import record_environment
 from nxtrain.train.graph_extraction import extract_graphs
 from nxtrain.train.health.fallbacks import Fallbacks
+from nxtrain.train.health.initial_norm import measure_initial_norm
 from nxtrain.train.health.numerics import NumericsGuard
+from nxtrain.train.health.out_of_memory import explaining_memory
 from nxtrain.train.health.recompiles import Recompiles
+from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.start import start
 from nxtrain.train.step import TrainState
 from nxtrain.train.summary import Summary, summarize
@@ -112,11 +118,16 @@ def train_on(context: RunContext, reason: str) -> None:
     base = context.ranks.on_leader(lambda: base_fingerprint(context.config), "cannot read the frozen weights")
     inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained, base=base)
     context.enter(0, "restore")
-    state, meta = start(context, inputs, mirrored)
+    rollbacks = Rollbacks(context.config.run.dir, context.ranks)
+    initial = list[RunObserver]()
+    state, meta = start(
+        context, inputs, mirrored, rollbacks, lambda drawn: initial.extend(_initial_norm(context, drawn))
+    )
+    rollbacks.resume(meta.step)
     context.enter(meta.step, "start")
     _announce_start(context, data, meta)
     _prepare_folder(context, state)
-    val_loss = _train(context, data, inputs, state, meta, mirrored)
+    val_loss = _train(context, data, inputs, state, meta, mirrored, rollbacks, initial)
     if context.config.finetune.method == "lora":
         save_adapter(context.config.run.dir / ADAPTER_DIR, state, meta_at(0, context.plan, inputs))
     if context.is_leader and val_loss is not None:
@@ -170,34 +181,44 @@ def _prepare_folder(context: RunContext, state: TrainState) -> None:
     record_environment(folder, context)
 
 
+# 8 arguments: what the start found
 def _train(
-    context: RunContext, data: Data, inputs: RunInputs, state: TrainState, meta: Meta, mirrored: Mirrored | None
+    context: RunContext,
+    data: Data,
+    inputs: RunInputs,
+    state: TrainState,
+    meta: Meta,
+    mirrored: Mirrored | None,
+    rollbacks: Rollbacks,
+    others: Sequence[RunObserver] = (),
 ) -> float | None:
     """Train to the last step, and wait for the last checkpoint; returns the last held-out loss, if any."""
     config, backend, logs = context.config, context.backend, context.config.run.dir / LOGS_DIR
-    guard = NumericsGuard(config, state, attempt=context.place.restarts)
+    guard = NumericsGuard(config, state, attempt=context.place.restarts, rollbacks=rollbacks)
     guard.begin(meta.step, meta.stability)
     goodput = None
     if context.is_leader:
         goodput = GoodputMeter(logs, context.print_line, context.began, config=fingerprint(dump(config)))
     on_saved = (goodput.saved,) if goodput else ()
-    train_loader = _train_loader(context, data, meta)
+    skips = tuple(skip for skip in rollbacks.skips if skip[0] >= meta.step)  # its samples count the earlier ones
+    train_loader = _train_loader(context, data, meta, skips)
     cursor = train_loader.cursor if isinstance(train_loader, StreamLoader) else None
-    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept, cursor)
+    identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept, cursor, skips)
     checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, *on_saved)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
     starts: RunObserver = goodput or RunObserver()
     if mirrored and mirrored.scope.leads and not context.is_leader:
         starts = StepFile(logs)
-    work = WorkMeter(backend.waited_s, backend.peak_memory_bytes) if context.is_leader else RunObserver()
+    timeline, divides = _timeline(config.metrics.step_sections, backend)
+    work = WorkMeter(timeline, backend.peak_memory_bytes if context.is_leader else lambda: 0)
     fallbacks = Fallbacks(backend, allowed=config.compile.allow_fallbacks)
     watchdog = context.watchdog or RunObserver()
-    observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context))
+    observers = Observers(starts, watchdog, recompiles, fallbacks, checkpoints, work, _profiler(context), *others)
     flops, peak = context.plan.family.flops_per_token(context.plan.model, config.train.seq_len), backend.peak_flops()
-    sinks = open_sinks(config.metrics, config.run.dir, config.train.steps, meta.step, context.is_leader)
+    sinks = open_sinks(config, meta.step, context.is_leader)
     trainer = Trainer(
         config=config,
-        state=state,
+        state=state.reporting(observers.section) if divides else state,
         train=train_loader,
         validation=_validation_loader(context, data),
         schedule=Schedule.of(config),
@@ -209,7 +230,8 @@ def _train(
         gate=context.watchdog.gate if context.watchdog else StepGate(),
     )
     try:
-        with _draining(context, checkpoints), _observed(context, observers, meta.step):
+        observed = _observed(context, observers, meta.step, work.spent)
+        with explaining_memory(context, state), _draining(context, checkpoints), observed:
             val_loss = trainer.run(meta.step)
             recompiles.settle()
             context.drain()
@@ -228,15 +250,36 @@ def _profiler(context: RunContext) -> RunObserver:
     from nxtrain.train.step_profiler import StepProfiler  # torch's profiler takes time to import
 
     first, last = metrics.profile_steps
-    return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line)
+    return StepProfiler(first, last, context.config.run.dir / LOGS_DIR, rank, context.print_line, context.backend)
+
+
+def _initial_norm(context: RunContext, state: TrainState) -> Iterator[RunObserver]:
+    """Norm of drawn weights; not on lazy devices, where the read would be one more graph."""
+    if not context.backend.collectives.lazy:
+        found, line = measure_initial_norm(state)
+        context.print_line(line)
+        yield found
+
+
+def _timeline(wanted: Literal["auto", "on", "off"], backend: Backend) -> tuple[Timeline, bool]:
+    """Timeline of this rank's work, and True if it divides the step into sections."""
+    if not backend.is_asynchronous:
+        return HostTimeline(backend.waited_s), wanted != "off"
+    if wanted == "on" and backend.event() is not None:
+        events = EventTimeline(lambda: cast("DeviceEvent", backend.event()))
+        backend.on_wait(events.wait)
+        return events, True
+    return HostTimeline(backend.waited_s), False
 
 
 @contextmanager
-def _observed(context: RunContext, observers: RunObserver, finished: int) -> Iterator[None]:
-    """Report the begin and the end of the training to the observers."""
+def _observed(
+    context: RunContext, observers: RunObserver, finished: int, spent: Callable[[], Mapping[str, float]]
+) -> Iterator[None]:
+    """Report the begin and the end of the training to the observers; `spent` is this rank's time by kind of work."""
     observers.begin(finished)
     if context.watchdog is not None:
-        context.watchdog.report_to(observers)
+        context.watchdog.report_to(observers, spent)
     try:
         yield
     except BaseException as error:
@@ -267,13 +310,15 @@ def _draining(context: RunContext, checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-def _train_loader(context: RunContext, data: Data, meta: Meta) -> Loader | StreamLoader:
+def _train_loader(context: RunContext, data: Data, meta: Meta, skips: Skips) -> Loader | StreamLoader:
     """Loader of training batches that goes on behind a step."""
     config, source = context.config, data.source
     if not isinstance(source, Streams):
         origin = meta.samples - meta.step * config.train.global_batch
         mask_end = _mask_end(context, data)
-        return _loader(context, source, mask_end, shuffle=config.data.shuffle, past_end="wrap", origin=origin)
+        return _loader(
+            context, source, mask_end, shuffle=config.data.shuffle, past_end="wrap", origin=origin, skips=skips
+        )
     assert data.end_id is not None
     lanes = num_lanes(config.train.global_batch)
     order = LaneOrder(lanes, config.run.seed, config.data.shuffle)
@@ -285,6 +330,7 @@ def _train_loader(context: RunContext, data: Data, meta: Meta) -> Loader | Strea
         doc_mask=config.data.doc_mask,
         places=places_of(meta.data_cursor, lanes, len(config.data.mixture)),
         progress=partial(source.progress, lanes, config.train.seq_len),
+        skips=skips,
     )
 
 
@@ -318,6 +364,7 @@ def _loader(
     shuffle: bool,
     past_end: Literal["wrap", "pad"],
     origin: int = 0,
+    skips: Skips = (),
 ) -> Loader:
     return Loader(
         samples,
@@ -327,6 +374,7 @@ def _loader(
         origin=origin,
         mask_end=mask_end,
         past_end=past_end,
+        skips=skips,
     )
 
 

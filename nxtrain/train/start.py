@@ -23,11 +23,18 @@ from nxtrain.io.read_retry import unsteady
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from nxtrain.train.context import RunContext
+from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.step import TrainState
 from nxtrain.train.tokenizer import read_known, refuse_other
 
 
-def start(context: RunContext, inputs: RunInputs, mirrored: Mirrored | None = None) -> tuple[TrainState, Meta]:
+def start(
+    context: RunContext,
+    inputs: RunInputs,
+    mirrored: Mirrored | None = None,
+    rollbacks: Rollbacks | None = None,
+    on_drawn: Callable[[TrainState], None] = lambda state: None,
+) -> tuple[TrainState, Meta]:
     """Build this rank's state and fill it with its first values; returns it with the metadata of its step.
 
     With `checkpoint.resume=auto`, a damaged checkpoint is quarantined, and the one before it is loaded.
@@ -36,6 +43,8 @@ def start(context: RunContext, inputs: RunInputs, mirrored: Mirrored | None = No
         context: The run on this rank.
         inputs: Identity of the run's data and tokenizer.
         mirrored: The mirror of the checkpoints; None: there is no mirror.
+        rollbacks: Rollbacks of the run; None: there are none.
+        on_drawn: Called with the state if its weights were drawn.
 
     Raises:
         CheckpointError: The checkpoint to continue is damaged or belongs to another run, or the storage fails.
@@ -50,6 +59,8 @@ def start(context: RunContext, inputs: RunInputs, mirrored: Mirrored | None = No
     is_far = mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path)
     ranks = Ranks(mesh, (backend.background_group(TIMEOUT_S) if is_far else None) or backend.host_group)
     resumption = ResumePlanner(plan.config, mirrored, ranks, print_line, restarted=place.is_restart, job=place.job)
+    if rollbacks and (keeps := rollbacks.pending) is not None:
+        resumption.rewind(keeps)
     checkpoint = resumption.choose()
     first: Literal["draw", "hf"] = "hf" if plan.config.model.init == "hf" else "draw"
     if checkpoint is None and first == "hf":
@@ -76,6 +87,8 @@ def start(context: RunContext, inputs: RunInputs, mirrored: Mirrored | None = No
             return state, meta
         checkpoint = resumption.choose()
     resumption.begin()
+    if first == "draw":
+        on_drawn(state)
     return state, fresh
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,19 @@ from nxtrain.backends.base import Backend
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.family import CausalLM
 from nxtrain.mesh import Mesh
+from nxtrain.metrics.run_observer import RunObserver, Section
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.parallel.grads import Gradients, clip_factor
 from nxtrain.parallel.pipeline import MicroBatches, Pipeline
+from nxtrain.parallel.schedule import Action
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.health.step_history import StepHistory, not_finite
 from nxtrain.vocab import IGNORE_INDEX
+
+_SECTIONS: dict[str, Section] = {"forward": "forward", "backward": "backward", "weight": "backward"}
+"""Sections of a pipeline's actions; transfers belong to the section before them."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class TrainState:
         clip: Largest global gradient norm; 0: never clip.
         sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update.
         history: Losses and gradient norms of the last steps.
+        section: Called as each section of a step begins.
     """
 
     model: nn.Module
@@ -51,6 +58,19 @@ class TrainState:
     clip: float
     sums: Tensor
     history: StepHistory
+    section: Callable[[Section], None] = RunObserver().section
+
+    def reporting(self, section: Callable[[Section], None]) -> TrainState:
+        """The same state, whose steps report their sections."""
+
+        def watch(action: Action) -> AbstractContextManager[None]:
+            if action.kind in _SECTIONS:
+                section(_SECTIONS[action.kind])
+            return nullcontext()
+
+        if self.pipeline is not None:
+            self.pipeline.watch = watch
+        return replace(self, section=section)
 
     @property
     def layout(self) -> Layout:
@@ -141,6 +161,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
         lr: Learning rate.
     """
     _accumulate(state, batch)
+    state.section("reduce")
     loss, num_tokens = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch).unbind()
     state.sums.zero_()
     per_token = state.mesh.dp.size / num_tokens
@@ -148,9 +169,8 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
     skip = not_finite(loss, norm)
     state.history.note(loss, norm)
-    (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
-    state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
-    state.data_parallel.publish()
+    state.section("optimizer")
+    _update(state, grads, norm, per_token, lr, skip)
     return StepResult(loss, norm, num_tokens)
 
 
@@ -165,11 +185,22 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
         return
     for index, (inputs, targets, *documents) in enumerate(batch.arguments):
         state.data_parallel.begin(last=index == len(batch.inputs) - 1)
+        state.section("forward")
         loss = state.lm.loss(inputs, targets, *documents)
+        state.section("backward")
         loss.backward()
         found(loss, targets)
         if len(batch.inputs) > 1:
             state.backend.step_boundary()
+
+
+def _update(
+    state: TrainState, grads: Mapping[str, Tensor], norm: Tensor, per_token: Tensor, lr: float, skip: Tensor
+) -> None:
+    """Update the parameters by clipped gradients, and publish them."""
+    (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
+    state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
+    state.data_parallel.publish()
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from nxtrain.metrics.run_observer import Outcome, RunObserver, Work
+from nxtrain.backends.base import Backend
+from nxtrain.metrics.run_observer import Outcome, RunObserver, Section, Work
 from nxtrain.run_folder import PROFILES_DIR
 
 
@@ -22,14 +23,24 @@ class StepProfiler(RunObserver):
         logs: Folder of the run's logs.
         rank: This rank.
         print_line: Prints a line for people.
+        backend: Device whose memory is recorded too, where it can be; None: none.
     """
 
-    def __init__(self, first: int, last: int, logs: Path, rank: int, print_line: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        first: int,
+        last: int,
+        logs: Path,
+        rank: int,
+        print_line: Callable[[str], None],
+        backend: Backend | None = None,
+    ) -> None:
         self._steps = range(first, last + 1)
         self._file = logs / PROFILES_DIR / f"rank-{rank:05d}-steps-{first}-{last}.json.gz"
-        self._print_line = print_line
+        self._print_line, self._backend = print_line, backend
         self._profile: Any = None
         self._span: Any = None
+        self._section: Any = None
 
     def enter(self, step: int, work: Work) -> None:
         if self._profile is None:
@@ -37,9 +48,17 @@ class StepProfiler(RunObserver):
                 return
             self._profile = profile(activities=supported_activities() or [ProfilerActivity.CPU])
             self._profile.start()
+            if self._backend is not None:
+                self._backend.watch_memory()
         self._close_span()
         self._span = record_function(f"nxtrain.{work}")
         self._span.__enter__()
+
+    def section(self, name: Section) -> None:
+        if self._profile is not None:
+            self._close_section()
+            self._section = record_function(f"nxtrain.{name}")
+            self._section.__enter__()
 
     def finish(self, step: int) -> None:
         self._close_span()
@@ -51,7 +70,13 @@ class StepProfiler(RunObserver):
         if self._profile is not None:
             self._write()
 
+    def _close_section(self) -> None:
+        section, self._section = self._section, None
+        if section is not None:
+            section.__exit__(None, None, None)
+
     def _close_span(self) -> None:
+        self._close_section()
         span, self._span = self._span, None
         if span is not None:
             span.__exit__(None, None, None)
@@ -63,6 +88,9 @@ class StepProfiler(RunObserver):
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             profiled.export_chrome_trace(str(self._file))
+            memory = self._file.with_name(self._file.name.replace(".json.gz", "-memory.pickle"))
+            if self._backend is not None and self._backend.dump_memory(memory):
+                self._print_line(f"memory of these steps: {memory}, for pytorch.org/memory_viz")
         except (OSError, RuntimeError) as error:  # a disk that fails must not end the run
             self._print_line(f"warning: the profile cannot be written: {error}; training goes on")
         else:

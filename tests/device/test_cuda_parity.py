@@ -13,13 +13,14 @@ from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.errors import BackendError
 from nxtrain.mesh import Mesh
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.train.step import train_step
 from tests.support.adamw import STEPS as NUM_UPDATES
 from tests.support.adamw import ours, torchs
 from tests.support.models import SHAPES, hf_model, our_model, plan, tokens, weights_of
 from tests.support.parity import LR, Course, batches, check_course, layout, local_batch, reference, run_ours, start
 from tests.support.ranks import RankPool
-from tests.support.runs import course, run_plan, token_file, train_rank
+from tests.support.runs import course, records, run_plan, token_file, train_rank
 
 pytestmark = pytest.mark.cuda
 
@@ -122,3 +123,22 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", str(count + 1))
     with pytest.raises(BackendError, match=rf"local rank {count} has no GPU"):
         open_backend("cuda")
+
+
+@pytest.mark.alone
+def test_events_divide_the_step_and_cost_less_than_one_percent(backend: Backend, tmp_path: Path) -> None:
+    data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", num_rows=18))}
+    step_s: dict[str, list[float]] = {"on": [], "off": []}
+    for attempt in range(4):
+        for name, times in step_s.items():
+            metrics = {"log_every": 100, "tensorboard": False, "progress": False, "step_sections": name}
+            resolved = run_plan(
+                tmp_path / f"{name}{attempt}", data, steps=300, metrics=metrics, checkpoint={"every": 0}
+            )
+            train_rank(backend, resolved)
+            *_, last = records(resolved.config.run.dir)
+            times.append(last["step_time_s"])
+            if name == "on":
+                assert sum(last[key] for key in KINDS_S) == pytest.approx(100 * last["step_time_s"], rel=0.02)
+                assert all(last[key] > 0 for key in SECTIONS_S)
+    assert min(step_s["on"]) < 1.01 * min(step_s["off"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import threading
 from functools import partial
@@ -71,6 +72,12 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     code, told = train(tmp_path, "checkpoint.async=false", first=at_limit)
     assert code == 1, told
     assert says in told
+    held = re.search(r"error: rank 0 is out of memory; it holds parameters (\S+) MiB, gradients", told)
+    assert held, told
+    assert float(held[1]) > 0
+    assert "rank 0: keys that would help: " in told
+    report = tmp_path / "run" / "logs" / "memory-rank-0.txt"
+    assert report.read_text(encoding="utf-8").splitlines()[0] in told
     code, told = train(tmp_path)
     assert code == 0, told
     assert course(tmp_path / "run") == straight

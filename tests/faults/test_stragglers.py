@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from nxtrain.run_folder import METRICS_FILE
+from nxtrain.run_folder import LOGS_DIR, METRICS_FILE, RANKS_FILE
 from nxtrain.train.supervision.stragglers import STEPS as COMPARED
 from tests.support.command_ranks import until
 from tests.support.commands import TOLD, ended, start_rank, write_config
@@ -27,7 +28,7 @@ def test_a_slow_rank_is_named_soon_and_changes_nothing(tmp_path: Path) -> None:
     def is_told() -> bool:
         return "rank 1 is slow: " in told.read_text()
 
-    for folder, armed in ((quick, ""), (slow, f"sleep!@1:*:fwd:{LOST_S}")):
+    for folder, armed in ((quick, ""), (slow, f"sleep!@1:*:opt:{LOST_S}")):
         write_config(folder, steps=STEPS, every=50)
         port, limit = free_port(), "recovery.hang_timeout_s=60"
         processes = {number: start_rank(folder, number, port, limit, armed=armed) for number in range(2)}
@@ -38,6 +39,12 @@ def test_a_slow_rank_is_named_soon_and_changes_nothing(tmp_path: Path) -> None:
         assert [process.exitcode for process in processes.values()] == [0, 0], said
     assert said[0].count("is slow: ") == 1, said[0]
     line = said[0][said[0].index("rank 1 is slow: ") :].splitlines()[0]
-    assert " ms per step in training, where the median is " in line
+    assert " ms per step in optimizer, where the median is " in line
     assert float(line.split()[4]) >= 0.8 * 1e3 * LOST_S, "over fewer steps at the beginning, which were not slow"
     assert course(slow / "run") == course(quick / "run")
+    rates = json.loads((slow / "run" / LOGS_DIR / RANKS_FILE).read_text(encoding="utf-8"))
+    assert set(rates) == {"0", "1"}
+    assert rates["1"]["optimizer"] > LOST_S > rates["0"]["optimizer"]
+    assert rates["0"]["waiting"] > 0.8 * LOST_S > rates["1"]["waiting"]
+    step_s = [sum(rates[rank].values()) for rank in "01"]
+    assert step_s[0] == pytest.approx(step_s[1], rel=0.1), "all ranks take equally long, each with its own parts"

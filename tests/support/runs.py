@@ -15,7 +15,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.shards import Shards
 from nxtrain.config.check import Resolved
-from nxtrain.metrics.status import KINDS_S
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.train.compatibility import RunInputs
 from nxtrain.train.context import RunContext
@@ -26,7 +26,7 @@ from tests.support.models import BASE, plan
 SEQ_LEN = 16
 GLOBAL_BATCH = 4
 QUIET = {"log_every": 1, "tensorboard": False, "progress": False}
-TIMINGS = {"tokens_per_s", "step_time_s", "mfu", "goodput", "saved_step", "peak_memory_bytes", *KINDS_S}
+TIMINGS = {"tokens_per_s", "step_time_s", "mfu", "goodput", "saved_step", "peak_memory_bytes", *KINDS_S, *SECTIONS_S}
 """Keys of a record that depend on the clock."""
 
 

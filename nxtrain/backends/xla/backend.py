@@ -183,6 +183,7 @@ class XlaBackend(Backend):
 
     name = "xla"
     compiles_at_first_use = True
+    is_asynchronous = True
 
     def __init__(
         self,

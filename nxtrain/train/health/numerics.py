@@ -22,6 +22,7 @@ from nxtrain.metrics.stability import Stability
 from nxtrain.process.console import standard_error
 from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train.health.replica_check import ReplicaCheck
+from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.health.step_history import BadSteps, PastStep
 from nxtrain.train.step import TrainState
 
@@ -73,6 +74,7 @@ class NumericsGuard:
             neither acts on them nor reads or writes its files.
         attempt: Number of restarts before this start, for the files.
         console: Console of the warnings; by default standard error.
+        rollbacks: Rollbacks of the run, for `recovery.on_divergence=rollback`.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class NumericsGuard:
         heeds: bool = True,
         attempt: int = 0,
         console: Console | None = None,
+        rollbacks: Rollbacks | None = None,
     ) -> None:
         self.stability, self.spikes = Stability(), NormSpikes(config.metrics.spike_threshold)
         self._alarms: list[tuple[int, str, str]] = []
@@ -90,7 +93,7 @@ class NumericsGuard:
         self._ranks = Ranks(state.mesh, state.backend.host_group)
         self._leads = self._ranks.is_leader
         self._print = (console or standard_error(quiet=not self._leads)).print
-        self._attempt = attempt
+        self._attempt, self._rollbacks = attempt, rollbacks
         self._last_read, self._in_a_row = 0, 0
         self._unrecorded: tuple[int, ...] = ()
         self._vote = ReplicaCheck(state) if config.recovery.vote_every else None
@@ -225,9 +228,12 @@ class NumericsGuard:
 
         Raises:
             DivergedError: The run is diverging, and `recovery.on_divergence` is `stop`.
+            RestartError: The run is diverging, and `recovery.on_divergence` is `rollback`.
         """
         alarms, self._alarms = self._alarms, []
         for at, kind, alarm in alarms:
+            if kind == "diverging" and self._rollbacks and self._config.recovery.on_divergence == "rollback":
+                self._rollbacks.roll_back(at, step, alarm)
             if kind == "diverging" and self._config.recovery.on_divergence == "stop":
                 raise DivergedError(f"step {at}: {alarm}; the run is diverging, recovery.on_divergence=stop. {REMEDY}")
             self._warn(f"step {at}: {kind}: {alarm}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 
 from nxtrain.distributed.heartbeats import Beat
+from nxtrain.metrics.work_meter import SAME_WORK
 
 FACTOR = 1.5
 MARGIN_S = 0.010
@@ -20,6 +21,9 @@ class Stragglers:
 
     Args:
         stages: Pipeline stage of each rank; only ranks of the same stage have equal work.
+
+    Attributes:
+        rates: Seconds per step of each rank by kind of work, over the last steps.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -28,13 +32,14 @@ class Stragglers:
             self._peers[stage].append(rank)
         self._seen: dict[int, deque[Beat]] = defaultdict(deque)
         self._slow: set[int] = set()
+        self.rates: Mapping[int, Mapping[str, float]] = {}
 
     def changes(self, beats: Mapping[int, Beat]) -> Iterator[str]:
         """Take the newest heartbeats, and yield a line for each rank that became slow or recovered."""
-        rates = {rank: rate for rank, beat in beats.items() if (rate := self._rate(rank, beat))}
+        rates = self.rates = {rank: rate for rank, beat in beats.items() if (rate := self._rate(rank, beat))}
         for ranks in self._peers.values():
             if len(ranks) > 1 and all(rank in rates for rank in ranks):
-                yield from self._compare({rank: rates[rank] for rank in ranks})
+                yield from self._compare({rank: _same_work(rates[rank]) for rank in ranks})
 
     def _compare(self, rates: Mapping[int, Mapping[str, float]]) -> Iterator[str]:
         usual = median_low([sum(rate.values()) for rate in rates.values()])
@@ -64,3 +69,8 @@ class Stragglers:
         if steps < STEPS:
             return {}
         return {name: (spent - seen[0].spent.get(name, 0.0)) / steps for name, spent in beat.spent.items()}
+
+
+def _same_work(rate: Mapping[str, float]) -> dict[str, float]:
+    """The kinds that peers can be compared by; sections, where the rank has them, in place of the whole step."""
+    return {kind: rate[kind] for kind in SAME_WORK if kind in rate}

@@ -6,12 +6,13 @@ timer of the system, which needs no lock. While a checkpoint is restored, bytes 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.distributed.failures import call_with_timeout, loss
 from nxtrain.distributed.heartbeats import PATIENCE_S, Beat, HeartbeatLink, HeartbeatStore
 from nxtrain.errors import HangError, StoppedBySignal
+from nxtrain.io.atomic import replace_text
 from nxtrain.io.checksummed_file import transferred
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.process import stacks
@@ -26,6 +28,7 @@ from nxtrain.process.deadlines import SingleTask, first_use_limit_s
 from nxtrain.process.placement import Placement
 from nxtrain.process.signals import Signals
 from nxtrain.process.stacks import print_line
+from nxtrain.run_folder import RANKS_FILE
 from nxtrain.train.health.recompiles import WARM_UP
 from nxtrain.train.supervision.coordinated_stop import StopCoordinator
 from nxtrain.train.supervision.hang_diagnosis import agree, point, waits
@@ -73,8 +76,11 @@ FILES_S = 5.0
 RESTORE: Work = "restore"
 """Work in which bytes transferred by any rank count as progress: a slow store is no hang."""
 
-TIMED = {"data", "training"}
-"""Sections that are equal work on all ranks of a stage, so their times can be compared."""
+REPEATED = {"data", "training"}
+"""Sections of every step."""
+
+RANKS_S = 2.0
+"""Shortest pause between replacements of the file of all ranks' times."""
 
 
 class Watchdog(RunObserver):
@@ -96,12 +102,13 @@ class Watchdog(RunObserver):
         self._link = HeartbeatLink(backend.heartbeat_store())
         self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._report_stop)
         self.gate = self._stop.gate
-        self._ticking = SingleTask()
+        self._ticking, self._writing = SingleTask(), SingleTask()
+        self._next_ranks_s = 0.0
         self._rank_name: Callable[[int], str] = "rank {}".format
         self._stragglers: Stragglers | None = None
         self._times: Counter[str] = Counter()
-        self._spent: dict[str, float] = {}
-        self._at = (0, "start", time.monotonic(), 0.0)
+        self._spent: Callable[[], Mapping[str, float]] = dict
+        self._at = (0, "start", time.monotonic())
         self._finished = 0
         self._received = RestoreProgress(transferred)
         self._limited = not backend.extracts  # a run that extracts graphs is one long compilation
@@ -119,22 +126,21 @@ class Watchdog(RunObserver):
         """True if this process received a stop signal, even if the run goes on to its end."""
         return bool(self._signals.asked)
 
-    def report_to(self, observers: RunObserver) -> None:
-        """Report to observers: `beat` again and again, `stopping` once the run is to stop, and the `end` by a hang."""
-        self._observers = observers
+    def report_to(self, observers: RunObserver, spent: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Report to observers: `beat` again and again, `stopping` once the run is to stop, and the `end` by a hang.
+
+        Args:
+            observers: The observers.
+            spent: Returns the seconds of this rank so far by kind of work, from any thread.
+        """
+        self._observers, self._spent = observers, spent
         if self._stop.why:
             observers.stopping(self._stop.why)
 
     def enter(self, step: int, work: Work) -> None:
-        # Costs two clock reads.
-        now, waited = time.monotonic(), self._backend.waited_s()
-        _, before, since, waited_before = self._at
-        if before in TIMED:
-            spent = now - since - (waited - waited_before)
-            self._spent = {**self._spent, before: self._spent.get(before, 0.0) + spent}
-        if work not in TIMED or self._times[work] <= WARM_UP:
+        if work not in REPEATED or self._times[work] <= WARM_UP:
             self._times[work] += 1
-        self._at = (step, work, now, waited)
+        self._at = (step, work, time.monotonic())
 
     def begin(self, finished: int) -> None:
         self._finished = finished
@@ -264,7 +270,7 @@ class Watchdog(RunObserver):
         return min(TICK_S, max(0.01, self._limit() - self._age()))
 
     def _age(self) -> float:
-        _, section, since, _ = self._at
+        _, section, since = self._at
         return time.monotonic() - (max(since, self._received.at) if section == RESTORE else since)
 
     def _limit(self) -> float:
@@ -277,7 +283,7 @@ class Watchdog(RunObserver):
         frame = sys._current_frames().get(self._main)
         # After its own timeout the main thread waits for this thread's report.
         idle = self._late or waits(frame)
-        return Beat(step, section, self._age(), waits=idle, point=point(frame), spent=self._spent)
+        return Beat(step, section, self._age(), waits=idle, point=point(frame), spent=self._spent())
 
     def _look_at_others(self) -> None:
         """Publish this rank's heartbeat and read the other ranks' state, more often near the end of the limit."""
@@ -297,10 +303,25 @@ class Watchdog(RunObserver):
             if self._stragglers is not None:
                 for line in self._stragglers.changes(board.beats()):
                     print_line(line)
+                self._publish_rates(self._stragglers)
             if self._limited and board.calls() and board.hang_declared():
                 self._hang()
         except RuntimeError:  # the store is slow, or gone with its rank, and a lost rank is noticed elsewhere
             self._link.lose()
+
+    def _publish_rates(self, stragglers: Stragglers) -> None:
+        """Replace the file of all ranks' times, on a thread that a disk may block."""
+        if (now_s := time.monotonic()) < self._next_ranks_s or not stragglers.rates:
+            return
+        self._next_ranks_s = now_s + RANKS_S
+        rates = {rank: {kind: round(s, 6) for kind, s in rate.items()} for rank, rate in stragglers.rates.items()}
+
+        def write() -> None:
+            with suppress(OSError):
+                replace_text(self._logs / RANKS_FILE, json.dumps(rates) + "\n", durable=False)
+
+        with suppress(RuntimeError):  # no thread can start, which must not count as a lost store
+            self._writing.start(write)
 
     def _report_stop(self, why: str) -> None:
         self._observers.stopping(why)

@@ -7,9 +7,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nxtrain.data import BatchShare, Loader
+from nxtrain.data.loader import left_out
 from nxtrain.data.samples import TableSamples
 from nxtrain.vocab import IGNORE_INDEX
 
@@ -113,3 +116,21 @@ def test_after_a_change_of_the_batch_the_order_goes_on_where_it_stood() -> None:
         return [int(i) for step in steps for i in loader.batch(step).inputs[..., 0].ravel()]
 
     assert first_ids(wide, range(10, 14)) == first_ids(narrow, range(10, 16))
+
+
+DRAWN = st.dictionaries(st.integers(0, 9), st.integers(0, 5), max_size=3)
+
+
+@given(DRAWN, st.booleans())
+def test_batches_are_left_out_behind_their_steps_and_nowhere_else(drawn: dict[int, int], shuffle: bool) -> None:
+    """Brute force: the order without skips, with batches taken out one by one."""
+    skips = tuple(sorted(drawn.items()))
+    share = BatchShare(8, 2, 1, 2)
+    whole = Loader(TableSamples(TABLE), share, seed=3, shuffle=shuffle)
+    loader = Loader(TableSamples(TABLE), share, seed=3, shuffle=shuffle, skips=skips)
+    order = iter(range(100))
+    for step in range(12):
+        for _ in range(drawn.get(step, 0)):
+            next(order)
+        np.testing.assert_array_equal(loader.batch(step).inputs, whole.batch(next(order)).inputs)
+    assert left_out(skips, 2, 5) == sum(number for step, number in skips if step in range(2, 6))

@@ -19,7 +19,7 @@ from nxtrain.data import stream_loader
 from nxtrain.data.arrow import streams
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import BestFitLane, Documents, open_lane
-from nxtrain.data.loader import Batch, BatchShare
+from nxtrain.data.loader import Batch, BatchShare, Skips
 from nxtrain.data.order import shuffled
 from nxtrain.data.stream_loader import (
     MAX_LANES,
@@ -76,6 +76,7 @@ def loader(
     micro: int = 1,
     places: Sequence[Place] = (),
     shuffle: bool = True,
+    skips: Skips = (),
 ) -> StreamLoader:
     lanes = num_lanes(GLOBAL_BATCH)
     return StreamLoader(
@@ -84,6 +85,7 @@ def loader(
         BatchShare(GLOBAL_BATCH, micro, *dp),
         end_id=0,
         places=places,
+        skips=skips,
     )
 
 
@@ -203,6 +205,17 @@ def test_from_every_step_of_three_epochs_the_rows_go_on_as_they_would_have(
         found = [row for rank in ranks for row in rows_of(taken(rank, 1)[0])]
         assert found == straight[step]
         places = places_of(merged([rank.cursor() for rank in ranks]), num_lanes(GLOBAL_BATCH))
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_batches_are_left_out_behind_their_steps_and_the_cursor_counts_them(
+    documents: Documents, packing: Packing
+) -> None:
+    straight = [rows_of(batch) for batch in taken(loader(documents, packing), 9)]
+    skipping = loader(documents, packing, skips=((0, 1), (2, 3)))
+    assert [rows_of(batch) for batch in taken(skipping, 4)] == [straight[at] for at in (1, 2, 6, 7)]
+    places = places_of(merged([skipping.cursor()]), num_lanes(GLOBAL_BATCH))
+    assert rows_of(taken(loader(documents, packing, places=places), 1)[0]) == straight[8]
 
 
 def test_the_cursor_is_that_of_what_was_consumed_and_not_of_what_was_read_ahead(documents: Documents) -> None:

@@ -13,6 +13,7 @@ METHODS = [name for name, each in vars(RunObserver).items() if inspect.isfunctio
 ARGUMENTS = {
     "begin": (3,),
     "enter": (4, "training"),
+    "section": ("forward",),
     "finish": (4,),
     "measure": (4,),
     "beat": (),

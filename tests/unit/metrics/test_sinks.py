@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nxtrain.config.schema import MetricsConfig
+from nxtrain.config.schema import IdentityConfig, MetricsConfig, RunConfig
 from nxtrain.metrics import retrying_sink
 from nxtrain.metrics.retrying_sink import RetryingSink, Sink
 from nxtrain.metrics.sinks import PROGRESS, JsonlSink, open_sinks
@@ -107,18 +107,28 @@ def test_tensorboard_shows_a_step_before_the_run_ends(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
 
 
+def configured(folder: Path, **metrics: bool) -> RunConfig:
+    return RunConfig(run=IdentityConfig(dir=folder), metrics=MetricsConfig().model_copy(update=metrics))
+
+
 def test_only_the_leader_writes(tmp_path: Path) -> None:
-    config = MetricsConfig(tensorboard=True, progress=True)
-    assert open_sinks(config, tmp_path, 10, 0, leader=False) == []
+    config = configured(tmp_path, tensorboard=True, progress=True, prometheus=True)
+    assert open_sinks(config, 0, leader=False) == []
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 @pytest.mark.parametrize("progress", [False, True])
-def test_the_configuration_chooses_the_sinks(tmp_path: Path, tensorboard: bool, progress: bool) -> None:
-    sinks = open_sinks(MetricsConfig(tensorboard=tensorboard, progress=progress), tmp_path, 10, 0, leader=True)
+@pytest.mark.parametrize("prometheus", [False, True])
+def test_the_configuration_chooses_the_sinks(
+    tmp_path: Path, tensorboard: bool, progress: bool, prometheus: bool
+) -> None:
+    config = configured(tmp_path, tensorboard=tensorboard, progress=progress, prometheus=prometheus)
+    sinks = open_sinks(config, 0, leader=True)
     for sink in sinks:
+        sink.log({"step": 1, "loss": 1.5, "tokens_per_s": 1.0})
         sink.close()
+    assert (tmp_path / "prometheus.prom").exists() == prometheus
     assert (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "tensorboard").exists() == tensorboard
     assert (PROGRESS in {sink.name for sink in sinks}) == progress

@@ -24,6 +24,7 @@ def run(profiler: StepProfiler, first: int, last: int) -> None:
     for step in range(first, last + 1):
         profiler.enter(step, "data")
         profiler.enter(step, "training")
+        profiler.section("forward")
         with torch.profiler.record_function(f"product {step}"):
             torch.ones(8, 8) @ torch.ones(8, 8)
         profiler.finish(step)
@@ -42,7 +43,8 @@ def test_the_chosen_steps_and_no_others_are_in_the_profile(tmp_path: Path) -> No
     assert [name for name in names if name.startswith("product")] == ["product 3", "product 4"]
     assert [names.count(f"nxtrain.{work}") for work in ("data", "training")] == [2, 2]
     assert "aten::mm" in names
-    spans = [event for event in found if event["name"] == "nxtrain.training"]
+    assert names.count("nxtrain.forward") == 2
+    spans = [event for event in found if event["name"] == "nxtrain.forward"]
     product = next(event for event in found if event["name"] == "product 3")
     assert any(s["ts"] <= product["ts"] and product["ts"] + product["dur"] <= s["ts"] + s["dur"] for s in spans)
 

@@ -1,0 +1,56 @@
+"""Newest record of a run as a file in Prometheus' text format, for the textfile collector of its node exporter.
+
+Source: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nxtrain.io.atomic import replace_text
+
+PREFIX = "nxtrain_"
+
+
+class PrometheusSink:
+    """File with a gauge for each number of the newest record; a reader never sees a part of a file.
+
+    Args:
+        path: The file, whose name ends in `.prom`.
+        run: Name of the run, the label of all gauges.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path, self._run = path, run
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Replace the file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        replace_text(self._path, text_of(record, self._run), durable=False)
+
+    def close(self) -> None:
+        """Leave the last record in the file."""
+
+
+def text_of(record: Mapping[str, Any], run: str) -> str:
+    """Text of a record; values that are no numbers are left out."""
+    label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    lines = []
+    for key, value in record.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            name = PREFIX + re.sub("[^a-zA-Z0-9_]", "_", key)
+            lines += [f"# TYPE {name} gauge", f'{name}{{run="{label}"}} {_number(float(value))}']
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

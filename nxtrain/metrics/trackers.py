@@ -1,0 +1,162 @@
+"""Records of a run for Weights & Biases and for MLflow, through their own packages.
+
+Both have one run for a run folder, whatever the number of its starts: an identity in the folder names it. A start that
+repeats steps logs them again, with the number of the step as a value.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from nxtrain.errors import BackendError
+from nxtrain.io.atomic import replace_text
+from nxtrain.io.regular import read_text
+
+PROJECT = "nxtrain"
+"""Project, or experiment, that the runs belong to."""
+
+IDENTITY = "id.txt"
+
+
+class WandbSink:
+    """Run of Weights & Biases; without network in mode `offline`, whose files `wandb sync` uploads later.
+
+    Args:
+        folder: Folder of its files.
+        name: Name of the run.
+        config: Values of the configuration.
+        mode: `offline` or `online`.
+
+    Raises:
+        OSError: The run cannot be opened.
+    """
+
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], mode: Literal["offline", "online"]) -> None:
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)
+        with _as_os_error("wandb"):
+            self._run = wandb.init(
+                project=PROJECT,
+                name=name,
+                id=identity(folder, lambda: uuid.uuid4().hex[:8]),
+                dir=str(folder),
+                config=dict(config),
+                mode=mode,
+                resume="allow",
+                # Nothing beside the records: no capture of the terminal, no statistics of the machine, no code.
+                settings=wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True, silent=True),
+            )
+            self._run.define_metric("*", step_metric="step")
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Log the numbers of the record.
+
+        Raises:
+            OSError: The run takes nothing.
+        """
+        with _as_os_error("wandb"):
+            self._run.log(numbers_of(record))
+
+    def close(self) -> None:
+        """Finish the run."""
+        with _as_os_error("wandb"):
+            self._run.finish()
+
+
+class MlflowSink:
+    """Run of MLflow.
+
+    Args:
+        folder: Folder for the identity of the run.
+        name: Name of the run.
+        config: Values of the configuration, logged once as parameters.
+        uri: Tracking store, such as `http://HOST:5000`.
+
+    Raises:
+        OSError: The store does not answer.
+    """
+
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], uri: str) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        folder.mkdir(parents=True, exist_ok=True)
+        with _as_os_error("mlflow"):
+            self._client = MlflowClient(tracking_uri=uri)
+
+            def begun() -> str:
+                experiment = self._client.get_experiment_by_name(PROJECT)
+                where = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
+                run: str = self._client.create_run(where, run_name=name).info.run_id
+                params = [Param(key, str(value)[:500]) for key, value in config.items()]
+                for at in range(0, len(params), 100):  # MLflow takes no more at once
+                    self._client.log_batch(run, params=params[at : at + 100])
+                return run
+
+            self._id = identity(folder, begun)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Log the numbers of the record.
+
+        Raises:
+            OSError: The store does not answer.
+        """
+        from mlflow.entities import Metric
+
+        step, now_ms = int(record["step"]), int(1e3 * time.time())
+        metrics = [Metric(key, float(value), now_ms, step) for key, value in numbers_of(record).items()]
+        with _as_os_error("mlflow"):
+            self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        """Mark the run as ended."""
+        with _as_os_error("mlflow"):
+            self._client.set_terminated(self._id)
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Finite numbers of a record."""
+    numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+    return {key: value for key, value in numbers.items() if not isinstance(value, bool) and math.isfinite(value)}
+
+
+def identity(folder: Path, begin: Callable[[], str]) -> str:
+    """Identity in a folder; if there is none, that of a new run, which `begin` makes."""
+    file = folder / IDENTITY
+    if file.exists():
+        return read_text(file).strip()
+    found = begin()
+    replace_text(file, f"{found}\n", durable=True)
+    return found
+
+
+def require(package: str, extra: str, key: str) -> None:
+    """Import a package before any sink is open.
+
+    Raises:
+        BackendError: The package cannot be imported.
+    """
+    try:
+        __import__(package)
+    except ImportError as error:
+        raise BackendError(
+            f"{package} cannot be imported: {error}; pip install 'nxtrain[{extra}]', or leave {key} out"
+        ) from error
+
+
+@contextmanager
+def _as_os_error(package: str) -> Iterator[None]:
+    """Turn any failure of a tracker into the error that ends no run."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{package}: {type(error).__name__}: {error}") from error

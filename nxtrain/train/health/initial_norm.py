@@ -1,0 +1,101 @@
+"""Parameter norm at step 0 beside the closed form of the initialization, which a wrong scale or shape would miss.
+
+A tensor of n entries from N(0, std^2) has squares that sum to n std^2 on average, with a variance of 2 n std^4. Ones
+add their number, and zeros nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from nxtrain.metrics.run_observer import RunObserver
+from nxtrain.sharding import ShardSpec
+from nxtrain.train.step import TrainState
+
+DEVIATIONS = 6.0
+"""Standard deviations from which a norm is far off: chance alone gets so far once in 500 million runs."""
+
+ROUNDED = 1e-3
+"""Relative difference of squares that the rounding of bf16 parameters and of sums may add."""
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """Distribution of the sum of squares of drawn parameters.
+
+    Args:
+        mean: Its mean.
+        variance: Its variance.
+    """
+
+    mean: float
+    variance: float
+
+    @staticmethod
+    def of(specs: Iterable[ShardSpec]) -> ClosedForm:
+        """Distribution for some parameters; a copy that is tied to another parameter counts nothing."""
+        mean = variance = 0.0
+        for spec in specs:
+            entries = 0 if spec.tied_to else math.prod(spec.shape)
+            if spec.init.kind == "ones":
+                mean += entries
+            elif spec.init.kind == "normal":
+                mean += entries * spec.init.std**2
+                variance += 2 * entries * spec.init.std**4
+        return ClosedForm(mean, variance)
+
+    def __add__(self, other: ClosedForm) -> ClosedForm:
+        return ClosedForm(self.mean + other.mean, self.variance + other.variance)
+
+    @property
+    def norm(self) -> float:
+        """The norm to expect."""
+        return math.sqrt(self.mean)
+
+    @property
+    def tolerance(self) -> float:
+        """Difference of norms that chance and rounding explain."""
+        if not self.mean:
+            return 0.0
+        return (DEVIATIONS * math.sqrt(self.variance) + ROUNDED * self.mean) / (2 * self.norm)
+
+    def explains(self, norm: float) -> bool:
+        """True if a norm is as near as chance and rounding have it."""
+        return abs(norm - self.norm) <= self.tolerance
+
+
+class InitialNorm(RunObserver):
+    """Values for the first record of a run that drew its weights.
+
+    Args:
+        norm: Measured norm of all parameters at step 0.
+        expected: Closed form of the whole model.
+    """
+
+    def __init__(self, norm: float, expected: ClosedForm) -> None:
+        self._values: Mapping[str, float] = {"param_norm_0": norm, "param_norm_expected": expected.norm}
+
+    def measure(self, step: int) -> Mapping[str, float]:
+        values, self._values = self._values, {}
+        return values
+
+
+def closed_form(state: TrainState) -> ClosedForm:
+    """Closed form of the whole model, whose stages are on different ranks; every rank calls this."""
+    mesh = state.mesh
+    stages = dict(state.ranks.gather((mesh.pp.rank, ClosedForm.of(state.table.values()))))
+    return sum((stages[stage] for stage in sorted(stages)), ClosedForm(0.0, 0.0))
+
+
+def measure_initial_norm(state: TrainState) -> tuple[InitialNorm, str]:
+    """Measure the norm of drawn weights; returns its values, and a line for people. Every rank calls this."""
+    expected = closed_form(state)
+    norm = state.backend.fetch({"norm": state.gradients.norm(state.data_parallel.shards)})["norm"]
+    line = (
+        f"parameter norm {norm:.6g} at step 0; the initialization has {expected.norm:.6g} +- {expected.tolerance:.2g}"
+    )
+    if not expected.explains(norm):
+        line = f"WARNING: {line}: weights have another scale or shape than their layers ask for"
+    return InitialNorm(norm, expected), line

@@ -1,0 +1,163 @@
+"""Report of a rank that has no memory left: bytes by kind, and the keys of the configuration that would help.
+
+The state is counted by its tensors. Activations are gone when the error arrives, so that `nxtrain plan`'s arithmetic
+stands for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nxtrain.config.check import Resolved
+from nxtrain.config.schema import FULLY_SHARDED
+from nxtrain.plan.hardware import MACHINES
+from nxtrain.plan.job import Job
+from nxtrain.plan.memory import stage_bytes
+from nxtrain.process.stacks import print_line
+from nxtrain.run_folder import LOGS_DIR
+from nxtrain.train.context import RunContext
+from nxtrain.train.step import TrainState
+
+SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "resource_exhausted", "unable to allocate")
+"""Parts of the messages of torch, numpy, CUDA and XLA, in lower case."""
+
+PLANNED_AS = "p5.48xlarge"
+"""Machine of the arithmetic where `cluster.instance` names none; the state and the activations do not depend on it."""
+
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer state", "activations"
+PLANNED = f"{ACTIVATIONS}, planned"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error, or one behind it, is a failed allocation."""
+    chain: BaseException | None = error
+    seen = set[int]()
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        if isinstance(chain, MemoryError) or any(sign in str(chain).lower() for sign in SIGNS):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def held_bytes(state: TrainState, plan: Resolved) -> dict[str, int]:
+    """Bytes that a rank holds, by kind; each storage counts once, for its first kind."""
+    count = _Count(lazy=state.backend.collectives.lazy)
+    parameters = [*state.model.parameters()]
+    sums: Mapping[str, Tensor] = getattr(state.data_parallel, "sums", {})
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    kept = [x for tensors in state.optimizer.state.values() for x in tensors.values()]
+    return {
+        PARAMETERS: count.bytes(parameters),
+        GRADIENTS: count.bytes([*grads, *sums.values()]),
+        OPTIMIZER: count.bytes([*kept, *state.data_parallel.shards.values()]),
+        PLANNED: _planned_activations(state, plan),
+    }
+
+
+def advice(plan: Resolved, held: Mapping[str, int], *, dp: int, tp: int, on_host: bool) -> list[str]:
+    """Keys that lower the memory of a rank, those of the largest kind first."""
+    train, parallel = plan.config.train, plan.config.parallel
+    of_activations, of_state = list[str](), list[str]()
+    if train.micro_batch > 1:
+        of_activations.append(f"train.micro_batch={train.micro_batch // 2}: half of the activations")
+    if train.remat != "full":
+        stronger = "selective" if train.remat == "none" else "full"
+        of_activations.append(f"train.remat={stronger}: backward computes some activations again")
+    if tp > 1 and not parallel.sequence_parallel:
+        of_activations.append("parallel.sequence_parallel=true: activations between layers are cut over tp")
+    if train.loss_chunk_mib > 1:
+        of_activations.append(f"train.loss_chunk_mib={train.loss_chunk_mib // 2}: fewer logits at once")
+    if dp > 1 and parallel.shard == "none":
+        of_state.append("parallel.shard=zero1: optimizer state is cut over dp; full also cuts gradients and parameters")
+    elif dp > 1 and parallel.shard in ("zero1", "grad_op"):
+        of_state.append("parallel.shard=full: gradients and parameters are cut over dp too")
+    if parallel.shard in FULLY_SHARDED and not parallel.offload and not on_host:
+        of_state.append("parallel.offload=true: parameters and optimizer state stay in host memory")
+    of_state.append(f"parallel.tp={2 * tp} or parallel.pp={2 * parallel.pp}: fewer parameters on a rank")
+    if on_host:
+        of_state.append("checkpoint.async=false and data.workers=0: no copies of the state, no further processes")
+    state_bytes = sum(size for kind, size in held.items() if kind != PLANNED)
+    return [*of_activations, *of_state] if held[PLANNED] > state_bytes else [*of_state, *of_activations]
+
+
+def lines(state: TrainState, plan: Resolved) -> list[str]:
+    """Report of a rank, line by line."""
+    backend, mesh = state.backend, state.mesh
+    held = held_bytes(state, plan)
+    shown = ", ".join(f"{kind} {_size(size)}" for kind, size in held.items())
+    peak = backend.peak_memory_bytes()
+    reached = f"; peak so far {_size(peak)}" if peak else ""
+    keys = advice(plan, held, dp=mesh.dp_size, tp=mesh.tp_size, on_host=not backend.is_asynchronous)
+    return [
+        f"error: rank {mesh.rank} is out of memory; it holds {shown}{reached}",
+        f"rank {mesh.rank}: keys that would help: {'; '.join(keys)}",
+    ]
+
+
+@contextmanager
+def explaining_memory(context: RunContext, state: TrainState) -> Iterator[None]:
+    """Report a failed allocation to standard error and to a file of the logs; the error goes on."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            with suppress(Exception):  # the error itself is the news, whatever a report without memory comes to
+                _report(context, state)
+        raise
+
+
+def _report(context: RunContext, state: TrainState) -> None:
+    logs, rank = context.config.run.dir / LOGS_DIR, state.mesh.rank
+    found = lines(state, context.plan)
+    for line in found:
+        print_line(line)
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / f"memory-rank-{rank}.txt").write_text("\n".join(found) + "\n", encoding="utf-8")
+    snapshot = logs / f"memory-rank-{rank}.pickle"
+    if state.backend.dump_memory(snapshot):
+        print_line(f"rank {rank}: {snapshot} has every block of the device's memory; pytorch.org/memory_viz shows it")
+
+
+def _planned_activations(state: TrainState, plan: Resolved) -> int:
+    config, mesh = plan.config, state.mesh
+    parallel = config.parallel.model_copy(update={"dp": mesh.dp_size})
+    job = Job(
+        plan.family.decoder(plan.model),
+        MACHINES.get(config.cluster.instance, MACHINES[PLANNED_AS]),
+        config.cluster.nodes,
+        config.model_copy(update={"parallel": parallel}),
+    )
+    found = stage_bytes(job, mesh.pp.rank)
+    return found.activations + found.logits
+
+
+class _Count:
+    """Count of the bytes of tensors, each storage once.
+
+    Args:
+        lazy: The tensors have no address, and none of them shares the storage of another.
+    """
+
+    def __init__(self, *, lazy: bool) -> None:
+        self._lazy = lazy
+        self._seen = set[int]()
+
+    def bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the tensors whose storage was not counted before."""
+        total = 0
+        for tensor in tensors:
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            key = id(own) if self._lazy else own.untyped_storage().data_ptr()
+            if own.numel() and key not in self._seen:
+                self._seen.add(key)
+                total += own.numel() * own.element_size()
+        return total
+
+
+def _size(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.2f} MiB"

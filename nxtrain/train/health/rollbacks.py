@@ -1,0 +1,127 @@
+"""Rollbacks of a diverging run: back to a checkpoint from before the growth, and past the batches since then.
+
+The log of rollbacks is the only state. A line `rolled_back` asks the next start to go back. A line `rewound` says to
+which step a start went, and how many batches it leaves out behind that step. Every later start reads both, so that each
+step has the same batch in every start.
+
+Source: Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.1, restarts 100 steps before a spike and skips the
+batches around the spike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nxtrain.checkpoint import directory
+from nxtrain.data.loader import Skips, left_out
+from nxtrain.distributed.agreement import Ranks
+from nxtrain.errors import CheckpointError, DivergedError, RestartError
+from nxtrain.io.jsonl import JsonlLog
+from nxtrain.metrics.stability import SMOOTHED, SUSTAINED
+from nxtrain.run_folder import CHECKPOINTS_DIR, LOGS_DIR
+
+ROLLBACKS = "rollbacks.jsonl"
+
+MOST = 3
+"""Most rollbacks to one step; a run that then diverges again has another cause than its batches."""
+
+BEFORE = SUSTAINED + SMOOTHED
+"""Steps between the last good one and the alarm: those whose norms are part of the growth."""
+
+
+class Rollbacks:
+    """Rollbacks of a run, as its log has them. Every rank makes one, and makes the same calls.
+
+    Args:
+        run_dir: Folder of the run.
+        ranks: All ranks of the run.
+    """
+
+    def __init__(self, run_dir: Path, ranks: Ranks) -> None:
+        self._log, self._checkpoints = JsonlLog(run_dir / LOGS_DIR / ROLLBACKS), run_dir / CHECKPOINTS_DIR
+        self._ranks = ranks
+        # Read by one rank: where each node has its own disk, only the leader's disk holds the file.
+        lines = ranks.on_leader(self._log.read, f"cannot read {self._log.file}")
+        self._lines: list[dict[str, Any]] = [line for line in lines if _is_whole(line)]
+        self._began = 0
+
+    @property
+    def pending(self) -> int | None:
+        """Last step whose checkpoint may stay, where a rollback is asked for and not done; None: there is none."""
+        last = self._lines[-1] if self._lines else {"verdict": ""}
+        return int(last["keeps"]) if last["verdict"] == "rolled_back" else None
+
+    @property
+    def skips(self) -> Skips:
+        """Batches that are left out."""
+        found: dict[int, int] = {}
+        for line in self._lines:
+            if line["verdict"] == "rewound":
+                found = {step: number for step, number in found.items() if step < line["resumed"]}
+                found[line["resumed"]] = line["batches"]
+        return tuple(found.items())
+
+    def resume(self, step: int) -> None:
+        """Note the step from which a start goes on; with a pending rollback, leave out the batches seen since.
+
+        Raises:
+            CheckpointError: The rollback cannot be recorded.
+        """
+        self._began = step
+        if self.pending is None:
+            return
+        last = self._lines[-1]["step"]
+        batches = max(0, last - step) + left_out(self.skips, step, last - 1)
+        self._add({"verdict": "rewound", "step": last, "resumed": step, "batches": batches})
+
+    def roll_back(self, at: int, step: int, alarm: str) -> NoReturn:
+        """Ask the next start to go back.
+
+        Args:
+            at: Step of the alarm.
+            step: Last finished step.
+            alarm: Text of the alarm.
+
+        Raises:
+            RestartError: The ranks must be started again.
+            DivergedError: No checkpoint is old enough, or the run was rolled back to the same step too often.
+            CheckpointError: The rollback cannot be recorded.
+        """
+        keeps = max(0, at - BEFORE)
+        said = f"step {at}: {alarm}; the run is diverging, recovery.on_divergence=rollback"
+        again = sum(line["verdict"] == "rewound" and line["resumed"] == self._began for line in self._lines)
+        if again >= MOST:
+            raise DivergedError(
+                f"{said}, but it went back to step {self._began} {again} times already, past other batches each time. "
+                "Batches are not the cause: use a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
+            )
+        steps = self._ranks.on_leader(self._steps, f"cannot look for checkpoints in {self._checkpoints}")
+        if steps and min(steps) > keeps:
+            raise DivergedError(
+                f"{said}, but no checkpoint from step {keeps} or before is left, only {', '.join(map(str, steps))}. "
+                "Raise checkpoint.keep or checkpoint.every, so that one outlives the growth, or lower optim.lr"
+            )
+        self._add({"verdict": "rolled_back", "step": step, "keeps": keeps, "alarm": alarm})
+        raise RestartError(
+            f"{said}: a run whose ranks are started again (recovery.max_restarts) goes back to step {keeps} or before, "
+            f"and leaves out the batches from there to step {step}"
+        )
+
+    def _steps(self) -> list[int]:
+        return sorted(directory.step_of(path) for path in directory.list_checkpoints(self._checkpoints))
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        """Write a line to disk before any rank goes on."""
+        self._lines.append(dict(line))
+        if problem := self._ranks.on_leader(lambda: self._log.add(line), f"cannot write {self._log.file}"):
+            raise CheckpointError(
+                f"{self._log.file} cannot be written: {problem}. A rollback needs it: make room for it, and start the "
+                "run again, which goes on from its newest checkpoint"
+            )
+
+
+def _is_whole(line: Mapping[str, Any]) -> bool:
+    keys: Sequence[str] = ("step", "keeps") if line.get("verdict") == "rolled_back" else ("step", "resumed", "batches")
+    return all(isinstance(line.get(key), int) and line[key] >= 0 for key in keys)

@@ -1,0 +1,120 @@
+"""Weights & Biases and MLflow without network: real runs into files, where their packages are installed."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import BackendError
+from nxtrain.metrics import trackers
+from nxtrain.metrics.sinks import open_sinks
+
+RECORDS: list[dict[str, Any]] = [
+    {"step": 1, "loss": 2.5, "alarm": "spike: loss", "mfu": None},
+    {"step": 2, "loss": math.nan, "grad_norm": 0.5},
+    {"step": 3, "loss": 2.25},
+]
+
+
+def config(folder: Path, **metrics: Any) -> RunConfig:
+    tables = {"run": {"dir": str(folder), "name": "demo"}, "train": {"steps": 3}}
+    return RunConfig.model_validate({**tables, "metrics": {"tensorboard": False, "progress": False, **metrics}})
+
+
+def log(run: RunConfig, records: list[dict[str, Any]], resume_step: int = 0) -> None:
+    sinks = open_sinks(run, resume_step, leader=True)
+    for record in records:
+        for sink in sinks:
+            sink.log(record)
+    for sink in sinks:
+        sink.close()
+
+
+def test_a_tracker_whose_package_is_absent_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, given in (("wandb", {"wandb": "offline"}), ("mlflow", {"mlflow": "file:x"})):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        with pytest.raises(BackendError, match=rf"pip install 'nxtrain\[{package}\]', or leave metrics.{package} out"):
+            open_sinks(config(tmp_path, **given), 0, leader=True)
+
+
+def test_a_tracker_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing:
+        def __init__(self, *args: object) -> None:
+            with trackers._as_os_error("wandb"):
+                raise ValueError("the server is gone")
+
+    monkeypatch.setattr(trackers, "WandbSink", Failing)
+    monkeypatch.setattr(trackers, "require", lambda *names: None)
+    log(config(tmp_path, wandb="offline"), RECORDS)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Weights & Biases cannot be written: wandb: ValueError: the server is gone; training goes on" in said
+    assert "3 records are missing in Weights & Biases" in said
+
+
+def test_an_identity_is_made_once(tmp_path: Path) -> None:
+    assert trackers.identity(tmp_path, lambda: "first") == "first"
+    assert trackers.identity(tmp_path, lambda: "second") == "first"
+
+
+def blocks(content: bytes) -> Iterator[bytes]:
+    """Records of a file of Weights & Biases: LevelDB's log format behind seven bytes, here with whole records only."""
+    at = 7
+    while at < len(content):
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        assert kind == 1, "a whole record"
+        yield content[at + 7 : at + 7 + length]
+        at += 7 + length
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_biases_gets_every_record_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="no wandb: pip install 'nxtrain[wandb]'")
+    from wandb.proto import wandb_internal_pb2
+
+    run = config(tmp_path, wandb="offline")
+    log(run, RECORDS[:2])
+    log(run, RECORDS[2:], resume_step=2)
+    files = sorted((tmp_path / "wandb").rglob("*.wandb"))
+    assert len({file.name for file in files}) == 1, "of one run"
+    logged = []
+    for file in files:
+        for content in blocks(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content)
+            if record.HasField("history"):
+                items = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
+                logged.append({key: float(items[key]) for key in items if not key.startswith("_")})
+    assert logged == [{"step": 1.0, "loss": 2.5}, {"step": 2.0, "grad_norm": 0.5}, {"step": 3.0, "loss": 2.25}]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_gets_every_record_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="no mlflow: pip install 'nxtrain[mlflow]'")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    uri = (tmp_path / "store").as_uri()
+    run = config(tmp_path, mlflow=uri)
+    log(run, RECORDS[:2])
+    log(run, RECORDS[2:], resume_step=2)
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("nxtrain")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == ("demo", "FINISHED")
+    assert found.data.params["train.steps"] == "3"
+    history = {
+        key: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, key)]
+        for key in found.data.metrics
+    }
+    assert history == {"step": [(1, 1), (2, 2), (3, 3)], "loss": [(1, 2.5), (3, 2.25)], "grad_norm": [(2, 0.5)]}
