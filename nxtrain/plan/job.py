@@ -10,7 +10,7 @@ from typing import Literal
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
 from nxtrain.family import Decoder
 from nxtrain.plan.hardware import Machine
-from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_parts
+from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_kinds, stage_parts
 from nxtrain.stages import StagePart
 
 Attention = Literal["blocked", "fused", "grouped", "scores"]
@@ -142,21 +142,22 @@ class Job:
             self.decoder, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
         )
 
-    @cached_property
-    def stages(self) -> list[Stage]:
+    @property
+    def stages(self) -> tuple[Stage, ...]:
         """Kind of every pipeline rank's stage."""
-        model = self.config.model
-        return [
-            Stage(
-                self.decoder,
-                tuple(len(part.blocks) for part in parts),
-                any(part.first for part in parts),
-                any(part.last for part in parts),
-                model.fused_qkv,
-                model.fused_gate_up,
-            )
-            for parts in self.parts
-        ]
+        return self._kinds[0]
+
+    @property
+    def distinct_stages(self) -> tuple[int, ...]:
+        """First pipeline rank of each kind of stage."""
+        return self._kinds[1]
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+        parallel, model = self.config.parallel, self.config.model
+        cut = parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
+        fused = model.fused_qkv, model.fused_gate_up
+        return stage_kinds(self.decoder, self.config.train.seq_len, *cut, *fused)
 
     def stage(self, index: int) -> Stage:
         """Kind of a pipeline rank's stage."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from nxtrain.parallel.schedule import num_warmup
 from nxtrain.plan.activations import block_bytes, boundary_bytes, chunk_bytes, kept_logits_bytes, working_bytes
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.shapes import Stage, beside_blocks, one_block
+from nxtrain.plan.shapes import beside_blocks, one_block
 
 GIB = 1 << 30
 
@@ -67,12 +67,8 @@ class Bytes:
 
 def rank_bytes(job: Job) -> tuple[int, Bytes]:
     """Pipeline stage whose ranks need most memory, and its memory."""
-    most: dict[Stage, tuple[int, int]] = {}  # of stages of one kind, the first with most micro-batches in flight
-    for stage, kind in enumerate(job.stages):
-        found = in_flight(job, stage)
-        if kind not in most or found > most[kind][0]:
-            most[kind] = found, stage
-    return max(((stage, stage_bytes(job, stage)) for _, stage in most.values()), key=lambda each: each[1].total)
+    # Of stages of one kind, none has more micro-batches in flight than the first.
+    return max(((stage, stage_bytes(job, stage)) for stage in job.distinct_stages), key=lambda each: each[1].total)
 
 
 def stage_bytes(job: Job, stage: int) -> Bytes:

@@ -48,8 +48,9 @@ class Links:
     network: float
 
 
-def tp_bytes(job: Job, num_blocks: int) -> float:
-    """Bytes of a rank for one micro-batch through a number of blocks.
+def tp_bytes(job: Job, num_blocks: int) -> tuple[float, float, float]:
+    """Bytes of a rank for one micro-batch through a number of blocks: forward, backward, and of backward those of the
+    column layers, which products may hide.
 
     Each block's two pairs of layers gather and scatter once in the forward pass. The backward pass has both again, and
     gathers the inputs once more. Without sequence parallelism there are two sums forward and two backward, each twice
@@ -57,10 +58,10 @@ def tp_bytes(job: Job, num_blocks: int) -> float:
     """
     parallel, remat = job.config.parallel, job.config.train.remat
     if parallel.tp == 1:
-        return 0.0
+        return 0.0, 0.0, 0.0
     whole = job.micro_tokens * job.decoder.hidden_size * job.params_size * (parallel.tp - 1) / parallel.tp
-    transfers = (10 if parallel.sequence_parallel else 8) + (4 if remat == "full" else 0)
-    return num_blocks * transfers * whole
+    backward = (6 if parallel.sequence_parallel else 4) + (4 if remat == "full" else 0)
+    return num_blocks * 4 * whole, num_blocks * backward * whole, num_blocks * 4 * whole
 
 
 def ring_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) -> float:

@@ -76,7 +76,7 @@ def compared() -> tuple[Compared, ...]:
     found = []
     for row in json.loads(GOLDEN.read_text(encoding="utf-8"))["rows"]:
         job = job_of(row)
-        time = step_time(job)
+        time = step_time(job, hides_tp=row.get("hides_tp", True))
         seq_len = row["seq_len"]
         if "sequences_per_s" in row:
             published = row["sequences_per_s"] * seq_len / job.world
