@@ -171,6 +171,23 @@ class OptimConfig(Section):
     """Largest global gradient norm; 0: never clip."""
 
 
+class FinetuneConfig(Section):
+    """[finetune]: trained share of a model that begins from given weights."""
+
+    method: Literal["full", "lora"] = "full"
+    """Every weight, or low-rank adapters of linear layers beside frozen weights."""
+    r: Size = 16
+    """Rank of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """Scale of an adapter's output, divided by r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the entries of an adapter's input that a training step leaves out at random."""
+    targets: tuple[str, ...] = Field(default=(), strict=False)
+    """Linear layers with an adapter, such as `q_proj`; empty: every linear layer of the blocks."""
+    rslora: bool = False
+    """Divide alpha by the square root of r instead."""
+
+
 class DataConfig(Section):
     """[data]: source of the training data, tokenizer and order."""
 
@@ -317,6 +334,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optim: OptimConfig = OptimConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     backend: BackendConfig = BackendConfig()
