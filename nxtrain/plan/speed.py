@@ -91,7 +91,9 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
 
     overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices start transfers after the computations
 
-    forward_s, backward_s, exposed_tp_s = [], [], []
+    forward_s: list[float] = []
+    backward_s: list[float] = []
+    exposed_tp_s: list[float] = []
     costs_of: dict[tuple[int, bool], tuple[float, float, float]] = {}
     for part in [own[chunk] for chunk in range(parallel.virtual_pp) for own in job.parts]:
         kind = len(part.blocks), part.last
@@ -235,9 +237,7 @@ def _tp_traffic(job: Job, stage: int, links: Links, exposed_s: float) -> Iterato
         yield Traffic("tp", link_of(job, size, 1), int(sent), seconds, _hidden(seconds, exposed_s))
 
 
-def _dp_traffic(
-    job: Job, stage: int, gather_s: tuple[float, float], sync_s: tuple[float, float]
-) -> Iterator[Traffic]:
+def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tuple[float, float]) -> Iterator[Traffic]:
     """Gathers of every micro-batch, and sums of every step, with their exposed part; hybrid has both, on two links."""
     parallel = job.config.parallel
     if gathered := job.num_micro * gather_bytes(job, stage):

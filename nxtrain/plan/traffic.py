@@ -49,9 +49,9 @@ class Links:
 
 
 def tp_bytes(job: Job, num_blocks: int) -> tuple[float, float, float]:
-    """Bytes of a rank for one micro-batch through a number of blocks: forward, backward, and of backward those of the
-    column layers, which products may hide.
+    """Bytes of a rank for one micro-batch through some blocks: forward, backward, and of the latter column layers'.
 
+    Products may hide those of column layers.
     Each block's two pairs of layers gather and scatter once in the forward pass. The backward pass has both again, and
     gathers the inputs once more. Without sequence parallelism there are two sums forward and two backward, each twice
     the bytes. Recomputed blocks repeat the forward pass.
