@@ -30,6 +30,10 @@ def plan(
     model: Annotated[
         str, typer.Option(metavar="NAME", help="Published model in place of the configured one, such as gpt3-175b.")
     ] = "",
+    method: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="full, lora or qlora in place of finetune.method; all with --search."),
+    ] = "",
     tokens: Annotated[
         float, typer.Option(min=0, max=1e18, callback=finite, help="Tokens of the run; by default train.steps.")
     ] = 0.0,
@@ -58,7 +62,7 @@ def plan(
     from nxtrain.plan.predict import Assumptions
     from nxtrain.plan.show import show, show_found
 
-    question = Question(instance, nodes, hardware, model)
+    question = Question(instance, nodes, hardware, model, method)
     assumed = Assumptions(tokens_of(tokens, dataset), store_gb_s * 1e9, mtbf_h * 3600, price)
     if search:
         found, note = find_layouts(config, overrides or [], question, assumed)

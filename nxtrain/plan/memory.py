@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from nxtrain.parallel.schedule import num_warmup
 from nxtrain.plan.activations import block_bytes, boundary_bytes, chunk_bytes, kept_logits_bytes, working_bytes
+from nxtrain.plan.adapters import adapters_of_block
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.shapes import beside_blocks, one_block
 
@@ -36,7 +37,8 @@ class Bytes:
     With one micro-batch the sum is a bound: activations are freed while gradients come into being.
 
     Args:
-        params: Parameters that the model computes with, or the stored shards under full sharding.
+        params: Trained parameters that the model computes with, or the stored shards under full sharding.
+        frozen: Parameters below adapters, quantized or in the type of the model.
         grads: Gradients, summed over micro-batches or reduced, whichever takes more.
         optimizer: Running means, master copies or compensation, and ZeRO-1's own rows of the parameters.
         activations: Tensors kept for the backward passes of all micro-batches in flight, and those that the layer at
@@ -47,6 +49,7 @@ class Bytes:
     """
 
     params: int
+    frozen: int
     grads: int
     optimizer: int
     activations: int
@@ -57,7 +60,7 @@ class Bytes:
     @property
     def total(self) -> int:
         """Sum of all kinds."""
-        state = self.params + self.grads + self.optimizer
+        state = self.params + self.frozen + self.grads + self.optimizer
         return state + self.activations + self.logits + self.buckets + self.workspace
 
     def to_json(self) -> dict[str, int]:
@@ -73,17 +76,18 @@ def rank_bytes(job: Job) -> tuple[int, Bytes]:
 
 def stage_bytes(job: Job, stage: int) -> Bytes:
     """Memory of a rank of a pipeline stage."""
-    params, optimizer = params_bytes(job, stage), optimizer_bytes(job, stage)
+    params, optimizer, frozen = params_bytes(job, stage), optimizer_bytes(job, stage), job.frozen(stage)
     grads = max(accumulated_bytes(job, stage), reduced_bytes(job, stage))
     last = any(part.last for part in job.parts[stage])
     chunk = chunk_bytes(job) if last else 0
     # The loss frees its chunk before the first layer's backward pass.
-    held = kept_bytes(job, stage) + max(0, working_bytes(job) - chunk)
+    held = kept_bytes(job, stage) + max(0, working_bytes(job) + frozen.largest_matrix - chunk)
     logits = chunk + kept_logits_bytes(job) if last else 0
     buckets = bucket_bytes(job, stage, spare=grads + held + logits)
+    on_device = frozen.held
     if job.config.parallel.offload and job.is_fully_sharded:
-        params = grads = optimizer = 0
-    return Bytes(params, grads, optimizer, held, logits, buckets, workspace_bytes(job))
+        params = on_device = grads = optimizer = 0
+    return Bytes(params, on_device, grads, optimizer, held, logits, buckets, workspace_bytes(job))
 
 
 def workspace_bytes(job: Job) -> int:
@@ -94,8 +98,8 @@ def workspace_bytes(job: Job) -> int:
 
 
 def params_bytes(job: Job, stage: int) -> int:
-    """Parameters: whole over data parallel ranks, or the first rank's rows of each under full sharding."""
-    entries = job.entries(stage)
+    """Trained parameters: whole over data parallel ranks, or the first rank's rows of each under full sharding."""
+    entries = job.trained(stage)
     return (entries.rows if job.is_fully_sharded else entries.local) * job.stored_size
 
 
@@ -105,7 +109,7 @@ def optimizer_bytes(job: Job, stage: int) -> int:
     Under full sharding with float32 storage the shards themselves are the master copies.
     """
     precision = job.config.precision
-    entries = job.entries(stage)
+    entries = job.trained(stage)
     zero1 = job.config.parallel.shard == "zero1"
     number = entries.rows if zero1 or job.is_fully_sharded else entries.local
     size = 2 * SIZES[precision.state]
@@ -120,7 +124,7 @@ def optimizer_bytes(job: Job, stage: int) -> int:
 
 def accumulated_bytes(job: Job, stage: int) -> int:
     """Gradients before their reduction: `.grad`, or the sums of `parallel/data_parallel.py:Bucketed`."""
-    entries = job.entries(stage)
+    entries = job.trained(stage)
     if job.is_fully_sharded:
         return entries.rows * job.stored_size
     accumulate = SIZES[job.config.precision.accumulate]
@@ -129,7 +133,7 @@ def accumulated_bytes(job: Job, stage: int) -> int:
 
 def reduced_bytes(job: Job, stage: int) -> int:
     """Gradients that the optimizer gets, in the type of the reduction."""
-    entries = job.entries(stage)
+    entries = job.trained(stage)
     parallel = job.config.parallel
     if job.is_fully_sharded or parallel.dp == 1:
         return accumulated_bytes(job, stage)
@@ -150,22 +154,31 @@ def bucket_bytes(job: Job, stage: int, spare: int) -> int:
         stage: Pipeline stage.
         spare: Bytes that are free again when ZeRO-1 gathers.
     """
-    parallel, precision, entries = job.config.parallel, job.config.precision, job.entries(stage)
+    parallel, precision, entries = job.config.parallel, job.config.precision, job.trained(stage)
     reduce = SIZES[precision.reduce]
     if parallel.dp == 1:
         return 0
     if job.is_fully_sharded:
-        kind = job.stage(stage)
-        block, rest = one_block(kind, parallel.tp, 1).local, beside_blocks(kind, parallel.tp, 1).local
-        num_blocks = sum(kind.blocks)
+        block, rest, trained = gathered_bytes(job, stage)
+        num_blocks = sum(job.stage(stage).blocks)
         ahead = 1 + max(1, parallel.prefetch)
         blocks = num_blocks if parallel.shard == "grad_op" else min(num_blocks, ahead)
-        return (blocks * block + rest) * job.params_size + max(block, rest) * (job.params_size + reduce)
+        return blocks * block + rest + trained * (job.params_size + reduce)
     bucket = min(entries.local * reduce, max(parallel.bucket_mib << 20, entries.largest * reduce))
     if parallel.shard != "zero1":
         return bucket
     gathered = entries.local * job.params_size + reduced_bytes(job, stage)
     return max(2 * bucket + bucket // parallel.dp, gathered - spare)
+
+
+def gathered_bytes(job: Job, stage: int) -> tuple[int, int, int]:
+    """Bytes of a gathered block and of the other parameters, and the entries of the larger one's gradient."""
+    kind, tp, size = job.stage(stage), job.config.parallel.tp, job.params_size
+    if job.adapters is None:
+        block, rest = one_block(kind, tp, 1).local, beside_blocks(kind, tp, 1).local
+        return block * size, rest * size, max(block, rest)
+    adapters, frozen = adapters_of_block(kind, tp, 1, job.adapters).local, job.frozen(stage)
+    return frozen.block + adapters * size, frozen.rest, adapters
 
 
 def kept_bytes(job: Job, stage: int) -> int:

@@ -48,7 +48,10 @@ class Found:
         """The result as JSON."""
         return {
             "layouts": [found.to_json() for found in self.layouts],
-            "rejected": [{"parallel": layout_json(each.job), "reason": each.reason} for each in self.rejected],
+            "rejected": [
+                {"method": each.job.method, "parallel": layout_json(each.job), "reason": each.reason}
+                for each in self.rejected
+            ],
         }
 
 
@@ -109,6 +112,9 @@ def impossible(job: Job) -> Iterator[Problem]:
         yield Problem("train.seq_len", f"tp={parallel.tp} does not divide seq_len={train.seq_len}")
     if job.is_lazy and parallel.shard in FULLY_SHARDED:
         yield Problem("parallel.shard", f"{parallel.shard} does not run on PyTorch/XLA; use zero1")
+    if job.method == "qlora" and job.is_trainium:
+        reason = f"qlora has kernels for CUDA and CPUs, and {job.machine.name} has neither for training"
+        yield Problem("finetune.method", reason, hint="use lora, or a machine with GPUs")
     if job.nodes > 1 and not job.machine.network_bytes_s:
         reason = f"{job.nodes} machines cannot train together: {job.machine.name} has no network for collectives"
         yield Problem("cluster.nodes", reason, hint="use one machine, or another instance")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import optimizer_bytes, params_bytes, reduced_bytes
 from nxtrain.plan.pipeline import PipelineCosts
-from nxtrain.plan.shapes import column_params, costs, flops_per_token
+from nxtrain.plan.shapes import column_params
 from nxtrain.plan.traffic import Links, Traffic, gather_bytes, link_of, pp_bytes, ring_s, sync_bytes, tp_bytes
+from nxtrain.plan.work import model_flops_per_token, passes_flops, restored_bytes
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,7 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
 
     overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices start transfers after the computations
 
-    forward_s: list[float] = []
-    backward_s: list[float] = []
-    exposed_tp_s: list[float] = []
-    costs_of: dict[tuple[int, bool], tuple[float, float, float]] = {}
-    for part in [own[chunk] for chunk in range(parallel.virtual_pp) for own in job.parts]:
-        kind = len(part.blocks), part.last
-        if kind not in costs_of:
-            forward, backward = (flops / rate for flops in _flops(job, kind[0], has_head=part.last))
-            tp = _tp_seconds(job, kind[0], links, overlap if hides_tp else 0.0, rate)
-            costs_of[kind] = forward + tp.forward, backward + tp.exposed_backward, tp.forward + tp.exposed_backward
-        for values, found in zip((forward_s, backward_s, exposed_tp_s), costs_of[kind], strict=True):
-            values.append(found)
+    forward_s, backward_s, exposed_tp_s = _parts(job, links, overlap if hides_tp else 0.0, rate)
     busy = [sum(f + b for f, b in _own(job, forward_s, backward_s, rank)) for rank in range(parallel.pp)]
     slowest = max(range(parallel.pp), key=lambda rank: busy[rank])
 
@@ -120,7 +110,7 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
     update_s = _update_seconds(job, slowest)
     step_s = work_s + exposed_sync_s + update_s
     waiting = 1.0 - job.num_micro * sum(each + exposed_gather_s + sends_s for each in busy) / (parallel.pp * work_s)
-    flops = flops_per_token(job.decoder, job.config.train.seq_len) * job.tokens_per_step
+    flops = model_flops_per_token(job) * job.tokens_per_step
     tp_own_s = sum(_own_values(job, exposed_tp_s, slowest))
     num = job.num_micro
     return StepTime(
@@ -146,13 +136,19 @@ def _own(job: Job, forward_s: list[float], backward_s: list[float], rank: int) -
     return list(zip(_own_values(job, forward_s, rank), _own_values(job, backward_s, rank), strict=True))
 
 
-def _flops(job: Job, num_blocks: int, *, has_head: bool) -> tuple[float, float]:
-    """Operations of a part's forward and backward pass for a micro-batch, over all tensor parallel ranks."""
-    per_token = costs(job.decoder, job.config.train.seq_len)
-    block, head = per_token.block * num_blocks, per_token.head if has_head else 0
-    attention = 2 * job.decoder.num_heads * job.decoder.head_size * job.config.train.seq_len * num_blocks
-    again = {"none": 0, "selective": attention, "full": block}[job.config.train.remat]
-    return job.micro_tokens * (block + head), job.micro_tokens * (2 * (block + head) + again)
+def _parts(job: Job, links: Links, tp_overlap: float, rate: float) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of every part for a micro-batch: forward, backward, and of both the transfers that show."""
+    costs_of: dict[tuple[int, bool], tuple[float, float, float]] = {}
+    parts = [own[chunk] for chunk in range(job.config.parallel.virtual_pp) for own in job.parts]
+    for blocks, last in {(len(part.blocks), part.last) for part in parts}:
+        forward, backward = (flops / rate for flops in passes_flops(job, blocks, has_head=last))
+        restore_s = restored_bytes(job, blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
+        tp = _tp_seconds(job, blocks, links, tp_overlap, rate)
+        again_s = restore_s * (2 if job.config.train.remat == "full" else 1)
+        forward_s = forward + tp.forward + restore_s
+        costs_of[blocks, last] = forward_s, backward + tp.exposed_backward + again_s, tp.forward + tp.exposed_backward
+    forwards, backwards, exposed = zip(*(costs_of[len(part.blocks), part.last] for part in parts), strict=True)
+    return list(forwards), list(backwards), list(exposed)
 
 
 @dataclass(frozen=True)
