@@ -123,7 +123,7 @@ def working_bytes(job: Job) -> int:
     train, size = job.config.train, job.params_size
     inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
     mlp = (5 if job.decoder.gated else 2) * inner * job.micro_tokens * size
-    attention = _attention_work(job)
+    attention = attention_work_bytes(job)
     if train.remat == "selective":
         attention += _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True)
         if train.seq_len >= LONG_SEQUENCE:
@@ -132,7 +132,7 @@ def working_bytes(job: Job) -> int:
     return work + (_whole_block_bytes(job, "none") - boundary_bytes(job) if train.remat == "full" else 0)
 
 
-def _attention_work(job: Job) -> int:
+def attention_work_bytes(job: Job) -> int:
     """Gradients of queries, keys and values; for kernels without fusion, scores in float32 and narrow as well."""
     train, width, size = job.config.train, job.decoder.head_size, job.params_size
     queries, keys = job.local_heads * width, job.local_kv_heads * width
@@ -144,6 +144,14 @@ def _attention_work(job: Job) -> int:
     if job.attention == "scores":
         return heads * train.seq_len**2 * (FLOAT + size)
     return job.micro_tokens * (2 * queries + 2 * (queries if job.attention == "fused" else keys)) * size
+
+
+def postponed_block_bytes(job: Job) -> int:
+    """Bytes that weight gradients of a block keep while they wait: inputs and output gradients of its linear layers."""
+    decoder, inner = job.decoder, -(-job.decoder.intermediate_size // job.config.parallel.tp)
+    queries, keys = job.local_heads * decoder.head_size, job.local_kv_heads * decoder.head_size
+    inputs, grads = queries + inner, queries + 2 * keys + (2 if decoder.gated else 1) * inner
+    return 4 * boundary_bytes(job) + (inputs + grads) * job.micro_tokens * job.params_size
 
 
 def kept_logits_bytes(job: Job) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import Job
-from nxtrain.plan.memory import Bytes, checkpoint_bytes, in_flight, rank_bytes
+from nxtrain.plan.memory import Bytes, checkpoint_bytes, rank_bytes
+from nxtrain.plan.moments import in_flight
 from nxtrain.plan.shapes import num_params
 from nxtrain.plan.speed import StepTime, step_time
 from nxtrain.plan.work import model_flops_per_token, trained_params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 from rich import box
 from rich.console import Console
@@ -115,6 +116,17 @@ def show_found(found: Found, note: str, top: int) -> None:
         screen.print(rejected)
         if len(found.rejected) > top:
             screen.print(f"and {len(found.rejected) - top} more rejected; --json has all")
+
+
+def show_trace(compared: Mapping[str, tuple[int, int]]) -> None:
+    """Print predicted bytes beside those of a trace; nothing without one."""
+    if not compared:
+        return
+    table = Table("one rank on fake tensors", "predicted GiB", "traced GiB", "error", box=box.SIMPLE_HEAD)
+    for name, (predicted, traced) in compared.items():
+        error = f"{predicted / traced - 1:+.1%}" if traced else ""
+        table.add_row(name, f"{predicted / GIB:.3f}", f"{traced / GIB:.3f}", error)
+    console().print(table)
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nxtrain.plan.job import Job
-from nxtrain.plan.memory import optimizer_bytes, params_bytes, reduced_bytes
+from nxtrain.plan.memory import optimizer_bytes, params_bytes
+from nxtrain.plan.moments import reduced_bytes
 from nxtrain.plan.pipeline import PipelineCosts
 from nxtrain.plan.shapes import column_params
 from nxtrain.plan.traffic import Links, Traffic, gather_bytes, link_of, pp_bytes, ring_s, sync_bytes, tp_bytes

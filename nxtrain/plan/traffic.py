@@ -11,7 +11,7 @@ from typing import Literal
 
 from nxtrain.plan.activations import boundary_bytes
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.memory import reduced_bytes
+from nxtrain.plan.moments import reduced_bytes
 
 Link = Literal["none", "device", "network"]
 

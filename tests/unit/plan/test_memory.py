@@ -21,7 +21,7 @@ from nxtrain.distributed.collectives import Done, Pending
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.nn import remat as nn_remat
 from nxtrain.parallel.data_parallel import Bucketed
-from nxtrain.plan import activations, memory
+from nxtrain.plan import activations, memory, moments
 from nxtrain.plan import job as job_module
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
@@ -171,10 +171,10 @@ def test_state_bytes_are_those_of_a_rank_that_is_built(seed: int) -> None:
     kept = [x for kind in state.optimizer.state.values() for x in kind.values()]
     assert memory.optimizer_bytes(job, stage) == num_bytes([*kept, *own])
     if mesh.dp_size == 1:  # else buckets are reduced while backward still runs
-        assert memory.accumulated_bytes(job, stage) == num_bytes(accumulate(state, job.num_micro))
+        assert moments.accumulated_bytes(job, stage) == num_bytes(accumulate(state, job.num_micro))
     else:
         accumulate(state, job.num_micro)
-    assert memory.reduced_bytes(job, stage) == num_bytes(state.data_parallel.reduce().values())
+    assert moments.reduced_bytes(job, stage) == num_bytes(state.data_parallel.reduce().values())
 
 
 def test_the_stage_that_needs_most_is_chosen() -> None:
@@ -242,7 +242,7 @@ def run(resolved: Resolved) -> tuple[int, int, Job]:
 def test_activations_are_those_that_torch_keeps(remat: str, change: Mapping[str, Mapping[str, Any]]) -> None:
     resolved = plan("mha", **settings(remat, change))
     held, peak, job = run(resolved)
-    assert memory.kept_bytes(job, 0) + activations.kept_logits_bytes(job) == pytest.approx(held, rel=0.02)
+    assert moments.kept_bytes(job, 0) + activations.kept_logits_bytes(job) == pytest.approx(held, rel=0.02)
     found = memory.stage_bytes(job, 0)
     moving = found.total - found.params - found.optimizer
     assert moving == pytest.approx(peak, rel=0.1)
