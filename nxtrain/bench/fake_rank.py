@@ -29,7 +29,7 @@ from nxtrain.config.check import Resolved, resolve_model
 from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import find_family
-from nxtrain.mesh import Mesh
+from nxtrain.mesh import Axis, Mesh
 from nxtrain.plan.job import Attention, Job
 from nxtrain.plan.memory import Bytes
 from nxtrain.plan.moments import in_flight
@@ -92,6 +92,19 @@ class _Kernels(FusedKernels):
         return sdpa(q, k, v, grouped=self._attention == "grouped")
 
 
+class _Collectives(C10dCollectives):
+    """Collectives of a rank that makes its own groups alone, since no peer waits for the others."""
+
+    def group(self, axis: Axis) -> dist.ProcessGroup:
+        if axis.groups not in self._groups and axis.size < self._world:
+            own = list(axis.group_of(dist.get_rank()))
+            self._groups[axis.groups] = dist.new_group(own, use_local_synchronization=True)
+        return super().group(axis)
+
+    def _link(self, mesh: Mesh) -> None:
+        """Leave transfers to the pipeline's own group."""
+
+
 class FakeBackend(C10dBackend):
     """A rank whose tensors have no storage, among peers that do not exist."""
 
@@ -101,7 +114,7 @@ class FakeBackend(C10dBackend):
         self.device = torch.device("cpu")
         self.world, self.rank = world, rank
         self.local_world, self.local_rank = min(world, ranks_per_node), rank % ranks_per_node
-        self.collectives = C10dCollectives(world)
+        self.collectives = _Collectives(world)
         self.kernels = self.host_kernels = _Kernels(attention)
         if world > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

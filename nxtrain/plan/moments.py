@@ -105,16 +105,13 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     num_blocks = sum(job.stage(stage).blocks)
     ahead = 1 + max(1, parallel.prefetch)
     gathered = units.rest + units.block * (num_blocks if parallel.shard == "grad_op" else min(num_blocks, ahead))
-    head = units.rest_trained * job.params_size if any(part.last for part in job.parts[stage]) else 0
     flights = in_flight(job, stage)
     repeats = job.num_micro * parallel.virtual_pp > flights
     grads = accumulated if repeats else 0
     kept, own = kept_bytes(job, stage), block_bytes(job)
-    yield Moment(grads, _held(job, stage, kept), _logits(job, stage), gathered + head)
+    yield Moment(grads, _held(job, stage, kept), _logits(job, stage), gathered)
     block_grad = units.block_trained * (job.params_size + reduce)
-    yield Moment(
-        grads, kept - own + attention_work_bytes(job), _kept_logits(job, stage), gathered + max(block_grad, head)
-    )
+    yield Moment(grads, kept - own + attention_work_bytes(job), _kept_logits(job, stage), gathered + block_grad)
     rest_grad = units.rest_trained * (job.params_size + reduce)
     yield Moment(accumulated, working_bytes(job), 0, gathered + rest_grad)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from nxtrain.backends import cpu_attention
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.neuron import attention
+from nxtrain.bench.live_bytes import LiveBytes
 from nxtrain.config.check import Resolved
 from nxtrain.distributed.collectives import Done, Pending
 from nxtrain.mesh import Axis, Mesh
@@ -28,43 +26,6 @@ from nxtrain.plan.job import Job
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.models import plan, tokens
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages of all tensors that operations return in this context.
-
-    A storage counts once, whatever views show it, from the operation that returns it until it is freed.
-
-    Attributes:
-        now: Live bytes.
-        peak: Most live bytes at the end of an operation.
-    """
-
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: dict[int, Any] = {}
-        self._known = {x.untyped_storage().data_ptr() for x in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_iter(out):
-            if isinstance(x, torch.Tensor):
-                self._count(x.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or storage.data_ptr() in self._known:
-            return
-
-        def freed(_: Any) -> None:
-            self.now -= size
-            del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, freed)
-        self.now += size
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
