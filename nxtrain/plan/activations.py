@@ -117,12 +117,14 @@ def _mlp_bytes(job: Job) -> int:
 def working_bytes(job: Job) -> int:
     """Largest tensors of a layer's backward pass that are not kept from its forward pass.
 
-    In the feed-forward: the gradients of the product, of the gate, of both together, and a factor. What backward
-    recomputes is kept for one part at a time.
+    In the feed-forward: the gradients of the product, of the gate, of both together, and a factor; unfused, those of
+    the product and of both parts. The product itself is free by then. Backward recomputes one part at a time.
     """
     train, size = job.config.train, job.params_size
     inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
-    mlp = (5 if job.decoder.gated else 2) * inner * job.micro_tokens * size
+    gated = 5 if job.config.model.fused_gate_up else 3
+    freed = job.decoder.gated and _keeps_input(job, MLP_OUT)
+    mlp = ((gated if job.decoder.gated else 2) - freed) * inner * job.micro_tokens * size
     attention = attention_work_bytes(job)
     if train.remat == "selective":
         attention += _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True)

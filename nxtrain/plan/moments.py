@@ -87,8 +87,8 @@ def _reducing(job: Job, stage: int, accumulated: int, reduced: int) -> Iterator[
     grads = max(accumulated, reduced)
     if not job.is_lazy:
         passed = bucket / whole if whole else 1.0
-        kept = int(last_kept_bytes(job, stage) * (1.0 - passed))
-        yield Moment(grads if job.num_micro > 1 else int(passed * accumulated), kept + working_bytes(job), 0, buffers)
+        kept = int(last_kept_bytes(job, stage) * (1.0 - passed)) + (attention_work_bytes(job) if passed < 1 else 0)
+        yield Moment(grads if job.num_micro > 1 else int(passed * accumulated), kept, 0, buffers)
     yield Moment(grads, boundary_bytes(job), 0, buffers)
     if parallel.shard == "zero1":
         yield Moment(reduced, 0, 0, entries.local * job.params_size)

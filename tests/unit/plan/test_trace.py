@@ -19,7 +19,7 @@ from nxtrain.plan.job import Attention, Job
 from tests.support.models import plan
 from tests.unit.plan.test_command import SEVEN, answer
 
-DRAWN = 14
+DRAWN = 12
 TOLERANCE = 0.1
 RANKS_PER_NODE = 8
 
@@ -146,6 +146,6 @@ def test_live_bytes_follow_views_frees_and_resized_storages() -> None:
 
 
 def test_every_attention_has_a_traced_form() -> None:
-    resolved, job, _, _ = draw(5)
+    resolved, job, _, _ = draw(3)
     sizes = {each: trace_rank(resolved, job.world, 0, RANKS_PER_NODE, each).step for each in get_args(Attention)}
     assert sizes["scores"] > sizes["fused"] >= sizes["grouped"]
