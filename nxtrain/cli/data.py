@@ -56,10 +56,15 @@ def prepare(
     on_bad: Annotated[
         Literal["stop", "skip"], typer.Option(help="At a row without a document: stop, or skip and count it.")
     ] = "stop",
-    field: Field = "text",
+    field: Annotated[
+        str, typer.Option(metavar="NAME", help="Field or column of the documents; by default text, or messages.")
+    ] = "",
     prompt: Annotated[
         str, typer.Option(metavar="NAME", help="Field or column of prompts, which come before and are no targets.")
     ] = "",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Documents are conversations: write them by the tokenizer's chat template.")
+    ] = False,
     lines: Lines = False,
     only: Only = "",
     shard_bytes: Annotated[
@@ -79,7 +84,8 @@ def prepare(
     from nxtrain.data.arrow.presentation import ConsoleWatcher
     from nxtrain.process.signals import noted
 
-    request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt)
+    field = field or ("messages" if chat else "text")
+    request = Request(src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat)
     with noted() as signals, ConsoleWatcher(signals) as watcher:
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)

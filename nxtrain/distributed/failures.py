@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Thread
+from threading import Event
 from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store
 
 from nxtrain.errors import HangError, LostPeerError
+from nxtrain.process.deadlines import start_daemon
 
 Result = TypeVar("Result")
 
@@ -92,16 +93,18 @@ class FirstFailure:
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
     """Result of work in a thread; None if the work fails, or exceeds the time limit and is abandoned."""
     done: list[Result] = []
+    ended = Event()
 
     def run() -> None:
         try:
             done.append(work())
         except RuntimeError:  # the store ended with its rank
             return
+        finally:
+            ended.set()
 
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    start_daemon(run)
+    ended.wait(seconds)
     return done[0] if done else None
 
 

@@ -192,7 +192,7 @@ class HeartbeatLink:
         self.is_alone = store is None
         self._lost: HeartbeatStore | None = None
         self._lost_at = 0.0
-        self._connecting = SingleTask("nxtrain-reach")
+        self._connecting = SingleTask()
 
     @property
     def lost_s(self) -> float:

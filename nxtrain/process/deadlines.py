@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import threading
@@ -87,7 +88,7 @@ def bounded(seconds: float, message: str, code: int) -> Iterator[None]:
 
     alarm.set(seconds + LAST_S)
     with suppress(RuntimeError):  # no thread can be started, and the timer alone must do
-        threading.Thread(target=watch, name="nxtrain-bounded", daemon=True).start()
+        start_daemon(watch)
     try:
         yield
     finally:
@@ -99,16 +100,24 @@ def _me() -> str:
     return f"rank {Placement.read().rank}"
 
 
-class SingleTask:
-    """Runner of one background call at a time, each in a daemon thread that is never joined.
+def start_daemon(work: Callable[[], None]) -> None:
+    """Start a daemon thread, without waiting for its first instruction.
 
-    Args:
-        name: Name of the threads.
+    `Thread.start` waits, and for ever if the thread dies of a lack of memory before that instruction.
+
+    Raises:
+        RuntimeError: The system cannot start a thread.
+
+    Source: https://github.com/python/cpython/issues/140746.
     """
+    _thread.start_new_thread(work, ())
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._thread: threading.Thread | None = None
+
+class SingleTask:
+    """Runner of one background call at a time, each in a daemon thread that is never joined."""
+
+    def __init__(self) -> None:
+        self._busy = threading.Lock()
 
     def start(self, work: Callable[[], None]) -> None:
         """Start a call, unless the previous one still runs.
@@ -116,7 +125,17 @@ class SingleTask:
         Raises:
             RuntimeError: The system cannot start a thread.
         """
-        if self._thread is None or not self._thread.is_alive():
-            thread = threading.Thread(target=work, name=self._name, daemon=True)
-            thread.start()
-            self._thread = thread
+        if not self._busy.acquire(blocking=False):
+            return
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._busy.release()
+
+        try:
+            start_daemon(run)
+        except RuntimeError:
+            self._busy.release()
+            raise

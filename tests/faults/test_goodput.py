@@ -47,7 +47,10 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
     # The clock outside also sees the interpreter leave.
     assert elapsed_s - 3.0 < found.wall_s < elapsed_s
     # All but the first step of each start stand: 2 to 20, and 22 to 36.
-    assert 34 * STEP_S < found.productive_s < elapsed_s / 2
+    assert found.productive_s > 34 * STEP_S
+    if log_every == 1:
+        steps_s = [line["step_time_s"] for line in records(tmp_path / "run")]
+        assert found.productive_s == pytest.approx(sum(steps_s) - steps_s[0] - steps_s[20], rel=0.1)
     assert found.restart_s > 1.0
     assert found.checkpoint_stall_s > 0.0
     if log_every == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from functools import partial
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -65,12 +66,31 @@ def test_a_reader_without_address_space_ends_the_run_which_goes_on_later(
     tmp_path: Path, straight: list[dict[str, Any]], allocate: Any, says: str
 ) -> None:
     write_config(tmp_path, steps=STEPS)
-    code, told = train(tmp_path, first=partial(at_batch, 7, partial(_allocate_beyond_limit, allocate)))
+    # A background save starts threads, which Python may await until the hang limit (see `start_daemon`).
+    at_limit = partial(at_batch, 7, partial(_allocate_beyond_limit, allocate))
+    code, told = train(tmp_path, "checkpoint.async=false", first=at_limit)
     assert code == 1, told
     assert says in told
     code, told = train(tmp_path)
     assert code == 0, told
     assert course(tmp_path / "run") == straight
+
+
+def _no_thread_begins() -> None:
+    def _bootstrap(self: threading.Thread) -> None:
+        raise MemoryError
+
+    threading.Thread._bootstrap = _bootstrap  # type: ignore[attr-defined]
+    raise MemoryError("no room for a batch")
+
+
+@pytest.mark.timeout(40)
+def test_a_rank_whose_threads_die_before_they_begin_ends_at_once(tmp_path: Path) -> None:
+    """`Thread.start` waits for ever for such a thread, and the run would end at a limit of 60 seconds."""
+    write_config(tmp_path, steps=STEPS)
+    code, told = train(tmp_path, "checkpoint.async=false", first=partial(at_batch, 7, _no_thread_begins))
+    assert code == 1, told
+    assert "no room for a batch" in told
 
 
 def anonymous_mib(pid: int | None) -> float:

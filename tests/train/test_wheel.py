@@ -39,15 +39,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_it_holds_every_module_its_types_and_the_license(wheel: Path) -> None:
+def test_it_holds_every_file_of_the_packages_and_the_license(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     renamed = {"nxtrain": "nxtrain", "models": "nxtrain_models"}
     wanted = {
         str(Path(package, path.relative_to(ROOT / room)))
         for room, package in renamed.items()
-        for path in [*(ROOT / room).rglob("*.py"), ROOT / room / "py.typed"]
+        for path in (ROOT / room).rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".md")
     }
-    assert wanted <= names
+    assert wanted == {name for name in names if ".dist-info/" not in name}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"nxtrain", "nxtrain_models"}
 

@@ -44,6 +44,7 @@ class Settings:
         tokenizer: Digest of the tokenizer; empty for a corpus of text.
         shard_bytes: Size at which a shard ends; 0 for one file.
         prompt: Field or column that holds the prompts; empty: none.
+        chat: Digest of the template that writes conversations; empty: documents are text.
     """
 
     field: str
@@ -51,12 +52,12 @@ class Settings:
     tokenizer: str
     shard_bytes: int
     prompt: str = ""
+    chat: str = ""
 
     def to_json(self) -> str:
         """Settings as JSON, for the schema's metadata and the journal; corpora without prompts do not name them."""
-        return json.dumps(
-            {key: value for key, value in asdict(self).items() if key != "prompt" or value}, sort_keys=True
-        )
+        named = {key: value for key, value in asdict(self).items() if value or key not in ("prompt", "chat")}
+        return json.dumps(named, sort_keys=True)
 
 
 class Column(Protocol):
@@ -227,5 +228,5 @@ def schema_of(column: Column, sources: str, settings: Settings, shard: int) -> p
         SHARD_KEY: str(shard).encode(),
         **column.metadata,
     }
-    prompt = [pa.field(PROMPT, pa.int64(), nullable=False)] if settings.prompt else []
+    prompt = [pa.field(PROMPT, pa.int64(), nullable=False)] if settings.prompt or settings.chat else []
     return pa.schema([column.field, *prompt], metadata=metadata)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nxtrain.data.arrow.columns import encode, open_tokenizer
 from nxtrain.data.arrow.preparation import source_rows
 from nxtrain.data.arrow.prepared import PreparedCorpus, is_prepared
-from nxtrain.data.arrow.rows import BadRow
+from nxtrain.data.arrow.rows import BadRow, Fields
 from nxtrain.data.arrow.sources import find_sources, summary
 from nxtrain.data.arrow.work import Position
 from nxtrain.data.packing import best_fit_rows
@@ -183,7 +183,7 @@ def _of_sources(
     samples: list[dict[str, Any]] = []
 
     def documents() -> Iterator[bytes]:
-        for _, _, found in source_rows(sources, field, lines, Position(), lambda _: None):
+        for _, _, found in source_rows(sources, Fields(field), lines, Position(), lambda _: None):
             if isinstance(found, BadRow):
                 skipped[found.reason] += found.num_rows
             elif found.text and not found.text.isspace():

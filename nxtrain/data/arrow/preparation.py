@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from nxtrain.data.arrow.chat import ChatTemplate, with_special_tokens
 from nxtrain.data.arrow.columns import (
     FORMAT_KEY,
     FORMAT_VERSION,
@@ -21,10 +22,11 @@ from nxtrain.data.arrow.columns import (
     TextColumn,
     open_tokenizer,
 )
-from nxtrain.data.arrow.rows import DEFECTS, BadRow, Progress, Row, text_rows
+from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, Progress, Row, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
+from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.errors import ConfigError, DataError, StoppedBySignal
 
 BATCH_BYTES = 8 << 20
@@ -39,6 +41,11 @@ SHOWN_BAD = 5
 """Skipped rows that are shown; all of them are in the file of bad rows."""
 
 OnBad = Literal["stop", "skip"]
+
+_EXAMPLES = {
+    False: '{"prompt": "...", "text": "..."}',
+    True: '{"messages": [{"role": "user", "content": "..."}, ...]}',
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Request:
         on_bad: Treatment of a row without a document.
         restart: Delete what is there under the name of `out`.
         prompt: Field or column of the prompts, which come before the documents and are no targets; empty: none.
+        chat: The field holds conversations, which the tokenizer's chat template writes.
     """
 
     sources: Sequence[Path]
@@ -68,6 +76,7 @@ class Request:
     on_bad: OnBad = "stop"
     restart: bool = False
     prompt: str = ""
+    chat: bool = False
 
 
 class Watcher:
@@ -116,12 +125,17 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
     if request.restart:
         outputs.clear()
     sources = find_sources(request.sources, request.only)
-    if request.prompt:
-        _check_prompt(request, sources)
+    _check_fields(request, sources)
     tokenizer = open_tokenizer(request.tokenizer) if request.tokenizer else None
-    column: Column = IdsColumn(tokenizer) if tokenizer else TextColumn()
+    chat = ChatTemplate(tokenizer) if tokenizer and request.chat else None
+    column = _column_of(tokenizer, chat)
     settings = Settings(
-        request.field, request.lines, tokenizer.digest if tokenizer else "", request.shard_bytes, request.prompt
+        request.field,
+        request.lines,
+        tokenizer.digest if tokenizer else "",
+        request.shard_bytes,
+        request.prompt,
+        chat.digest if chat else "",
     )
     identity = {"sources": fingerprint(sources), "settings": settings.to_json()}
     if outputs.out.exists():
@@ -134,7 +148,8 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
             work.publish()
         else:
             work.open()
-            _copy(request, sources, column, work, watcher)
+            fields = Fields(request.field, request.prompt, chat.documents if chat else None)
+            _copy(request, sources, fields, column, work, watcher)
             work.finish({"format": FORMAT_VERSION, **_summary_of(work.counts), **identity})
     finally:
         work.close()
@@ -143,21 +158,19 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
 
 def source_rows(
     sources: Sequence[Source],
-    field: str,
+    fields: Fields,
     lines: bool,
     position: Position,
     progress: Callable[[int], None],
-    prompt: str = "",
 ) -> Iterator[tuple[int, Source, Row | BadRow]]:
     """Rows of all sources behind a position, each with the number of its source.
 
     Args:
         sources: The files.
-        field: Field or column that holds the documents.
+        fields: Fields or columns that make the documents.
         lines: Each line of a text file is a document.
         position: Place behind the last row that is not wanted again.
         progress: Gets the bytes of the sources that are read.
-        prompt: Field or column that holds the prompts; empty: none.
 
     Raises:
         DataError, StorageError: A file cannot be read, or changed while it was read.
@@ -167,9 +180,9 @@ def source_rows(
     for number, source in islice(enumerate(sources), position.source, None):
         at = Progress()
         if source.kind in {"text", "jsonl"}:
-            found = text_rows(source, field, lines, (row, offset), at, prompt)
+            found = text_rows(source, fields, lines, (row, offset), at)
         else:
-            found = table_rows(source, field, row, at, prompt)
+            found = table_rows(source, fields, row, at)
         for each in found:
             progress(passed + at.num_bytes)
             yield number, source, each
@@ -178,8 +191,11 @@ def source_rows(
         _refuse_changed(source)
 
 
-def _copy(request: Request, sources: Sequence[Source], column: Column, work: Work, watcher: Watcher) -> None:
+def _copy(
+    request: Request, sources: Sequence[Source], fields: Fields, column: Column, work: Work, watcher: Watcher
+) -> None:
     """Write the documents of all sources behind the position of the work."""
+    has_prompts = bool(fields.prompt) or fields.chat is not None
     counts, num_read = work.counts, 0
     batch_bytes = min(BATCH_BYTES, request.shard_bytes or BATCH_BYTES)
     texts: list[bytes] = []
@@ -196,7 +212,7 @@ def _copy(request: Request, sources: Sequence[Source], column: Column, work: Wor
         counts.documents += len(texts)
         counts.num_bytes += num_bytes
         counts.tokens += len(array.values) if pa.types.is_large_list(array.type) else 0
-        work.add_batch([array, pa.array(lengths, pa.int64())] if request.prompt else [array], position)
+        work.add_batch([array, pa.array(lengths, pa.int64())] if has_prompts else [array], position)
         texts.clear()
         prompts.clear()
         num_bytes = 0
@@ -204,12 +220,11 @@ def _copy(request: Request, sources: Sequence[Source], column: Column, work: Wor
         if name := watcher.asked_to_stop():
             raise StoppedBySignal(f"stopped by {name}; the same command goes on from {counts.documents:,} documents")
 
-    rows = source_rows(sources, request.field, request.lines, position, progress, request.prompt)
-    for number, source, found in rows:
+    for number, source, found in source_rows(sources, fields, request.lines, position, progress):
         if isinstance(found, BadRow):
             _bad_row(request, source, found, work, watcher)
             continue
-        counts.rows += 1
+        counts.rows += found.is_last
         answer = found.text[found.prompt :] if found.prompt else found.text
         if not answer or answer.isspace():
             counts.empty += 1
@@ -217,7 +232,8 @@ def _copy(request: Request, sources: Sequence[Source], column: Column, work: Wor
         texts.append(found.text)
         prompts.append(found.prompt)
         num_bytes += len(found.text)
-        if num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS:
+        # A place is behind a whole row: all documents of a conversation go into one batch.
+        if found.is_last and (num_bytes >= batch_bytes or len(texts) >= BATCH_ROWS):
             position = Position(number, found.row, found.offset)
             write()
     if texts:
@@ -283,19 +299,31 @@ def _check(request: Request) -> None:
             )
 
 
-def _check_prompt(request: Request, sources: Sequence[Source]) -> None:
-    """Refuse sources without fields for prompts.
+def _column_of(tokenizer: TextTokenizer | None, chat: ChatTemplate | None) -> Column:
+    if tokenizer is None:
+        return TextColumn()
+    return IdsColumn(with_special_tokens(tokenizer) if chat else tokenizer)
+
+
+def _check_fields(request: Request, sources: Sequence[Source]) -> None:
+    """Refuse sources without fields for prompts and conversations.
 
     Raises:
-        ConfigError: A source is text, or prompts and documents are one field.
+        ConfigError: A source is text, prompts and documents are one field, or conversations have no tokenizer.
     """
+    if request.chat and request.prompt:
+        raise ConfigError("--chat and --prompt: the turns before an answer are its prompt; give one of the two")
+    if request.chat and request.tokenizer is None:
+        raise ConfigError(
+            "--chat writes conversations by the template of a tokenizer, as ids; give its folder with --tokenizer"
+        )
     if request.prompt == request.field:
         raise ConfigError(f"--prompt {request.prompt} and --field {request.field} are one field; name two")
-    for source in sources:
+    for source in sources if request.prompt or request.chat else ():
         if source.kind == "text":
             raise ConfigError(
-                f"--prompt names a field, and {source.path} is text without fields; give JSON lines such as "
-                '{"prompt": "...", "text": "..."}, Parquet or Arrow'
+                f"{'--chat' if request.chat else '--prompt'} names a field, and {source.path} is text without fields; "
+                f"give JSON lines such as {_EXAMPLES[request.chat]}, Parquet or Arrow"
             )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 
@@ -38,12 +38,14 @@ class Row(NamedTuple):
         row: Number of the row in its file, from 1.
         offset: Bytes of the uncompressed file up to the end of the row; 0 for tables.
         prompt: Bytes of the prompt, with which the text begins.
+        is_last: No further document comes from the row.
     """
 
     text: bytes
     row: int
     offset: int
     prompt: int = 0
+    is_last: bool = True
 
 
 class BadRow(NamedTuple):
@@ -75,8 +77,49 @@ class Progress:
     num_bytes: int = 0
 
 
-class _BadRowError(Exception):
+class BadRowError(Exception):
     """Row without a document: reason and detail."""
+
+
+ChatWriter: TypeAlias = Callable[[object], Iterator[tuple[bytes, int]]]
+"""Function that makes documents of a conversation, each with the bytes of its prompt; raises BadRowError."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields or columns of a source that make its documents.
+
+    Args:
+        text: Field that holds the documents, or the conversations.
+        prompt: Field of the prompts, each of which comes before its document; empty: none.
+        chat: Writer of conversations; None: the field is text.
+    """
+
+    text: str
+    prompt: str = ""
+    chat: ChatWriter | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields, in the order of the document."""
+        return (self.prompt, self.text) if self.prompt else (self.text,)
+
+    def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[Row]:
+        """Documents of one row.
+
+        Args:
+            values: Values of the fields: texts in UTF-8, or a conversation.
+            row, offset: Place of the row.
+
+        Raises:
+            BadRowError: The values are no conversation.
+        """
+        if self.chat is None:
+            yield Row(b"".join(values), row, offset, len(values[0]) if self.prompt else 0)
+            return
+        found = list(self.chat(values[0])) or [(b"", 0)]
+        for number, (text, prompt) in enumerate(found, 1):
+            yield Row(text, row, offset, prompt, is_last=number == len(found))
 
 
 DEFECTS = (OSError, pa.ArrowException, UnicodeDecodeError, SystemError)
@@ -89,7 +132,7 @@ def is_damage(error: Exception) -> bool:
 
 
 def text_rows(
-    source: Source, field: str, lines: bool, start: tuple[int, int], progress: Progress, prompt: str = ""
+    source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: Progress
 ) -> Iterator[Row | BadRow]:
     """Rows of a text file or of JSON lines, compressed or not, behind a place.
 
@@ -98,11 +141,10 @@ def text_rows(
 
     Args:
         source: The file.
-        field: Field of a JSON object that holds the document.
+        fields: Fields of a JSON object.
         lines: Each line of a text file is a document.
         start: Row and offset of the last row that is not wanted again.
         progress: Gets the position of the reader.
-        prompt: Field of a JSON object that holds the prompt, which comes before the document; empty: none.
 
     Raises:
         DataError, StorageError: The file cannot be read.
@@ -116,20 +158,19 @@ def text_rows(
                     yield _whole(file)
                     progress.num_bytes = source.size
                 return
-            fields = (prompt, field) if prompt else (field,)
             for line, end in split_lines(file, offset):
                 begin, offset = offset, end
                 progress.num_bytes = min(source.size, raw.tell())
                 try:
                     if line is None:
-                        raise _BadRowError(TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document")
+                        raise BadRowError(TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; split the document")
                     content = line if begin else line.removeprefix(b"\xef\xbb\xbf")
                     if not content.strip():
                         continue
                     row += 1
-                    parts = [_plain_line(content)] if source.kind == "text" else _json_texts(content, fields)
-                    yield Row(b"".join(parts), row, offset, len(parts[0]) if prompt else 0)
-                except _BadRowError as error:
+                    values = [_plain_line(content)] if source.kind == "text" else _json_values(content, fields)
+                    yield from fields.rows(values, row, offset)
+                except BadRowError as error:
                     row += line is None
                     yield BadRow(row, offset, *error.args)
     except (OSError, pa.ArrowException) as error:
@@ -213,7 +254,7 @@ def _whole(file: Any) -> Row | BadRow:
         return BadRow(1, num_bytes, BINARY, "the file holds a NUL byte, so it is no text; remove it from the sources")
     try:
         return Row(valid_utf8(content), 1, num_bytes)
-    except _BadRowError as error:
+    except BadRowError as error:
         return BadRow(1, num_bytes, *error.args)
 
 
@@ -223,7 +264,7 @@ def valid_utf8(content: bytes) -> bytes:
         content.decode()
     except UnicodeDecodeError as error:
         detail = f"byte {error.start} is 0x{content[error.start]:02x} ({error.reason}); convert it with iconv -t utf-8"
-        raise _BadRowError(INVALID_UTF8, detail) from None
+        raise BadRowError(INVALID_UTF8, detail) from None
     return content
 
 
@@ -231,7 +272,7 @@ def bad_utf8(content: bytes) -> str:
     """Defect of text that is not UTF-8; empty for valid text."""
     try:
         valid_utf8(content)
-    except _BadRowError as error:
+    except BadRowError as error:
         return str(error.args[1])
     return ""
 
@@ -240,19 +281,19 @@ def _plain_line(line: bytes) -> bytes:
     return valid_utf8(line.removesuffix(b"\r"))
 
 
-def _json_texts(line: bytes, fields: Sequence[str]) -> list[bytes]:
-    """Texts of fields of a line of JSON, in UTF-8."""
+def _json_values(line: bytes, fields: Fields) -> list[Any]:
+    """Values of fields of a line of JSON: texts in UTF-8, or a conversation."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError:
         valid_utf8(line)  # raises
         raise
     except (RecursionError, ValueError) as error:
-        raise _BadRowError(BROKEN_JSON, f"{error}" or "nested too deep") from None
+        raise BadRowError(BROKEN_JSON, f"{error}" or "nested too deep") from None
     if not isinstance(record, dict):
-        wanted = ", ".join(f'"{field}": "..."' for field in fields)
-        raise _BadRowError(WRONG_TYPE, f"{_kind(record)}, not an object such as {{{wanted}}}")
-    return [_json_text(record, field) for field in fields]
+        wanted = ", ".join(f'"{field}": "..."' for field in fields.names)
+        raise BadRowError(WRONG_TYPE, f"{_kind(record)}, not an object such as {{{wanted}}}")
+    return [record.get(fields.text)] if fields.chat else [_json_text(record, field) for field in fields.names]
 
 
 def _json_text(record: dict[str, Any], field: str) -> bytes:
@@ -262,11 +303,11 @@ def _json_text(record: dict[str, Any], field: str) -> bytes:
             return text.encode()
         except UnicodeEncodeError as error:
             detail = f'"{field}" holds half of a surrogate pair at character {error.start}'
-            raise _BadRowError(INVALID_UTF8, detail) from None
+            raise BadRowError(INVALID_UTF8, detail) from None
     if text is None:
         fields = ", ".join(sorted(map(str, record))[:8]) or "none"
-        raise _BadRowError(MISSING_FIELD, f'no "{field}"; fields: {fields}; choose one with --field')
-    raise _BadRowError(WRONG_TYPE, f'"{field}" is {_kind(text)}, not a string')
+        raise BadRowError(MISSING_FIELD, f'no "{field}"; fields: {fields}; choose one with --field')
+    raise BadRowError(WRONG_TYPE, f'"{field}" is {_kind(text)}, not a string')
 
 
 def _kind(value: object) -> str:

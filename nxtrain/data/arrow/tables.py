@@ -17,6 +17,8 @@ from nxtrain.data.arrow.rows import (
     TOO_LONG,
     WRONG_TYPE,
     BadRow,
+    BadRowError,
+    Fields,
     Progress,
     Row,
     bad_utf8,
@@ -33,15 +35,14 @@ _SLICE_ROWS = 256
 _READ_AGAIN = "fetch or write the file again"
 
 
-def table_rows(source: Source, field: str, start: int, progress: Progress, prompt: str = "") -> Iterator[Row | BadRow]:
+def table_rows(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
     """Rows of a Parquet or Arrow file behind a row.
 
     Args:
         source: The file.
-        field: Column that holds the documents.
+        fields: Columns that make the documents.
         start: Number of the last row that is not wanted again.
         progress: Gets the position of the reader.
-        prompt: Column that holds the prompts, each of which comes before its document; empty: none.
 
     Raises:
         DataError, StorageError: The file cannot be read.
@@ -50,7 +51,7 @@ def table_rows(source: Source, field: str, start: int, progress: Progress, promp
     try:
         require_regular(source.path)
         read = _parquet if source.kind == "parquet" else _arrow
-        for found in read(source, (prompt, field) if prompt else (field,), start, progress):
+        for found in read(source, fields, start, progress):
             row = found.row
             yield found
     except DEFECTS as error:
@@ -61,7 +62,7 @@ def table_rows(source: Source, field: str, start: int, progress: Progress, promp
     progress.num_bytes = source.size
 
 
-def _parquet(source: Source, fields: Sequence[str], start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def _parquet(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
     """Rows of a Parquet file; a damaged row group does not hide the next one."""
     with pq.ParquetFile(source.path, pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
@@ -75,8 +76,8 @@ def _parquet(source: Source, fields: Sequence[str], start: int, progress: Progre
             row = begin
             try:
                 if start < end:
-                    for batch in file.iter_batches(_SLICE_ROWS, row_groups=[group], columns=[*fields]):
-                        yield from _documents([batch.column(field) for field in fields], row, start, fields)
+                    for batch in file.iter_batches(_SLICE_ROWS, row_groups=[group], columns=[*fields.names]):
+                        yield from _documents([batch.column(field) for field in fields.names], row, start, fields)
                         row += batch.num_rows
                         progress.num_bytes = source.size * row // max(total, 1)
             except DEFECTS as error:
@@ -88,7 +89,7 @@ def _parquet(source: Source, fields: Sequence[str], start: int, progress: Progre
             begin = end
 
 
-def _arrow(source: Source, fields: Sequence[str], start: int, progress: Progress) -> Iterator[Row | BadRow]:
+def _arrow(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
     """Rows of an Arrow IPC file or stream.
 
     The file is mapped, so that a batch may be larger than the memory: single batches of terabytes are in use.
@@ -99,7 +100,7 @@ def _arrow(source: Source, fields: Sequence[str], start: int, progress: Progress
         reader = _opened(mapped, is_file)
         defect, begin = _field_defect(reader.schema, fields), 0
         if not defect:
-            numbers = [reader.schema.get_field_index(field) for field in fields]
+            numbers = [reader.schema.get_field_index(field) for field in fields.names]
             mapped.seek(0)
             reader = _opened(mapped, is_file, pa.ipc.IpcReadOptions(included_fields=numbers))
         for batch in _batches(reader, is_file):
@@ -107,7 +108,7 @@ def _arrow(source: Source, fields: Sequence[str], start: int, progress: Progress
             if start < end and defect:
                 yield BadRow(end, 0, *defect, num_rows=end - max(begin, start))
             elif start < end:
-                columns = [batch.column(field) for field in fields]
+                columns = [batch.column(field) for field in fields.names]
                 for column in columns:
                     if len(column) != batch.num_rows:
                         raise pa.ArrowInvalid(f"a batch of {batch.num_rows} rows has {len(column)} in its column")
@@ -130,33 +131,62 @@ def _batches(reader: Any, is_file: bool) -> Iterator[Any]:
         yield reader.get_batch(number)
 
 
-def _field_defect(schema: pa.Schema, fields: Sequence[str]) -> tuple[str, str] | None:
-    """Reason and detail that make every row bad: a column is absent or holds no text."""
-    return next((defect for field in fields if (defect := _column_defect(schema, field))), None)
+def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
+    """Reason and detail that make every row bad: a column is absent or holds no text or no conversations."""
+    is_chat = fields.chat is not None
+    return next((defect for field in fields.names if (defect := _column_defect(schema, field, is_chat))), None)
 
 
-def _column_defect(schema: pa.Schema, field: str) -> tuple[str, str] | None:
+def _column_defect(schema: pa.Schema, field: str, is_chat: bool) -> tuple[str, str] | None:
     if schema.get_field_index(field) < 0:
         names = ", ".join(schema.names[:8]) or "none"
         return MISSING_FIELD, f'no column "{field}"; columns: {names}; choose one with --field'
     kind = schema.field(field).type
+    if is_chat:
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        if not is_list or not pa.types.is_struct(kind.value_type):
+            return WRONG_TYPE, f'column "{field}" holds {kind}, not lists of turns with role and content'
+        return None
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (is_string(value) or is_binary(value)):
         return WRONG_TYPE, f'column "{field}" holds {kind}, not strings'
     return None
 
 
-def _documents(columns: Sequence[Any], begin: int, start: int, fields: Sequence[str]) -> Iterator[Row | BadRow]:
+def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[Row | BadRow]:
     """Rows of a part of the columns that begins behind row `begin`; those up to `start` are left out."""
+    if fields.chat is not None:
+        yield from _conversations(columns[0], begin, start, fields)
+        return
     texts = zip(*(document_bytes(column, MAX_DOCUMENT_BYTES) for column in columns), strict=True)
     for row, found in enumerate(texts, begin + 1):
         if row <= start:
             continue
-        defects = (_defect(text, field) for text, field in zip(found, fields, strict=True))
+        defects = (_defect(text, field) for text, field in zip(found, fields.names, strict=True))
         if defect := next(filter(None, defects), None):
             yield BadRow(row, 0, *defect)
         else:
-            yield Row(b"".join(found), row, 0, len(found[0]) if len(fields) > 1 else 0)
+            yield from fields.rows(found, row, 0)
+
+
+def _conversations(column: Any, begin: int, start: int, fields: Fields) -> Iterator[Row | BadRow]:
+    """Rows of a part of a column of conversations, as in `_documents`."""
+    column.validate(full=True)  # pyarrow believes a file's offsets when it makes Python objects
+    for row, messages in enumerate(column, begin + 1):
+        if row <= start:
+            continue
+        try:
+            yield from fields.rows([_turns(messages.as_py())], row, 0)
+        except BadRowError as error:
+            yield BadRow(row, 0, *error.args)
+
+
+def _turns(messages: list[Any] | None) -> list[Any] | None:
+    """Turns without the keys that only other turns of the column have."""
+    if messages is None:
+        return None
+    present = [turn and {key: value for key, value in turn.items() if value is not None} for turn in messages]
+    return present
 
 
 def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:

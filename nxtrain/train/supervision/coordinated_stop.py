@@ -98,7 +98,7 @@ class StopCoordinator:
         self.why = ""
         self._rank, self._world, self._signals, self._link, self._on_stop = rank, world, signals, link, on_stop
         self._frozen = self._decided = self._published_stop = self._published_begun = False
-        self._on_stop_task = SingleTask("nxtrain-note")
+        self._on_stop_task = SingleTask()
 
     @property
     def pause_s(self) -> float | None:

@@ -96,7 +96,7 @@ class Watchdog(RunObserver):
         self._link = HeartbeatLink(backend.heartbeat_store())
         self._stop = StopCoordinator(backend.rank, backend.world, signals, self._link, self._report_stop)
         self.gate = self._stop.gate
-        self._ticking = SingleTask("nxtrain-tick")
+        self._ticking = SingleTask()
         self._rank_name: Callable[[int], str] = "rank {}".format
         self._stragglers: Stragglers | None = None
         self._times: Counter[str] = Counter()

@@ -196,16 +196,18 @@ def test_any_end_ends_the_watch(tmp_path: Path) -> None:
 
 
 def test_one_call_at_a_time_is_under_way() -> None:
-    aside, begun, free = SingleTask("nxtrain-test"), list[int](), threading.Event()
+    aside, begun, runs, free = SingleTask(), list[int](), threading.Event(), threading.Event()
 
     def work() -> None:
         begun.append(1)
+        runs.set()
         free.wait(10)
 
     for _ in range(3):
         aside.start(work)
-    free.set()
+    assert runs.wait(10)
     assert begun == [1]
+    free.set()
 
 
 def test_a_watch_that_fails_says_so_once_and_goes_on(

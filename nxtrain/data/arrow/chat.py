@@ -1,0 +1,184 @@
+"""Conversations written by a tokenizer's chat template, one document for each answer.
+
+The template, its functions and its settings are those of `apply_chat_template` in transformers, of which the tests
+compare every text and id.
+
+Source: `src/transformers/utils/chat_template_utils.py` of transformers 4.57.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from nxtrain.data.arrow.rows import INVALID_UTF8, MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LONG, WRONG_TYPE, BadRowError
+from nxtrain.data.tokenization import TextTokenizer
+from nxtrain.errors import ConfigError
+from nxtrain.io.regular import read_bytes
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+
+BAD_CONVERSATION = "bad conversation"
+SPECIAL_TOKEN = "special token"
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """Chat template of a tokenizer's folder.
+
+    Args:
+        tokenizer: The tokenizer; a `chat_template.jinja` or `tokenizer_config.json` is beside its file.
+
+    Attributes:
+        digest: Identity of the template and of its special tokens.
+
+    Raises:
+        ConfigError: There is no template, or it is no template.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        config = _config(tokenizer.path.with_name(CONFIG_FILE))
+        text = _template_text(tokenizer.path, config)
+        self._names = {name: _token(config[name]) for name in ("bos_token", "eos_token", "pad_token") if name in config}
+        self._template = _compiled(text, tokenizer.path.parent)
+        self._end = tokenizer.end
+        self._special = _special_tokens(tokenizer.tokenizer)
+        content = json.dumps([text, self._names], sort_keys=True)
+        self.digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+    def documents(self, messages: object) -> Iterator[tuple[bytes, int]]:
+        """Documents of a conversation: for each answer, all turns up to that answer, and the bytes before the answer.
+
+        A document ends before the end of text, which the column adds.
+
+        Raises:
+            BadRowError: The value is no conversation, the template refuses the conversation, or a turn spells a special
+                token.
+        """
+        turns = _checked(messages)
+        self._refuse_special(turns)
+        for number, turn in enumerate(turns):
+            if turn["role"] != "assistant":
+                continue
+            prompt = self._render(turns[:number], add_generation_prompt=True)
+            text = self._render(turns[: number + 1], add_generation_prompt=False)
+            if not text.startswith(prompt):
+                detail = f"the template writes turn {number + 1} in another way than its prompt; no answer can be told"
+                raise BadRowError(BAD_CONVERSATION, detail)
+            answer = text[len(prompt) :]
+            bare = answer.rstrip()
+            answer = bare.removesuffix(self._end) if bare.endswith(self._end) else answer
+            document = (prompt + answer).encode()
+            if len(document) > MAX_DOCUMENT_BYTES:
+                raise BadRowError(TOO_LONG, f"{len(document):,} bytes with the template; shorten the conversation")
+            yield document, len(prompt.encode())
+
+    def _render(self, turns: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=turns, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._names
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise BadRowError(BAD_CONVERSATION, f"the chat template refuses it: {error}") from error
+
+    def _refuse_special(self, turns: Sequence[Message]) -> None:
+        """Refuse text of a turn that would become a special token, such as an end of turn."""
+        if self._special is None:
+            return
+        for number, turn in enumerate(turns, 1):
+            if found := self._special.search(turn["content"]):
+                raise BadRowError(SPECIAL_TOKEN, f"turn {number} spells the special token {found[0]!r}; remove it")
+
+
+def with_special_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
+    """A copy of a tokenizer that reads special tokens in text."""
+    copy = Tokenizer.from_str(tokenizer.tokenizer.to_str())
+    copy.encode_special_tokens = False
+    return replace(tokenizer, tokenizer=copy)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(read_bytes(file)) if file.exists() else {}
+    except (OSError, RecursionError, ValueError) as error:
+        raise ConfigError(f"--chat: {file} cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
+    """Text of the template; a file of its own goes before the entry of the configuration."""
+    file, found = tokenizer.with_name(TEMPLATE_FILE), config.get("chat_template")
+    if file.exists():
+        try:
+            return read_bytes(file).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat: {file} cannot be read: {error}") from error
+    if isinstance(found, list):  # several templates by name
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"--chat: {tokenizer.parent} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
+            f"{CONFIG_FILE}; give --tokenizer the folder of a model that was tuned on conversations"
+        )
+    return found
+
+
+def _compiled(text: str, folder: Path) -> Template:
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    # Without strftime_now templates take a fixed date: a corpus must not depend on the day of its preparation.
+    try:
+        return environment.from_string(text)
+    except TemplateError as error:
+        raise ConfigError(f"--chat: the chat template of {folder} is no template: {error}") from error
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """JSON without the escapes that jinja2 makes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _token(declared: object) -> str:
+    """Text of a token that is declared by its text, or by an object with its content."""
+    if isinstance(declared, dict):
+        declared = declared.get("content")
+    return declared if isinstance(declared, str) else ""
+
+
+def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    return re.compile("|".join(map(re.escape, names))) if names else None
+
+
+def _checked(messages: object) -> list[Message]:
+    """Turns of a conversation, each with a role and a text."""
+    if messages is None:
+        raise BadRowError(MISSING_FIELD, "no conversation; name its field with --field")
+    if not isinstance(messages, list):
+        raise BadRowError(WRONG_TYPE, 'the conversation is no list such as [{"role": "user", "content": "..."}]')
+    for number, turn in enumerate(messages, 1):
+        if not isinstance(turn, dict):
+            raise BadRowError(WRONG_TYPE, f"turn {number} is no object with role and content")
+        for key in ("role", "content"):
+            if not isinstance(turn.get(key), str):
+                raise BadRowError(MISSING_FIELD, f'turn {number} has no text in "{key}"')
+        if any("\ud800" <= letter <= "\udfff" for letter in turn["role"] + turn["content"]):
+            raise BadRowError(INVALID_UTF8, f"turn {number} holds half of a surrogate pair")
+    return messages

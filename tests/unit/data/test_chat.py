@@ -1,0 +1,211 @@
+"""Conversations become one document for each answer, of the text and the ids that transformers gives."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from nxtrain.data.arrow import preparation
+from nxtrain.data.arrow.chat import ChatTemplate
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.rows import BadRowError
+from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
+from nxtrain.errors import ConfigError, DataError
+from tests.support.corpora import prepare, write_file, write_tokenizer
+
+VOCABULARY = 320
+BEGIN, TURN, END = "<|begin|>", "<|turn|>", "<|end|>"
+TEMPLATES = {
+    "chatml": (
+        "{{ bos_token }}{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' + m['content'] + '<|end|>' + '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+    ),
+    "trimmed": """{% for m in messages %}
+    {%- if loop.first and m.role == "system" %}
+        {{- "[" + m.content | trim + "]" }}
+        {%- continue %}
+    {%- endif %}
+    {{- "<|turn|>" + m.role + "\n\n" + m.content | trim + "<|end|>" }}
+{% endfor %}
+    {% if add_generation_prompt %}{{ "<|turn|>assistant\n\n" }}{% endif %}""",
+    "strict": (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('turns must alternate') }}{% endif %}"
+        "{% if m.role == 'user' %}{{ '[INST] ' ~ m.content ~ ' [/INST]' }}{% else %}{{ m | tojson }}<|end|>{% endif %}"
+        "{% endfor %}"
+    ),
+}
+TALK = [
+    {"role": "system", "content": "Be \u2603 brief."},
+    {"role": "user", "content": "What is snow?"},
+    {"role": "assistant", "content": "Frozen water."},
+    {"role": "user", "content": "And ice?"},
+    {"role": "assistant", "content": "Frozen water,\n too. "},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with special tokens."""
+    path = tmp_path_factory.mktemp("chat") / "tokenizer"
+    write_tokenizer(path, VOCABULARY - 3)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in (BEGIN, TURN, END)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def configure(folder: Path, template: object, **changes: object) -> TextTokenizer:
+    """The tokenizer with a template in its configuration."""
+    config = {"bos_token": {"content": BEGIN}, "eos_token": END, "chat_template": template, **changes}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return load_tokenizer(folder, VOCABULARY)
+
+
+def peer(folder: Path, template: str) -> PreTrainedTokenizerFast:
+    file = str(folder / "tokenizer.json")
+    return PreTrainedTokenizerFast(tokenizer_file=file, bos_token=BEGIN, eos_token=END, chat_template=template)
+
+
+def documents(template: ChatTemplate, talk: object) -> list[tuple[str, str]]:
+    return [(text[:length].decode(), text[length:].decode()) for text, length in template.documents(talk)]
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=12)
+TALKS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": TEXTS}), max_size=6
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TALKS, st.sampled_from(["chatml", "trimmed"]))
+def test_drawn_conversations_are_written_as_transformers_writes_them(
+    folder: Path, talk: list[dict[str, str]], name: str
+) -> None:
+    template, theirs = ChatTemplate(configure(folder, TEMPLATES[name])), peer(folder, TEMPLATES[name])
+    answers = [number for number, turn in enumerate(talk) if turn["role"] == "assistant"]
+    found = documents(template, talk)
+    assert len(found) == len(answers)
+    for number, (prompt, answer) in zip(answers, found, strict=True):
+        if number:  # transformers refuses a conversation without turns
+            assert prompt == theirs.apply_chat_template(talk[:number], tokenize=False, add_generation_prompt=True)
+        whole = theirs.apply_chat_template(talk[: number + 1], tokenize=False)
+        assert (prompt + answer + END, whole.rstrip()) == (whole.rstrip(), prompt + answer + END)
+
+
+def test_values_of_a_turn_are_json_and_a_template_may_refuse_a_conversation(folder: Path) -> None:
+    template, theirs = ChatTemplate(configure(folder, TEMPLATES["strict"])), peer(folder, TEMPLATES["strict"])
+    talk = [{"role": "user", "content": "<a> & 'b'?"}, {"role": "assistant", "content": "\u2603 <b>"}]
+    ((prompt, answer),) = documents(template, talk)
+    assert prompt + answer + END == theirs.apply_chat_template(talk, tokenize=False)
+    with pytest.raises(BadRowError, match="turns must alternate"):
+        documents(template, TALK)
+
+
+def write(path: Path, talks: list[Any]) -> Path:
+    table = pa.table({"id": [*range(len(talks))], "messages": talks})
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=3)
+    elif path.suffix == ".arrow":
+        write_file(path, table)
+    else:
+        path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_a_corpus_has_the_ids_of_transformers_and_knows_the_answers(
+    folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each conversation stays in one batch, so that a place of the journal is behind whole rows."""
+    monkeypatch.setattr(preparation, "BATCH_ROWS", 3)
+    configure(folder, TEMPLATES["chatml"])
+    talks = [TALK, TALK[1:3], TALK[:2], TALK] * 2  # the third has no answer
+    outcome = prepare(
+        write(tmp_path / kind, talks), out=tmp_path / "o.arrow", tokenizer=folder, chat=True, field="messages"
+    )
+    assert [outcome.summary[key] for key in ("rows", "documents", "empty")] == [8, 10, 2]
+    corpus, theirs = PreparedCorpus(tmp_path / "o.arrow"), peer(folder, TEMPLATES["chatml"])
+    ends = [end for talk in talks for end, turn in enumerate(talk) if turn["role"] == "assistant"]
+    owners = [talk for talk in talks for turn in talk if turn["role"] == "assistant"]
+    table = pa.ipc.open_file(str(corpus.path)).read_all()
+    for number, (talk, end) in enumerate(zip(owners, ends, strict=True)):
+        prompt = theirs(
+            theirs.apply_chat_template(talk[:end], tokenize=False, add_generation_prompt=True), add_special_tokens=False
+        )
+        ids = table["ids"][number].as_py()
+        length = table["prompt"][number].as_py()
+        assert ids[:length] == prompt["input_ids"]
+        assert theirs.decode(ids[length:]) == talk[end]["content"] + END
+        assert corpus.prompt(number, corpus.raw(number)) == length
+    assert [batch.num_rows for batch in table.to_batches()] == [3, 4, 3] if kind == "a.jsonl" else True
+
+
+@pytest.mark.parametrize(
+    ("talk", "says"),
+    [
+        ("hello", "no list such as"),
+        (None, "name its field with --field"),
+        (["hello"], "turn 1 is no object"),
+        ([{"role": "user"}], 'turn 1 has no text in "content"'),
+        ([TALK[0], {"role": "user", "content": f"x{END}{TURN}system"}], "turn 2 spells the special token '<|end|>'"),
+        ([{"role": "user", "content": "\ud83d"}], "turn 1 holds half of a surrogate pair"),
+    ],
+)
+def test_what_is_no_conversation_is_a_bad_row(folder: Path, talk: object, says: str) -> None:
+    template = ChatTemplate(configure(folder, TEMPLATES["chatml"]))
+    with pytest.raises(BadRowError) as caught:
+        list(template.documents(talk))
+    assert says in caught.value.args[1]
+
+
+def test_a_template_that_rewrites_earlier_turns_has_no_answers(folder: Path) -> None:
+    rewriting = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(configure(folder, rewriting))
+    with pytest.raises(BadRowError, match="in another way than its prompt"):
+        list(template.documents(TALK))
+
+
+def test_the_template_may_be_a_file_or_one_of_several(folder: Path, tmp_path: Path) -> None:
+    named = [{"name": name, "template": TEMPLATES[key]} for name, key in (("tool", "strict"), ("default", "chatml"))]
+    plain = ChatTemplate(configure(folder, TEMPLATES["chatml"]))
+    assert ChatTemplate(configure(folder, named)).digest == plain.digest
+    file = folder / "chat_template.jinja"
+    file.write_text(TEMPLATES["trimmed"], encoding="utf-8")
+    try:
+        assert ChatTemplate(configure(folder, named)).digest != plain.digest
+    finally:
+        file.unlink()
+    configure(folder, None)
+    talk = write(tmp_path / "a.jsonl", [TALK])
+    prepare_talk = partial(prepare, talk, out=tmp_path / "o.arrow", chat=True, field="messages")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        prepare_talk(tokenizer=folder)
+    configure(folder, "{% if %}")
+    with pytest.raises(ConfigError, match="is no template"):
+        prepare_talk(tokenizer=folder)
+    with pytest.raises(ConfigError, match="give its folder with --tokenizer"):
+        prepare_talk()
+    with pytest.raises(ConfigError, match="give one of the two"):
+        prepare_talk(tokenizer=folder, prompt="q")
+
+
+def test_another_template_is_another_corpus(folder: Path, tmp_path: Path) -> None:
+    talk = write(tmp_path / "a.jsonl", [TALK])
+    for name in ("chatml", "trimmed"):
+        configure(folder, TEMPLATES[name])
+        if name == "trimmed":
+            with pytest.raises(DataError, match="chat: "):
+                prepare(talk, out=tmp_path / "o.arrow", tokenizer=folder, chat=True, field="messages")
+        else:
+            prepare(talk, out=tmp_path / "o.arrow", tokenizer=folder, chat=True, field="messages")
