@@ -98,7 +98,7 @@ class _Collectives(C10dCollectives):
     def group(self, axis: Axis) -> dist.ProcessGroup:
         if axis.groups not in self._groups and axis.size < self._world:
             own = list(axis.group_of(dist.get_rank()))
-            self._groups[axis.groups] = dist.new_group(own, use_local_synchronization=True)
+            self._groups.setdefault(axis.groups, dist.new_group(own, use_local_synchronization=True))
         return super().group(axis)
 
     def _link(self, mesh: Mesh) -> None:
