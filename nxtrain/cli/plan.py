@@ -11,6 +11,7 @@ import typer
 from nxtrain.cli.bench import AsJson
 from nxtrain.cli.options import ConfigPath, Overrides
 from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE, finite
+from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
 
 EPILOG = "Example: nxtrain plan configs/llama2_7b_trn1.toml --nodes 16 parallel.dp=0"
@@ -26,9 +27,16 @@ def plan(
         int | None, typer.Option(min=1, max=MAX_RANKS, help="Number of machines; by default cluster.nodes.")
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="List the layouts that fit, fastest first.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Compare the memory with one rank's training step on fake tensors.")
+    ] = False,
     top: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Rows of a search that are shown.")] = 15,
     model: Annotated[
         str, typer.Option(metavar="NAME", help="Published model in place of the configured one, such as gpt3-175b.")
+    ] = "",
+    method: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="full, lora or qlora in place of finetune.method; all with --search."),
     ] = "",
     tokens: Annotated[
         float, typer.Option(min=0, max=1e18, callback=finite, help="Tokens of the run; by default train.steps.")
@@ -56,10 +64,14 @@ def plan(
     """
     from nxtrain.plan.command import Question, find_layouts, predict, tokens_of
     from nxtrain.plan.predict import Assumptions
-    from nxtrain.plan.show import show, show_found
+    from nxtrain.plan.presets import SHAPES
+    from nxtrain.plan.show import show, show_found, show_trace
 
-    question = Question(instance, nodes, hardware, model)
+    question = Question(instance, nodes, hardware, model, method)
     assumed = Assumptions(tokens_of(tokens, dataset), store_gb_s * 1e9, mtbf_h * 3600, price)
+    if trace and (search or model in SHAPES):
+        what = "--search compares many layouts" if search else f"nxtrain has no code for {model}"
+        raise ConfigError(f"--trace builds a rank of one layout, and {what}; leave one of them out")
     if search:
         found, note = find_layouts(config, overrides or [], question, assumed)
         if as_json:
@@ -68,7 +80,14 @@ def plan(
             show_found(found, note, top)
         return
     prediction, note = predict(config, overrides or [], question, assumed)
+    compared: dict[str, tuple[int, int]] = {}
+    if trace:
+        from nxtrain.bench.fake_rank import trace_job
+
+        compared = trace_job(prediction.job, prediction.stage).beside(prediction.bytes)
     if as_json:
-        typer.echo(json.dumps(prediction.to_json(), indent=2))
+        kinds = {name: {"predicted": ours, "traced": theirs} for name, (ours, theirs) in compared.items()}
+        typer.echo(json.dumps(prediction.to_json() | ({"trace": kinds} if trace else {}), indent=2))
     else:
         show(prediction, note)
+        show_trace(compared)

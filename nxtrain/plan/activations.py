@@ -6,6 +6,7 @@ queries keep both.
 
 from __future__ import annotations
 
+from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
 from nxtrain.plan.job import CPU_BLOCK, SIZES, Job
 
 LONG_SEQUENCE = 8192
@@ -27,10 +28,51 @@ def boundary_bytes(job: Job) -> int:
 
 
 def _whole_block_bytes(job: Job, remat: str) -> int:
-    # Each of two norms keeps its input and a number per row, and the column layer after it keeps its own input.
-    norms = 2 * (2 * boundary_bytes(job) + job.sequence_rows * FLOAT)
     skips_mlp = remat == "selective" and job.config.train.seq_len >= LONG_SEQUENCE
-    return norms + _attention_bytes(job, recomputed=remat == "selective") + (0 if skips_mlp else _mlp_bytes(job))
+    # Each of two norms keeps its input and a number per row, and the column layer after it keeps its own input.
+    norms = 2 * (boundary_bytes(job) + job.sequence_rows * FLOAT)
+    inputs = _input_bytes(job, ATTENTION_IN, boundary_bytes(job))
+    inputs += boundary_bytes(job) if skips_mlp else _input_bytes(job, MLP_IN, boundary_bytes(job))
+    kept = norms + inputs + _attention_bytes(job, recomputed=remat == "selective")
+    return kept + (0 if skips_mlp else _mlp_bytes(job))
+
+
+ATTENTION_IN = ("qkv_proj", "q_proj", "k_proj", "v_proj")
+ATTENTION_OUT = ("o_proj",)
+MLP_IN = ("gate_up_proj", "gate_proj", "up_proj")
+MLP_OUT = ("down_proj",)
+"""Linear layers that share an input, fused or not."""
+
+
+def _adapted(job: Job, names: tuple[str, ...]) -> list[AdaptedLayer]:
+    """Layers of a block with adapters, of some names."""
+    if job.adapters is None:
+        return []
+    layers = adapted_layers(job.stage(0), job.config.parallel.tp, job.adapters)
+    return [layer for layer in layers if layer.name in names]
+
+
+def _keeps_input(job: Job, names: tuple[str, ...]) -> bool:
+    """True if some layer keeps its input as it is: for its weight, or for an adapter without dropout."""
+    return job.adapters is None or (bool(_adapted(job, names)) and not job.config.finetune.dropout)
+
+
+def _input_bytes(job: Job, names: tuple[str, ...], size: int, *, kept_anyway: bool = False) -> int:
+    """Bytes that linear layers with one input keep: the input, and what adapters keep.
+
+    Adapters keep what dropout left of the input with a byte per entry, and their own columns.
+
+    Args:
+        job: The run.
+        names: Names of the layers.
+        size: Bytes of the input.
+        kept_anyway: Something else keeps the input as well.
+    """
+    layers = _adapted(job, names)
+    own = size if kept_anyway or _keeps_input(job, names) else 0
+    dropped = len(layers) * (size + size // job.params_size) if job.config.finetune.dropout else 0
+    tokens = {True: job.micro_tokens, False: job.sequence_rows}
+    return own + dropped + sum(layer.width * tokens[layer.is_column] for layer in layers) * job.params_size
 
 
 def _attention_bytes(job: Job, *, recomputed: bool) -> int:
@@ -48,7 +90,9 @@ def _attention_bytes(job: Job, *, recomputed: bool) -> int:
     else:  # repeated K/V heads are kept; of the given ones only the queries, and what they share a tensor with
         inputs = (rotated if fused and not normed else queries) + 2 * queries
         inputs += (value if fused else rotated) if normed else 0
-    kept = (inputs + queries) * tokens * size
+    kernel_keeps = not recomputed and job.attention in ("fused", "grouped")
+    out = _input_bytes(job, ATTENTION_OUT, queries * tokens * size, kept_anyway=kernel_keeps)
+    kept = inputs * tokens * size + out
     kept += (job.local_heads + job.local_kv_heads) * tokens * FLOAT if normed else 0
     return kept if recomputed else kept + _core_bytes(job)
 
@@ -71,19 +115,22 @@ def _mlp_bytes(job: Job) -> int:
     inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
     gated = 3 if job.config.model.fused_gate_up else 4  # unfused, autograd keeps silu(gate) too
     kept = gated if job.decoder.gated else 2
-    return kept * inner * job.micro_tokens * job.params_size
+    size = inner * job.micro_tokens * job.params_size
+    return (kept - 1) * size + _input_bytes(job, MLP_OUT, size)
 
 
 def working_bytes(job: Job) -> int:
     """Largest tensors of a layer's backward pass that are not kept from its forward pass.
 
-    In the feed-forward: the gradients of the product, of the gate, of both together, and a factor. What backward
-    recomputes is kept for one part at a time.
+    In the feed-forward: the gradients of the product, of the gate, of both together, and a factor; unfused, those of
+    the product and of both parts. The product itself is free by then. Backward recomputes one part at a time.
     """
     train, size = job.config.train, job.params_size
     inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
-    mlp = (5 if job.decoder.gated else 2) * inner * job.micro_tokens * size
-    attention = _attention_work(job)
+    gated = 5 if job.config.model.fused_gate_up else 3
+    freed = job.decoder.gated and _keeps_input(job, MLP_OUT)
+    mlp = ((gated if job.decoder.gated else 2) - freed) * inner * job.micro_tokens * size
+    attention = attention_work_bytes(job)
     if train.remat == "selective":
         attention += _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True)
         if train.seq_len >= LONG_SEQUENCE:
@@ -92,7 +139,7 @@ def working_bytes(job: Job) -> int:
     return work + (_whole_block_bytes(job, "none") - boundary_bytes(job) if train.remat == "full" else 0)
 
 
-def _attention_work(job: Job) -> int:
+def attention_work_bytes(job: Job) -> int:
     """Gradients of queries, keys and values; for kernels without fusion, scores in float32 and narrow as well."""
     train, width, size = job.config.train, job.decoder.head_size, job.params_size
     queries, keys = job.local_heads * width, job.local_kv_heads * width
@@ -106,9 +153,17 @@ def _attention_work(job: Job) -> int:
     return job.micro_tokens * (2 * queries + 2 * (queries if job.attention == "fused" else keys)) * size
 
 
+def postponed_block_bytes(job: Job) -> int:
+    """Bytes that weight gradients of a block keep while they wait: inputs and output gradients of its linear layers."""
+    decoder, inner = job.decoder, -(-job.decoder.intermediate_size // job.config.parallel.tp)
+    queries, keys = job.local_heads * decoder.head_size, job.local_kv_heads * decoder.head_size
+    inputs, grads = queries + inner, queries + 2 * keys + (2 if decoder.gated else 1) * inner
+    return 4 * boundary_bytes(job) + (inputs + grads) * job.micro_tokens * job.params_size
+
+
 def kept_logits_bytes(job: Job) -> int:
-    """Bytes that the loss keeps for backward: gradients of the hidden states and of the projection's matrix."""
-    rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
+    """Bytes that the loss keeps for backward: gradients of the hidden states, and of the matrix if it is trained."""
+    rows = -(-job.decoder.vocab_size // job.config.parallel.tp) if job.adapters is None else 0
     return (job.micro_tokens + rows) * job.decoder.hidden_size * job.params_size
 
 
@@ -125,4 +180,5 @@ def chunk_bytes(job: Job) -> int:
     copies = FLOAT * (2 if padded else 1) if size == FLOAT else FLOAT + 2 * size
     if chunk >= tokens:
         return tokens * rows * copies
-    return chunk * rows * copies + (tokens + rows) * hidden * size + rows * hidden * (FLOAT - size)
+    summed = rows if job.adapters is None else 0
+    return chunk * rows * copies + (tokens + summed) * hidden * size + summed * hidden * (FLOAT - size)

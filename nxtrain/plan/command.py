@@ -13,6 +13,7 @@ from nxtrain.config.schema import ON_XLA, RunConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import Decoder, find_family
 from nxtrain.mesh import Mesh
+from nxtrain.plan.adapters import METHODS
 from nxtrain.plan.hardware import Machine, find_machine, read_machines
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import Assumptions, Prediction
@@ -21,6 +22,9 @@ from nxtrain.plan.search import Found, impossible, search
 
 ASSUMED = "trn1.32xlarge"
 """Instance of a run that names none."""
+
+EVERY = "all"
+"""All of `METHODS`, side by side."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,14 @@ class Question:
         nodes: Number of machines; None: cluster.nodes.
         hardware: TOML file with more machines; None: the table only.
         model: Published model in place of the configured one; empty: the configured one.
+        method: One of `METHODS` in place of finetune.method, or `EVERY` in a search; empty: the configured one.
     """
 
     instance: str = ""
     nodes: int | None = None
     hardware: Path | None = None
     model: str = ""
+    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
     Raises:
         ConfigError: The configuration, the instance or the layout is impossible.
     """
+    if question.method == EVERY:
+        raise ConfigError(f"--method {EVERY} compares methods in a search; add --search")
     setting = _setting(path, overrides, question)
     config, world = setting.loaded.config, setting.machine.devices * setting.nodes
     parallel = config.parallel
@@ -96,7 +104,12 @@ def find_layouts(path: Path, overrides: Sequence[str], question: Question, assum
         family = family_of(config)
         if problems := family.check(resolve_model(config), tp=1, seq_len=config.train.seq_len):
             raise ConfigError(problems)
-    return search(setting.decoder, setting.machine, setting.nodes, config, assumed), setting.note
+    methods = METHODS if question.method == EVERY else (config.finetune.method,)
+    found = [
+        search(setting.decoder, setting.machine, setting.nodes, _by(method, config), assumed) for method in methods
+    ]
+    layouts = sorted((one for each in found for one in each.layouts), key=lambda one: one.time.step_s)
+    return Found(tuple(layouts), tuple(one for each in found for one in each.rejected)), setting.note
 
 
 def tokens_of(tokens: float, dataset: str) -> float:
@@ -131,6 +144,10 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
         parallel = config.parallel
         note = f"no instance is named, so {ASSUMED} is assumed; name one by --instance"
         nodes = max(nodes, -(-parallel.tp * parallel.pp * max(1, parallel.dp) // machine.devices))
+    if question.method and question.method not in (*METHODS, EVERY):
+        raise _unknown("--method", question.method, [*METHODS, EVERY])
+    if question.method and question.method != EVERY:
+        config = _by(question.method, config)
     loaded = replace(loaded, config=_on(machine, config))
     if question.model in SHAPES:
         decoder = SHAPES[question.model].decoder
@@ -148,6 +165,11 @@ def _on(machine: Machine, config: RunConfig) -> RunConfig:
         return config
     backend = config.backend.model_copy(update={"name": "auto", "layers": "auto", "attention": "auto"})
     return config.model_copy(update={"backend": backend})
+
+
+def _by(method: str, config: RunConfig) -> RunConfig:
+    """The configuration with another trained share of the model."""
+    return config.model_copy(update={"finetune": config.finetune.model_copy(update={"method": method})})
 
 
 def _unknown(option: str, name: str, known: list[str]) -> ConfigError:

@@ -9,8 +9,9 @@ from typing import Literal
 
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
 from nxtrain.family import Decoder
+from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
 from nxtrain.plan.hardware import Machine
-from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_parts
+from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_kinds, stage_parts
 from nxtrain.stages import StagePart
 
 Attention = Literal["blocked", "fused", "grouped", "scores"]
@@ -142,21 +143,22 @@ class Job:
             self.decoder, self.config.train.seq_len, parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
         )
 
-    @cached_property
-    def stages(self) -> list[Stage]:
+    @property
+    def stages(self) -> tuple[Stage, ...]:
         """Kind of every pipeline rank's stage."""
-        model = self.config.model
-        return [
-            Stage(
-                self.decoder,
-                tuple(len(part.blocks) for part in parts),
-                any(part.first for part in parts),
-                any(part.last for part in parts),
-                model.fused_qkv,
-                model.fused_gate_up,
-            )
-            for parts in self.parts
-        ]
+        return self._kinds[0]
+
+    @property
+    def distinct_stages(self) -> tuple[int, ...]:
+        """First pipeline rank of each kind of stage."""
+        return self._kinds[1]
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+        parallel, model = self.config.parallel, self.config.model
+        cut = parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
+        fused = model.fused_qkv, model.fused_gate_up
+        return stage_kinds(self.decoder, self.config.train.seq_len, *cut, *fused)
 
     def stage(self, index: int) -> Stage:
         """Kind of a pipeline rank's stage."""
@@ -168,6 +170,32 @@ class Job:
         if key not in self._entries:  # every kind of memory asks for them
             self._entries[key] = stage_entries(self.stages[index], self.config.parallel.tp, key[1])
         return self._entries[key]
+
+    @cached_property
+    def adapters(self) -> Adapters | None:
+        """Adapters beside a frozen model; None: every parameter is trained."""
+        finetune = self.config.finetune
+        return None if self.method == "full" else Adapters(finetune.r, finetune.targets)
+
+    @property
+    def method(self) -> Method:
+        """Trained share of the model: all of it, or adapters beside frozen or quantized parameters."""
+        return self.config.finetune.method
+
+    def trained(self, index: int, shard: int = 0) -> Entries:
+        """Entries of a stage's parameters that are trained; arguments as in `entries`."""
+        if self.adapters is None:
+            return self.entries(index, shard)
+        tp = self.config.parallel.tp
+        return adapter_entries(self.stages[index], tp, shard or self.shard_size, self.adapters)
+
+    def frozen(self, index: int) -> FrozenBytes:
+        """Bytes of a stage's parameters that are not trained."""
+        stage, quantized = self.stages[index], self.method == "qlora"
+        if self.adapters is None:
+            return FrozenBytes(0, 0, 0, 0)
+        shard = self.shard_size if self.is_fully_sharded else 1
+        return frozen_bytes(stage, self.config.parallel.tp, shard, self.params_size, quantized=quantized)
 
     @cached_property
     def _entries(self) -> dict[tuple[int, int], Entries]:

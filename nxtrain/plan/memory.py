@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from nxtrain.parallel.schedule import num_warmup
-from nxtrain.plan.activations import block_bytes, boundary_bytes, chunk_bytes, kept_logits_bytes, working_bytes
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.shapes import Stage, beside_blocks, one_block
+from nxtrain.plan.moments import moments_of
 
 GIB = 1 << 30
 
@@ -25,18 +23,16 @@ On Trainium: instructions, descriptors and scratch space of loaded graphs, and t
 GPU_WORKSPACE_BYTES = 5 * GIB // 2
 """The same on GPUs: context, cuBLAS, NCCL's channels, and what the allocator cannot give out again."""
 
-WHOLE_WRITE = 4
-"""Bytes of a float32."""
-
 
 @dataclass(frozen=True)
 class Bytes:
     """Device memory of one rank by kind, in bytes.
 
-    With one micro-batch the sum is a bound: activations are freed while gradients come into being.
+    Kinds are those of the moment of a step that needs most; other moments may need more of one kind.
 
     Args:
-        params: Parameters that the model computes with, or the stored shards under full sharding.
+        params: Trained parameters that the model computes with, or the stored shards under full sharding.
+        frozen: Parameters below adapters, quantized or in the type of the model.
         grads: Gradients, summed over micro-batches or reduced, whichever takes more.
         optimizer: Running means, master copies or compensation, and ZeRO-1's own rows of the parameters.
         activations: Tensors kept for the backward passes of all micro-batches in flight, and those that the layer at
@@ -47,6 +43,7 @@ class Bytes:
     """
 
     params: int
+    frozen: int
     grads: int
     optimizer: int
     activations: int
@@ -57,7 +54,7 @@ class Bytes:
     @property
     def total(self) -> int:
         """Sum of all kinds."""
-        state = self.params + self.grads + self.optimizer
+        state = self.params + self.frozen + self.grads + self.optimizer
         return state + self.activations + self.logits + self.buckets + self.workspace
 
     def to_json(self) -> dict[str, int]:
@@ -67,27 +64,21 @@ class Bytes:
 
 def rank_bytes(job: Job) -> tuple[int, Bytes]:
     """Pipeline stage whose ranks need most memory, and its memory."""
-    most: dict[Stage, tuple[int, int]] = {}  # of stages of one kind, the first with most micro-batches in flight
-    for stage, kind in enumerate(job.stages):
-        found = in_flight(job, stage)
-        if kind not in most or found > most[kind][0]:
-            most[kind] = found, stage
-    return max(((stage, stage_bytes(job, stage)) for _, stage in most.values()), key=lambda each: each[1].total)
+    # Of stages of one kind, none has more micro-batches in flight than the first.
+    return max(((stage, stage_bytes(job, stage)) for stage in job.distinct_stages), key=lambda each: each[1].total)
 
 
 def stage_bytes(job: Job, stage: int) -> Bytes:
-    """Memory of a rank of a pipeline stage."""
-    params, optimizer = params_bytes(job, stage), optimizer_bytes(job, stage)
-    grads = max(accumulated_bytes(job, stage), reduced_bytes(job, stage))
-    last = any(part.last for part in job.parts[stage])
-    chunk = chunk_bytes(job) if last else 0
-    # The loss frees its chunk before the first layer's backward pass.
-    held = kept_bytes(job, stage) + max(0, working_bytes(job) - chunk)
-    logits = chunk + kept_logits_bytes(job) if last else 0
-    buckets = bucket_bytes(job, stage, spare=grads + held + logits)
+    """Memory of a rank of a pipeline stage, at the moment of a step that needs most."""
+    params, optimizer, frozen = params_bytes(job, stage), optimizer_bytes(job, stage), job.frozen(stage).held
     if job.config.parallel.offload and job.is_fully_sharded:
-        params = grads = optimizer = 0
-    return Bytes(params, grads, optimizer, held, logits, buckets, workspace_bytes(job))
+        params = optimizer = frozen = 0
+    workspace = workspace_bytes(job)
+    moments = (
+        Bytes(params, frozen, each.grads, optimizer, each.activations, each.logits, each.buckets, workspace)
+        for each in moments_of(job, stage)
+    )
+    return max(moments, key=lambda each: each.total)
 
 
 def workspace_bytes(job: Job) -> int:
@@ -98,8 +89,8 @@ def workspace_bytes(job: Job) -> int:
 
 
 def params_bytes(job: Job, stage: int) -> int:
-    """Parameters: whole over data parallel ranks, or the first rank's rows of each under full sharding."""
-    entries = job.entries(stage)
+    """Trained parameters: whole over data parallel ranks, or the first rank's rows of each under full sharding."""
+    entries = job.trained(stage)
     return (entries.rows if job.is_fully_sharded else entries.local) * job.stored_size
 
 
@@ -109,7 +100,7 @@ def optimizer_bytes(job: Job, stage: int) -> int:
     Under full sharding with float32 storage the shards themselves are the master copies.
     """
     precision = job.config.precision
-    entries = job.entries(stage)
+    entries = job.trained(stage)
     zero1 = job.config.parallel.shard == "zero1"
     number = entries.rows if zero1 or job.is_fully_sharded else entries.local
     size = 2 * SIZES[precision.state]
@@ -120,76 +111,6 @@ def optimizer_bytes(job: Job, stage: int) -> int:
     if zero1:
         size += job.params_size
     return number * size
-
-
-def accumulated_bytes(job: Job, stage: int) -> int:
-    """Gradients before their reduction: `.grad`, or the sums of `parallel/data_parallel.py:Bucketed`."""
-    entries = job.entries(stage)
-    if job.is_fully_sharded:
-        return entries.rows * job.stored_size
-    accumulate = SIZES[job.config.precision.accumulate]
-    return entries.local * (accumulate if job.num_micro > 1 else job.params_size)
-
-
-def reduced_bytes(job: Job, stage: int) -> int:
-    """Gradients that the optimizer gets, in the type of the reduction."""
-    entries = job.entries(stage)
-    parallel = job.config.parallel
-    if job.is_fully_sharded or parallel.dp == 1:
-        return accumulated_bytes(job, stage)
-    return (entries.rows if parallel.shard == "zero1" else entries.local) * SIZES[job.config.precision.reduce]
-
-
-def bucket_bytes(job: Job, stage: int, spare: int) -> int:
-    """Buffers of collectives over data parallel ranks.
-
-    - Replicated: the flat copy of one bucket.
-    - ZeRO-1: a bucket padded, packed and scattered. After the update all buckets are gathered at once, in the type of
-      the parameters; by then gradients and activations are freed.
-    - Full sharding: gathered blocks (the one at work, and those ahead, or all of them), the unit of the remaining
-      parameters, and one block's gradient in its own type and in that of the reduction.
-
-    Args:
-        job: The run.
-        stage: Pipeline stage.
-        spare: Bytes that are free again when ZeRO-1 gathers.
-    """
-    parallel, precision, entries = job.config.parallel, job.config.precision, job.entries(stage)
-    reduce = SIZES[precision.reduce]
-    if parallel.dp == 1:
-        return 0
-    if job.is_fully_sharded:
-        kind = job.stage(stage)
-        block, rest = one_block(kind, parallel.tp, 1).local, beside_blocks(kind, parallel.tp, 1).local
-        num_blocks = sum(kind.blocks)
-        ahead = 1 + max(1, parallel.prefetch)
-        blocks = num_blocks if parallel.shard == "grad_op" else min(num_blocks, ahead)
-        return (blocks * block + rest) * job.params_size + max(block, rest) * (job.params_size + reduce)
-    bucket = min(entries.local * reduce, max(parallel.bucket_mib << 20, entries.largest * reduce))
-    if parallel.shard != "zero1":
-        return bucket
-    gathered = entries.local * job.params_size + reduced_bytes(job, stage)
-    return max(2 * bucket + bucket // parallel.dp, gathered - spare)
-
-
-def kept_bytes(job: Job, stage: int) -> int:
-    """Activations kept for the backward passes of all micro-batches in flight, and the tensors of transfers."""
-    parallel = job.config.parallel
-    kept = max(job.stage(stage).blocks) * block_bytes(job)
-    # The final norm keeps its input and a number per row.
-    norm = job.sequence_rows * (job.decoder.hidden_size * job.params_size + WHOLE_WRITE)
-    last = norm if any(part.last for part in job.parts[stage]) else 0
-    between = 3 * boundary_bytes(job) if parallel.pp > 1 else 0
-    return in_flight(job, stage) * kept + last + between
-
-
-def in_flight(job: Job, stage: int) -> int:
-    """Most forwards of a pipeline rank, of any chunk, whose backward is still to come."""
-    parallel, total = job.config.parallel, job.num_micro * job.config.parallel.virtual_pp
-    if parallel.pp == 1:
-        return 1
-    postponed = stage if parallel.schedule == "zero_bubble" else 0
-    return min(total, num_warmup(parallel.pp, parallel.virtual_pp, job.num_micro, stage) + 1 + postponed)
 
 
 def checkpoint_bytes(job: Job, params: int) -> int:

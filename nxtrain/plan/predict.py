@@ -8,9 +8,11 @@ from typing import Any
 
 from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import Job
-from nxtrain.plan.memory import Bytes, checkpoint_bytes, in_flight, rank_bytes
-from nxtrain.plan.shapes import flops_per_token, num_params
+from nxtrain.plan.memory import Bytes, checkpoint_bytes, rank_bytes
+from nxtrain.plan.moments import in_flight
+from nxtrain.plan.shapes import num_params
 from nxtrain.plan.speed import StepTime, step_time
+from nxtrain.plan.work import model_flops_per_token, trained_params
 
 GIB = 1 << 30
 DAY_S = 86_400.0
@@ -126,9 +128,14 @@ class Prediction:
         return None if price is None else price * self.job.nodes * self.days * 24
 
     @property
+    def trained_params(self) -> int:
+        """Parameters of the whole model that are trained."""
+        return trained_params(self.job, num_params(self.job.decoder))
+
+    @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of the whole run."""
-        return checkpoint_bytes(self.job, num_params(self.job.decoder))
+        """Bytes of a checkpoint of the whole run; a frozen model stays in the folder that it came from."""
+        return checkpoint_bytes(self.job, self.trained_params)
 
     def failures(self) -> Failures:
         """Failure rate of the run, and the costs of its checkpoints and restarts."""
@@ -165,7 +172,10 @@ class Prediction:
             "in_flight": in_flight(job, self.stage),
             "micro_batches": job.num_micro,
             "params": num_params(job.decoder),
-            "flops_per_token": flops_per_token(job.decoder, job.config.train.seq_len),
+            "method": job.method,
+            "trained_params": self.trained_params,
+            "trained_share": self.trained_params / num_params(job.decoder),
+            "flops_per_token": model_flops_per_token(job),
             "compute_s": time.compute_s,
             "update_s": time.update_s,
             "bubble": time.bubble,
@@ -199,7 +209,8 @@ class Prediction:
         return {
             "tokens": tokens,
             "flops_6nd": 6.0 * params * tokens,
-            "flops": flops_per_token(self.job.decoder, self.job.config.train.seq_len) * tokens,
+            **({} if self.job.adapters is None else {"flops_4nd": 4.0 * params * tokens}),
+            "flops": model_flops_per_token(self.job) * tokens,
             "chinchilla_tokens": CHINCHILLA * params,
             "days_with_failures": self.days / goodput,
         }

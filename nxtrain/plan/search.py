@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nxtrain.config.schema import FULLY_SHARDED, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.errors import Problem
 from nxtrain.family import Decoder
@@ -20,6 +20,8 @@ from nxtrain.plan.speed import step_time
 REMATS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 MAX_PP = 64
 MAX_MICRO_BATCH = 8
+CHUNKS = (1, 2, 4)
+"""Values of parallel.virtual_pp."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,17 @@ class Found:
         """The result as JSON."""
         return {
             "layouts": [found.to_json() for found in self.layouts],
-            "rejected": [{"parallel": layout_json(each.job), "reason": each.reason} for each in self.rejected],
+            "rejected": [
+                {"method": each.job.method, "parallel": layout_json(each.job), "reason": each.reason}
+                for each in self.rejected
+            ],
         }
 
 
 def search(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions) -> Found:
-    """Try the degrees, modes of sharding, micro-batches and recomputation that use all devices.
+    """Try the degrees, modes of sharding, chunks, micro-batches and recomputation that use all devices.
 
-    Of the micro-batches and the recomputation of one set of degrees, the fastest that fits is kept.
+    Of the chunks, micro-batches and recomputation of one set of degrees, the fastest that fits is kept.
     """
     layouts: list[Prediction] = []
     rejected: list[Rejected] = []
@@ -61,20 +66,31 @@ def search(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig, as
         if problems := list(impossible(job)):
             rejected.append(Rejected(job, "; ".join(problem.reason for problem in problems)))
             continue
-        tried = list(_details(job))
-        sized = [(each, *rank_bytes(each)) for each in tried]
-        fitting = [
-            Prediction(each, assumed, stage, found, step_time(each))
-            for each, stage, found in sized
-            if found.total <= machine.device_bytes
-        ]
+        fitting, least = _try(job, assumed)
         if fitting:
             layouts.append(min(fitting, key=lambda found: found.time.step_s))
         else:
-            least, _, _ = min(sized, key=lambda each: each[2].total)
             rejected.append(Rejected(least, Prediction.of(least, assumed).reasons[0]))
     layouts.sort(key=lambda found: found.time.step_s)
     return Found(tuple(layouts), tuple(rejected))
+
+
+def _try(job: Job, assumed: Assumptions) -> tuple[list[Prediction], Job]:
+    """Predictions of the details of a layout that fit, and the detail that needs least memory if none does.
+
+    Recomputation only costs time, so of each micro-batch the first that fits has as little of it as possible.
+    """
+    fitting: list[Prediction] = []
+    least, least_bytes = job, -1
+    for details in _details(job):
+        for each in details:
+            stage, found = rank_bytes(each)
+            if found.total <= job.machine.device_bytes:
+                fitting.append(Prediction(each, assumed, stage, found, step_time(each)))
+                break
+            if least_bytes < 0 or found.total < least_bytes:
+                least, least_bytes = each, found.total
+    return fitting, least
 
 
 def impossible(job: Job) -> Iterator[Problem]:
@@ -96,6 +112,9 @@ def impossible(job: Job) -> Iterator[Problem]:
         yield Problem("train.seq_len", f"tp={parallel.tp} does not divide seq_len={train.seq_len}")
     if job.is_lazy and parallel.shard in FULLY_SHARDED:
         yield Problem("parallel.shard", f"{parallel.shard} does not run on PyTorch/XLA; use zero1")
+    if job.method == "qlora" and job.is_trainium:
+        reason = f"qlora has kernels for CUDA and CPUs, and {job.machine.name} has neither for training"
+        yield Problem("finetune.method", reason, hint="use lora, or a machine with GPUs")
     if job.nodes > 1 and not job.machine.network_bytes_s:
         reason = f"{job.nodes} machines cannot train together: {job.machine.name} has no network for collectives"
         yield Problem("cluster.nodes", reason, hint="use one machine, or another instance")
@@ -122,10 +141,23 @@ def _degrees(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig) 
                 yield Job(decoder, machine, nodes, config.model_copy(update={"parallel": parallel, "train": train}))
 
 
-def _details(job: Job) -> Iterator[Job]:
-    """The layout with every micro-batch that divides the batch, and with every mode of recomputation."""
+def _details(job: Job) -> Iterator[Iterator[Job]]:
+    """The layout with one or more chunks a stage and each micro-batch that divides the batch; of each, all remats."""
     per_rank = job.config.train.global_batch // job.config.parallel.dp
-    for micro_batch in [each for each in divisors(per_rank) if each <= MAX_MICRO_BATCH]:
-        for remat in REMATS:
-            train = job.config.train.model_copy(update={"micro_batch": micro_batch, "remat": remat})
-            yield Job(job.decoder, job.machine, job.nodes, job.config.model_copy(update={"train": train}))
+    for virtual_pp in _chunks(job):
+        parallel = job.config.parallel.model_copy(update={"virtual_pp": virtual_pp})
+        for micro_batch in [each for each in divisors(per_rank) if each <= MAX_MICRO_BATCH]:
+            yield (_with(job, parallel, micro_batch, remat) for remat in REMATS)
+
+
+def _with(job: Job, parallel: ParallelConfig, micro_batch: int, remat: str) -> Job:
+    train = job.config.train.model_copy(update={"micro_batch": micro_batch, "remat": remat})
+    return replace(job, config=job.config.model_copy(update={"parallel": parallel, "train": train}))
+
+
+def _chunks(job: Job) -> list[int]:
+    """Values of virtual_pp that the stages' blocks and the schedule allow."""
+    parallel = job.config.parallel
+    if parallel.pp == 1 or parallel.schedule == "zero_bubble":
+        return [1]
+    return [each for each in CHUNKS if parallel.pp * each <= job.decoder.num_layers]

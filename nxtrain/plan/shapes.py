@@ -124,6 +124,12 @@ def block_matmul_params(decoder: Decoder) -> int:
     return attention + (3 if decoder.gated else 2) * decoder.hidden_size * decoder.intermediate_size
 
 
+def column_params(decoder: Decoder) -> int:
+    """Entries of the matrices of one block whose outputs are sharded over tp."""
+    attention = decoder.head_size * (decoder.num_heads + 2 * decoder.num_kv_heads)
+    return decoder.hidden_size * (attention + (2 if decoder.gated else 1) * decoder.intermediate_size)
+
+
 def flops_per_token(decoder: Decoder, seq_len: int) -> int:
     """Operations of forward and backward for one token, as `ModelFamily.flops_per_token`; attention is causal."""
     per_token = costs(decoder, seq_len)
@@ -164,6 +170,34 @@ class Stage:
     last: bool
     fused_qkv: bool = True
     fused_gate_up: bool = True
+
+
+@lru_cache(maxsize=1024)
+def stage_kinds(
+    decoder: Decoder,
+    seq_len: int,
+    pp: int,
+    virtual_pp: int,
+    cuts: tuple[int, ...],
+    fused_qkv: bool,
+    fused_gate_up: bool,
+) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """Kind of every pipeline rank's stage, and the first rank of each kind."""
+    kinds = tuple(
+        Stage(
+            decoder,
+            tuple(len(part.blocks) for part in parts),
+            any(part.first for part in parts),
+            any(part.last for part in parts),
+            fused_qkv,
+            fused_gate_up,
+        )
+        for parts in stage_parts(decoder, seq_len, pp, virtual_pp, cuts)
+    )
+    first: dict[Stage, int] = {}
+    for rank, kind in enumerate(kinds):
+        first.setdefault(kind, rank)
+    return kinds, tuple(first.values())
 
 
 @lru_cache(maxsize=65_536)

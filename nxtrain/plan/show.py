@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 from rich import box
 from rich.console import Console
@@ -50,7 +51,9 @@ def show(found: Prediction, note: str) -> None:
 def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     data, time = found.to_json(), found.time
     checkpoint, run, graphs = data["checkpoint"], data["run"], data["compile"]
+    nd = "flops_4nd" if "flops_4nd" in run else "flops_6nd"
     rows = [
+        ("trained", f"{data['trained_share']:.2%}", f"{data['trained_params']:,} parameters, by {data['method']}"),
         ("step", duration(time.step_s), f"compute {duration(time.compute_s)}, update {duration(time.update_s)}"),
         ("throughput", f"{found.tokens_per_s:,.0f} tokens/s", f"{data['sequences_per_s']:,.2f} sequences/s"),
         ("MFU", f"{time.mfu:.1%}", "operations of the model, causal attention, over the bf16 peak"),
@@ -66,7 +69,7 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         ("checkpoint", f"{found.checkpoint_bytes / 1e9:,.1f} GB", f"written in {duration(checkpoint['write_s'])}"),
         ("best interval", best, f"a failure every {duration(checkpoint['mtbf_s'])}"),
         ("goodput", f"{checkpoint['goodput']:.1%}", "at this interval"),
-        ("tokens", f"{run['tokens']:.3g}", f"6ND: {run['flops_6nd']:.3g} operations"),
+        ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
         ("Chinchilla", f"{run['chinchilla_tokens']:.3g} tokens", "20 per parameter"),
         ("time", f"{found.days:,.2f} days", f"{run['days_with_failures']:,.2f} days with failures"),
     ]
@@ -83,13 +86,16 @@ def show_found(found: Found, note: str, top: int) -> None:
     if note:
         screen.print(note)
     layouts = Table(
-        *("tp", "pp", "dp", "shard", "micro", "remat", "GiB", "step", "tokens/s", "MFU"), box=box.SIMPLE_HEAD
+        *("method", "tp", "pp", "dp", "shard", "chunks", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
+        box=box.SIMPLE_HEAD,
     )
     for each in found.layouts[:top]:
         parallel, train = each.job.config.parallel, each.job.config.train
         layouts.add_row(
+            each.job.method,
             *(str(degree) for degree in (parallel.tp, parallel.pp, parallel.dp)),
             parallel.shard,
+            str(parallel.virtual_pp),
             str(train.micro_batch),
             train.remat,
             f"{each.bytes.total / GIB:.2f}",
@@ -102,14 +108,25 @@ def show_found(found: Found, note: str, top: int) -> None:
     if more > 0:
         screen.print(f"and {more} slower layouts; --top {len(found.layouts)} shows all")
     if found.rejected:
-        rejected = Table("tp", "pp", "dp", "shard", "reason", box=box.SIMPLE_HEAD)
+        rejected = Table("method", "tp", "pp", "dp", "shard", "reason", box=box.SIMPLE_HEAD)
         for bad in found.rejected[:top]:
             parallel = bad.job.config.parallel
             degrees = (parallel.tp, parallel.pp, parallel.dp)
-            rejected.add_row(*(str(degree) for degree in degrees), parallel.shard, bad.reason)
+            rejected.add_row(bad.job.method, *(str(degree) for degree in degrees), parallel.shard, bad.reason)
         screen.print(rejected)
         if len(found.rejected) > top:
             screen.print(f"and {len(found.rejected) - top} more rejected; --json has all")
+
+
+def show_trace(compared: Mapping[str, tuple[int, int]]) -> None:
+    """Print predicted bytes beside those of a trace; nothing without one."""
+    if not compared:
+        return
+    table = Table("one rank on fake tensors", "predicted GiB", "traced GiB", "error", box=box.SIMPLE_HEAD)
+    for name, (predicted, traced) in compared.items():
+        error = f"{predicted / traced - 1:+.1%}" if traced else ""
+        table.add_row(name, f"{predicted / GIB:.3f}", f"{traced / GIB:.3f}", error)
+    console().print(table)
 
 
 def duration(seconds: float) -> str:

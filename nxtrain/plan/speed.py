@@ -6,13 +6,16 @@ chip; docs/planning.md compares its predictions with published runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nxtrain.plan.job import Job
-from nxtrain.plan.memory import optimizer_bytes, params_bytes, reduced_bytes
+from nxtrain.plan.memory import optimizer_bytes, params_bytes
+from nxtrain.plan.moments import reduced_bytes
 from nxtrain.plan.pipeline import PipelineCosts
-from nxtrain.plan.shapes import costs, flops_per_token
+from nxtrain.plan.shapes import column_params
 from nxtrain.plan.traffic import Links, Traffic, gather_bytes, link_of, pp_bytes, ring_s, sync_bytes, tp_bytes
+from nxtrain.plan.work import model_flops_per_token, passes_flops, restored_bytes
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Speed:
         eager: The same without a compiler.
         link: Share of the bandwidth between devices that collectives reach.
         network: Share of the network's bandwidth that collectives reach.
-        overlap: Largest share of communication over data parallel ranks that backward passes hide.
+        overlap: Largest share of a transfer that is hidden by the computations that the code runs beside it.
         basis: Origin of the constants.
     """
 
@@ -61,7 +64,7 @@ class StepTime:
         compute_s: Seconds of the computations of the slowest stage, recomputation included.
         update_s: Seconds of the update.
         bubble: Share of the pipeline's time in which ranks wait for each other, unequal stages included.
-        traffic: Communication by axis.
+        traffic: Communication by axis and link.
         mfu: Operations of the model, without recomputation, over those of the peak in `step_s`.
         basis: Origin of the constants.
     """
@@ -75,24 +78,22 @@ class StepTime:
     basis: str
 
 
-def step_time(job: Job) -> StepTime:
-    """Time of a step."""
+def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
+    """Time of a step.
+
+    Args:
+        job: The run.
+        hides_tp: Backward passes of column layers hide their transfers, as nxtrain's own layers do on eager devices.
+    """
     speed = SPEEDS.get(job.machine.kind, OTHER)
     links = Links(job.machine.link_bytes_s * speed.link, job.machine.network_bytes_s * speed.network)
     parallel = job.config.parallel
     compiled = job.is_trainium or job.config.compile.torch_compile
     rate = parallel.tp * job.machine.device_flops * (speed.compute if compiled else speed.eager)
 
-    forward_s, backward_s, tp_s = [], [], []
-    costs_of: dict[tuple[int, bool], tuple[float, float, float]] = {}
-    for part in [own[chunk] for chunk in range(parallel.virtual_pp) for own in job.parts]:
-        kind = len(part.blocks), part.last
-        if kind not in costs_of:
-            costs_of[kind] = (*_flops(job, kind[0], has_head=part.last), _tp_seconds(job, kind[0], links))
-        forward, backward, sent_s = costs_of[kind]
-        forward_s.append(forward / rate + sent_s / 3)
-        backward_s.append(backward / rate + sent_s * 2 / 3)
-        tp_s.append(sent_s)
+    overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices start transfers after the computations
+
+    forward_s, backward_s, exposed_tp_s = _parts(job, links, overlap if hides_tp else 0.0, rate)
     busy = [sum(f + b for f, b in _own(job, forward_s, backward_s, rank)) for rank in range(parallel.pp)]
     slowest = max(range(parallel.pp), key=lambda rank: busy[rank])
 
@@ -105,22 +106,24 @@ def step_time(job: Job) -> StepTime:
     work_s = job.num_micro * micro_s / (1.0 - bubble)
 
     sync_s = _sync_seconds(job, slowest, links)
-    # Buckets are reduced during the last backward pass, except on lazy devices (parallel/data_parallel.py).
-    overlap = 0.0 if job.is_lazy else speed.overlap
+    # Buckets are reduced during the last backward pass.
     exposed_sync_s = max(sync_s * (1.0 - overlap), sync_s - busy[slowest] * 2 / 3)
     update_s = _update_seconds(job, slowest)
     step_s = work_s + exposed_sync_s + update_s
     waiting = 1.0 - job.num_micro * sum(each + exposed_gather_s + sends_s for each in busy) / (parallel.pp * work_s)
-    flops = flops_per_token(job.decoder, job.config.train.seq_len) * job.tokens_per_step
-    dp_s = sync_s + job.num_micro * gather_s
-    dp_exposed_s = exposed_sync_s + job.num_micro * exposed_gather_s
-    tp_own_s = sum(_own_values(job, tp_s, slowest))
+    flops = model_flops_per_token(job) * job.tokens_per_step
+    tp_own_s = sum(_own_values(job, exposed_tp_s, slowest))
+    num = job.num_micro
     return StepTime(
         step_s=step_s,
         compute_s=job.num_micro * (busy[slowest] - tp_own_s),
         update_s=update_s,
         bubble=waiting,
-        traffic=_traffic(job, slowest, tp_own_s * job.num_micro, (dp_s, dp_exposed_s), (send_s, sends_s)),
+        traffic=(
+            *_tp_traffic(job, slowest, links, num * tp_own_s),
+            *_dp_traffic(job, slowest, (num * gather_s, num * exposed_gather_s), (sync_s, exposed_sync_s)),
+            *_pp_traffic(job, num * send_s, num * sends_s),
+        ),
         mfu=flops / (step_s * job.world * job.machine.device_flops),
         basis=speed.basis,
     )
@@ -134,18 +137,40 @@ def _own(job: Job, forward_s: list[float], backward_s: list[float], rank: int) -
     return list(zip(_own_values(job, forward_s, rank), _own_values(job, backward_s, rank), strict=True))
 
 
-def _flops(job: Job, num_blocks: int, *, has_head: bool) -> tuple[float, float]:
-    """Operations of a part's forward and backward pass for a micro-batch, over all tensor parallel ranks."""
-    per_token = costs(job.decoder, job.config.train.seq_len)
-    block, head = per_token.block * num_blocks, per_token.head if has_head else 0
-    attention = 2 * job.decoder.num_heads * job.decoder.head_size * job.config.train.seq_len * num_blocks
-    again = {"none": 0, "selective": attention, "full": block}[job.config.train.remat]
-    return job.micro_tokens * (block + head), job.micro_tokens * (2 * (block + head) + again)
+def _parts(job: Job, links: Links, tp_overlap: float, rate: float) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of every part for a micro-batch: forward, backward, and of both the transfers that show."""
+    costs_of: dict[tuple[int, bool], tuple[float, float, float]] = {}
+    parts = [own[chunk] for chunk in range(job.config.parallel.virtual_pp) for own in job.parts]
+    for blocks, last in {(len(part.blocks), part.last) for part in parts}:
+        forward, backward = (flops / rate for flops in passes_flops(job, blocks, has_head=last))
+        restore_s = restored_bytes(job, blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
+        tp = _tp_seconds(job, blocks, links, tp_overlap, rate)
+        again_s = restore_s * (2 if job.config.train.remat == "full" else 1)
+        forward_s = forward + tp.forward + restore_s
+        costs_of[blocks, last] = forward_s, backward + tp.exposed_backward + again_s, tp.forward + tp.exposed_backward
+    forwards, backwards, exposed = zip(*(costs_of[len(part.blocks), part.last] for part in parts), strict=True)
+    return list(forwards), list(backwards), list(exposed)
 
 
-def _tp_seconds(job: Job, num_blocks: int, links: Links) -> float:
-    """Seconds of the tensor parallel transfers of a micro-batch; all count as exposed, as `SPEEDS` was calibrated."""
-    return ring_s(job, job.config.parallel.tp, tp_bytes(job, num_blocks), links, spread=1)
+@dataclass(frozen=True)
+class _TpSeconds:
+    """Seconds of the tensor parallel transfers of a micro-batch: all of forward, and those of backward that show."""
+
+    forward: float
+    exposed_backward: float
+
+
+def _tp_seconds(job: Job, num_blocks: int, links: Links, overlap: float, rate: float) -> _TpSeconds:
+    """Transfers of blocks, of which the products of column layers hide some.
+
+    Backward of `parallel/linear.py:_ColumnProduct` gathers the input beside one product, and sums the input's gradient
+    beside the other. All other transfers are exposed.
+    """
+    forward, backward, beside = (
+        ring_s(job, job.config.parallel.tp, each, links, spread=1) for each in tp_bytes(job, num_blocks)
+    )
+    products_s = num_blocks * job.micro_tokens * 4 * column_params(job.decoder) / rate
+    return _TpSeconds(forward, backward - min(overlap * beside, products_s))
 
 
 def _send_seconds(job: Job, links: Links) -> float:
@@ -199,21 +224,34 @@ def _update_seconds(job: Job, stage: int) -> float:
     return moved / (job.machine.memory_bytes_s * MEMORY_SHARE)
 
 
-def _traffic(
-    job: Job, stage: int, tp_s: float, dp: tuple[float, float], pp: tuple[float, float]
-) -> tuple[Traffic, ...]:
-    parallel, found = job.config.parallel, []
-    if parallel.tp > 1:
-        sent = job.num_micro * sum(tp_bytes(job, len(part.blocks)) for part in job.parts[stage])
-        found.append(Traffic("tp", link_of(job, parallel.tp, 1), int(sent), tp_s, 0.0))
-    if parallel.dp > 1:
-        seconds, exposed = dp
-        sent = sum(sync_bytes(job, stage)) + job.num_micro * gather_bytes(job, stage)
-        hidden = 1.0 - exposed / seconds if seconds else 0.0
-        found.append(Traffic("dp", link_of(job, parallel.dp, parallel.tp), int(sent), seconds, hidden))
+def _tp_traffic(job: Job, stage: int, links: Links, exposed_s: float) -> Iterator[Traffic]:
+    size = job.config.parallel.tp
+    if size > 1:
+        blocks = sum(len(part.blocks) for part in job.parts[stage])
+        forward, backward, _ = tp_bytes(job, blocks)
+        sent = job.num_micro * (forward + backward)
+        seconds = ring_s(job, size, sent, links, spread=1)
+        yield Traffic("tp", link_of(job, size, 1), int(sent), seconds, _hidden(seconds, exposed_s))
+
+
+def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tuple[float, float]) -> Iterator[Traffic]:
+    """Gathers of every micro-batch, and sums of every step, with their exposed part; hybrid has both, on two links."""
+    parallel = job.config.parallel
+    if gathered := job.num_micro * gather_bytes(job, stage):
+        link = link_of(job, job.shard_size, parallel.tp)
+        yield Traffic("dp", link, int(gathered), gather_s[0], _hidden(*gather_s))
+    if sent := sum(sync_bytes(job, stage)):
+        replicas = parallel.dp // job.shard_size if job.is_fully_sharded else parallel.dp
+        link = link_of(job, replicas, parallel.tp * (parallel.dp // replicas))
+        yield Traffic("dp", link, int(sent), sync_s[0], _hidden(*sync_s))
+
+
+def _pp_traffic(job: Job, seconds: float, exposed_s: float) -> Iterator[Traffic]:
+    parallel = job.config.parallel
     if parallel.pp > 1:
-        seconds, exposed = (job.num_micro * each for each in pp)
         link = link_of(job, 2, parallel.tp * parallel.dp)
-        hidden = 1.0 - exposed / seconds if seconds else 0.0
-        found.append(Traffic("pp", link, int(pp_bytes(job)), seconds, hidden))
-    return tuple(found)
+        yield Traffic("pp", link, int(pp_bytes(job)), seconds, _hidden(seconds, exposed_s))
+
+
+def _hidden(seconds: float, exposed_s: float) -> float:
+    return 1.0 - exposed_s / seconds if seconds else 0.0

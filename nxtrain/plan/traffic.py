@@ -11,7 +11,7 @@ from typing import Literal
 
 from nxtrain.plan.activations import boundary_bytes
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.memory import reduced_bytes
+from nxtrain.plan.moments import reduced_bytes
 
 Link = Literal["none", "device", "network"]
 
@@ -48,19 +48,22 @@ class Links:
     network: float
 
 
-def tp_bytes(job: Job, num_blocks: int) -> float:
-    """Bytes of a rank for one micro-batch through a number of blocks.
+def tp_bytes(job: Job, num_blocks: int) -> tuple[float, float, float]:
+    """Bytes of a rank for one micro-batch through some blocks: forward, backward, and of the latter column layers'.
 
+    Products may hide those of column layers.
     Each block's two pairs of layers gather and scatter once in the forward pass. The backward pass has both again, and
     gathers the inputs once more. Without sequence parallelism there are two sums forward and two backward, each twice
-    the bytes. Recomputed blocks repeat the forward pass.
+    the bytes. Recomputed blocks repeat the forward pass. A frozen layer needs no inputs, and has no second product. The
+    exchanges of adapters are as narrow as their rank, and left out.
     """
     parallel, remat = job.config.parallel, job.config.train.remat
     if parallel.tp == 1:
-        return 0.0
+        return 0.0, 0.0, 0.0
     whole = job.micro_tokens * job.decoder.hidden_size * job.params_size * (parallel.tp - 1) / parallel.tp
-    transfers = (10 if parallel.sequence_parallel else 8) + (4 if remat == "full" else 0)
-    return num_blocks * transfers * whole
+    is_trained = job.adapters is None
+    backward = (6 if parallel.sequence_parallel and is_trained else 4) + (4 if remat == "full" else 0)
+    return num_blocks * 4 * whole, num_blocks * backward * whole, num_blocks * 4 * whole if is_trained else 0.0
 
 
 def ring_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) -> float:
@@ -97,7 +100,7 @@ def sync_bytes(job: Job, stage: int) -> tuple[float, float]:
     An all-reduce sends twice (n-1)/n of its bytes, a reduce-scatter or an all-gather once.
     """
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
-    local = job.entries(stage, 1).local
+    local = job.trained(stage, 1).local
     share = (parallel.dp - 1) / parallel.dp
     if job.is_fully_sharded:
         replicas = parallel.dp // job.shard_size
@@ -112,10 +115,11 @@ def gather_bytes(job: Job, stage: int) -> float:
     if not job.is_fully_sharded:
         return 0.0
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
-    local = job.entries(stage, 1).local
+    trained, frozen = job.trained(stage, 1).local, job.frozen(stage)
     gathers = 1 if parallel.shard == "grad_op" else 2
     share = (job.shard_size - 1) / job.shard_size
-    return share * local * (gathers * job.params_size + reduce)
+    base = sum(job.stage(stage).blocks) * frozen.block + frozen.rest
+    return share * (gathers * (base + trained * job.params_size) + trained * reduce)
 
 
 def pp_bytes(job: Job) -> float:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
-from nxtrain.plan import memory
+from nxtrain.plan import memory, moments
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
 from nxtrain.train.build import build_model, build_state, mesh_of
@@ -68,6 +68,6 @@ def test_state_bytes_of_sharded_ranks_are_predicted(ranks: RankPool, shard: str,
     assert first == {
         "params": memory.params_bytes(job, 0),
         "optimizer": memory.optimizer_bytes(job, 0),
-        "grads": memory.reduced_bytes(job, 0),
+        "grads": moments.reduced_bytes(job, 0),
     }
     assert all(second[kind] <= first[kind] for kind in first)

@@ -39,7 +39,7 @@ def job_of(row: dict[str, Any]) -> Job:
     family = find_family("llama")
     name = row["model"]
     decoder = SHAPES[name].decoder if name in SHAPES else family.decoder(family.preset(name))
-    dp = machine.devices * row["nodes"] // (row["tp"] * row["pp"])
+    dp = row.get("dp", machine.devices * row["nodes"] // (row["tp"] * row["pp"]))
     update = row.get("update", "fp32_master")
     narrow = "bf16" if update == "bf16_stochastic" else "fp32"
     config = RunConfig.model_validate(
@@ -67,7 +67,8 @@ def job_of(row: dict[str, Any]) -> Job:
             "compile": {"torch_compile": row.get("compiled", False)},
         }
     )
-    return Job(decoder, machine, row["nodes"], config)
+    finetune = config.finetune.model_copy(update=row.get("finetune", {}))
+    return Job(decoder, machine, row["nodes"], config.model_copy(update={"finetune": finetune}))
 
 
 @cache
@@ -76,7 +77,7 @@ def compared() -> tuple[Compared, ...]:
     found = []
     for row in json.loads(GOLDEN.read_text(encoding="utf-8"))["rows"]:
         job = job_of(row)
-        time = step_time(job)
+        time = step_time(job, hides_tp=row.get("hides_tp", True))
         seq_len = row["seq_len"]
         if "sequences_per_s" in row:
             published = row["sequences_per_s"] * seq_len / job.world

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -10,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from nxtrain.backends import cpu_attention
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.neuron import attention
+from nxtrain.bench.live_bytes import LiveBytes
 from nxtrain.config.check import Resolved
 from nxtrain.distributed.collectives import Done, Pending
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.nn import remat as nn_remat
 from nxtrain.parallel.data_parallel import Bucketed
-from nxtrain.plan import activations, memory
+from nxtrain.plan import activations, memory, moments
 from nxtrain.plan import job as job_module
 from nxtrain.plan.hardware import MACHINES
 from nxtrain.plan.job import Job
@@ -29,43 +27,6 @@ from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from tests.support.drawn import FAMILIES
 from tests.support.models import plan, tokens
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages of all tensors that operations return in this context.
-
-    A storage counts once, whatever views show it, from the operation that returns it until it is freed.
-
-    Attributes:
-        now: Live bytes.
-        peak: Most live bytes at the end of an operation.
-    """
-
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: dict[int, Any] = {}
-        self._known = {x.untyped_storage().data_ptr() for x in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_iter(out):
-            if isinstance(x, torch.Tensor):
-                self._count(x.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or storage.data_ptr() in self._known:
-            return
-
-        def freed(_: Any) -> None:
-            self.now -= size
-            del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, freed)
-        self.now += size
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -177,10 +138,10 @@ def test_state_bytes_are_those_of_a_rank_that_is_built(seed: int) -> None:
     kept = [x for kind in state.optimizer.state.values() for x in kind.values()]
     assert memory.optimizer_bytes(job, stage) == num_bytes([*kept, *own])
     if mesh.dp_size == 1:  # else buckets are reduced while backward still runs
-        assert memory.accumulated_bytes(job, stage) == num_bytes(accumulate(state, job.num_micro))
+        assert moments.accumulated_bytes(job, stage) == num_bytes(accumulate(state, job.num_micro))
     else:
         accumulate(state, job.num_micro)
-    assert memory.reduced_bytes(job, stage) == num_bytes(state.data_parallel.reduce().values())
+    assert moments.reduced_bytes(job, stage) == num_bytes(state.data_parallel.reduce().values())
 
 
 def test_the_stage_that_needs_most_is_chosen() -> None:
@@ -249,7 +210,7 @@ def run(resolved: Resolved) -> tuple[int, int, Job]:
 def test_activations_are_those_that_torch_keeps(remat: str, change: Mapping[str, Mapping[str, Any]]) -> None:
     resolved = plan("mha", **settings(remat, change))
     held, peak, job = run(resolved)
-    assert memory.kept_bytes(job, 0) + activations.kept_logits_bytes(job) == pytest.approx(held, rel=0.02)
+    assert moments.kept_bytes(job, 0) + activations.kept_logits_bytes(job) == pytest.approx(held, rel=0.02)
     found = memory.stage_bytes(job, 0)
     moving = found.total - found.params - found.optimizer
     assert moving == pytest.approx(peak, rel=0.1)

@@ -1,0 +1,230 @@
+"""Moments of a step in which memory may be highest: activations, gradients and buffers that exist at the same time.
+
+Backward passes free activations while gradients come into being, and buffers of collectives exist near the end only.
+So a peak is the largest of a few moments, and less than the sum of all kinds' peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from nxtrain.parallel.schedule import group_sizes, num_warmup
+from nxtrain.plan.activations import (
+    attention_work_bytes,
+    block_bytes,
+    boundary_bytes,
+    chunk_bytes,
+    kept_logits_bytes,
+    postponed_block_bytes,
+    working_bytes,
+)
+from nxtrain.plan.adapters import adapters_of_block
+from nxtrain.plan.job import SIZES, Job
+from nxtrain.plan.shapes import beside_blocks, one_block
+
+NORM_ROW_BYTES = 4
+"""Bytes that the final norm keeps of each row beside its input: a float32."""
+
+GROUPS = 6
+"""Groups of micro-batches in which every state of an interleaved schedule occurs."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes of a rank at a moment, beside its training state.
+
+    Args:
+        grads: Gradients.
+        activations: Kept activations, and those of the layer at work.
+        logits: A chunk of logits, and what the loss keeps.
+        buckets: Buffers of collectives, and gathered parameters.
+    """
+
+    grads: int
+    activations: int
+    logits: int = 0
+    buckets: int = 0
+
+
+def moments_of(job: Job, stage: int) -> Iterator[Moment]:
+    """Moments of a step on a pipeline stage."""
+    accumulated, reduced = accumulated_bytes(job, stage), reduced_bytes(job, stage)
+    if job.is_fully_sharded:
+        yield from _gathering(job, stage, accumulated)
+        return
+    yield from _backward(job, stage, accumulated)
+    if job.config.parallel.dp > 1:
+        yield from _reducing(job, stage, accumulated, reduced)
+
+
+def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
+    """Backward passes begin: the first with most micro-batches in flight, and a later one with gradients of others."""
+    flights = in_flight(job, stage)
+    repeats = job.num_micro * job.config.parallel.virtual_pp > flights
+    held, logits = _held(job, stage, kept_bytes(job, stage)), _logits(job, stage)
+    yield Moment(accumulated if repeats else 0, held, logits)
+    if not repeats and flights > 1:
+        fewer = kept_bytes(job, stage) * (flights - 1) // flights
+        yield Moment(accumulated, _held(job, stage, fewer), logits)
+    if job.num_micro == 1:
+        yield Moment(accumulated, working_bytes(job))
+
+
+def _reducing(job: Job, stage: int, accumulated: int, reduced: int) -> Iterator[Moment]:
+    """The last backward pass fills its first bucket; then the last bucket is on its way; then parameters are gathered.
+
+    Buckets exist beside what the last micro-batch still keeps. A replicated bucket is one flat copy. ZeRO-1 has a
+    bucket padded, packed and scattered, and gathers all parameters at once after the update.
+    """
+    parallel, entries = job.config.parallel, job.trained(stage)
+    reduce = SIZES[job.config.precision.reduce]
+    whole = entries.local * reduce
+    bucket = min(whole, max(parallel.bucket_mib << 20, entries.largest * reduce))
+    buffers = 2 * bucket + bucket // parallel.dp if parallel.shard == "zero1" else bucket
+    grads = max(accumulated, reduced)
+    if not job.is_lazy:
+        passed = bucket / whole if whole else 1.0
+        kept = int(last_kept_bytes(job, stage) * (1.0 - passed)) + (attention_work_bytes(job) if passed < 1 else 0)
+        yield Moment(grads if job.num_micro > 1 else int(passed * accumulated), kept, 0, buffers)
+    yield Moment(grads, boundary_bytes(job), 0, buffers)
+    if parallel.shard == "zero1":
+        yield Moment(reduced, 0, 0, entries.local * job.params_size)
+
+
+def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
+    """Full sharding: a backward pass begins; then the parameters outside the blocks are reduced at its end.
+
+    Gathered are the block at work and those ahead, or all of them, and always the parameters outside the blocks. Of a
+    block the gradient exists in its own type and in that of the reduction.
+    """
+    parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
+    units = _units(job, stage)
+    num_blocks = sum(job.stage(stage).blocks)
+    ahead = 1 + max(1, parallel.prefetch)
+    gathered = units.rest + units.block * (num_blocks if parallel.shard == "grad_op" else min(num_blocks, ahead))
+    flights = in_flight(job, stage)
+    repeats = job.num_micro * parallel.virtual_pp > flights
+    grads = accumulated if repeats else 0
+    kept, own = kept_bytes(job, stage), block_bytes(job)
+    yield Moment(grads, _held(job, stage, kept), _logits(job, stage), gathered)
+    block_grad = units.block_trained * (job.params_size + reduce)
+    yield Moment(grads, kept - own + attention_work_bytes(job), _kept_logits(job, stage), gathered + block_grad)
+    rest_grad = units.rest_trained * (job.params_size + reduce)
+    yield Moment(accumulated, working_bytes(job), 0, gathered + rest_grad)
+
+
+@dataclass(frozen=True)
+class _Units:
+    """Bytes of a gathered block and of the other parameters, and the entries of their gradients."""
+
+    block: int
+    rest: int
+    block_trained: int
+    rest_trained: int
+
+
+def _units(job: Job, stage: int) -> _Units:
+    kind, tp, size = job.stage(stage), job.config.parallel.tp, job.params_size
+    if job.adapters is None:
+        block, rest = one_block(kind, tp, 1).local, beside_blocks(kind, tp, 1).local
+        return _Units(block * size, rest * size, block, rest)
+    adapters, frozen = adapters_of_block(kind, tp, 1, job.adapters).local, job.frozen(stage)
+    return _Units(frozen.block + adapters * size, frozen.rest, adapters, 0)
+
+
+def _held(job: Job, stage: int, kept: int) -> int:
+    """Kept bytes, and those of the layer at work beyond the chunk of logits, which is free by then."""
+    last = any(part.last for part in job.parts[stage])
+    chunk = chunk_bytes(job) if last else 0
+    return kept + max(0, working_bytes(job) + job.frozen(stage).largest_matrix - chunk)
+
+
+def _logits(job: Job, stage: int) -> int:
+    last = any(part.last for part in job.parts[stage])
+    return chunk_bytes(job) + kept_logits_bytes(job) if last else 0
+
+
+def _kept_logits(job: Job, stage: int) -> int:
+    return kept_logits_bytes(job) if any(part.last for part in job.parts[stage]) else 0
+
+
+def kept_bytes(job: Job, stage: int) -> int:
+    """Activations kept for the backward passes of all micro-batches in flight, and the tensors of transfers."""
+    parallel, blocks = job.config.parallel, job.stage(stage).blocks
+    if parallel.virtual_pp > 1:
+        return most_blocks(parallel.pp, job.num_micro, stage, blocks) * block_bytes(job) + _beside_blocks(job, stage)
+    postponed = _postponed(job, stage)
+    whole = in_flight(job, stage) - postponed
+    kept = whole * block_bytes(job) + postponed * (postponed_block_bytes(job) if postponed else 0)
+    return blocks[0] * kept + _beside_blocks(job, stage)
+
+
+def last_kept_bytes(job: Job, stage: int) -> int:
+    """Activations kept when the backward passes of the last micro-batch begin."""
+    parallel, blocks = job.config.parallel, job.stage(stage).blocks
+    others = (parallel.virtual_pp - 1) * group_sizes(parallel.pp, job.num_micro)[-1]
+    number = blocks[-1] + others * max(blocks[:-1], default=0)
+    return number * block_bytes(job) + _beside_blocks(job, stage)
+
+
+def _beside_blocks(job: Job, stage: int) -> int:
+    # The final norm keeps its input and a number per row.
+    norm = job.sequence_rows * (job.decoder.hidden_size * job.params_size + NORM_ROW_BYTES)
+    last = norm if any(part.last for part in job.parts[stage]) else 0
+    return last + (3 * boundary_bytes(job) if job.config.parallel.pp > 1 else 0)
+
+
+def in_flight(job: Job, stage: int) -> int:
+    """Most forwards of a pipeline rank, of any chunk, whose backward is still to come."""
+    parallel, total = job.config.parallel, job.num_micro * job.config.parallel.virtual_pp
+    if parallel.pp == 1:
+        return 1
+    warmup = num_warmup(parallel.pp, parallel.virtual_pp, job.num_micro, stage)
+    return min(total, warmup + 1 + (stage if parallel.schedule == "zero_bubble" else 0))
+
+
+def _postponed(job: Job, stage: int) -> int:
+    """Micro-batches in flight whose backward waits for its weight part alone."""
+    if job.config.parallel.schedule != "zero_bubble":
+        return 0
+    return in_flight(job, stage) - min(job.num_micro, num_warmup(job.config.parallel.pp, 1, job.num_micro, stage) + 1)
+
+
+@lru_cache(maxsize=65_536)
+def most_blocks(pp: int, num_micro: int, rank: int, blocks: tuple[int, ...]) -> int:
+    """Most blocks of an interleaved rank, all chunks together, whose forward is done and whose backward is to come.
+
+    Args:
+        pp: Ranks of the pipeline.
+        num_micro: Micro-batches.
+        rank: The rank.
+        blocks: Blocks of each chunk.
+    """
+    sizes = group_sizes(pp, num_micro)[:GROUPS]
+    chunks = range(len(blocks))
+    forwards = [blocks[chunk] for size in sizes for chunk in chunks for _ in range(size)]
+    backwards = [blocks[chunk] for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    begun, done = [0, *accumulate(forwards)], [0, *accumulate(backwards)]
+    first = min(len(forwards), num_warmup(pp, len(blocks), num_micro, rank) + 1)
+    return max(begun[first + ended] - done[ended] for ended in range(len(forwards) - first + 1))
+
+
+def accumulated_bytes(job: Job, stage: int) -> int:
+    """Gradients before their reduction: `.grad`, or the sums of `parallel/data_parallel.py:Bucketed`."""
+    entries = job.trained(stage)
+    if job.is_fully_sharded:
+        return entries.rows * job.stored_size
+    accumulated = SIZES[job.config.precision.accumulate]
+    return entries.local * (accumulated if job.num_micro > 1 else job.params_size)
+
+
+def reduced_bytes(job: Job, stage: int) -> int:
+    """Gradients that the optimizer gets, in the type of the reduction."""
+    entries = job.trained(stage)
+    parallel = job.config.parallel
+    if job.is_fully_sharded or parallel.dp == 1:
+        return accumulated_bytes(job, stage)
+    return (entries.rows if parallel.shard == "zero1" else entries.local) * SIZES[job.config.precision.reduce]

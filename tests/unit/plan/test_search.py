@@ -1,0 +1,100 @@
+"""Searches for layouts: against a trial of every detail, and the transfers that speeds reckon with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from nxtrain.plan.job import Job
+from nxtrain.plan.memory import rank_bytes
+from nxtrain.plan.predict import Assumptions, Prediction
+from nxtrain.plan.search import CHUNKS, MAX_MICRO_BATCH, REMATS, Rejected, search
+from nxtrain.plan.speed import SPEEDS, step_time
+from nxtrain.plan.traffic import tp_bytes
+from tests.support.published import job_of
+
+ROW: dict[str, Any] = {
+    "model": "llama2-70b",
+    "instance": "p5.48xlarge",
+    "nodes": 4,
+    "tp": 8,
+    "pp": 1,
+    "shard": "zero1",
+    "seq_len": 4096,
+    "global_batch": 64,
+    "remat": "none",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"model": "llama2-7b", "instance": "trn1.32xlarge", "nodes": 2},
+        {"model": "llama3-8b", "instance": "p4d.24xlarge", "seq_len": 8192, "global_batch": 48},
+    ],
+    ids=["hopper", "lazy", "a100"],
+)
+def test_a_layout_is_the_fastest_of_all_chunks_micro_batches_and_recomputations(change: dict[str, Any]) -> None:
+    job = job_of({**ROW, **change})
+    found = search(job.decoder, job.machine, job.nodes, job.config, Assumptions())
+    assert any(each.job.config.parallel.virtual_pp > 1 for each in found.layouts)
+    every: tuple[Prediction | Rejected, ...] = (*found.layouts, *found.rejected)
+    for each in every:
+        parallel, batch = each.job.config.parallel, job.config.train.global_batch
+        micros = [n for n in range(1, MAX_MICRO_BATCH + 1) if batch % (n * parallel.dp) == 0]
+        chunks = [n for n in CHUNKS if n == 1 or 1 < parallel.pp <= job.decoder.num_layers // n]
+        trials = [
+            changed(each.job, parallel={"virtual_pp": n}, train={"micro_batch": micro, "remat": remat})
+            for n, micro, remat in product(chunks, micros, REMATS)
+        ]
+        times = [step_time(t).step_s for t in trials if rank_bytes(t)[1].total <= job.machine.device_bytes]
+        if isinstance(each, Prediction):
+            assert each.time.step_s == min(times)
+        elif "needs" in each.reason:
+            assert times == []
+
+
+def changed(job: Job, **sections: dict[str, Any]) -> Job:
+    tables = {name: getattr(job.config, name).model_copy(update=table) for name, table in sections.items()}
+    return replace(job, config=job.config.model_copy(update=tables))
+
+
+def test_more_chunks_make_the_bubble_smaller_and_the_transfers_more() -> None:
+    job = job_of({**ROW, "pp": 4})
+    whole, cut = (step_time(changed(job, parallel={"virtual_pp": chunks})) for chunks in (1, 2))
+    assert cut.bubble < whole.bubble
+    (sent,), (more,) = ([each.bytes for each in time.traffic if each.axis == "pp"] for time in (whole, cut))
+    assert more == 2 * sent
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_products_of_column_layers_hide_their_transfers_on_eager_devices_only(remat: str) -> None:
+    """With sequence parallelism 4 of 10 transfers have a product beside them, and of 14 with blocks recomputed."""
+    job = job_of({**ROW, "nodes": 1, "remat": remat})
+    (found,) = (each for each in step_time(job).traffic if each.axis == "tp")
+    forward, backward, beside = tp_bytes(job, 1)
+    assert (forward, backward) == pytest.approx((beside, (10 if remat == "full" else 6) / 4 * beside))
+    assert found.hidden == pytest.approx(SPEEDS["hopper"].overlap * beside / (forward + backward))
+    (exposed,) = (each for each in step_time(job, hides_tp=False).traffic if each.axis == "tp")
+    assert exposed.hidden == pytest.approx(0, abs=1e-12)
+    assert exposed.seconds == found.seconds
+    saved = step_time(job, hides_tp=False).step_s - step_time(job).step_s
+    assert saved == pytest.approx(found.hidden * found.seconds)
+    lazy = job_of({**ROW, "instance": "trn1.32xlarge", "remat": remat})
+    assert [each.hidden for each in step_time(lazy).traffic if each.axis == "tp"] == pytest.approx([0], abs=1e-12)
+
+
+def test_hybrid_sharding_gathers_within_a_machine_and_sums_between_machines() -> None:
+    job = job_of({**ROW, "model": "llama3-8b", "tp": 1, "shard": "hybrid"})
+    gathers, sums = step_time(job).traffic
+    assert [(each.axis, each.link) for each in (gathers, sums)] == [("dp", "device"), ("dp", "network")]
+    params = job.entries(0, 1).local
+    # A bf16 gather forward, one backward, and the float32 gradients scattered, over 8 ranks; then 4 machines' sums.
+    assert gathers.bytes == pytest.approx(job.num_micro * params * (2 + 2 + 4) * 7 / 8)
+    assert sums.bytes == pytest.approx(2 * 3 / 4 * 4 * params / 8, rel=1e-3)
+    (full,) = step_time(job_of({**ROW, "model": "llama3-8b", "tp": 1, "shard": "full"})).traffic
+    assert (full.axis, full.link) == ("dp", "network")
