@@ -31,7 +31,7 @@ def test_the_layouts_hold_every_two_values_that_can_meet() -> None:
 
 
 def test_the_draws_hold_every_kind_of_batch() -> None:
-    """The limits of a batch leave no kind out."""
+    """The limits of a batch leave no kind out, and the parts of a family meet the layouts that divide them."""
     runs = [draw("gloo", SEED, index, layout) for index, layout in enumerate(LAYOUTS)]
     batches = [run.resolved.config.train for run in runs]
     per_rank = [
@@ -53,6 +53,17 @@ def test_the_draws_hold_every_kind_of_batch() -> None:
             number < run.degrees.pp for run, number in zip(runs, per_rank, strict=True)
         ],
         "masked targets": [run.mask > 0 for run in runs],
+        **{
+            f"copies of K/V heads of {family}": [
+                run.resolved.family.name == family and run.resolved.model.num_kv_heads < run.degrees.tp  # type: ignore[attr-defined]
+                for run in runs
+            ]
+            for family in ("qwen2", "qwen3")
+        },
+        "norms of heads over tp alone": [
+            run.resolved.family.name == "qwen3" and run.degrees.tp > 1 and not run.degrees.sequence_parallel
+            for run in runs
+        ],
         **{f"{steps} steps": [run.steps == steps for run in runs] for steps in (3, 4, 5)},
     }
     assert {kind: sum(found) for kind, found in kinds.items() if sum(found) < 3} == {}
