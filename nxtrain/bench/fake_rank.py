@@ -25,10 +25,9 @@ from nxtrain.backends.cpu_attention import blocked_attention
 from nxtrain.backends.kernel_base import Rows
 from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
 from nxtrain.bench.live_bytes import LiveBytes
-from nxtrain.config.check import Resolved, resolve_model
+from nxtrain.config.check import Resolved, family_of, resolve_model
 from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.family import find_family
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.plan.job import Attention, Job
 from nxtrain.plan.memory import Bytes
@@ -150,7 +149,7 @@ def trace_job(job: Job, stage: int) -> Traced:
     if job.method == "qlora":
         reason = "quantized matrices need a kernel, and a trace has shapes only"
         raise ConfigError([Problem("finetune.method", reason, hint="leave --trace out, or use lora")])
-    family = find_family(config.model.family)
+    family = family_of(config)
     parallel = config.parallel
     most = 3 * parallel.pp if parallel.virtual_pp > 1 else in_flight(job, stage) + 2
     batch = parallel.dp * config.train.micro_batch * min(job.num_micro, most)
