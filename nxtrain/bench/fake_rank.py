@@ -32,6 +32,7 @@ from nxtrain.mesh import Axis, Mesh
 from nxtrain.plan.job import Attention, Job
 from nxtrain.plan.memory import Bytes
 from nxtrain.plan.moments import in_flight
+from nxtrain.process.greetings import without_greetings
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import DeviceBatch, train_step
 
@@ -97,7 +98,8 @@ class _Collectives(C10dCollectives):
     def group(self, axis: Axis) -> dist.ProcessGroup:
         if axis.groups not in self._groups and axis.size < self._world:
             own = list(axis.group_of(dist.get_rank()))
-            self._groups.setdefault(axis.groups, dist.new_group(own, use_local_synchronization=True))
+            with without_greetings():
+                self._groups.setdefault(axis.groups, dist.new_group(own, use_local_synchronization=True))
         return super().group(axis)
 
     def _link(self, mesh: Mesh) -> None:
@@ -116,7 +118,8 @@ class FakeBackend(C10dBackend):
         self.collectives = _Collectives(world)
         self.kernels = self.host_kernels = _Kernels(attention)
         if world > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+            with without_greetings():
+                dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
     @staticmethod
     def support() -> Support:

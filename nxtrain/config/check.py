@@ -56,7 +56,7 @@ class Resolved:
     model: ModelConfig
 
 
-def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Resolved:
+def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_weights: bool = True) -> Resolved:
     """Check a configuration by every rule between its keys.
 
     A command checks once, before torch is imported. Training checks again, once its backend is known.
@@ -65,6 +65,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Reso
         loaded: The configuration and its provenance.
         world: Number of ranks; None if unknown, then dp=0 counts as 1.
         backend: Backend that `backend.name=auto` has chosen; empty if not known yet.
+        has_weights: The weights from which the run begins have to be named; a plan needs none.
 
     Raises:
         ConfigError: All problems, together.
@@ -74,7 +75,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "") -> Reso
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
     problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config)]
-    problems += [*_profile(config), *_finetune(config)]
+    problems += [*_profile(config), *_finetune(config, has_weights)]
     problems += [*transport(config), *order(config), *_data(loaded), *_mirror(config)]
     try:
         model = resolve_model(config)
@@ -279,14 +280,14 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.shard", reason, hint="use parallel.shard=zero1, which every backend has")
 
 
-def _finetune(config: RunConfig) -> Iterator[Problem]:
+def _finetune(config: RunConfig, has_weights: bool) -> Iterator[Problem]:
     finetune, model, parallel = config.finetune, config.model, config.parallel
     if finetune.method == "full":
         if finetune.adapter:
             reason = f"{finetune.adapter} is an adapter, and finetune.method=full trains none"
             yield Problem("finetune.adapter", reason, hint="use finetune.method=lora, or leave it out")
         return
-    if model.init != "hf":
+    if has_weights and model.init != "hf":
         reason = f"{finetune.method} trains adapters beside given weights, but model.init={model.init}"
         yield Problem("finetune.method", reason, hint="set model.hf=FOLDER and model.init=hf")
     if config.backend.layers == "nxd":

@@ -303,7 +303,7 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
 
 def copy_companions(folder: Path, out: Path, dtype: str) -> None:
     """Copy the files of a Hugging Face folder that are no weights, with another type in `config.json`."""
-    config = {**json.loads(read_text(folder / "config.json")), "dtype": dtype, "torch_dtype": dtype}
+    config = {**HfFolder(folder).config, "dtype": dtype, "torch_dtype": dtype}
     write_durably(out / "config.json", partial(_write_json, config))
     for name in COMPANIONS:
         if (folder / name).is_file():

@@ -7,7 +7,7 @@ queries keep both.
 from __future__ import annotations
 
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
-from nxtrain.plan.job import CPU_BLOCK, SIZES, Job
+from nxtrain.plan.job import CPU_BLOCK, SIZES, Job, once_per_job
 
 LONG_SEQUENCE = 8192
 """As `nn/remat.py:LONG_SEQUENCE`, whose module needs torch."""
@@ -15,6 +15,7 @@ LONG_SEQUENCE = 8192
 FLOAT = SIZES["fp32"]
 
 
+@once_per_job
 def block_bytes(job: Job) -> int:
     """Bytes kept of one block from its forward to its backward pass."""
     if job.config.train.remat == "full":
@@ -22,6 +23,7 @@ def block_bytes(job: Job) -> int:
     return _whole_block_bytes(job, job.config.train.remat)
 
 
+@once_per_job
 def boundary_bytes(job: Job) -> int:
     """Bytes of the residual stream between two layers."""
     return job.sequence_rows * job.decoder.hidden_size * job.params_size
@@ -119,6 +121,7 @@ def _mlp_bytes(job: Job) -> int:
     return (kept - 1) * size + _input_bytes(job, MLP_OUT, size)
 
 
+@once_per_job
 def working_bytes(job: Job) -> int:
     """Largest tensors of a layer's backward pass that are not kept from its forward pass.
 
@@ -139,6 +142,7 @@ def working_bytes(job: Job) -> int:
     return work + (_whole_block_bytes(job, "none") - boundary_bytes(job) if train.remat == "full" else 0)
 
 
+@once_per_job
 def attention_work_bytes(job: Job) -> int:
     """Gradients of queries, keys and values; for kernels without fusion, scores in float32 and narrow as well."""
     train, width, size = job.config.train, job.decoder.head_size, job.params_size
@@ -153,6 +157,7 @@ def attention_work_bytes(job: Job) -> int:
     return job.micro_tokens * (2 * queries + 2 * (queries if job.attention == "fused" else keys)) * size
 
 
+@once_per_job
 def postponed_block_bytes(job: Job) -> int:
     """Bytes that weight gradients of a block keep while they wait: inputs and output gradients of its linear layers."""
     decoder, inner = job.decoder, -(-job.decoder.intermediate_size // job.config.parallel.tp)
@@ -161,12 +166,14 @@ def postponed_block_bytes(job: Job) -> int:
     return 4 * boundary_bytes(job) + (inputs + grads) * job.micro_tokens * job.params_size
 
 
+@once_per_job
 def kept_logits_bytes(job: Job) -> int:
     """Bytes that the loss keeps for backward: gradients of the hidden states, and of the matrix if it is trained."""
     rows = -(-job.decoder.vocab_size // job.config.parallel.tp) if job.adapters is None else 0
     return (job.micro_tokens + rows) * job.decoder.hidden_size * job.params_size
 
 
+@once_per_job
 def chunk_bytes(job: Job) -> int:
     """Bytes of the projection and loss beside what they keep, as `parallel/loss.py:_VocabCrossEntropy` allocates them.
 

@@ -82,7 +82,7 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
     if question.model in SHAPES:
         Mesh.build(world, 0, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=1)
     else:
-        resolve_config(replace(setting.loaded, config=config), world)
+        resolve_config(replace(setting.loaded, config=config), world, has_weights=False)
     dp = world // (parallel.tp * parallel.pp)
     config = config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})})
     job = Job(setting.decoder, setting.machine, setting.nodes, config)

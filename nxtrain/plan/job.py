@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Literal
 
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
@@ -200,6 +201,20 @@ class Job:
     @cached_property
     def _entries(self) -> dict[tuple[int, int], Entries]:
         return {}
+
+
+def once_per_job(compute: Callable[[Job], int]) -> Callable[[Job], int]:
+    """Keep a figure of a job with the job, since a search asks for each of them many times."""
+    name = f"_{compute.__name__}"
+
+    @wraps(compute)
+    def kept(job: Job) -> int:
+        known: dict[str, int] = job.__dict__
+        if name not in known:
+            known[name] = compute(job)
+        return known[name]
+
+    return kept
 
 
 CPU_BLOCK = 128

@@ -73,12 +73,9 @@ def stage_bytes(job: Job, stage: int) -> Bytes:
     params, optimizer, frozen = params_bytes(job, stage), optimizer_bytes(job, stage), job.frozen(stage).held
     if job.config.parallel.offload and job.is_fully_sharded:
         params = optimizer = frozen = 0
-    workspace = workspace_bytes(job)
-    moments = (
-        Bytes(params, frozen, each.grads, optimizer, each.activations, each.logits, each.buckets, workspace)
-        for each in moments_of(job, stage)
-    )
-    return max(moments, key=lambda each: each.total)
+    most = max(moments_of(job, stage), key=lambda each: each.grads + each.activations + each.logits + each.buckets)
+    kinds = (params, frozen, most.grads, optimizer, most.activations, most.logits, most.buckets)
+    return Bytes(*kinds, workspace_bytes(job))
 
 
 def workspace_bytes(job: Job) -> int:

@@ -158,7 +158,8 @@ def kept_bytes(job: Job, stage: int) -> int:
         return most_blocks(parallel.pp, job.num_micro, stage, blocks) * block_bytes(job) + _beside_blocks(job, stage)
     postponed = _postponed(job, stage)
     whole = in_flight(job, stage) - postponed
-    kept = whole * block_bytes(job) + postponed * (postponed_block_bytes(job) if postponed else 0)
+    waiting = postponed_block_bytes(job) if postponed and job.adapters is None else 0
+    kept = whole * block_bytes(job) + postponed * waiting
     return blocks[0] * kept + _beside_blocks(job, stage)
 
 
@@ -187,7 +188,7 @@ def in_flight(job: Job, stage: int) -> int:
 
 
 def _postponed(job: Job, stage: int) -> int:
-    """Micro-batches in flight whose backward waits for its weight part alone."""
+    """Micro-batches in flight whose backward waits for its weight part alone, which keeps nothing beside adapters."""
     if job.config.parallel.schedule != "zero_bubble":
         return 0
     return in_flight(job, stage) - min(job.num_micro, num_warmup(job.config.parallel.pp, 1, job.num_micro, stage) + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from random import Random
 from typing import get_args
 
@@ -12,6 +13,7 @@ import torch
 from nxtrain.bench.fake_rank import trace_job, trace_rank
 from nxtrain.bench.live_bytes import LiveBytes
 from nxtrain.config.check import Resolved
+from nxtrain.config.schema import FinetuneConfig
 from nxtrain.errors import ConfigError
 from nxtrain.plan import memory
 from nxtrain.plan.hardware import MACHINES
@@ -19,13 +21,13 @@ from nxtrain.plan.job import Attention, Job
 from tests.support.models import plan
 from tests.unit.plan.test_command import SEVEN, answer
 
-DRAWN = 12
+DRAWN, ADAPTED = 12, 10
 TOLERANCE = 0.1
 RANKS_PER_NODE = 8
 
 
-def draw(seed: int) -> tuple[Resolved, Job, int, Attention]:
-    """A layout, its job, a stage, and an attention; every rank has two blocks or more."""
+def draw(seed: int, *, adapted: bool = False) -> tuple[Resolved, Job, int, Attention]:
+    """A layout, its job, a stage, and an attention; every rank has two blocks or more, perhaps with adapters."""
     rng = Random(seed)
     tp, pp, dp = rng.choice([1, 2, 4]), rng.choice([1, 2, 3]), rng.choice([1, 2, 4])
     virtual_pp = rng.choice([1, 2]) if pp > 1 else 1
@@ -72,20 +74,27 @@ def draw(seed: int) -> tuple[Resolved, Job, int, Attention]:
             "loss_chunk_mib": rng.choice([1, 64]),
         },
     )
+    if adapted:
+        targets = rng.choice([(), ("q_proj", "v_proj"), ("o_proj", "up_proj"), ("down_proj",)])
+        finetune = FinetuneConfig(method="lora", r=rng.choice([4, 16]), targets=targets)
+        resolved = replace(resolved, config=resolved.config.model_copy(update={"finetune": finetune}))
     job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
     attention: Attention = rng.choice(["blocked", "fused", "grouped"])
     job.__dict__["attention"] = attention  # of another device than the traced one
     return resolved, job, rng.randrange(pp), attention
 
 
-@pytest.mark.parametrize("seed", range(DRAWN))
-def test_memory_of_drawn_ranks_is_within_a_tenth_of_a_traced_step(seed: int) -> None:
-    resolved, job, stage, attention = draw(seed)
+@pytest.mark.parametrize(
+    ("seed", "adapted"), [*((seed, False) for seed in range(DRAWN)), *((seed, True) for seed in range(ADAPTED))]
+)
+def test_memory_of_drawn_ranks_is_within_a_tenth_of_a_traced_step(seed: int, adapted: bool) -> None:
+    resolved, job, stage, attention = draw(seed, adapted=adapted)
     parallel = resolved.config.parallel
     rank = stage * parallel.tp * parallel.dp
     traced = trace_rank(resolved, job.world, rank, RANKS_PER_NODE, attention)
     predicted = memory.stage_bytes(job, stage)
-    assert (predicted.params, predicted.optimizer) == (traced.params, traced.optimizer)
+    state = (predicted.params, predicted.frozen, predicted.optimizer)
+    assert state == (traced.params, traced.frozen, traced.optimizer)
     assert predicted.total - predicted.workspace == pytest.approx(traced.total, rel=TOLERANCE)
 
 
