@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools import fake_collectives  # noqa: F401  shapes of the results of torch's collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import new_group
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -98,8 +99,8 @@ class _Collectives(C10dCollectives):
     def group(self, axis: Axis) -> dist.ProcessGroup:
         if axis.groups not in self._groups and axis.size < self._world:
             own = list(axis.group_of(dist.get_rank()))
-            with without_greetings():
-                self._groups.setdefault(axis.groups, dist.new_group(own, use_local_synchronization=True))
+            with without_greetings():  # torch-xla replaces `dist.new_group` by one without this argument
+                self._groups.setdefault(axis.groups, new_group(own, use_local_synchronization=True))
         return super().group(axis)
 
     def _link(self, mesh: Mesh) -> None:
