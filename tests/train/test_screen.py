@@ -127,6 +127,7 @@ RUN = (
     r"backend cpu \(backend\.name=cpu\); 2 ranks: tp 2, dp 1",
     r"CPU kernels: (C\+\+, .* for attention in bf16|torch's, .*)",
     r"CPU collectives: (shared memory, gloo between hosts|gloo, .*)",
+    rf"parameter norm {NUMBER} at step 0; the initialization has {NUMBER} \+- {NUMBER}",
     rf"model llama, {NUMBER} parameters; data {NUMBER} rows of \d+ tokens; starts from scratch",
     rf"step +\d+/{STEPS} .*loss {NUMBER}  val {NUMBER}  {NUMBER} tokens/s .*",
     rf"goodput {NUMBER}% over 1 start: .* productive of .*; .*",
