@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -148,13 +151,28 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
 def _scores_of_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     try:
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise CheckpointError("--verify needs transformers: pip install transformers") from error
-    logging.disable_progress_bar()  # transformers shows one for each tensor that it reads
-    with torch.no_grad():
+    disable_progress_bar()  # transformers shows one for each tensor that it reads
+    with torch.no_grad(), _without_device_choice():
         scores: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(input_ids=tokens).logits.float()
     return scores
+
+
+@contextmanager
+def _without_device_choice() -> Iterator[None]:
+    """Drop torch-xla's line about its device: accelerate, which loads the weights, asks for the device's kind."""
+    root = logging.getLogger()
+    root.addFilter(_is_no_device_choice)
+    try:
+        yield
+    finally:
+        root.removeFilter(_is_no_device_choice)
+
+
+def _is_no_device_choice(record: logging.LogRecord) -> bool:
+    return "PJRT_DEVICE" not in record.getMessage()
 
 
 def _errors(scores: Tensor, exact: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ def on_terminal(
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    variables = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES", "NO_COLOR"}}
+    # torch-xla, which other tests import, sets PJRT_DEVICE, and then says nothing about its choice.
+    unset = {"COLUMNS", "LINES", "NO_COLOR", "PJRT_DEVICE"}
+    variables = {name: value for name, value in os.environ.items() if name not in unset}
     variables |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ}
     process = subprocess.Popen(
         list(argv), cwd=cwd, env=variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
