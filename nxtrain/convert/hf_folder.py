@@ -47,7 +47,7 @@ class HfFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = _read_json(path / CONFIG)
+        self.config = read_object(path / CONFIG)
         _refuse_quantized(path, self.config)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
@@ -139,11 +139,21 @@ class HfWeights:
         self._finiteness.check()
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_object(file: Path, hint: str = "") -> dict[str, Any]:
+    """JSON object of a file.
+
+    Args:
+        file: The file.
+        hint: Way out where the file cannot be read; empty: that of a Hugging Face model.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no JSON object.
+    """
     try:
         content = json.loads(read_text(file))
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}; is {file.parent} a Hugging Face model?") from error
+        way_out = hint or f"is {file.parent} a Hugging Face model?"
+        raise ConfigError(f"cannot read {file}: {error.strerror}; {way_out}") from error
     except (RecursionError, ValueError) as error:
         raise ConfigError(f"{file} is no valid JSON: {error}") from error
     if not isinstance(content, dict):
@@ -166,7 +176,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _indexed(file: Path) -> list[str]:
     """Names of the weight files of an index; each must be a file of the same folder."""
-    places = _read_json(file).get("weight_map", {})
+    places = read_object(file).get("weight_map", {})
     if not isinstance(places, dict):
         raise ConfigError(f'{file}: "weight_map" is no table of tensors and their files')
     for tensor, name in places.items():

@@ -31,13 +31,13 @@ from nxtrain.checkpoint.shards import MODEL, TensorShard, mismatches
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.config.tables import toml_value
 from nxtrain.convert.finite import Finiteness
-from nxtrain.convert.hf_folder import HfFolder
+from nxtrain.convert.hf_folder import HfFolder, read_object
 from nxtrain.distributed.agreement import collective
 from nxtrain.errors import CheckpointError, ConfigError, Problem
 from nxtrain.finetune.lora import A, B, scale_of
 from nxtrain.io.atomic import write_durably
 from nxtrain.io.object_store import Location
-from nxtrain.io.regular import read_text, require_regular
+from nxtrain.io.regular import require_regular
 from nxtrain.mesh import Axis
 from nxtrain.sharding import ParamTable
 
@@ -321,14 +321,7 @@ COMPANIONS = (
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_text(file))
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}; give a folder that PEFT wrote") from error
-    except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds no JSON object")
+    config = read_object(file, "give a folder that PEFT wrote")
     for key, understood in _UNSUPPORTED.items():
         if config.get(key, understood[0]) not in understood:
             raise ConfigError(f"{file}: {key}={config[key]!r} is not supported; only {understood[0]!r} is")

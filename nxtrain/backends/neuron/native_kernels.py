@@ -61,7 +61,9 @@ class NeuronNativeKernels(PlainKernels):
     def bits(self, x: Tensor) -> Tensor:
         try:
             return super().bits(x)
-        except NotImplementedError:  # torch's error where a device has no kernel for such a view
+        except NotImplementedError:
+            # torch's error where a device has no kernel for a view of another type. Only the vote asks for bits, so the
+            # copy costs no training step.
             return x.detach().cpu().view(torch.int32).to(x.device)
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
