@@ -68,8 +68,8 @@ class HostGroup:
             if time.monotonic() - began < SOONER * limit_s:  # gloo's error is the same for a rank that is gone
                 raise _gone(reason, work) from error
             raise HangError(
-                f"some ranks are missing at {work}, where the others wait for "
-                f"recovery.hang_timeout_s={limit_s:g} seconds: {reason}. A missing rank died, "
+                f"some ranks are missing at {work}, where the others wait for {limit_s:g} seconds, as long as "
+                f"recovery.hang_timeout_s allows while graphs compile: {reason}. A missing rank died, "
                 "or does other work than the rest; its own last lines say more"
             ) from error
 

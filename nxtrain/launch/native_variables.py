@@ -11,7 +11,6 @@ launcher sets the variable only if the installed packages read it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -24,12 +23,13 @@ from nxtrain.launch.environment import NATIVE_CACHE, Environment, Variable
 from nxtrain.launch.variables import (
     COMPILER,
     RUNTIME,
+    execution_limit,
+    first_use_limit,
     host_variables,
     logical_cores,
     network_variables,
     rounding_variables,
 )
-from nxtrain.process.deadlines import first_use_limit_s
 
 Reads = Callable[[str], bool | None]
 """True if the installed packages read a variable; None if none are installed here."""
@@ -106,16 +106,9 @@ def _cores(text: str) -> list[int]:
 def _certain(config: RunConfig) -> list[Variable]:
     """Variables that pages of AWS name."""
     folder = config.compile.cache_dir / FOLDERS["graphs"]
-    limit = "unset it and use recovery.hang_timeout_s"
     return [
         *rounding_variables(config, by_hardware=config.backend.rounding == "hardware"),
-        Variable(
-            "NEURON_RT_EXEC_TIMEOUT",
-            _limit(config),
-            "4 x recovery.hang_timeout_s: seconds until work fails that waits for a rank which may be compiling",
-            RUNTIME,
-            limit,
-        ),
+        execution_limit(config),
         Variable(
             NATIVE_CACHE,
             str(folder),
@@ -175,7 +168,7 @@ def _uncertain(config: RunConfig, locks: PurePath) -> list[_Uncertain]:
         ),
         _Uncertain(
             ("TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT",),
-            _limit(config),
+            first_use_limit(config),
             "4 x recovery.hang_timeout_s: seconds that ranks wait for the one that compiles their graph",
             "unset it and use recovery.hang_timeout_s",
         ),
@@ -192,16 +185,18 @@ def _uncertain(config: RunConfig, locks: PurePath) -> list[_Uncertain]:
             "collectives run on a stream of their own, beside the computation",
             source=_EXPLORER,
         ),
+        _Uncertain(
+            ("TORCH_NEURONX_ENABLE_ASYNC_NRT",),
+            "1",
+            "the runtime takes work ahead of its end, as collectives beside the computation need",
+            source=_EXPLORER,
+        ),
     ]
     if config.compile.optlevel:
         level = f"-O{config.compile.optlevel}"
         way_out = "unset it and use compile.optlevel"
         found.append(_Uncertain(("NEURON_COMPILER_OPT_LEVEL",), level, "compile.optlevel", way_out))
     return found
-
-
-def _limit(config: RunConfig) -> str:
-    return str(math.ceil(first_use_limit_s(config.recovery.hang_timeout_s)))
 
 
 def _passed(name: str, instead: str) -> Variable:

@@ -12,6 +12,7 @@ from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import CACHE, Environment, Variable
+from nxtrain.process.deadlines import first_use_limit_s
 
 SOURCES = "https://github.com/aws-neuron/aws-neuron-sdk"
 """Repository of the sources that are given without a host."""
@@ -120,7 +121,7 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
         Variable(
             "NEURON_FUSE_SOFTMAX", "1", "one operation that the compiler knows for softmax", f"{ENVVARS}, {_HLAT}"
         ),
-        _hang_timeout(config),
+        execution_limit(config),
         Variable(
             CACHE,
             str(config.compile.cache_dir),
@@ -174,14 +175,20 @@ def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable
     return [rounding, seed] if stochastic else [rounding]
 
 
-def _hang_timeout(config: RunConfig) -> Variable:
+def execution_limit(config: RunConfig) -> Variable:
+    """Variable with the runtime's time limit: a graph waits in its first collective for ranks that still compile it."""
     return Variable(
         "NEURON_RT_EXEC_TIMEOUT",
-        str(math.ceil(config.recovery.hang_timeout_s)),
-        "recovery.hang_timeout_s: seconds until a graph that waits for a lost peer fails",
+        first_use_limit(config),
+        "4 x recovery.hang_timeout_s: seconds until work fails that waits for a rank which may be compiling",
         RUNTIME,
         "unset it and use recovery.hang_timeout_s",
     )
+
+
+def first_use_limit(config: RunConfig) -> str:
+    """Whole seconds of the hang limit while graphs compile."""
+    return str(math.ceil(first_use_limit_s(config.recovery.hang_timeout_s)))
 
 
 def host_variables(instance: Instance) -> list[Variable]:

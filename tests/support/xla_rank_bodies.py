@@ -120,6 +120,7 @@ def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]
         "is of torch-xla": isinstance(dist.group.WORLD, ProcessGroupXla),
         "devices that replicate": torch_xla._XLAC._xla_get_replication_devices_count(),
         "host group": dist.get_backend(backend.host_group),
+        "hosts wait": _timeout_s(backend),
     }
     groups = [[0], [1]]
     made = dist.new_group([place.rank], pg_options={"xla_pg_options": {"mesh": groups}})
@@ -130,6 +131,11 @@ def on_a_fake_neuron_machine(place: Placement, plan: Resolved) -> dict[str, Any]
     backend.close()
     found["closed"] = not dist.is_initialized()
     return found
+
+
+def _timeout_s(backend: NeuronBackend) -> float:
+    assert backend.host_group is not None
+    return float(backend.host_group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 def _saved_and_loaded(backend: NeuronBackend, plan: Resolved) -> bool:

@@ -80,6 +80,7 @@ def test_the_neuron_backend_joins_the_ranks_and_leaves_them(tmp_path: Path) -> N
             "is of torch-xla": True,
             "devices that replicate": 1,  # of this process, the only ones that XLA:CPU sees; 0 is a world of one
             "host group": "gloo",
+            "hosts wait": 240.0,  # 4 x the 60 s of the run, since another rank may compile
             "group of NxD": [[0], [1]],
             "compiled": 0,  # by what is above: a barrier on the hosts needs no graph
             "resumes": True,

@@ -176,8 +176,8 @@ class XlaBackend(Backend):
         sync: Ends and runs the graph at a step boundary; tests with several devices in one process pass their own.
         meet: Waits for all ranks on the host; the same tests pass their own. With one process per rank, the hosts'
             barrier replaces it.
-        hang_timeout_s: Seconds that the hosts wait for each other; collectives inside a graph have the runtime's own
-            limit.
+        hang_timeout_s: Seconds that the hosts wait for each other, and a multiple where a rank may compile. Collectives
+            inside a graph have the runtime's own limit.
         torch_compile: Without effect here; the check of the configuration refuses it.
     """
 

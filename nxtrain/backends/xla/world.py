@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from nxtrain.distributed.host_group import HostGroup
 from nxtrain.errors import BackendError, HangError
+from nxtrain.process.deadlines import first_use_limit_s
 from nxtrain.process.placement import Placement
 
 _PLACE, _NAME = "nxtrain/store", "nxtrain/name"
@@ -30,8 +31,8 @@ def join(place: Placement, hang_timeout_s: float) -> HostGroup:
 
     Args:
         place: Place of this process, set by torchrun.
-        hang_timeout_s: Seconds that a rank waits for the others on the host. Collectives inside a graph have the
-            runtime's own limit.
+        hang_timeout_s: Seconds that a rank waits for the others to arrive. Later waits on the host are longer, and
+            collectives inside a graph have the runtime's own limit.
 
     Raises:
         BackendError: The devices form another world than the processes.
@@ -52,7 +53,8 @@ def join(place: Placement, hang_timeout_s: float) -> HostGroup:
     if (rank, world) != (place.rank, place.world):
         dist.destroy_process_group()
         raise BackendError(misfit(place, rank, world, str(xr.device_type())))
-    return HostGroup(hang_timeout_s)
+    # A rank that compiles comes late; once nothing is new, the watchdog's limit is the shorter.
+    return HostGroup(first_use_limit_s(hang_timeout_s))
 
 
 def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:

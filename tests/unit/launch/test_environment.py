@@ -26,7 +26,7 @@ ALWAYS = {
     "MALLOC_ARENA_MAX": "64",
     "NEURON_COMPILE_CACHE_URL": "compile_cache",
     "NEURON_FUSE_SOFTMAX": "1",
-    "NEURON_RT_EXEC_TIMEOUT": "1800",
+    "NEURON_RT_EXEC_TIMEOUT": "7200",
     "NXD_LOG_LEVEL": "warning",
     "PJRT_DEVICE": "NEURON",
     "XLA_DISABLE_FUNCTIONALIZATION": "0",
@@ -115,7 +115,7 @@ def test_several_nodes_talk_over_efa() -> None:
 
 def test_configuration_keys_reach_the_variables_that_they_decide() -> None:
     found = values(environment(recovery={"hang_timeout_s": 99.2}, compile={"cache_dir": "/local/cache"}))
-    assert found["NEURON_RT_EXEC_TIMEOUT"] == "100"
+    assert found["NEURON_RT_EXEC_TIMEOUT"] == "397"
     assert found["NEURON_COMPILE_CACHE_URL"] == "/local/cache"
 
 

@@ -196,7 +196,7 @@ def test_a_rank_gets_what_the_number_of_machines_needs_that_torchrun_joined(
 
 def test_a_rank_whose_environment_contradicts_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
-    with pytest.raises(ConfigError, match=r"NEURON_RT_EXEC_TIMEOUT .*: 5, but this run needs 1800"):
+    with pytest.raises(ConfigError, match=r"NEURON_RT_EXEC_TIMEOUT .*: 5, but this run needs 7200"):
         reexec_with_environment(load(TINY, ON_TRN2).config, {"NEURON_RT_EXEC_TIMEOUT": "5"}, local_world=1)
 
 
