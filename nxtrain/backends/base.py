@@ -362,6 +362,17 @@ class Backend(ABC):
         """Peak device memory of this rank in bytes; 0 if unknown."""
         return 0
 
+    def profiler_options(self, profiles: Path) -> tuple[dict[str, Any], str]:
+        """Arguments of torch's profiler that record this device too, and a line for people about the device's part.
+
+        Args:
+            profiles: Folder of the run's profiles.
+        """
+        return {}, ""
+
+    def finish_profiled(self) -> None:
+        """Wait until the device has done the work that is profiled; does nothing where torch's profiler waits."""
+
     def watch_memory(self) -> None:
         """Record each allocation of the device with its stack from now on, for `dump_memory`."""
 

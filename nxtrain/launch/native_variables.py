@@ -22,6 +22,8 @@ from nxtrain.errors import Problem
 from nxtrain.launch.environment import NATIVE_CACHE, Environment, Variable
 from nxtrain.launch.variables import (
     COMPILER,
+    EXPLORER,
+    INSPECT,
     RUNTIME,
     execution_limit,
     first_use_limit,
@@ -41,7 +43,6 @@ FOLDERS = {"graphs": "neff", "HLO": "hlo", "kernels": "nki"}
 """Folders in compile.cache_dir by what they hold."""
 
 _PAGE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/reference/env-vars.html"
-_EXPLORER = "tools/neuron-explorer/environment-variables.rst"
 _PROBED = "the installed torch-neuronx; AWS's pages that nxtrain knows do not name it"
 
 
@@ -63,7 +64,8 @@ def native_environment(
     notes = [f"left out: {' or '.join(each.names)} ({each.reason}): nothing installed reads it" for each in left_out]
     of_instance = [*host_variables(instance), *logical_cores(instance)] if instance else []
     variables = [*_certain(config), *found, *of_instance, *network_variables(config, instance)]
-    return Environment(sdk, tuple(variables), (), xla=False, passed=_PASSED, notes=tuple(notes))
+    barred = _BESIDE_PROFILER if config.metrics.profile_steps else ()
+    return Environment(sdk, tuple(variables), (), barred, xla=False, passed=_PASSED, notes=tuple(notes))
 
 
 def rank_variables(
@@ -183,13 +185,13 @@ def _uncertain(config: RunConfig, locks: PurePath) -> list[_Uncertain]:
             ("TORCH_NEURONX_ENABLE_HOST_CC", "NEURON_RT_ENABLE_HOST_CC"),
             "1",
             "collectives run on a stream of their own, beside the computation",
-            source=_EXPLORER,
+            source=EXPLORER,
         ),
         _Uncertain(
             ("TORCH_NEURONX_ENABLE_ASYNC_NRT",),
             "1",
             "the runtime takes work ahead of its end, as collectives beside the computation need",
-            source=_EXPLORER,
+            source=EXPLORER,
         ),
     ]
     if config.compile.optlevel:
@@ -210,4 +212,15 @@ _PASSED = (
     _passed("--target", "leave it out: TorchNeuron compiles for the chip that it finds"),
     _passed("--logical-nc-config", "leave it out"),
     _passed("--optlevel", "leave it out and use compile.optlevel"),
+)
+
+
+_BESIDE_PROFILER = (
+    Variable(
+        INSPECT,
+        "1",
+        "profiles the whole process, and AWS rules that out beside torch's profiler, which metrics.profile_steps starts",
+        EXPLORER,
+        "unset it, or use metrics.profile_steps=[]",
+    ),
 )

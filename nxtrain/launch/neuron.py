@@ -20,7 +20,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
-from nxtrain.launch.variables import SOURCES, neuron_environment
+from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,20 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     wanted = needs(config, environ, local_world)
     if wanted.problems:
         raise ConfigError(wanted.problems)
-    own = rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0] if is_native(config) else []
+    own = _own_variables(config, environ, local_world)
     complete = {**environ, **{variable.name: variable.value for variable in (*wanted.variables, *own)}}
     if complete != environ:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
+
+
+def _own_variables(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
+    """Variables of one rank that other ranks of its machine have otherwise or lack."""
+    if is_native(config):
+        return rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0]
+    metrics = config.metrics
+    if not metrics.profile_steps or int(environ.get("RANK", 0)) in metrics.profile_ranks:
+        return []
+    return [Variable(INSPECT, "0", "not a rank of metrics.profile_ranks")]
 
 
 def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, local_world: int) -> None:

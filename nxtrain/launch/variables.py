@@ -13,12 +13,17 @@ from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import CACHE, Environment, Variable
 from nxtrain.process.deadlines import first_use_limit_s
+from nxtrain.run_folder import DEVICE_PROFILES_DIR, LOGS_DIR, PROFILES_DIR
 
 SOURCES = "https://github.com/aws-neuron/aws-neuron-sdk"
 """Repository of the sources that are given without a host."""
 
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 
+INSPECT = "NEURON_RT_INSPECT_ENABLE"
+"""Variable with which the runtime profiles a whole process."""
+
+EXPLORER = "tools/neuron-explorer/environment-variables.rst"
 ENVVARS = "archive/nxd-training/torch-neuron-envvars.rst"
 COMPILER = "compiler/neuronx-cc/api-reference-guide/index.rst"
 RUNTIME = "neuron-runtime/guides/configuration-guide.rst"
@@ -142,7 +147,7 @@ def _variables(config: RunConfig, instance: Instance, sdk: SdkVersion) -> list[V
     if instance.name == "trn1.2xlarge":
         reason = "little host memory: a graph that did not compile beside others is tried alone"
         variables.append(Variable("NEURON_PARALLEL_COMPILE_MAX_RETRIES", "1", reason, ENVVARS))
-    return [*variables, *network_variables(config, instance)]
+    return [*variables, *_profile_variables(config), *network_variables(config, instance)]
 
 
 def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable]:
@@ -173,6 +178,36 @@ def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable
         "unset it and use run.seed",
     )
     return [rounding, seed] if stochastic else [rounding]
+
+
+def _profile_variables(config: RunConfig) -> list[Variable]:
+    """Variables of the runtime's profile, which covers a whole process: it starts before the first step is known."""
+    if not config.metrics.profile_steps:
+        return []
+    ranks = ", ".join(map(str, config.metrics.profile_ranks))
+    folder = config.run.dir / LOGS_DIR / PROFILES_DIR / DEVICE_PROFILES_DIR
+    return [
+        Variable(
+            INSPECT,
+            "1",
+            f"metrics.profile_steps: a profile by the runtime, from start to end of the run; of metrics.profile_ranks "
+            f"{ranks} only, since other ranks set 0",
+            EXPLORER,
+        ),
+        Variable(
+            "NEURON_RT_INSPECT_OUTPUT_DIR",
+            str(folder),
+            "run.dir: files for Neuron Explorer, beside the profiles of the hosts",
+            EXPLORER,
+            "unset it and use run.dir",
+        ),
+        Variable(
+            "NEURON_RT_INSPECT_DEVICE_PROFILE",
+            "0",
+            "calls and graphs with their times; 1 adds instructions of each graph's first run, and takes device memory",
+            EXPLORER,
+        ),
+    ]
 
 
 def execution_limit(config: RunConfig) -> Variable:

@@ -23,7 +23,7 @@ class StepProfiler(RunObserver):
         logs: Folder of the run's logs.
         rank: This rank.
         print_line: Prints a line for people.
-        backend: Device whose memory is recorded too, where it can be; None: none.
+        backend: Device that is recorded too, and its memory, where they can be; None: none.
     """
 
     def __init__(
@@ -46,13 +46,22 @@ class StepProfiler(RunObserver):
         if self._profile is None:
             if step not in self._steps:
                 return
-            self._profile = profile(activities=supported_activities() or [ProfilerActivity.CPU])
-            self._profile.start()
-            if self._backend is not None:
-                self._backend.watch_memory()
+            self._start()
         self._close_span()
         self._span = record_function(f"nxtrain.{work}")
         self._span.__enter__()
+
+    def _start(self) -> None:
+        options: dict[str, Any] = {"activities": supported_activities() or [ProfilerActivity.CPU]}
+        if self._backend is not None:
+            of_device, line = self._backend.profiler_options(self._file.parent)
+            options |= of_device
+            if line:
+                self._print_line(line)
+        self._profile = profile(**options)
+        self._profile.start()
+        if self._backend is not None:
+            self._backend.watch_memory()
 
     def section(self, name: Section) -> None:
         if self._profile is not None:
@@ -84,6 +93,8 @@ class StepProfiler(RunObserver):
     def _write(self) -> None:
         profiled, self._profile = self._profile, None
         self._steps = range(0)
+        if self._backend is not None:
+            self._backend.finish_profiled()
         profiled.stop()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)

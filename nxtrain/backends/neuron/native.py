@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,6 +126,15 @@ class NeuronNativeBackend(AcceleratorBackend):
             return instance.core_flops
         kind = chip_kind(str(getattr(_call("get_device_properties"), "name", "")))
         return next((known.core_flops for known in INSTANCES.values() if known.target == kind), None)
+
+    def profiler_options(self, profiles: Path) -> tuple[dict[str, Any], str]:
+        from nxtrain.backends.neuron.native_profile import native_profiler  # torch's profiler takes time to import
+
+        return native_profiler(profiles, os.environ)
+
+    def finish_profiled(self) -> None:
+        # The host runs ahead; a profile that ends before the device lacks the end of its work.
+        _call("synchronize")
 
     def peak_memory_bytes(self) -> int:
         # The allocator counts finished work only, so the device must finish its queue first.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import hardware, native, native_rounding, torchneuron
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
+from nxtrain.backends.neuron.native_profile import DEVICE_TRACE
 from nxtrain.backends.neuron.native_rounding import choose_rounder, round_by_views, round_on_host
 from nxtrain.backends.rounding import RoundingKey
 from nxtrain.config.check import Resolved
@@ -27,7 +31,8 @@ from nxtrain.mesh import Mesh
 from nxtrain.train.build import build_model, build_state
 from nxtrain.train.health.fallbacks import Fallbacks
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
-from tests.support import fake_neuron
+from nxtrain.train.step_profiler import StepProfiler
+from tests.support import fake_neuron, neuron_profiling
 from tests.support.models import changed, plan, tokens
 from tests.support.neuron_device import StandInDevice
 
@@ -239,6 +244,79 @@ def test_rounding_by_hardware_is_refused_where_casts_go_to_the_nearest(device: S
     backend = open_backend("neuron-native")
     with pytest.raises(BackendError, match=r"backend\.rounding=hardware has no effect; use backend\.rounding=software"):
         backend.choose_rounding("bf16_stochastic", "hardware")
+
+
+@pytest.fixture
+def profiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """TorchNeuron's package for profiles."""
+    found = neuron_profiling.modules()
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delenv(DEVICE_TRACE, raising=False)
+    yield found["torch_neuronx.profiling"]
+    neuron_profiling.MADE.clear()
+
+
+def profile_steps(folder: Path) -> list[str]:
+    """Profile steps 3 and 4 of five; returns what the device and the profiler did, in order."""
+    said: list[str] = []
+    backend = open_backend("neuron-native")
+    profiler = StepProfiler(3, 4, folder, 0, said.append, backend)
+    for number in range(1, 6):
+        profiler.enter(number, "training")
+        backend.put(torch.ones(3)) + number
+        profiler.finish(number)
+    return said
+
+
+# torch warns since the stand-in, unlike TorchNeuron, gives the device of this activity no name.
+@pytest.mark.filterwarnings("ignore:The privateuseone is not a valid")
+@pytest.mark.parametrize(("asked", "modes"), [("", ["RUNTIME"]), ("0", ["RUNTIME"]), ("1", ["RUNTIME", "DEVICE"])])
+def test_profiled_steps_hold_the_runtimes_events_and_the_whole_work_of_the_device(
+    device: StandInDevice,
+    profiling: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    asked: str,
+    modes: list[str],
+) -> None:
+    if asked:
+        monkeypatch.setenv(DEVICE_TRACE, asked)
+    order: list[str] = []
+    stop, asked_for = torch.profiler.profile.stop, []
+
+    def stopped(self: torch.profiler.profile) -> None:
+        order.append("stop")
+        asked_for.extend(self.activities)
+        stop(self)
+
+    monkeypatch.setattr(torch.profiler.profile, "stop", stopped)
+    monkeypatch.setattr(torch.neuron, "synchronize", lambda: order.append("synchronize"))  # type: ignore[attr-defined]
+    found, written = profile_steps(tmp_path)
+    (config,) = neuron_profiling.MADE
+    assert (config.modes, config.profile_output_dir) == (modes, str(tmp_path / "profiles" / "neuron"))
+    assert order == ["synchronize", "stop"], "the host runs ahead of the device"
+    assert {activity.name for activity in asked_for} == {"CPU", "PrivateUse1"}
+    assert found.startswith(f"events of the device: {config.profile_output_dir}")
+    assert ("adds instructions" in found) is (modes == ["RUNTIME"])
+    assert written == f"profile: {tmp_path / 'profiles' / 'rank-00000-steps-3-4.json.gz'}"
+
+
+@pytest.mark.filterwarnings("ignore:The privateuseone is not a valid")
+def test_a_torchneuron_without_the_documented_configuration_profiles_the_rest_and_says_so(
+    device: StandInDevice, profiling: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def other(modes: Sequence[object]) -> None:
+        """A configuration of another release."""
+
+    monkeypatch.setattr(profiling, "NeuronConfig", other)
+    found, written = profile_steps(tmp_path)
+    assert found.startswith("this TorchNeuron's NeuronConfig is not the one that AWS documents: ")
+    assert "profile_output_dir" in found
+    monkeypatch.delattr(profiling, "NeuronConfig")
+    again, _ = profile_steps(tmp_path)
+    assert again == "this TorchNeuron has no NeuronConfig, so the profile has no files for Neuron Explorer"
+    assert written.startswith("profile: ")
 
 
 def test_an_unknown_instance_is_what_the_device_says_of_itself(

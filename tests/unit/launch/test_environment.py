@@ -119,6 +119,25 @@ def test_configuration_keys_reach_the_variables_that_they_decide() -> None:
     assert found["NEURON_COMPILE_CACHE_URL"] == "/local/cache"
 
 
+def test_the_runtime_profiles_only_if_steps_are_profiled_and_into_the_run_folder() -> None:
+    profiled = {"run": {"dir": "/fsx/run"}, "metrics": {"profile_steps": [3, 4], "profile_ranks": [0, 9]}}
+    found = neuron_environment(RunConfig.model_validate(profiled), INSTANCES["trn1.32xlarge"], RECOMMENDED)
+    plain = neuron_environment(RunConfig.model_validate({"run": {"dir": "/fsx/run"}}), INSTANCES["trn1.32xlarge"], NEWEST)
+    inspect = {name: value for name, value in values(found).items() if "INSPECT" in name}
+    assert inspect == {
+        "NEURON_RT_INSPECT_ENABLE": "1",
+        "NEURON_RT_INSPECT_OUTPUT_DIR": "/fsx/run/logs/profiles/neuron",
+        "NEURON_RT_INSPECT_DEVICE_PROFILE": "0",
+    }
+    assert not [name for name in values(plain) if "INSPECT" in name]
+    shown = {variable.name: variable for variable in found.variables}
+    assert "ranks 0, 9 only" in shown["NEURON_RT_INSPECT_ENABLE"].reason
+    assert {shown[name].source for name in inspect} == {"tools/neuron-explorer/environment-variables.rst"}
+    (elsewhere,) = found.conflicts({"NEURON_RT_INSPECT_OUTPUT_DIR": "/tmp", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"})
+    assert (elsewhere.key, elsewhere.hint) == ("NEURON_RT_INSPECT_OUTPUT_DIR", "unset it and use run.dir")
+    assert values(found, NEURON_RT_INSPECT_DEVICE_PROFILE="1")["NEURON_RT_INSPECT_DEVICE_PROFILE"] == "1"
+
+
 @pytest.mark.parametrize(("preset", "has"), [("llama2-7b", True), ("llama3-8b", False), ("", False)])
 def test_the_distribution_strategy_is_for_llama_2_alone(preset: str, has: bool) -> None:
     flags = values(environment(model={"preset": preset}))["NEURON_CC_FLAGS"]

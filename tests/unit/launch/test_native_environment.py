@@ -146,6 +146,14 @@ def test_what_would_spoil_a_run_is_refused_with_the_way_out(name: str, value: st
     assert problem.hint.startswith("unset it")
 
 
+def test_a_capture_of_the_whole_process_is_refused_beside_torchs_profiler() -> None:
+    shell = {"NEURON_RT_INSPECT_ENABLE": "1"}
+    (problem,) = environment(metrics={"profile_steps": [3, 4]}).conflicts(shell)
+    assert (problem.key, problem.hint) == ("NEURON_RT_INSPECT_ENABLE", "unset it, or use metrics.profile_steps=[]")
+    assert environment().conflicts(shell) == []
+    assert not [name for name in values(environment(metrics={"profile_steps": [3, 4]})) if "INSPECT" in name]
+
+
 def test_overlap_of_collectives_is_the_shells_choice() -> None:
     shell = {"TORCH_NEURONX_ENABLE_HOST_CC": "0"}
     assert environment().conflicts(shell) == []

@@ -194,6 +194,21 @@ def test_a_rank_gets_what_the_number_of_machines_needs_that_torchrun_joined(
     assert ("FI_PROVIDER" in started[0]) is (started_on > 1)
 
 
+@pytest.mark.parametrize(("rank", "profiles"), [("1", "1"), ("2", "0")])
+def test_ranks_that_are_not_profiled_turn_the_runtimes_profile_off_once(
+    monkeypatch: pytest.MonkeyPatch, rank: str, profiles: str
+) -> None:
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
+    monkeypatch.setattr(os, "execve", lambda *args: started.append(args[2]))
+    config = load(TINY, [*ON_TRN2, "metrics.profile_steps=[2, 3]", "metrics.profile_ranks=[0, 1]"]).config
+    launched = {variable.name: variable.value for variable in neuron.needs(config, {}, 4).variables}
+    assert launched["NEURON_RT_INSPECT_ENABLE"] == "1"
+    for _ in range(2):
+        reexec_with_environment(config, started[-1] if started else {**launched, "RANK": rank}, local_world=4)
+    assert [environ["NEURON_RT_INSPECT_ENABLE"] for environ in started] == ["0"] * (profiles == "0")
+
+
 def test_a_rank_whose_environment_contradicts_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "2 chips in this test"))
     with pytest.raises(ConfigError, match=r"NEURON_RT_EXEC_TIMEOUT .*: 5, but this run needs 7200"):

@@ -1,0 +1,45 @@
+"""TorchNeuron's part in a profile by torch: events of runtime and device, in files for Neuron Explorer.
+
+Sources, of SDK 2.33.1: tools/neuron-explorer/how-to-profile-pytorch.html (`NeuronConfig`, its modes and parameters) and
+environment-variables.html beside it, in https://awsdocs-neuron.readthedocs-hosted.com/en/latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity
+
+from nxtrain.run_folder import DEVICE_PROFILES_DIR
+
+DEVICE_TRACE = "NEURON_RT_INSPECT_DEVICE_PROFILE"
+"""Variable of the runtime that asks for traces of instructions, unless it is 0."""
+
+
+def native_profiler(profiles: Path, environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Arguments of torch's profiler that record the device too, and a line for people about the device's files.
+
+    Traces of instructions reserve gigabytes of device memory, under which a run that fits would fail. So they are left
+    out unless the environment asks for them.
+
+    Args:
+        profiles: Folder of the run's profiles.
+        environ: Variables of this process.
+    """
+    activities = {"activities": [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]}
+    try:
+        from torch_neuronx.profiling import NeuronConfig, ProfileMode
+    except ImportError:
+        return activities, "this TorchNeuron has no NeuronConfig, so the profile has no files for Neuron Explorer"
+    instructions = environ.get(DEVICE_TRACE, "0") != "0"
+    modes = [ProfileMode.RUNTIME, *([ProfileMode.DEVICE] if instructions else [])]
+    folder = profiles / DEVICE_PROFILES_DIR
+    try:
+        config = NeuronConfig(modes=modes, profile_output_dir=str(folder))
+    except TypeError as error:
+        return activities, f"this TorchNeuron's NeuronConfig is not the one that AWS documents: {error}"
+    # NeuronConfig's own exporter is left out: torch saves a trace once, and the run's own file is that one.
+    hint = "" if instructions else f"; {DEVICE_TRACE}=1 adds instructions, and takes about 5 GB of device memory"
+    return {**activities, "experimental_config": config}, f"events of the device: {folder}, for Neuron Explorer{hint}"
