@@ -1,14 +1,15 @@
-"""`nxtrain compile` for TorchNeuron: a few steps of the run on its devices, and a manifest of their graphs.
+"""`nxtrain compile` for TorchNeuron: a few steps of the run, on its devices or without them, and a manifest of graphs.
 
 TorchNeuron compiles inside of the ranks and has no tool that collects graphs. So the run itself is started, with each
 kind of work in its first steps, in a folder that is deleted afterwards. Files of the cache that the ranks read or wrote
 are the graphs of the run.
 
-AWS documents a mode that compiles without a device and names no variable for it. nxtrain looks for the variable of the
-beta in the installed packages and says if it is there. The mode itself is not used, since nobody knows the values that
-its tensors have.
+AWS documents a mode that compiles without a device and names no variable for it. If this machine has no device, and the
+installed packages contain the variable of the beta, the ranks go through the graphs in this mode. Then they read no
+value, as under `neuron_parallel_compile`. Operations outside of compiled graphs may compile in the run itself.
 
-Source: torch/compile/about-torch-compile.html in https://awsdocs-neuron.readthedocs-hosted.com/en/latest.
+Source: torch/compile/about-torch-compile.html, and vllm-neuron/docs/design/compilation/cpu_compilation.html for the
+variable of the chip, in https://awsdocs-neuron.readthedocs-hosted.com/en/latest.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nxtrain.backends.neuron import torchneuron, torchneuron_names
+from nxtrain.backends.neuron.sdk import num_devices
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.compile_key import native_build_of
 from nxtrain.compile.entries import Key, is_neff
@@ -32,13 +34,14 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError, Problem
+from nxtrain.launch.environment import Variable
 from nxtrain.launch.local import FIRST_NODE, Command, ranks_per_node, render
+from nxtrain.launch.neuron import machine_of
 
 STEPS = 4
 """Steps of the rehearsal: the work of each step and of each interval is done twice."""
 
-COMPILE_ONLY = "TORCH_NEURONX_COMPILE_ONLY"
-"""Variable of the beta for compilation without a device."""
+_DOCS = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest"
 
 
 def precompile_native(
@@ -65,12 +68,15 @@ def precompile_native(
     with tempfile.TemporaryDirectory(prefix="nxtrain-compile-") as folder:
         wanted = [*overrides, *rehearsal(config, Path(folder))]
         command = render(path, wanted, nproc, os.environ, first_node=first_node or FIRST_NODE)
+        command = replace(command, variables=(*command.variables, *_without_devices(config)))
         if dry_run:
             print(replace(command, about=(*command.about, f"writes {manifest_file(config)}")))
             return
-        support = torchneuron.support()
+        support = torchneuron.support(devices=not torchneuron.compiles_only(command.env))
         if not support.ok:
-            raise BackendError(f"graphs cannot be compiled here: {support.reason}\n    {without_devices()}")
+            raise BackendError(f"graphs cannot be compiled here: {support.reason}\n    {_why_no_mode(config)}")
+        if torchneuron.compiles_only(command.env):
+            print_line("no Neuron device here: graphs are compiled in TorchNeuron's mode without one, which is untested")
         cache = Cache(cache_folder(config.compile, shared=True))
         began = time.monotonic()
         used, new = _rehearse(command, cache)
@@ -107,13 +113,35 @@ def rehearsal(config: RunConfig, folder: Path) -> list[str]:
     ]
 
 
-def without_devices() -> str:
-    """Line about compilation without a device."""
-    found = torchneuron_names.reads(COMPILE_ONLY)
-    if found is None:
-        return "TorchNeuron's mode without a device is not used: it is not installed here"
-    words = "reads" if found else "does not read"
-    return f"the installed TorchNeuron {words} {COMPILE_ONLY}; its mode without a device is untested and not used"
+def _without_devices(config: RunConfig) -> list[Variable]:
+    """Variables of the mode without a device; none if there are devices, or if the mode cannot be had here."""
+    instance = machine_of(config)
+    if num_devices() or instance is None or _why_no_mode(config):
+        return []
+    reason = "graphs are compiled and not run; this machine has no device"
+    target = "chip to compile for, which nothing here shows"
+    return [
+        Variable(torchneuron.COMPILE_ONLY, "1", reason, f"{_DOCS}/torch/compile/about-torch-compile.html"),
+        Variable(
+            "NEURON_PLATFORM_TARGET_OVERRIDE",
+            instance.target,
+            target,
+            f"{_DOCS}/vllm-neuron/docs/design/compilation/cpu_compilation.html",
+        ),
+    ]
+
+
+def _why_no_mode(config: RunConfig) -> str:
+    """Line about the reason that the mode without a device cannot be had; empty if there is none."""
+    if torchneuron_names.reads(torchneuron.COMPILE_ONLY) is None:
+        return "nor can they without a device: TorchNeuron is not installed here"
+    if not torchneuron_names.reads(torchneuron.COMPILE_ONLY):
+        return f"nor can they without a device: the installed TorchNeuron does not read {torchneuron.COMPILE_ONLY}"
+    if not config.compile.torch_compile:
+        return "without a device, compile.torch_compile=true is needed: only graphs of torch.compile are compiled there"
+    if machine_of(config) is None:
+        return "without a device, cluster.instance is needed, which names the chip to compile for"
+    return ""
 
 
 def _rehearse(command: Command, cache: Cache) -> tuple[list[Key], set[Key]]:

@@ -59,9 +59,7 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
                 done.append(work)
                 begin(f"step {step} ({work})")
 
-    print_line(
-        "NEURON_EXTRACT_GRAPHS_ONLY=1: graphs are collected for compilation; nothing is computed, nothing is written"
-    )
+    print_line("graphs are collected for compilation; nothing is computed, nothing is written")
     if stages := mesh.stages_held(mesh.rank - backend.local_rank, backend.local_world):
         print_line(f"{HOLDING} {', '.join(map(str, stages))} of {mesh.pp_size}")
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,6 +121,9 @@ class Drawn:
                 targets[masked] = IGNORE_INDEX
             found.append((rows[:, :-1].contiguous(), targets))
         return found
+
+
+AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
 
 
 @lru_cache(maxsize=1024)
@@ -325,6 +328,13 @@ def covering_array(seed: int, number: int, fits: Callable[[Degrees], bool] = lam
         missing -= pairs[best]
     small = [degrees for degrees in layouts if degrees.world <= 4]
     return found + rng.choices(small, k=number - len(found))
+
+
+def on_torchneuron(drawn: AnyDrawn) -> AnyDrawn:
+    """The same run on TorchNeuron, which has one transport between ranks and no offload."""
+    absent = ("backend.name", "backend.cpu_transport", "parallel.offload")
+    kept = [line for line in drawn.overrides if line.partition("=")[0] not in absent]
+    return replace(drawn, overrides=(*kept, f"backend.name={toml_value('neuron-native')}"))
 
 
 @cache

@@ -9,7 +9,8 @@ from types import TracebackType
 import torch
 
 from nxtrain.backends import open_backend
-from tests.support.drawn import ONE, Degrees, Drawn, covering_array, draw, is_for_xla
+from tests.support import fake_neuron
+from tests.support.drawn import ONE, Degrees, Drawn, covering_array, draw, is_for_xla, on_torchneuron
 from tests.support.drawn_bf16 import WORSE, distances
 from tests.support.drawn_commands import error_of_command, prepare, run_command
 from tests.support.drawn_runs import Error, error_of, first_weights, ours, wanted
@@ -35,10 +36,12 @@ class Lanes:
         self._seed, self._folder = seed, folder
         self._layouts: dict[str, Sequence[Degrees]] = {
             "gloo": covering_array(seed, LAYOUTS),
+            "native": covering_array(seed, LAYOUTS),
             "xla": covering_array(seed, 12, is_for_xla),
             "command": covering_array(seed + 1, LAYOUTS, lambda degrees: degrees.world <= 4),
         }
         self._backend, self._ranks = open_backend("cpu"), RankPool()
+        self._native = RankPool("neuron-native", fake_neuron.install)
 
     def __enter__(self) -> Lanes:
         return self
@@ -47,11 +50,13 @@ class Lanes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ranks.close()
+        self._native.close()
 
     def draw(self, lane: str, index: int) -> Drawn:
         """One run of a lane, the same that the lane's test draws."""
         layouts = self._layouts.get(lane, [ONE])
-        return draw(lane, self._seed, index, layouts[index % len(layouts)], bf16=lane == "bf16", xla=lane == "xla")
+        drawn = draw(lane, self._seed, index, layouts[index % len(layouts)], bf16=lane == "bf16", xla=lane == "xla")
+        return on_torchneuron(drawn) if lane == "native" else drawn
 
     def check(self, drawn: Drawn, *, by_command: bool) -> str:
         """Run a draw; the differences from the reference in words.
@@ -76,6 +81,8 @@ class Lanes:
             return [ours(self._backend, drawn, weights)]
         if drawn.lane == "gloo":
             return self._ranks.run(world, ours, drawn, weights)
+        if drawn.lane == "native":
+            return self._native.run(world, ours, drawn, weights)
         return [found for (found,) in run_devices(world, drawn_courses, [(drawn, weights)], folder=self._folder)]
 
     def _by_command(self, drawn: Drawn) -> str:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import native, torchneuron
+from nxtrain.backends.neuron.native import NeuronNativeBackend
 from tests.support.neuron_device import DEVICE, StandInDevice
 
 device = StandInDevice()
@@ -27,7 +28,7 @@ device = StandInDevice()
 def install() -> None:
     """Pretend, for the rest of this process, that TorchNeuron is here."""
     torch.neuron = _module()  # type: ignore[attr-defined]
-    torchneuron.support = lambda: Support(True, "a fake")
+    torchneuron.support = lambda *, devices=True: Support(True, "a fake")
     native.DEVICE = DEVICE
     if "neuron" in dist.Backend.backend_list:
         return
@@ -96,12 +97,11 @@ def _observe_meshes() -> None:
 
 
 def _observe_end() -> None:
-    """A process that leaves its process group is as good as a new one."""
-    leave = dist.destroy_process_group
+    """A process whose backend has closed is as good as a new one."""
+    leave = NeuronNativeBackend.close
 
-    def destroy_process_group(group: Any = None) -> None:
-        leave(group)
-        if group is None:
-            device.restart()
+    def close(backend: NeuronNativeBackend) -> None:
+        leave(backend)
+        device.restart()
 
-    dist.destroy_process_group = destroy_process_group
+    NeuronNativeBackend.close = close  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ the behaviour that users of the beta report.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -73,12 +74,17 @@ class StandInDevice(TorchDispatchMode):
         bitcasts: Views of another type are supported.
         on_host: Operations, such as `aten::cumsum`, that the device lacks and the host computes.
         compile_s: Seconds for which a first compilation delays its caller.
+
+    Attributes:
+        compiles_only: Graphs are compiled and do not run; what they return is no number.
+        digests: Hashes of all graphs, as names of their files.
     """
 
     def __init__(self, *, bitcasts: bool = True, on_host: Sequence[str] = (), compile_s: float = 0.0) -> None:
         super().__init__()
         self.bitcasts, self.on_host, self.compile_s = bitcasts, set(on_host), compile_s
-        self.counts = Counts()
+        self.compiles_only = False
+        self.counts, self.digests = Counts(), set[str]()
         self.known_groups: set[str] = set()
         self.begun = False
         self._inside = 0
@@ -92,6 +98,7 @@ class StandInDevice(TorchDispatchMode):
     def restart(self) -> None:
         """Forget everything, as a new process would."""
         self.counts, self.begun = Counts(), False
+        self.digests.clear()
         self.known_groups.clear()
         self._compiled.clear()
         self._places.clear()
@@ -130,13 +137,15 @@ class StandInDevice(TorchDispatchMode):
         self._check_groups(graph)
         self._compile(object())
         self.counts.graphs += 1
+        shapes = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in inputs]
+        self.digests.add(hashlib.sha256(f"{graph.code} {shapes}".encode()).hexdigest())
 
         def run(*args: Any) -> Any:
             self.counts.dispatches += 1
             self.counts.names["graph"] += 1
             self.begun = True
             with _disable_current_modes():
-                found = graph.forward(*args)
+                found = _unknown(graph) if self.compiles_only else graph.forward(*args)
             for leaf in tree_leaves(found):
                 if isinstance(leaf, Tensor):
                     self._place(leaf, here=True)
@@ -239,6 +248,18 @@ class StandInDevice(TorchDispatchMode):
             return None
         found = self._places.get(x.untyped_storage()._cdata)
         return found[1] if found and not found[0].expired() else None
+
+
+def _unknown(graph: torch.fx.GraphModule) -> list[Any]:
+    """Results of a graph that has not run: tensors of the right shapes that hold no numbers."""
+    (results,) = next(iter(graph.graph.find_nodes(op="output"))).args
+    values = [node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in results]
+    return [
+        torch.full(tuple(x.shape), float("nan") if x.is_floating_point() else 0, dtype=x.dtype)
+        if isinstance(x, Tensor)
+        else x
+        for x in values
+    ]
 
 
 def _asks_for(kwargs: dict[str, Any]) -> bool:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from nxtrain.backends.base import AttentionShape, Support
+from nxtrain.backends.base import AttentionShape, Support, fetched_names
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.neuron import torchneuron
@@ -56,6 +57,7 @@ class NeuronNativeBackend(AcceleratorBackend):
         support = self.support()
         if not support.ok:
             raise BackendError(f"backend.name={self.name} cannot run here: {support.reason}")
+        self.extracts = torchneuron.compiles_only(os.environ)
         self._take_place()
         self.collectives = MeshCollectives(self.world, DEVICE_TYPE)
         # Before any tensor is on the device: joining assigns a core to this process.
@@ -71,7 +73,7 @@ class NeuronNativeBackend(AcceleratorBackend):
 
     @staticmethod
     def support() -> Support:
-        found = torchneuron.support()
+        found = torchneuron.support(devices=not torchneuron.compiles_only(os.environ))
         if found.ok and not hasattr(torch, DEVICE_TYPE):
             reason = (
                 f"torch {torch.__version__} has no device {DEVICE_TYPE!r}, though TorchNeuron is installed; torch "
@@ -80,12 +82,15 @@ class NeuronNativeBackend(AcceleratorBackend):
             return Support(False, f"{reason}\n    or {torchneuron.ELSEWHERE}")
         return found
 
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        return dict.fromkeys(fetched_names(values), 1.0) if self.extracts else super().fetch(values)
+
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         self._attention = choose_native(wanted, shape, switched_off=os.environ.get(SWITCH) == "0")
         self.kernels.grouped = self._attention.flash
 
     def choose_rounding(self, update: str, wanted: str) -> None:
-        if update != "bf16_stochastic":
+        if update != "bf16_stochastic" or self.extracts:  # nothing can be probed; a later probe may choose otherwise
             return
         if wanted == "hardware":
             if not hardware_rounds(self.put):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +61,9 @@ IMAGE_ENVIRONMENT = f"/opt/aws_neuronx_venv_torch_neuronx_{TORCH[-1].replace('.'
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
 """Packages of AWS's repository for apt."""
 
+COMPILE_ONLY = "TORCH_NEURONX_COMPILE_ONLY"
+"""Variable of the mode that compiles without a device. AWS's pages name the mode, and only a probe finds the name."""
+
 ELSEWHERE = (
     "use backend.name=neuron, PyTorch/XLA with packages of SDK 2.27 to 2.31, which AWS keeps for Trn1 and supports no "
     "longer for training"
@@ -68,20 +71,30 @@ ELSEWHERE = (
 """Advice for machines without TorchNeuron."""
 
 
-def support() -> Support:
-    """Check if this machine can train through TorchNeuron; if not, one line for each missing part."""
+def compiles_only(environ: Mapping[str, str]) -> bool:
+    """True if TorchNeuron compiles and runs nothing, so that values of its tensors mean nothing."""
+    return environ.get(COMPILE_ONLY, "0") == "1"
+
+
+def support(*, devices: bool = True) -> Support:
+    """Check if this machine can train through TorchNeuron; if not, one line for each missing part.
+
+    Args:
+        devices: Training needs devices and their driver; compilation alone does not.
+    """
     instance = this_machine()
     if instance is not None and instance.target in FIRST_GENERATION:
         reason = f"{instance.name} has chips of the first generation: TorchNeuron is for Trn2 and Trn3 only"
         return Support(False, f"{reason}\n    {ELSEWHERE}")
-    parts = _parts()
-    lacking = [*_wrong_packages(), *missing_devices(), *(why for part in parts if (why := part.misfit))]
+    parts = [part for part in _parts() if devices or part.name != "driver"]
+    missing = missing_devices() if devices else ()
+    lacking = [*_wrong_packages(), *missing, *(why for part in parts if (why := part.misfit))]
     if lacking:
         return Support(False, "\n    ".join([*lacking, install_advice(), f"or {ELSEWHERE}"]))
     package = installed("torch-neuronx")
     assert package is not None
-    found = ", ".join([f"{num_devices()} Neuron devices, TorchNeuron {package.version}", *map(str, parts)])
-    return Support(True, found)
+    chips = f"{num_devices()} Neuron devices" if devices else "compilation without a device"
+    return Support(True, ", ".join([chips, f"TorchNeuron {package.version}", *map(str, parts)]))
 
 
 def detect() -> SdkVersion | None:

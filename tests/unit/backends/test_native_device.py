@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from nxtrain.train.step_profiler import StepProfiler
 from tests.support import fake_neuron, neuron_profiling
 from tests.support.models import changed, plan, tokens
 from tests.support.neuron_device import StandInDevice
+from tests.support.runs import run_plan, token_file, train_rank
 
 BUDGET = 45
 """Dispatches of a step of two blocks, and 2 more for each further block: a forward and a backward graph."""
@@ -53,7 +55,7 @@ def stand_in() -> Iterator[StandInDevice]:
         (torchneuron, "support"),
         (native, "DEVICE"),
     ]
-    owners += [(device_mesh, "init_device_mesh"), (dist, "destroy_process_group")]
+    owners += [(device_mesh, "init_device_mesh"), (NeuronNativeBackend, "close")]
     kept = [(owner, name, getattr(owner, name, None)) for owner, name in owners]
     fake_neuron.install()
     yield fake_neuron.device
@@ -72,7 +74,7 @@ def device(stand_in: StandInDevice) -> Iterator[StandInDevice]:
     """The device as a new process finds it."""
     stand_in.restart()
     yield stand_in
-    stand_in.bitcasts, stand_in.compile_s = True, 0.0
+    stand_in.bitcasts, stand_in.compile_s, stand_in.compiles_only = True, 0.0, False
     stand_in.on_host.clear()
 
 
@@ -105,6 +107,29 @@ def test_a_compiled_step_keeps_its_budget_and_compiles_nothing_again(device: Sta
     assert counts.compilations == compiled, "a learning rate or a step number is a constant of a graph"
     assert per_step == [per_step[0]] * 3
     assert per_step[0] <= BUDGET
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo looks at what torch warns of
+def test_without_a_device_the_ranks_reach_every_graph_of_the_run_and_read_no_value(
+    device: StandInDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", 32)), "validation_fraction": 0.25}
+    kinds: dict[str, Any] = {"train": {"eval_every": 2}, "checkpoint": {"every": 2}, "recovery": {"vote_every": 2}}
+    resolved = run_plan(tmp_path / "run", rows, steps=4, compile={"torch_compile": True}, **kinds)
+    reached = []
+    for alone in (True, False):
+        torch._dynamo.reset()
+        device.compiles_only = alone
+        monkeypatch.setenv(torchneuron.COMPILE_ONLY, str(int(alone)))
+        backend = open_backend("neuron-native")
+        assert backend.extracts is alone
+        train_rank(backend, resolved)
+        assert (tmp_path / "run").exists() is not alone
+        reached.append(set(device.digests))
+        backend.close()
+    compiled, used = reached
+    assert used <= compiled
+    assert len(compiled) >= 10
 
 
 def test_step_by_step_the_same_work_takes_many_times_as_many_dispatches(device: StandInDevice) -> None:

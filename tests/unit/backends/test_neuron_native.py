@@ -161,6 +161,22 @@ def test_an_old_torch_and_an_old_python_are_named(trn2: dict[str, str], monkeypa
     ]
 
 
+def test_compilation_alone_needs_no_device_and_no_driver(
+    trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sdk, "DEVICES", tmp_path / "none")
+    (tmp_path / "version").write_text("2.30.2.0", encoding="ascii")
+    assert not NeuronNativeBackend.support().ok
+    monkeypatch.setenv(torchneuron.COMPILE_ONLY, "1")
+    support = NeuronNativeBackend.support()
+    assert support.ok
+    assert support.reason == READY.replace("16 Neuron devices", "compilation without a device").replace(
+        "driver 2.31.7.0, ", ""
+    )
+    trn2["neuronx-cc"] = ""
+    assert lines(NeuronNativeBackend.support())[0] == "neuronx-cc is not installed"
+
+
 def test_trn1_is_sent_to_the_other_backend(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     _be(monkeypatch, INSTANCES["trn1.32xlarge"])
     assert lines(NeuronNativeBackend.support()) == [

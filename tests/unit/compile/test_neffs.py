@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nxtrain.backends.base import Support
-from nxtrain.backends.neuron import torchneuron, torchneuron_names
+from nxtrain.backends.neuron import sdk, torchneuron, torchneuron_names
 from nxtrain.cli import main as cli
 from nxtrain.compile import miss_watch, native_compile
 from nxtrain.compile.bucket import Bucket
@@ -211,7 +211,7 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
         add(cache, 3)
         return subprocess.CompletedProcess(argv, 0)
 
-    monkeypatch.setattr(torchneuron, "support", lambda: Support(True, "1 chip in this test"))
+    monkeypatch.setattr(torchneuron, "support", lambda *, devices=True: Support(True, "1 chip in this test"))
     monkeypatch.setattr(native_compile.subprocess, "run", rehearse)  # type: ignore[attr-defined]
     config = native_run.config
     args = [f"compile.cache_dir={config.compile.cache_dir}", f"compile.manifest={config.compile.manifest}"]
@@ -225,15 +225,64 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
     assert found.build.compiler == "neff"
 
 
-def test_without_devices_compile_says_what_it_found_of_the_mode_without_them(
-    native_run: Resolved, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("reads", "overrides", "why"),
+    [
+        (None, [], "TorchNeuron is not installed here"),
+        (False, [], "the installed TorchNeuron does not read TORCH_NEURONX_COMPILE_ONLY"),
+        (True, ["compile.torch_compile=false"], "compile.torch_compile=true is needed"),
+        (True, ["cluster.instance="], "cluster.instance is needed"),
+    ],
+)
+def test_without_devices_compile_says_why_the_mode_without_them_cannot_be_had(
+    native_run: Resolved,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reads: bool | None,
+    overrides: list[str],
+    why: str,
 ) -> None:
-    native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge"]
+    monkeypatch.setattr(torchneuron_names, "reads", lambda _: reads)
+    native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true", *overrides]
     assert main(monkeypatch, "compile", str(TINY), *native) == 5
-    assert "TorchNeuron's mode without a device is not used: it is not installed here" in capsys.readouterr().err
-    for known, words in ((True, "reads"), (False, "does not read")):
-        monkeypatch.setattr(torchneuron_names, "reads", lambda _, known=known: known)
-        assert native_compile.without_devices().startswith(f"the installed TorchNeuron {words} TORCH_NEURONX_COMPILE")
+    said = capsys.readouterr().err
+    assert why in said
+    assert "no Neuron device in" in said
+
+
+@pytest.mark.parametrize("chips", [0, 1])
+def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_devices_on_these(
+    native_run: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], chips: int
+) -> None:
+    started: list[Mapping[str, str]] = []
+
+    def rehearse(argv: list[str], env: Mapping[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+        started.append(env)
+        add(tmp_path / "cache", 3)
+        return subprocess.CompletedProcess(argv, 0)
+
+    for module in (native_compile, sdk):
+        monkeypatch.setattr(module, "num_devices", lambda: chips)
+    supported: list[bool] = []
+
+    def support(*, devices: bool = True) -> Support:
+        supported.append(devices)
+        return Support(devices <= chips, "by this test")
+
+    monkeypatch.setattr(torchneuron, "support", support)
+    monkeypatch.setattr(torchneuron_names, "reads", lambda _: True)
+    monkeypatch.setattr(native_compile.subprocess, "run", rehearse)  # type: ignore[attr-defined]
+    native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true"]
+    native += [f"compile.cache_dir={tmp_path}/cache", f"compile.manifest={tmp_path}/manifest.json"]
+    assert main(monkeypatch, "compile", str(TINY), *native, "--dry-run") == 0
+    assert ("export TORCH_NEURONX_COMPILE_ONLY=1" in capsys.readouterr().out) is not bool(chips)
+    assert main(monkeypatch, "compile", str(TINY), *native) == 0
+    (env,) = started
+    mode = {"TORCH_NEURONX_COMPILE_ONLY": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+    assert {name: env[name] for name in mode if name in env} == ({} if chips else mode)
+    assert supported[-1] is bool(chips)
+    assert [graph.module for graph in read_manifest(tmp_path / "manifest.json").graphs] == [neff(3).module]
+    assert ("mode without one, which is untested" in capsys.readouterr().err) is not bool(chips)
 
 
 def test_states_are_those_of_files(tmp_path: Path) -> None:
