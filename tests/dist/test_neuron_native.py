@@ -17,6 +17,9 @@ from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.distributed.collectives import Collectives
 from nxtrain.mesh import Mesh
 from tests.support import fake_neuron
+from tests.support.drawn import FULLY_SHARDED, ON_TORCHNEURON, SEED, Degrees, draw, on_torchneuron
+from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.lora import all_weights, described, draw_adapters, wanted_of_peft
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
@@ -42,8 +45,8 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
 
 
 def check(neuron: RankPool, resolved: Resolved, *, compiled: bool = False, world: int = 2) -> None:
-    ours = changed(resolved, compile={"torch_compile": compiled})
-    found = neuron.run(world, run, ours, weights_of(resolved))
+    chosen = changed(resolved, compile={"torch_compile": compiled})
+    found = neuron.run(world, run, chosen, weights_of(resolved))
     assert {(device, host) for device, host, _ in found} == {("neuron", "gloo")}
     check_course([course for *_, course in found], reference(resolved, STEPS), resolved)
 
@@ -74,6 +77,34 @@ def links(backend: Backend) -> int:
     return len(backend.collectives._links)
 
 
+# --- drawn runs ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("index", range(len(ON_TORCHNEURON)), ids=lambda index: str(ON_TORCHNEURON[index]))
+def test_a_drawn_run_equals_transformers(neuron: RankPool, index: int) -> None:
+    """More of them: `scripts/fuzz.py SEED N --lane native`, which begins with these."""
+    drawn = on_torchneuron(draw("native", SEED, index, ON_TORCHNEURON[index]))
+    courses = neuron.run(drawn.degrees.world, ours, drawn, first_weights(drawn))
+    errors = [(drawn, error_of(courses, wanted(drawn), drawn))]
+    assert not failures(errors), failures(errors)
+
+
+@pytest.mark.parametrize("degrees", [ON_TORCHNEURON[1], ON_TORCHNEURON[3]], ids=str)
+def test_drawn_adapters_equal_peft(neuron: RankPool, degrees: Degrees) -> None:
+    drawn = on_torchneuron(draw_adapters("native-lora", SEED, degrees.pp, degrees))
+    courses = neuron.run(degrees.world, ours, drawn, all_weights(drawn))
+    errors = [(drawn, error_of(courses, wanted_of_peft(drawn), drawn))]
+    assert not failures(errors), (failures(errors), described(drawn))
+
+
+def test_the_drawn_layouts_hold_every_way_to_shard_and_both_schedules() -> None:
+    assert {degrees.shard for degrees in ON_TORCHNEURON if degrees.dp > 1} == {"zero1", *FULLY_SHARDED}
+    assert {degrees.schedule for degrees in ON_TORCHNEURON if degrees.pp > 1} == {"1f1b", "zero_bubble"}
+    assert any(degrees.virtual_pp > 1 and degrees.sequence_parallel for degrees in ON_TORCHNEURON)
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Refusals:
     """Words with which the stand-in refuses each kind of work; empty: not refused."""
@@ -97,7 +128,7 @@ def refused(backend: Backend) -> Refusals:
     """Let the stand-in refuse what TorchNeuron refuses; tp is smaller than the world."""
     mesh = Mesh.build(4, backend.rank, tp=2)
     backend.lay_out(mesh)
-    comm, ours = backend.collectives, backend.put(torch.ones(4))
+    comm, here = backend.collectives, backend.put(torch.ones(4))
     wide = backend.put(torch.tensor([1 << 31]))
     alone, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
 
@@ -106,7 +137,7 @@ def refused(backend: Backend) -> Refusals:
             return comm.all_gather(x, mesh.tp).sum()
 
         torch._dynamo.reset()
-        return lambda: torch.compile(body, backend="neuron", fullgraph=True)(ours)
+        return lambda: torch.compile(body, backend="neuron", fullgraph=True)(here)
 
     elsewhere = C10dCollectives(4)
     elsewhere.group(mesh.tp)  # made by rank lists, as on other devices

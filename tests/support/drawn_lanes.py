@@ -10,7 +10,16 @@ import torch
 
 from nxtrain.backends import open_backend
 from tests.support import fake_neuron
-from tests.support.drawn import ONE, Degrees, Drawn, covering_array, draw, is_for_xla, on_torchneuron
+from tests.support.drawn import (
+    ON_TORCHNEURON,
+    ONE,
+    Degrees,
+    Drawn,
+    covering_array,
+    draw,
+    is_for_xla,
+    on_torchneuron,
+)
 from tests.support.drawn_bf16 import WORSE, distances
 from tests.support.drawn_commands import error_of_command, prepare, run_command
 from tests.support.drawn_runs import Error, error_of, first_weights, ours, wanted
@@ -36,7 +45,7 @@ class Lanes:
         self._seed, self._folder = seed, folder
         self._layouts: dict[str, Sequence[Degrees]] = {
             "gloo": covering_array(seed, LAYOUTS),
-            "native": covering_array(seed, LAYOUTS),
+            "native": [*ON_TORCHNEURON, *covering_array(seed, LAYOUTS)],
             "xla": covering_array(seed, 12, is_for_xla),
             "command": covering_array(seed + 1, LAYOUTS, lambda degrees: degrees.world <= 4),
         }
@@ -65,6 +74,7 @@ class Lanes:
             AssertionError: They are beyond the tolerances, or the run fails.
         """
         if by_command or drawn.lane == "command":
+            assert drawn.lane != "native", "no command reaches the stand-in of TorchNeuron: leave out --command"
             return self._by_command(drawn)
         if drawn.lane == "bf16":
             own, theirs = distances(self._backend, drawn)
