@@ -216,9 +216,11 @@ def compile_(
 ) -> None:
     """Compile every graph of a run on this node, before the run.
 
-    Give it the configuration, the overrides and --nproc of the run; only train.steps may differ. It starts
-    neuron_parallel_compile of the Neuron SDK, trains nothing, fills compile.cache_dir, and writes the manifest to which
-    compile.on_miss=stop holds a run. Of several nodes each needs a cache of its own: start this on all of them at the
+    Give it the configuration, the overrides and --nproc of the run; only train.steps may differ. It fills
+    compile.cache_dir, and writes the manifest to which compile.on_miss=stop holds a run. With backend.name=neuron it
+    starts neuron_parallel_compile of the Neuron SDK and trains nothing. With backend.name=neuron-native it starts the
+    run for four steps in a temporary folder, on the devices or in TorchNeuron's mode without them; --workers and
+    --retries have no effect there. Of several nodes each needs a cache of its own: start this on all of them at the
     same time with --first-node, and again if graphs failed, or fetch what one has compiled: nxtrain cache sync SRC DST.
     A node that holds some pipeline stages only compiles their graphs, and writes a manifest for these.
     """

@@ -76,7 +76,9 @@ def precompile_native(
         if not support.ok:
             raise BackendError(f"graphs cannot be compiled here: {support.reason}\n    {_why_no_mode(config)}")
         if torchneuron.compiles_only(command.env):
-            print_line("no Neuron device here: graphs are compiled in TorchNeuron's mode without one, which is untested")
+            print_line(
+                "no Neuron device here: graphs are compiled in TorchNeuron's mode without one, which is untested"
+            )
         cache = Cache(cache_folder(config.compile, shared=True))
         began = time.monotonic()
         used, new = _rehearse(command, cache)

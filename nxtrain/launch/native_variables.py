@@ -219,7 +219,7 @@ _BESIDE_PROFILER = (
     Variable(
         INSPECT,
         "1",
-        "profiles the whole process, and AWS rules that out beside torch's profiler, which metrics.profile_steps starts",
+        "profiles the whole process, which AWS rules out beside torch's profiler, as metrics.profile_steps starts it",
         EXPLORER,
         "unset it, or use metrics.profile_steps=[]",
     ),

@@ -333,10 +333,10 @@ def covering_array(seed: int, number: int, fits: Callable[[Degrees], bool] = lam
 ON_TORCHNEURON = (
     Degrees(pp=2, schedule="zero_bubble"),
     Degrees(tp=2, pp=2, virtual_pp=2, sequence_parallel=True),
+    Degrees(dp=2, shard="zero1"),
     Degrees(dp=2, shard="grad_op"),
-    Degrees(tp=2, dp=2, shard="full"),
+    Degrees(dp=2, shard="full"),
     Degrees(pp=2, dp=2, shard="hybrid"),
-    Degrees(pp=2, dp=2, shard="zero1", schedule="zero_bubble"),
 )
 """Layouts of the lane of TorchNeuron that come first: every way to shard, both schedules, and several stages a rank."""
 

@@ -1,7 +1,8 @@
 """TorchNeuron's part in a profile by torch: events of runtime and device, in files for Neuron Explorer.
 
-Sources, of SDK 2.33.1: tools/neuron-explorer/how-to-profile-pytorch.html (`NeuronConfig`, its modes and parameters) and
-environment-variables.html beside it, in https://awsdocs-neuron.readthedocs-hosted.com/en/latest.
+Sources: tools/neuron-explorer/how-to-profile-pytorch.html (modes) and environment-variables.html in
+https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of SDK 2.33.1. tools/neuron-explorer/
+how-to-profile-workload.rst (parameters of `NeuronConfig`) in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 """
 
 from __future__ import annotations

@@ -252,7 +252,11 @@ def test_without_devices_compile_says_why_the_mode_without_them_cannot_be_had(
 
 @pytest.mark.parametrize("chips", [0, 1])
 def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_devices_on_these(
-    native_run: Resolved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], chips: int
+    native_run: Resolved,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    chips: int,
 ) -> None:
     started: list[Mapping[str, str]] = []
 

@@ -122,7 +122,9 @@ def test_configuration_keys_reach_the_variables_that_they_decide() -> None:
 def test_the_runtime_profiles_only_if_steps_are_profiled_and_into_the_run_folder() -> None:
     profiled = {"run": {"dir": "/fsx/run"}, "metrics": {"profile_steps": [3, 4], "profile_ranks": [0, 9]}}
     found = neuron_environment(RunConfig.model_validate(profiled), INSTANCES["trn1.32xlarge"], RECOMMENDED)
-    plain = neuron_environment(RunConfig.model_validate({"run": {"dir": "/fsx/run"}}), INSTANCES["trn1.32xlarge"], NEWEST)
+    plain = neuron_environment(
+        RunConfig.model_validate({"run": {"dir": "/fsx/run"}}), INSTANCES["trn1.32xlarge"], NEWEST
+    )
     inspect = {name: value for name, value in values(found).items() if "INSPECT" in name}
     assert inspect == {
         "NEURON_RT_INSPECT_ENABLE": "1",
