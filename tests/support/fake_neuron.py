@@ -17,6 +17,7 @@ from torch.distributed import device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nxtrain.backends.base import Support
+from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.neuron import native, torchneuron
 from nxtrain.backends.neuron.native import NeuronNativeBackend
 from tests.support.neuron_device import DEVICE, StandInDevice
@@ -100,8 +101,8 @@ def _observe_end() -> None:
     """A process whose backend has closed is as good as a new one."""
     leave = NeuronNativeBackend.close
 
-    def close(backend: NeuronNativeBackend) -> None:
+    def close(backend: C10dBackend) -> None:
         leave(backend)
         device.restart()
 
-    NeuronNativeBackend.close = close  # type: ignore[method-assign]
+    NeuronNativeBackend.close = close  # type: ignore[method-assign, assignment]

@@ -308,7 +308,8 @@ def test_profiled_steps_hold_the_runtimes_events_and_the_whole_work_of_the_devic
     if asked:
         monkeypatch.setenv(DEVICE_TRACE, asked)
     order: list[str] = []
-    stop, asked_for = torch.profiler.profile.stop, []
+    asked_for: list[torch.profiler.ProfilerActivity] = []
+    stop = torch.profiler.profile.stop
 
     def stopped(self: torch.profiler.profile) -> None:
         order.append("stop")
