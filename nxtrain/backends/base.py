@@ -333,7 +333,9 @@ class Backend(ABC):
             ConfigError: The wanted implementation cannot run.
         """
         if wanted == "flash":
-            reason = f"flash is NKI's kernel for backend.name=neuron; {self.name} has torch's attention only"
+            reason = (
+                f"flash is a kernel of backend.name=neuron and neuron-native; {self.name} has torch's attention only"
+            )
             raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
 
     def choose_rounding(self, update: str, wanted: str) -> None:

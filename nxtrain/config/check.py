@@ -306,7 +306,7 @@ def _finetune(config: RunConfig, has_weights: bool) -> Iterator[Problem]:
 
 def _compile(config: RunConfig) -> Iterator[Problem]:
     if config.backend.attention == "flash" and config.backend.name not in ("auto", "neuron", "neuron-native"):
-        reason = f"flash is NKI's kernel for backend.name=neuron, not for {config.backend.name}"
+        reason = f"flash is a kernel of backend.name=neuron and neuron-native, not of {config.backend.name}"
         yield Problem("backend.attention", reason, hint="use auto")
     if config.compile.torch_compile and config.backend.name in ON_XLA:
         reason = f"backend.name={config.backend.name} records whole steps, and its own compiler gets them"
