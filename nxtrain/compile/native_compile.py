@@ -58,7 +58,7 @@ def precompile_native(
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks, or its stages are spread over machines.
-        BackendError: There are no devices here, or the rehearsal failed.
+        BackendError: Neither devices nor the mode without them can be had here, or the rehearsal failed.
     """
     loaded = load(path, overrides)
     config = loaded.config
@@ -74,10 +74,12 @@ def precompile_native(
             return
         support = torchneuron.support(devices=not torchneuron.compiles_only(command.env))
         if not support.ok:
-            raise BackendError(f"graphs cannot be compiled here: {support.reason}\n    {_why_no_mode(config)}")
+            why = "" if num_devices() else _why_no_mode(config)
+            raise BackendError("\n    ".join(filter(None, (f"graphs cannot be compiled here: {support.reason}", why))))
         if torchneuron.compiles_only(command.env):
             print_line(
-                "no Neuron device here: graphs are compiled in TorchNeuron's mode without one, which is untested"
+                "no Neuron device here: graphs are compiled in TorchNeuron's mode without one, which is untested. "
+                "Operations outside of graphs are left out, so compile.on_miss=stop may stop a run at these"
             )
         cache = Cache(cache_folder(config.compile, shared=True))
         began = time.monotonic()
