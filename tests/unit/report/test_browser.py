@@ -55,9 +55,23 @@ plot.focus();
 for (const key of ["Home", "ArrowRight", "End"]) {
   plot.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 }
+const overlapping = [...document.querySelectorAll(".x, .y")].flatMap((axis) => {
+  const boxes = [...axis.querySelectorAll("span")].map((one) => one.getBoundingClientRect()).filter((box) => box.width);
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  return boxes.slice(1).filter((box, at) => meet(boxes[at], box));
+}).length;
+const cards = [...document.querySelectorAll(".card")].map((card) => card.getBoundingClientRect());
+const touching = cards.slice(1).filter((card, at) => Math.abs(card.top - cards[at].bottom) < 8).length;
+const outside = [...document.querySelectorAll("#timeline td.text, #timeline .x span")].filter((one) => {
+  const box = one.getBoundingClientRect();
+  return box.width && (box.left < 0 || box.right > innerWidth);
+}).length;
 const box = document.querySelector("#loss .area").getBoundingClientRect();
 return {
   hidden,
+  overlapping,
+  touching,
+  outside,
   faint: texts.filter((node) => node.textContent.trim() && contrast(node, "color") < 4.5).map((node) => node.outerHTML),
   spikes: document.querySelectorAll("#grad-norm path.dots").length,
   pale: [...document.querySelectorAll(".curve:not(.faint)")].filter((node) => contrast(node, "stroke") < 3).length,
@@ -90,6 +104,8 @@ def test_everything_is_visible_readable_and_within_the_screen(
     assert found["faint"] == []
     assert (found["pale"], found["spikes"]) == (0, 2)
     assert found["wide"] <= 0
+    assert (found["overlapping"], found["touching"]) == (0, 0)
+    assert found["outside"] == 0  # the reason of each restart can be read without a sideways scroll
     assert found["focused"]
     assert found["full"] == 1  # the chart of the loss takes the whole width
     assert found["read"].startswith("step 60")
