@@ -88,8 +88,14 @@ def test_one_of_three_that_does_not_come_to_a_checkpoint_is_named_with_its_node(
     started_by: ForkServerContext, tmp_path: Path, debug: str
 ) -> None:
     """With `dist`, torch's own barrier before each collective runs into its limit as the watchdog does."""
-    sections = {"parallel": {"dp": 3}, "train": {"steps": 9, "global_batch": 3}, "backend": {"cpu_transport": "gloo"}}
-    config = write_config(tmp_path, every=3, recovery={"hang_timeout_s": PATIENCE_S, "debug": debug}, **sections)
+    config = write_config(
+        tmp_path,
+        every=3,
+        parallel={"dp": 3},
+        train={"steps": 9, "global_batch": 3},
+        backend={"cpu_transport": "gloo"},
+        recovery={"hang_timeout_s": PATIENCE_S, "debug": debug},
+    )
     first = partial(as_launched_alone_on_a_node, config)
     with Ranks(started_by, tmp_path, "hang@2:3:ckpt_stage", world=3, first=first) as ranks:
         codes = ranks.ended()

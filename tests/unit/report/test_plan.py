@@ -17,10 +17,17 @@ TRN1 = {"instance": "trn1.32xlarge", "nodes": 1}
 
 def run_of(folder: Path, **environment: str) -> Path:
     records = [record(step, step_time_s=0.01 * step, tokens_per_s=1000.0 * step, mfu=0.1) for step in range(1, 8)]
-    sections = {"cluster": TRN1, "model": {"preset": "tiny"}, "parallel": {"dp": 32}}
     train = {"steps": 7, "global_batch": 32, "micro_batch": 1, "seq_len": 64}
-    starts = [start(0, 7, began=10.0)]
-    return write_run(folder, records=records, starts=starts, environment=environment, train=train, **sections)
+    return write_run(
+        folder,
+        records=records,
+        starts=[start(0, 7, began=10.0)],
+        environment=environment,
+        train=train,
+        cluster=TRN1,
+        model={"preset": "tiny"},
+        parallel={"dp": 32},
+    )
 
 
 def test_the_plan_is_that_of_the_command_and_stands_beside_what_was_measured(tmp_path: Path) -> None:
