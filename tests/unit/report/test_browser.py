@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from nxtrain.report.command import report
 from nxtrain.report.parity import Bounds
+from nxtrain.run_folder import LOGS_DIR, RANKS_FILE
 from tests.support.browser import Browser, chromium
-from tests.support.run_folders import write_run
+from tests.support.run_folders import restarted, write_run
 
 MUST = (
     *(
@@ -62,9 +64,10 @@ const overlapping = [...document.querySelectorAll(".x, .y")].flatMap((axis) => {
 }).length;
 const cards = [...document.querySelectorAll(".card")].map((card) => card.getBoundingClientRect());
 const touching = cards.slice(1).filter((card, at) => Math.abs(card.top - cards[at].bottom) < 8).length;
+const bar = document.querySelector(".timeline").getBoundingClientRect();
 const outside = [...document.querySelectorAll("#timeline td.text, #timeline .x span")].filter((one) => {
   const box = one.getBoundingClientRect();
-  return box.width && (box.left < 0 || box.right > innerWidth);
+  return box.width && (box.left < bar.left - 5 || box.right > bar.right + 5);
 }).length;
 const box = document.querySelector("#loss .area").getBoundingClientRect();
 return {
@@ -90,7 +93,12 @@ return {
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chromium()
     folder = tmp_path_factory.mktemp("runs")
-    runs = [write_run(folder / name, name=f"{name} <b>&") for name in ("a", "b")]
+    why = "LostPeerError: rank 1 is gone: its process has ended, or it has left the run. Its own last lines say why"
+    runs = [write_run(folder / name, name=f"{name} <b>&", starts=restarted(60, why)) for name in ("a", "b")]
+    for run in runs:
+        (run / LOGS_DIR / RANKS_FILE).write_text(
+            json.dumps({"0": {"data": 0.01}, "1": {"data": 0.02}}), encoding="utf-8"
+        )
     return report(runs, folder / "page.html", bounds=Bounds(), scales=True).file
 
 
