@@ -75,6 +75,7 @@ return {
   overlapping,
   touching,
   outside,
+  reason: document.querySelector("#timeline td.text").getBoundingClientRect().width / bar.width,
   faint: texts.filter((node) => node.textContent.trim() && contrast(node, "color") < 4.5).map((node) => node.outerHTML),
   spikes: document.querySelectorAll("#grad-norm path.dots").length,
   pale: [...document.querySelectorAll(".curve:not(.faint)")].filter((node) => contrast(node, "stroke") < 3).length,
@@ -114,6 +115,7 @@ def test_everything_is_visible_readable_and_within_the_screen(
     assert found["wide"] <= 0
     assert (found["overlapping"], found["touching"]) == (0, 0)
     assert found["outside"] == 0  # the reason of each restart can be read without a sideways scroll
+    assert (found["reason"] > 0.9) == (width == 500)  # on a phone below its start
     assert found["focused"]
     assert found["full"] == 1  # the chart of the loss takes the whole width
     assert found["read"].startswith("step 60")
