@@ -172,11 +172,15 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     place = Placement.read()
     loaded, plan = _load(config, overrides, world=place.world)
+    from nxtrain.launch.debug import open_debug_folder
     from nxtrain.launch.neuron import reexec_with_environment
     from nxtrain.process.clock import process_began
     from nxtrain.process.signals import noted
 
     reexec_with_environment(loaded.config, os.environ, place.local_world)
+    note = open_debug_folder(loaded.config, is_alone=place.is_alone)
+    if note and place.is_leader:
+        print(note, file=sys.stderr)
     with noted() as signals:  # from here on, since torch takes seconds to import
         from nxtrain.compile.miss_watch import watch_misses
         from nxtrain.train.run import train

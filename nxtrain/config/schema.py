@@ -334,6 +334,9 @@ class RecoveryConfig(Section):
     on_divergence: Literal["warn", "stop", "rollback"] = "warn"
     """Reaction to a gradient norm that stays above three times its lowest: warn, end with code 6, or end so that ranks
     that are started again go back to a checkpoint from before the growth, and leave out the batches since then."""
+    debug: Literal["off", "dist"] = "off"
+    """Logs of communication in run.dir/logs/dist: each collective first names the ranks that do not come, and torch,
+    NCCL and the Neuron runtime log what they do. It costs time at each collective, and changes no number."""
 
 
 class RunConfig(Section):

@@ -109,9 +109,14 @@ def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | No
 
 
 _GONE = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|recv, got 0 bytes|ncclRemoteError", re.IGNORECASE
+    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|recv, got 0 bytes|ncclRemoteError"
+    r"|failed to pass monitoredBarrier|successfully reached monitoredBarrier, but received errors",
+    re.IGNORECASE,
 )
-"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone."""
+"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone, the last two of a barrier.
+
+torch has this barrier before each collective under `recovery.debug=dist`. Of a rank that is late, the watchdog tells.
+"""
 
 _LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 """Messages of gloo and torch's store for a timeout."""

@@ -38,6 +38,7 @@ class Beat:
         waits: The rank waits for other ranks, as far as its stack shows.
         point: Innermost frame of its main thread.
         spent: Seconds of the rank so far by kind of work, waits for other ranks apart.
+        host: Name of the machine.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Beat:
     waits: bool = False
     point: str = ""
     spent: Mapping[str, float] = field(default_factory=dict)
+    host: str = ""
 
     def __str__(self) -> str:
         """Text of the heartbeat in messages."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nxtrain.errors import BackendError, HangError, LostPeerError
 from nxtrain.mesh import Axis
 from nxtrain.process.greetings import without_greetings
+from nxtrain.process.placement import Placement
 
 SHOWN_DIGITS = 12
 """Digits of a graph's hash in messages, as many as `nxtrain graphs` shows."""
@@ -69,8 +70,8 @@ class HostGroup:
                 raise _gone(reason, work) from error
             raise HangError(
                 f"some ranks are missing at {work}, where the others wait for {limit_s:g} seconds, as long as "
-                f"recovery.hang_timeout_s allows while graphs compile: {reason}. A missing rank died, "
-                "or does other work than the rest; its own last lines say more"
+                f"recovery.hang_timeout_s allows while graphs compile: {reason}{_on_nodes(reason)}. A missing rank "
+                "died, or does other work than the rest; its own last lines say more"
             ) from error
 
     def compare(self, work: str, graph: str) -> None:
@@ -95,11 +96,23 @@ class HostGroup:
             raise BackendError(problem if dist.get_rank() == first else see)
 
 
-def _gone(reason: str, work: str) -> LostPeerError:
-    """Error that names the ranks that ended. Only the first rank of a group knows them; the others lose that rank."""
+def _missing(reason: str) -> list[int]:
+    """Ranks that a message of torch names. Only the first rank of a group knows them; the others lose that rank."""
     found = _MISSING.search(reason)
-    ranks = [int(rank) for rank in found[1].split(", ")] if found else []
+    return [int(rank) for rank in found[1].split(", ")] if found else []
+
+
+def _on_nodes(reason: str) -> str:
+    """Nodes of the ranks that a message of torch names; empty if the run has one node."""
+    missing = _missing(reason)
+    return Placement.read().on_nodes(missing) if missing else ""
+
+
+def _gone(reason: str, work: str) -> LostPeerError:
+    """Error that names the ranks that ended."""
+    ranks = _missing(reason)
     names = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}" if ranks else "a rank that this one works with"
+    names += _on_nodes(reason)
     text = f"{names} {'are' if len(ranks) > 1 else 'is'} gone, which the others wait for at {work}: {reason}"
     return LostPeerError(f"{text}. It died, or left early; its own last lines say why", ranks[0] if ranks else None)
 

@@ -113,6 +113,7 @@ def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
         if not missing:
             raise
         shown = ", ".join(map(str, missing[:SHOWN_RANKS])) + (" and others" if len(missing) > SHOWN_RANKS else "")
+        shown += Placement.read().on_nodes(missing)
         return (
             f"{len(missing)} of {world} ranks did not come within recovery.hang_timeout_s="
             f"{timeout.total_seconds():g} seconds: {shown}. See what these say themselves, and that every "

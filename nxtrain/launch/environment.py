@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from nxtrain.backends.neuron.sdk import SdkVersion
@@ -101,12 +101,7 @@ class Environment:
 
     def beside(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
         """Variables for a child of a shell without conflicts; where the run leaves a choice, the shell's value."""
-        chosen = tuple(
-            variable
-            if environ.get(variable.name, variable.value) == variable.value
-            else replace(variable, value=environ[variable.name], reason="as the shell has it", source="")
-            for variable in self.variables
-        )
+        chosen = beside(self.variables, environ)
         if not self.xla:
             return chosen
         reasons = "\n".join(f"{flag.flag}: {flag.reason} [{flag.source}]" for flag in self.compiler_flags)
@@ -116,6 +111,16 @@ class Environment:
         ours = {_canonical(flag.name) for flag in self.compiler_flags}
         added = [text for name, _, text in _parse(theirs) if name not in ours]
         return " ".join([*(flag.flag for flag in self.compiler_flags), *added])
+
+
+def beside(variables: Iterable[Variable], environ: Mapping[str, str]) -> tuple[Variable, ...]:
+    """Variables for a child of a shell; where the shell has a value, that value."""
+    return tuple(
+        variable
+        if environ.get(variable.name, variable.value) == variable.value
+        else replace(variable, value=environ[variable.name], reason="as the shell has it", source="")
+        for variable in variables
+    )
 
 
 def _parse(flags: str) -> list[tuple[str, str, str]]:

@@ -14,6 +14,7 @@ from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
+from nxtrain.launch.debug import agent_settings, debug_variables
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.neuron import is_neuron, needs
 from nxtrain.process import stacks
@@ -167,6 +168,7 @@ def _render(
         variables += wanted.variables
         about += wanted.about
         problems += [replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in wanted.problems]
+    variables += debug_variables(config, environ, neuron=is_neuron(config))
     if "OMP_NUM_THREADS" not in {*environ, *(variable.name for variable in variables)}:
         reason = "ranks that each take all cores slow one another down many times over"
         variables.append(Variable("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)), reason))
@@ -176,10 +178,12 @@ def _render(
         where = f"--rdzv-endpoint={first_node if ':' in first_node else f'{first_node}:{PORT}'}"
         counts = f"{min_nodes}:{nodes}" if min_nodes else f"{nodes}"
         options = (f"--nnodes={counts}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
-    agent = (*AGENT, *options, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
-    train = ("-m", "nxtrain", "train", str(path), *overrides)
     # One rank needs an agent, whose imports take seconds, only to be restarted.
     supervised = nproc * nodes > 1 or config.recovery.max_restarts > 0
+    logs, of_agent = agent_settings(config, environ)
+    variables += of_agent if supervised else ()
+    agent = (*AGENT, *options, *logs, f"--nproc-per-node={nproc}", f"--max-restarts={config.recovery.max_restarts}")
+    train = ("-m", "nxtrain", "train", str(path), *overrides)
     argv = (sys.executable, *(agent if supervised else ()), *train)
     return Command(argv, tuple(variables), tuple(about)), problems
 

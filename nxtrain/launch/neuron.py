@@ -18,6 +18,7 @@ from nxtrain.config.check import family_of, resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError, Problem
+from nxtrain.launch.debug import debug_variables
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
@@ -103,8 +104,8 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
 def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
     """Re-execute this rank with its missing variables; a rank started by `nxtrain launch` lacks none.
 
-    The process keeps its pid, so an agent above it sees no change. Without a Neuron device nothing happens, since the
-    backend reports the missing device with more detail.
+    The process keeps its pid, so an agent above it sees no change. Without a Neuron device only the variables of
+    `recovery.debug` can be missing, since the backend reports the missing device with more detail.
 
     Args:
         config: Configuration of the run.
@@ -114,18 +115,27 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     Raises:
         ConfigError: The variables contradict the run.
     """
-    if not is_neuron(config) or not (torchneuron.support() if is_native(config) else support()).ok:
-        return
+    wanted = [*debug_variables(config, environ, neuron=is_neuron(config))]
+    if is_neuron(config) and (torchneuron.support() if is_native(config) else support()).ok:
+        wanted += _missing_on_neuron(config, environ, local_world)
+    complete = {**environ, **{variable.name: variable.value for variable in wanted}}
+    if complete != environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
+
+
+def _missing_on_neuron(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
+    """Variables of a rank on a Neuron device.
+
+    Raises:
+        ConfigError: The variables contradict the run.
+    """
     # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has several.
     nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
     wanted = needs(config, environ, local_world)
     if wanted.problems:
         raise ConfigError(wanted.problems)
-    own = _own_variables(config, environ, local_world)
-    complete = {**environ, **{variable.name: variable.value for variable in (*wanted.variables, *own)}}
-    if complete != environ:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
+    return [*wanted.variables, *_own_variables(config, environ, local_world)]
 
 
 def _own_variables(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ else:
 TAIL_BYTES = 1 << 16
 """Bytes at the end of a metrics file that are read first; a run of days is not read from its begin."""
 
+JUDGED = 20
+"""Newest records whose times the verdict is about."""
+
 SILENT_S = 120.0
 """Seconds without a sign of life from which the line says so."""
 
@@ -49,11 +53,13 @@ class Followed:
         self._offset, self._rest = -1, b""
         self._record: dict[str, Any] = {}
         self._val_loss: float | None = None
+        self._times: deque[Mapping[str, float]] = deque(maxlen=JUDGED)
 
     def line(self) -> tuple[str, bool]:
         """Line of the run, and True if the run has ended."""
         for record in self._news():
             self._record = record
+            self._times.append({key: s for key in (*KINDS_S, *SECTIONS_S) if (s := _number(record, key)) is not None})
             self._val_loss = _number(record, "val_loss") or self._val_loss
         start = _json(self._folder / LOGS_DIR / START_FILE)
         config = _config(self._folder / CONFIG_FILE)
@@ -74,7 +80,9 @@ class Followed:
         if (speed := _number(self._record, "tokens_per_s")) is not None:
             yield f"{short(speed)} tokens/s"
         yield from details(self._record)
-        times = {key: value for key in (*KINDS_S, *SECTIONS_S) if (value := _number(self._record, key)) is not None}
+        times = Counter[str]()  # of several records: an evaluation in the newest does not limit the run
+        for each in self._times:
+            times.update(each)
         found = verdict(times, mfu=_number(self._record, "mfu"))
         if found and found.name != UNDECIDED:
             yield found.name

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nxtrain.errors import BackendError
+
+SHOWN_NODES = 8
+"""Most nodes that a message names."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,14 @@ class Placement:
             uses_agents_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             is_only_agent=environ.get("GROUP_WORLD_SIZE") == "1" and "TORCHELASTIC_RESTART_COUNT" in environ,
         )
+
+    def on_nodes(self, ranks: Iterable[int]) -> str:
+        """Words about the nodes of some ranks, counted from 0 as torchrun counts them; empty if the run has one."""
+        if self.world <= self.local_world:
+            return ""
+        nodes = sorted({rank // self.local_world for rank in ranks})
+        shown = ", ".join(map(str, nodes[:SHOWN_NODES])) + (" and others" if len(nodes) > SHOWN_NODES else "")
+        return f" on node{'s' * (len(nodes) > 1)} {shown}"
 
     @property
     def is_restart(self) -> bool:

@@ -94,9 +94,11 @@ def planned(run: Run) -> tuple[Table | None, str]:
         ("MFU", f"{plan['mfu']:.1%}", _text(typical(run, "mfu"), _percent)),
         ("memory of a rank", f"{plan['bytes']['total'] / GIB:.2f} GiB", _text(_peak(run), _gib)),
         ("goodput", f"{plan['checkpoint']['goodput']:.1%}", _percent(run.goodput.goodput) if run.starts else ""),
-        ("cost", "" if plan["cost_usd"] is None else f"{plan['cost_usd']:,.2f} USD", ""),
+        ("cost", _text(plan["cost_usd"], _usd), _text(_cost_usd(run, plan["nodes"]), _usd)),
     ]
     sentence = f"For {plan['nodes']} x {plan['instance']}; {plan['speed_basis']}."
+    if backend := run.environment.get("backend"):
+        sentence += f" Measured on backend {_plain(backend)}."
     return Table(("", "planned", "measured"), tuple(rows)), sentence
 
 
@@ -217,6 +219,18 @@ def _table(columns: Sequence[dict[str, str]], names: Sequence[str]) -> Table:
 def _peak(run: Run) -> float | None:
     _, values = run.columns.series("peak_memory_bytes")
     return float(values.max()) if len(values) else None
+
+
+def _cost_usd(run: Run, nodes: int) -> float | None:
+    """Price of the planned machines for the time since the first start; None if it is unknown."""
+    from nxtrain.plan.hardware import find_machine
+
+    price = find_machine(str(run.config["cluster.instance"])).price_usd_h
+    return price * nodes * run.goodput.wall_s / 3600 if price and run.starts else None
+
+
+def _usd(value: float) -> str:
+    return f"{value:,.2f} USD" if value >= 1 else f"{value:.2g} USD"
 
 
 def _text(value: float | None, write: Any) -> str:

@@ -6,7 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Run:
     notes: tuple[str, ...] = ()
     state: str = "unknown"
 
-    @property
+    @cached_property
     def goodput(self) -> Goodput:
         """Division of the run's time."""
         return account(self.starts)
@@ -200,4 +201,4 @@ def _state(starts: Sequence[Start]) -> str:
 
 
 def _renamed(run: Run, name: str) -> Run:
-    return Run(**{**vars(run), "name": shortened(name)})
+    return replace(run, name=shortened(name))

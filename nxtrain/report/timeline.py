@@ -26,6 +26,9 @@ MOST_SPANS = 400
 COLUMNS = 250
 """Columns of a timeline whose spans are added up."""
 
+FEW_S = 0.01
+"""Seconds below which a time has two digits, however short."""
+
 MOST_ROWS = 60
 """Most starts in the table: the first and the last."""
 
@@ -150,7 +153,9 @@ def duration(seconds: float) -> str:
     for unit, unit_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 1 or not seconds else f"{1e3 * seconds:.0f} ms"
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= FEW_S else f"{1e3 * seconds:.2g} ms"
 
 
 def _parts(start: Start, stood: int) -> list[tuple[str, float]]:

@@ -64,20 +64,21 @@ class RunContext:
             ConfigError: The degrees do not fit the world.
             BackendError: The configured attention cannot run on the device.
         """
-        mesh, config = mesh_of(plan, backend), plan.config
+        mesh, config, place = mesh_of(plan, backend), plan.config, place or Placement.read()
         backend.allow_unverified = config.backend.allow_unverified
         backend.choose_kernels(config.backend.cpu_kernels)
         backend.choose_transport(config.backend.cpu_transport)
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, *plan.family.heads(plan.model)))
         backend.choose_rounding(config.precision.update, config.backend.rounding)
         if watchdog is not None:
-            watchdog.lay_out(mesh.words, [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)])
+            stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]
+            watchdog.lay_out(lambda rank: mesh.words(rank) + place.on_nodes([rank]), stages)
         return RunContext(
             plan=plan,
             backend=backend,
             mesh=mesh,
             ranks=Ranks(mesh, backend.host_group),
-            place=place or Placement.read(),
+            place=place,
             began=began or now(),
             print_line=standard_error(quiet=mesh.rank != 0).print,
             watchdog=watchdog,

@@ -287,6 +287,8 @@ def _observed(
         if isinstance(error, Exception) and not isinstance(error, NxtrainError):
             cause = context.backend.failed(error)  # the error behind a library's error, such as a lost connection
         outcome: Outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
+        if context.watchdog is not None and isinstance(error, Exception) and outcome == "failed":
+            context.watchdog.await_verdict(error)  # a peer may be lost because the run hangs
         observers.end(outcome, f"{type(cause).__name__}: {cause}")
         raise
     observers.end("done", "")

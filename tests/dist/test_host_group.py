@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from nxtrain.backends.base import Backend
 from nxtrain.distributed.host_group import HostGroup
-from nxtrain.errors import LostPeerError, NxtrainError
+from nxtrain.errors import HangError, LostPeerError, NxtrainError
 from nxtrain.mesh import Mesh
 from tests.support.ranks import RankPool
 
@@ -35,6 +36,27 @@ def compared(
     except NxtrainError as error:
         return type(error).__name__, str(error), time.monotonic() - began
     return "", "", time.monotonic() - began
+
+
+def absent_from_a_node(backend: Backend, absent: int) -> str:
+    """Message of a barrier to which one rank does not come, where each rank has a node of its own."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    hosts = HostGroup(PATIENCE_S / 3)
+    if backend.rank == absent:
+        time.sleep(PATIENCE_S / 2)
+        return ""
+    try:
+        hosts.barrier("the checkpoint of step 3")
+    except HangError as error:
+        return str(error)
+    raise AssertionError("passed without it")
+
+
+@pytest.mark.alone
+def test_a_rank_that_does_not_come_is_named_with_its_node(ranks: RankPool) -> None:
+    found = ranks.run(3, absent_from_a_node, 2)
+    assert found[0].startswith("some ranks are missing at the checkpoint of step 3, where the others wait for ")
+    assert "Ranks 2 failed to pass monitoredBarrier in 1000 ms on node 2. A missing rank died" in found[0]
 
 
 def test_equal_graphs_pass(ranks: RankPool) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.config.load import load
 from nxtrain.errors import BackendError, DataError, DivergedError, HangError, StoppedBySignal
+from nxtrain.launch.debug import agent_settings
 from nxtrain.launch.torchrun import blame
 from tests.support.ranks import context
 
@@ -71,6 +73,31 @@ def test_the_exit_code_of_a_rank_is_that_of_the_command_and_a_failure_is_in_the_
         done = launched(tmp_path, RANK, code)
         assert done.returncode == code
         assert (f"failed (exitcode: {code})" in done.stderr) == (code != 0)
+
+
+SAYS = """
+import os, sys
+from pathlib import Path
+from nxtrain.config.load import load
+from nxtrain.launch.debug import open_debug_folder
+note = open_debug_folder(load(Path(sys.argv[1]), sys.argv[2:]).config, is_alone=False)
+print("lines of", os.environ["RANK"], note, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_with_debugging_each_rank_has_a_file_of_its_lines_beside_the_terminal(tmp_path: Path, wanted: bool) -> None:
+    run = (str(DEMO), f"run.dir={tmp_path / 'run'}", "recovery.debug=dist")
+    options, _ = agent_settings(load(DEMO, run[1:]).config, {})
+    done = launched(tmp_path, SAYS, *run, options=options if wanted else ())
+    assert done.returncode == 0, done.stderr
+    files = sorted((tmp_path / "run/logs/dist").glob("*/attempt_0/*/stderr.log"))
+    assert len(files) == (2 if wanted else 0)
+    where = "the lines of each rank are in" if wanted else "the lines of all ranks share one standard error"
+    for rank in range(2):
+        assert f"lines of {rank} recovery.debug=dist: {where}" in done.stderr
+    for rank, file in enumerate(files):
+        assert file.read_text(encoding="utf-8").startswith(f"lines of {rank} ")
 
 
 STOPPING = """

@@ -20,6 +20,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.manifest import DTYPES, StoredShard, read_manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.launch.torchrun import FINAL, STOPPED, blame
+from nxtrain.process.clock import now
 from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from tests.support.command_ranks import WORLD, Ranks, write_config
 from tests.support.runs import course
@@ -56,6 +57,7 @@ class Start:
         reached: The last step in the record at the end.
         saved: The steps of the whole checkpoints at the end.
         recovery_s: From the first end of a rank to the next start; 0 if all went well.
+        span_s: Uptime of the machine before the ranks began, and after all had ended.
     """
 
     codes: Mapping[int, int | None]
@@ -64,6 +66,7 @@ class Start:
     reached: int
     saved: tuple[int, ...]
     recovery_s: float = 0.0
+    span_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def code(self) -> int:
@@ -169,16 +172,16 @@ def start(
         meanwhile: Is called again and again while they run.
         first: Is called in each rank before the command.
     """
-    ended_at = 0.0
+    ended_at, from_s = 0.0, now().up
     with Ranks(started_by, folder, *faults, overrides=overrides, world=world, first=first) as ranks:
         begin = time.monotonic()
         while any(process.is_alive() for process in ranks.processes):
-            now = time.monotonic()
-            assert now - begin < within_s, ranks.said()
+            at = time.monotonic()
+            assert at - begin < within_s, ranks.said()
             codes = [process.exitcode for process in ranks.processes]
             if any(codes):
-                ended_at = ended_at or now
-                if FINAL.intersection(codes) or now - ended_at > (within_s if STOPPED in codes else LAST_WORDS_S):
+                ended_at = ended_at or at
+                if FINAL.intersection(codes) or at - ended_at > (within_s if STOPPED in codes else LAST_WORDS_S):
                     break
             meanwhile(ranks)
             time.sleep(0.01)
@@ -188,7 +191,7 @@ def start(
     said = ranks.said()
     recovery_s = time.monotonic() - ended_at if ended_at else 0.0
     saved = tuple(directory.step_of(path) for path in directory.list_checkpoints(folder / "run" / CHECKPOINTS_DIR))
-    return Start(codes_of, said, _began_after(said[0]), last_step(folder), saved, recovery_s)
+    return Start(codes_of, said, _began_after(said[0]), last_step(folder), saved, recovery_s, (from_s, now().up))
 
 
 def supervise(

@@ -50,6 +50,7 @@ class Report:
         wall_s: Time from the first start to the end of the run.
         costs: What its failures and checkpoints cost, as the run itself told.
         expected: The goodput that the model gives for a run of these costs.
+        history: Its starts, as the one who started them saw them.
     """
 
     seed: int
@@ -61,6 +62,7 @@ class Report:
     wall_s: float
     costs: Failures
     expected: float
+    history: History
 
     @property
     def goodput(self) -> float:
@@ -165,6 +167,7 @@ def soak(
         history.wall_s,
         costs,
         expected,
+        history,
     )
     assert report.goodput >= report.expected - MARGIN, report
     return report

@@ -90,8 +90,9 @@ def judge(
         limit: Name and value of the time limit.
     """
     late = f"did not come within {limit} seconds"
+    hosts = {rank: beat.host for rank, beat in {**last, **found}.items()}
     if silent:
-        named = ", ".join(_names(sorted(silent), rank_name))
+        named = ", ".join(_names(sorted(silent), rank_name, hosts))
         seen = "; ".join(f"rank {rank} was last in {last[rank]}" for rank in sorted(last)[:SHOWN])
         return f"{named} {late} and gives no sign of life: the process is stopped, or something holds Python's lock" + (
             f"; {seen}" if seen else ""
@@ -102,8 +103,18 @@ def judge(
     doing = "; ".join(f"rank {rank} is in {busy[rank]}" for rank in behind[:SHOWN])
     if len(behind) == len(found) > 1:
         return f"all ranks wait for each other, and none {late}: {doing}"
-    return f"{', '.join(_names(behind, rank_name))} {late}: {doing}"
+    return f"{', '.join(_names(behind, rank_name, hosts))} {late}: {doing}"
 
 
-def _names(ranks: list[int], rank_name: Callable[[int], str]) -> list[str]:
-    return [rank_name(rank) for rank in ranks] if len(ranks) <= SHOWN else [f"ranks {spans(ranks)}"]
+def _names(ranks: list[int], rank_name: Callable[[int], str], hosts: Mapping[int, str]) -> list[str]:
+    """Names of ranks, with their hosts where the run has several; many ranks have one name together."""
+    if len(ranks) > SHOWN:
+        return [f"ranks {spans(ranks)}{_at([hosts.get(rank, '') for rank in ranks], hosts)}"]
+    return [f"{rank_name(rank)}{_at([hosts.get(rank, '')], hosts)}" for rank in ranks]
+
+
+def _at(named: list[str], hosts: Mapping[int, str]) -> str:
+    known = sorted({*named} - {""})
+    if len({*hosts.values()}) == 1 or not known:
+        return ""
+    return f" ({', '.join(known[:SHOWN])}{' and others' if len(known) > SHOWN else ''})"

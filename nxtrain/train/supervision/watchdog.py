@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -117,6 +118,7 @@ class Watchdog(RunObserver):
         self._next_beat = 0.0
         self._failures: set[str] = set()
         self._agent = os.getppid() if Placement.read().has_agent else None
+        self._host = socket.gethostname()
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._run, name="nxtrain-watchdog", daemon=True)
         stacks.answer_requests()
@@ -171,12 +173,13 @@ class Watchdog(RunObserver):
         if error is None or isinstance(error, StoppedBySignal):
             self._close()
         elif isinstance(error, Exception):
-            self._yield_to(error)
+            self.await_verdict(error)
+            self._end()
         else:
             self._end()
 
-    def _yield_to(self, error: Exception) -> None:
-        """Let the main thread end the run, except for hangs, which the watchdog reports with more detail.
+    def await_verdict(self, error: Exception) -> None:
+        """Wait for the watchdog to end a run that hangs, which it reports with more detail; else return at once.
 
         Args:
             error: Error that ended the run here. For a hang this does not return, if the ranks share a store.
@@ -192,7 +195,6 @@ class Watchdog(RunObserver):
                 self._late = True
                 self._signals.news.set()
                 self._thread.join(20)
-        self._end()
 
     def _close(self) -> None:
         """End the watch after a run that ended well; the other ranks need not wait for this one."""
@@ -283,7 +285,8 @@ class Watchdog(RunObserver):
         frame = sys._current_frames().get(self._main)
         # After its own timeout the main thread waits for this thread's report.
         idle = self._late or waits(frame)
-        return Beat(step, section, self._age(), waits=idle, point=point(frame), spent=self._spent())
+        where = point(frame)
+        return Beat(step, section, self._age(), waits=idle, point=where, spent=self._spent(), host=self._host)
 
     def _look_at_others(self) -> None:
         """Publish this rank's heartbeat and read the other ranks' state, more often near the end of the limit."""

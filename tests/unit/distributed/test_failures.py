@@ -16,6 +16,8 @@ GONE = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:38808: Connection reset by peer",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1024",
     "writev [127.0.0.1]:1024: Broken pipe",
+    "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 3000 ms",
+    "[Rank 2]: Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv",
     "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
 ]
 LATE = (

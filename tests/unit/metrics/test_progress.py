@@ -6,6 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_log_gets_the_first_line_the_last_one_evaluations_and_one_in_ten_secon
     assert printed[0] == "step 1/100  loss 4.9900  12.3k tokens/s  0:00:01"
     assert printed[4] == "step 33/100  loss 4.6700  val 4.0000  12.3k tokens/s  0:00:33 0:01:07 left"
     assert printed[-1] == "step 100/100  loss 4.0000  val 4.0000  12.3k tokens/s  0:01:40 0:00:00 left"
+
+
+def test_a_log_of_days_gets_one_line_a_minute(log: io.StringIO, clock: FakeClock) -> None:
+    lines = open_progress(10_000, 0, console=Console(file=log, force_terminal=False), clock=clock)
+    for step in range(1, 3000):
+        clock.now += 1.0
+        lines.log(record(step))
+    lines.close()
+    steps = [int(line.split()[1].removesuffix("/10000")) for line in log.getvalue().splitlines()]
+    assert {after - before for before, after in pairwise(steps[:-1]) if before > 600} == {60}
 
 
 def test_a_long_line_is_not_wrapped(log: io.StringIO, clock: FakeClock) -> None:

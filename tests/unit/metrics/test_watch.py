@@ -38,6 +38,16 @@ def test_a_line_has_the_numbers_of_the_newest_record(tmp_path: Path) -> None:
     )
 
 
+def test_the_verdict_is_about_several_records(tmp_path: Path) -> None:
+    """The newest record has an evaluation, which takes most of its time and little of the run's."""
+    records = [record(step) for step in range(1, 20)]
+    folder = write_run(tmp_path, records=[*records, record(20, evaluation_s=0.05)])
+    assert "compute-bound" not in Followed(folder).line()[0]
+    assert "evaluation-bound" not in Followed(folder).line()[0]
+    alone = write_run(tmp_path / "alone", records=[record(20, evaluation_s=0.05)])
+    assert "evaluation-bound" in Followed(alone).line()[0]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_newest_whole_record_is_shown_however_the_file_grows(tmp_path: Path, data: st.DataObject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from nxtrain.report.command import report
 from nxtrain.report.parity import Bounds
+from nxtrain.run_folder import LOGS_DIR, RANKS_FILE
 from tests.support.browser import Browser, chromium
-from tests.support.run_folders import write_run
+from tests.support.run_folders import restarted, write_run
 
 MUST = (
     *(
@@ -55,9 +57,25 @@ plot.focus();
 for (const key of ["Home", "ArrowRight", "End"]) {
   plot.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 }
+const overlapping = [...document.querySelectorAll(".x, .y")].flatMap((axis) => {
+  const boxes = [...axis.querySelectorAll("span")].map((one) => one.getBoundingClientRect()).filter((box) => box.width);
+  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  return boxes.slice(1).filter((box, at) => meet(boxes[at], box));
+}).length;
+const cards = [...document.querySelectorAll(".card")].map((card) => card.getBoundingClientRect());
+const touching = cards.slice(1).filter((card, at) => Math.abs(card.top - cards[at].bottom) < 8).length;
+const bar = document.querySelector(".timeline").getBoundingClientRect();
+const outside = [...document.querySelectorAll("#timeline td.text, #timeline .x span")].filter((one) => {
+  const box = one.getBoundingClientRect();
+  return box.width && (box.left < bar.left - 5 || box.right > bar.right + 5);
+}).length;
 const box = document.querySelector("#loss .area").getBoundingClientRect();
 return {
   hidden,
+  overlapping,
+  touching,
+  outside,
+  reason: document.querySelector("#timeline td.text").getBoundingClientRect().width / bar.width,
   faint: texts.filter((node) => node.textContent.trim() && contrast(node, "color") < 4.5).map((node) => node.outerHTML),
   spikes: document.querySelectorAll("#grad-norm path.dots").length,
   pale: [...document.querySelectorAll(".curve:not(.faint)")].filter((node) => contrast(node, "stroke") < 3).length,
@@ -76,7 +94,12 @@ return {
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chromium()
     folder = tmp_path_factory.mktemp("runs")
-    runs = [write_run(folder / name, name=f"{name} <b>&") for name in ("a", "b")]
+    why = "LostPeerError: rank 1 is gone: its process has ended, or it has left the run. Its own last lines say why"
+    runs = [write_run(folder / name, name=f"{name} <b>&", starts=restarted(60, why)) for name in ("a", "b")]
+    for run in runs:
+        (run / LOGS_DIR / RANKS_FILE).write_text(
+            json.dumps({"0": {"data": 0.01}, "1": {"data": 0.02}}), encoding="utf-8"
+        )
     return report(runs, folder / "page.html", bounds=Bounds(), scales=True).file
 
 
@@ -90,6 +113,9 @@ def test_everything_is_visible_readable_and_within_the_screen(
     assert found["faint"] == []
     assert (found["pale"], found["spikes"]) == (0, 2)
     assert found["wide"] <= 0
+    assert (found["overlapping"], found["touching"]) == (0, 0)
+    assert found["outside"] == 0  # the reason of each restart can be read without a sideways scroll
+    assert (found["reason"] > 0.9) == (width == 500)  # on a phone below its start
     assert found["focused"]
     assert found["full"] == 1  # the chart of the loss takes the whole width
     assert found["read"].startswith("step 60")

@@ -85,6 +85,7 @@ def test_many_starts_are_added_up_in_columns_that_keep_the_shares() -> None:
 
 
 def test_durations_have_their_unit() -> None:
+    assert [duration(s) for s in (4.2e-5, 0.0034)] == ["0.042 ms", "3.4 ms"]
     assert [duration(s) for s in (0, 0.02, 1.5, 119, 150, 7300, 200_000)] == [
         *("0.0 s", "20 ms", "1.5 s", "119.0 s", "2.5 min", "2.0 h", "2.3 days")
     ]

@@ -46,6 +46,18 @@ def test_silence_is_blamed_before_everything_else() -> None:
     )
 
 
+def test_a_host_is_named_where_the_run_has_several() -> None:
+    wait = Beat(6, "training", 3.0, waits=True, host="trn-1")
+    late = Beat(6, "data", 3.0, host="trn-2")
+    assert said({0: wait, 1: late}).startswith(f"rank 1 (trn-2) did not come within {LIMIT} seconds: ")
+    assert said({0: wait}, {1: late}).startswith(
+        f"rank 1 (trn-2) did not come within {LIMIT} seconds and gives no sign"
+    )
+    assert said({0: wait, 1: Beat(6, "data", 3.0, host="trn-1")}).startswith(f"rank 1 did not come within {LIMIT}")
+    many = {rank: Beat(5, "data", 3.0, host=f"trn-{rank // 8}") for rank in range(16)}
+    assert said({16: wait, **many}).startswith(f"ranks 0-15 (trn-0, trn-1) did not come within {LIMIT} seconds: ")
+
+
 def test_many_are_told_in_short() -> None:
     found = {rank: Beat(5, "training", 3.0, waits=True) for rank in range(100, 4096)}
     told = said(found, {rank: Beat(4, "data", 1.0) for rank in range(100)})

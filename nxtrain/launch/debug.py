@@ -1,0 +1,110 @@
+"""Logs of communication for `recovery.debug=dist`: variables that libraries read as they load, and a file of each rank.
+
+Nothing here costs a run that does not ask for it. With it each collective of torch waits for all its ranks first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from nxtrain.config.schema import RunConfig
+from nxtrain.launch.environment import Variable, beside
+from nxtrain.run_folder import DEBUG_DIR, LOGS_DIR
+
+_TORCH = "https://docs.pytorch.org/docs/2.9/distributed.html#debugging-torch-distributed-applications"
+_GLOO = "https://github.com/pytorch/gloo/blob/509e623/gloo/common/logging.cc"
+_NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+_NEURON = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/neuron-runtime/guides/configuration-guide.html"
+_TORCHRUN = "torch 2.9, torch/distributed/run.py"
+
+
+def debug_folder(config: RunConfig) -> Path:
+    """Folder for the logs of communication."""
+    return config.run.dir / LOGS_DIR / DEBUG_DIR
+
+
+def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bool) -> tuple[Variable, ...]:
+    """Variables of a rank, with the shell's value where the shell has one; none without `recovery.debug`.
+
+    Args:
+        config: Configuration of the run.
+        environ: Variables of the shell, or of the process that becomes a rank.
+        neuron: The run uses Neuron devices.
+    """
+    if config.recovery.debug == "off":
+        return ()
+    found = [
+        Variable(
+            "TORCH_DISTRIBUTED_DEBUG",
+            "DETAIL",
+            "recovery.debug=dist: before each collective, a monitored barrier names the ranks that do not come, and "
+            "ranks that would run different collectives are told so",
+            _TORCH,
+        ),
+        Variable("TORCH_CPP_LOG_LEVEL", "INFO", "lines of torch's process groups are of this level", _TORCH),
+        Variable("GLOO_LOG_LEVEL", "INFO", "connections of gloo; torch 2.9 has a gloo without this variable", _GLOO),
+        Variable("NCCL_DEBUG", "INFO", "connections and transports of NCCL, and of Neuron's collectives", _NCCL),
+        Variable(
+            "NCCL_DEBUG_FILE",
+            str(debug_folder(config) / "nccl-%h-%p.txt"),
+            "a file of each rank, by host and process; its lines have the rank",
+            _NCCL,
+        ),
+    ]
+    if neuron:
+        found += [
+            Variable("NEURON_RT_LOG_LEVEL", "INFO", "work of the Neuron runtime", _NEURON),
+            Variable(
+                "NEURON_RT_LOG_LOCATION",
+                "console",
+                "beside the rank's other lines; the runtime writes no file, only this or syslog",
+                _NEURON,
+            ),
+        ]
+    return beside(found, environ)
+
+
+def agent_settings(config: RunConfig, environ: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[Variable, ...]]:
+    """Options and variables by which an agent writes the lines of each rank to a file too; none without debugging."""
+    if config.recovery.debug == "off":
+        return (), ()
+    prefix = Variable(
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ", "a line on the terminal has its rank", _TORCHRUN
+    )
+    return (f"--log-dir={debug_folder(config)}", "--tee=3"), beside([prefix], environ)
+
+
+def open_debug_folder(config: RunConfig, *, is_alone: bool) -> str:
+    """Create the folder, which NCCL does not do itself, and return a line about the logs; empty without debugging.
+
+    The line has the place of each rank's file, or the reason why ranks have none. The process's standard error tells:
+    an agent opens it before the rank starts, and nothing can divide it later.
+
+    Args:
+        config: Configuration of the run.
+        is_alone: The run has one rank, whose lines are no other's.
+    """
+    folder = debug_folder(config)
+    if config.recovery.debug == "off":
+        return ""
+    with suppress(OSError):  # the run reports a folder that cannot be written
+        folder.mkdir(parents=True, exist_ok=True)
+    if is_alone:
+        return "recovery.debug=dist: a lone rank communicates with no other; its device's lines are on standard error"
+    if _is_standard_error_below(folder):
+        return f"recovery.debug=dist: the lines of each rank are in {folder}/*/attempt_*/LOCAL_RANK/stderr.log"
+    return (
+        "recovery.debug=dist: the lines of all ranks share one standard error, which was open before they started. "
+        f"For a file of each rank use nxtrain launch, or torchrun --log-dir={folder} --tee=3"
+    )
+
+
+def _is_standard_error_below(folder: Path) -> bool:
+    """True if standard error is a file that an agent opened in a folder."""
+    mine = os.fstat(2)
+    with suppress(OSError):
+        return any(os.path.samestat(mine, file.stat()) for file in folder.glob("*/attempt_*/*/stderr.log"))
+    return False
