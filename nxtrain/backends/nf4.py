@@ -1,8 +1,8 @@
 """Matrices in NF4 with double quantization, as bitsandbytes quantizes them, whole or in the parts that ranks hold.
 
-A block is 64 adjacent weights, counted row by row, with codes of 4 bits. Its scale has 8 bits, and a group of 256 scales
-has one factor. The mean of a matrix's scales is taken off before. A matrix is quantized whole and cut afterwards, so that
-no value depends on the layout.
+A block is 64 adjacent weights, counted row by row, with codes of 4 bits. Its scale has 8 bits, and a group of 256
+scales has one factor. The mean of a matrix's scales is taken off before. A matrix is quantized whole and cut
+afterwards, so that no value depends on the layout.
 
 Shapes: N blocks, G groups.
 
@@ -137,7 +137,9 @@ def whole_packing(shape: tuple[int, ...], dtype: torch.dtype) -> Packing:
 
 def _quantized(whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes (N, 32) and scales (N,) in bytes, factors (G,) and the mean of the scales (1,) in float32."""
-    codes, state = _library().quantize_4bit(whole.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    codes, state = _library().quantize_4bit(
+        whole.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
     return codes.view(-1, _CODES), state.absmax, state.state2.absmax, state.offset.view(1)
 
 

@@ -1,7 +1,7 @@
 """Frozen linear layers in NF4, below adapters (QLoRA): a matrix is restored for each product, forward and backward.
 
-Model code is unchanged: the weight of an existing layer is replaced by its packed form, under the same name. Checkpoints
-hold no frozen weights, and every start quantizes the base anew.
+Model code is unchanged: the weight of an existing layer is replaced by its packed form, under the same name.
+Checkpoints hold no frozen weights, and every start quantizes the base anew.
 
 Source: Dettmers et al. 2023 (arXiv:2305.14314) equation 5.
 """

@@ -438,6 +438,16 @@ def test_adapters_need_given_weights_and_our_layers(tmp_path: Path, hf: Path) ->
     assert only(tmp_path, "finetune.adapter=runs/chat/adapter").key == "finetune.adapter"
 
 
+def test_quantized_weights_need_a_device_of_the_library_and_run_eagerly(tmp_path: Path, hf: Path) -> None:
+    given = (f"model.hf={hf}", "model.init=hf", "finetune.method=qlora")
+    for name in ("auto", "cpu", "cuda"):
+        assert checked(tmp_path, *given, f"backend.name={name}", "parallel.tp=2", world=2).config.finetune.adapts
+    for override in ("backend.name=xla", "backend.name=neuron", "backend.name=neuron-native"):
+        problem = only(tmp_path, *given, override)
+        assert problem.key == "finetune.method" and override in problem.reason and "use lora" in problem.hint
+    assert "compile.torch_compile" in only(tmp_path, *given, "compile.torch_compile=true").reason
+
+
 def test_masks_of_adapters_are_refused_where_they_would_be_wrong_or_new_graphs(tmp_path: Path, hf: Path) -> None:
     given = (f"model.hf={hf}", "model.init=hf", "finetune.method=lora", "finetune.dropout=0.1")
     checked(tmp_path, *given, "parallel.tp=2", world=2)
