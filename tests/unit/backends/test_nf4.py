@@ -83,7 +83,7 @@ def test_parts_of_ranks_are_those_of_the_whole(seed: int, ranks: int, rows: int,
         packing = Packing(tuple(parts), (sum(part.length for part in parts), one.shape[1]), dtype)
         expected = [whole.narrow(0, part.start, part.length) for whole, part in zip(wholes, parts, strict=True)]
         assert torch.equal(packing.restore(packing.pack([one, other])), torch.cat(expected))
-        column = Packing((Part(tuple(wide.shape), 1, rank * width, width),), (len(wide), width), dtype)
+        column = Packing((Part((len(wide), wide.shape[1]), 1, rank * width, width),), (len(wide), width), dtype)
         expected_columns = restored_by_bitsandbytes(wide).narrow(1, rank * width, width)
         assert torch.equal(column.restore(column.pack([wide])), expected_columns)
 

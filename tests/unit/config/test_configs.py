@@ -52,7 +52,7 @@ def test_a_shipped_configuration_writes_to_a_folder_of_its_own() -> None:
     assert len(folders) == len(set(folders)) > 0
 
 
-@pytest.mark.parametrize(("method", "gib"), [("lora", 40), ("qlora", 24)])
+@pytest.mark.parametrize(("method", "gib"), [("lora", 24), ("qlora", 16)])
 def test_adapters_of_8b_fit_the_gpu_that_the_recipe_names(method: str, gib: int, tmp_path: Path) -> None:
     path = CONFIGS / "llama3_1_8b_lora_cuda.toml"
     alone = ("--instance", "p5", "--nodes", "1", "parallel.dp=1", f"finetune.method={method}")
