@@ -119,7 +119,7 @@ class Packing:
         *factors, means = numbers.split([*(part.num_groups for part in self.parts), len(self.parts)])
         table, library = _table(packed.device), _library()
         wide = [
-            table[scale.int()].mul_(factor[part.blocks(packed.device) // GROUP]).add_(mean)
+            table[scale.int()] * factor[part.blocks(packed.device) // GROUP] + mean
             for part, scale, factor, mean in zip(self.parts, scales, factors, means, strict=True)
         ]
         state = library.QuantState(
