@@ -247,12 +247,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, tmp_path: Path, metho
 def test_the_recipe_of_a_small_model_lowers_its_loss(folder: Folder) -> None:
     """On the documentation of this repository, from a base of another vocabulary."""
     recipe, run = ROOT / "configs" / "lora_tiny_cpu.toml", folder.path / "recipe"
-    given = (f"run.dir={run}", f"model.hf={folder.base}", f"data.path={ROOT / 'docs'}", "train.steps=6")
-    quick = ("train.eval_every=0", "data.workers=0", "metrics.log_every=1", "metrics.tensorboard=false")
-    code, _, err = in_process("train", recipe, *given, *quick, "metrics.progress=false", "optim.warmup_steps=0")
+    given = (f"run.dir={run}", f"model.hf={folder.base}", f"data.path={ROOT / 'docs'}", "metrics.log_every=1")
+    code, _, err = in_process("train", recipe, *given, "metrics.tensorboard=false", "metrics.progress=false")
     assert code == 0, err
     losses = folder.losses("recipe")
-    assert len(losses) == 6 and losses[-1] < losses[0] - 0.2
+    assert len(losses) == 20 and sum(losses[-5:]) < sum(losses[:5]) - 5
     assert (run / ADAPTER_DIR / "adapter_model.safetensors").is_file()
 
 
