@@ -8,6 +8,7 @@ them. Tensor parallel ranks share a model, and all of them have the scores.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -133,17 +134,20 @@ class Scorer:
     ) -> list[str]:
         """Continue texts until a stop text, the model's end token, or a number of tokens.
 
+        Equal texts are continued independently: tasks that count passes in k samples repeat a text.
+
         Args:
             requests: Text, most tokens to add, and stop texts. Of a text that is too long, the end is used.
             sampling: Rule by which each token is drawn.
             done: Called with each number of a request that this group has finished, on its first rank.
         """
         tokenizer, ends = self.model.tokenizer, self.model.ends
-        texts = []
+        texts, seen = [], Counter[str]()
         for prompt, wanted, stops in requests:
             count = min(wanted, self.length - 1)
             ids = tokenizer.encode(prompt).ids[-(self.length - count) :] or [self.prefix]
-            texts.append(Continuation(ids, count, tokenizer, ends, stops=stops))
+            texts.append(Continuation(ids, count, tokenizer, ends, stops=stops, seed=seen[prompt]))
+            seen[prompt] += 1
         mine: dict[int, str] = {}
         for batch in self._shared([len(text.ids) for text in texts]):
             for _ in extend(self._decoder, [texts[number] for number in batch], sampling):

@@ -144,6 +144,14 @@ def test_ranks_that_share_a_model_score_as_one_does(hf: Path, ranks: RankPool) -
     assert sorted(of_ranks[0][3] + of_ranks[2][3]) == alone[3] and of_ranks[1][3] == of_ranks[3][3] == []
 
 
+def test_samples_of_one_text_are_independent_and_come_again(hf: Path) -> None:
+    ours = open_scorer(hf)
+    request = ("the quick", 12, ())
+    samples = ours.continuations([request] * 5, Sampling(1.0))
+    assert len(set(samples)) == 5
+    assert ours.continuations([("x", 3, ()), *[request] * 5], Sampling(1.0))[1:] == samples
+
+
 def test_results_are_a_table_or_json(run: Path) -> None:
     code, out, _ = in_process("eval", run, "--json", "--limit", 4)
     found = json.loads(out)
