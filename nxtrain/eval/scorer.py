@@ -147,7 +147,7 @@ class Scorer:
             count = min(wanted, self.length - 1)
             ids = tokenizer.encode(prompt).ids[-(self.length - count) :] or [self.prefix]
             texts.append(Continuation(ids, count, tokenizer, ends, stops=stops, seed=seen[prompt]))
-            seen[prompt] += 1
+            seen.update([prompt])
         mine: dict[int, str] = {}
         for batch in self._shared([len(text.ids) for text in texts]):
             for _ in extend(self._decoder, [texts[number] for number in batch], sampling):
