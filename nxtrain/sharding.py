@@ -205,6 +205,21 @@ class ShardSpec:
         for piece in self.pieces(axis):
             yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
 
+    def has_whole_runs(self, axis: Axis, length: int) -> bool:
+        """True if every rank's slices are whole runs of adjacent entries of a matrix, counted row by row.
+
+        Args:
+            axis: Ranks that share the matrix.
+            length: Entries of a run.
+        """
+        rows, columns = self.shape
+        for segment in self.segments:
+            width, rest = divmod(segment.size * segment.replicas, axis.size)
+            adjacent = width * columns if self.dim == 0 else width if width < columns else rows * columns
+            if rest or adjacent % length:
+                return False
+        return True
+
     def shard(self, tensors: Mapping[str, Tensor], axis: Axis) -> Tensor:
         """Copy this rank's shard from whole tensors, one per segment name; padding is zero."""
         some = tensors[self.segments[0].name]

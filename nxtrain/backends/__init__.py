@@ -69,7 +69,7 @@ def choose_layers(
     if name == "auto" and backend != "neuron":
         return "native", ""
     if name == "auto" and adapted:
-        return "native", "finetune.method=lora adds adapters to nxtrain's own layers"
+        return "native", "finetune.method=lora or qlora adds adapters to nxtrain's own layers"
     found = _distributed_support(backend, allow_unverified, assumed)
     if name == "nxd":
         if not found.ok:

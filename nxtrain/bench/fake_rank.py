@@ -177,7 +177,7 @@ def trace_rank(resolved: Resolved, world: int, rank: int, ranks_per_node: int, a
     with _backend(world, rank, ranks_per_node, attention) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)
         backend.lay_out(mesh)
-        return _trace(resolved, backend, mesh)
+        return step_memory(resolved, backend, mesh)
 
 
 @contextmanager
@@ -189,7 +189,8 @@ def _backend(world: int, rank: int, ranks_per_node: int, attention: Attention) -
         backend.close()
 
 
-def _trace(resolved: Resolved, backend: FakeBackend, mesh: Mesh) -> Traced:
+def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
+    """Memory of a training step on an open backend, whose tensors are counted operation by operation."""
     state = build_state(resolved, build_model(resolved, backend, mesh, init="zeros"), backend, mesh)
     parameters = [_own(p) for p in state.model.parameters()]
     trained = [_own(p) for p in state.model.parameters() if p.requires_grad]

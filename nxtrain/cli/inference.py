@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.bench import AsJson
-from nxtrain.config.bounds import MAX_INT, MAX_SIZE, finite
+from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
 from nxtrain.io.paths import local_path
 from nxtrain.process.placement import Placement
 
@@ -115,13 +115,16 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="Your own tasks, in the harness's YAML.", parser=local_path),
     ] = None,
+    tp: Annotated[
+        int, typer.Option(min=1, max=MAX_RANKS, help="Ranks that share each model; others share the requests.")
+    ] = 1,
     visible_cores: Cores = "",
     as_json: AsJson = False,
 ) -> None:
     """Measure a trained model by tasks that need no network, or by those of the lm-evaluation-harness.
 
     Results are added to evaluations.jsonl of the run folder; what is there already is not computed again. Under
-    torchrun, the ranks share the requests, and the first one prints.
+    torchrun, the ranks share the requests, or with --tp the model, and the first one prints.
     """
     place = _place(visible_cores)
     from nxtrain.eval.command import Options, table
@@ -129,7 +132,7 @@ def evaluate(
     from nxtrain.process.console import standard_error
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
-    found = evaluate_checkpoints(checkpoint, Options(names, every, seed, limit, task_dir), standard_error().print)
+    found = evaluate_checkpoints(checkpoint, Options(names, every, seed, limit, task_dir, tp), standard_error().print)
     if not place.is_leader:
         return
     content = [each.to_json() for each in found]

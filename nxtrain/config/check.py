@@ -13,7 +13,7 @@ from typing import Any
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.load import Loaded, origin_of, values
-from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, QUANTIZING, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
@@ -285,7 +285,7 @@ def _finetune(config: RunConfig, has_weights: bool) -> Iterator[Problem]:
     if finetune.method == "full":
         if finetune.adapter:
             reason = f"{finetune.adapter} is an adapter, and finetune.method=full trains none"
-            yield Problem("finetune.adapter", reason, hint="use finetune.method=lora, or leave it out")
+            yield Problem("finetune.adapter", reason, hint="use finetune.method=lora or qlora, or leave it out")
         return
     if has_weights and model.init != "hf":
         reason = f"{finetune.method} trains adapters beside given weights, but model.init={model.init}"
@@ -293,6 +293,10 @@ def _finetune(config: RunConfig, has_weights: bool) -> Iterator[Problem]:
     if config.backend.layers == "nxd":
         reason = "adapters are added to nxtrain's own layers, which backend.layers=nxd replaces"
         yield Problem("finetune.method", reason, hint="use backend.layers=native")
+    if finetune.method == "qlora" and (config.backend.name not in QUANTIZING or config.compile.torch_compile):
+        by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
+        reason = f"bitsandbytes restores NF4 eagerly on cuda and cpu, not with {by}"
+        yield Problem("finetune.method", reason, hint="use lora, whose frozen weights run everywhere")
     if len(set(finetune.targets)) < len(finetune.targets):
         yield Problem("finetune.targets", "names a layer twice", hint="name each once")
     if finetune.dropout and parallel.pp > 1:

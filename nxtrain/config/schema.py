@@ -34,6 +34,10 @@ ON_XLA = ("xla", "neuron")
 """Values of backend.name that record whole steps as graphs, without process groups of their own."""
 
 
+QUANTIZING = ("auto", "cpu", "cuda")
+"""Values of backend.name that may have a library for quantized weights."""
+
+
 class Section(BaseModel):
     """A table of the configuration file."""
 
@@ -174,8 +178,9 @@ class OptimConfig(Section):
 class FinetuneConfig(Section):
     """[finetune]: trained share of a model that begins from given weights."""
 
-    method: Literal["full", "lora"] = "full"
-    """Every weight, or low-rank adapters of linear layers beside frozen weights."""
+    method: Literal["full", "lora", "qlora"] = "full"
+    """Every weight, or low-rank adapters of linear layers beside frozen weights; with qlora, matrices of the blocks
+    are frozen in NF4."""
     r: Size = 16
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
@@ -188,6 +193,11 @@ class FinetuneConfig(Section):
     """Divide alpha by the square root of r instead."""
     adapter: LocalText = ""
     """Folder of an adapter in PEFT's format with which the run begins; empty: a new one, which changes nothing yet."""
+
+    @property
+    def adapts(self) -> bool:
+        """True if adapters are trained beside frozen weights."""
+        return self.method != "full"
 
 
 class DataConfig(Section):

@@ -130,6 +130,12 @@ class HfWeights:
                 view.copy_(self._folder.read(source, spec.dim or 0, piece.start, piece.length))
                 self._finiteness.note(source, view)
 
+    def whole(self, name: str) -> Tensor:
+        """Read a whole tensor, in its own type."""
+        tensor = self._folder.read(name)
+        self._finiteness.note(name, tensor)
+        return tensor
+
     def check(self) -> None:
         """Refuse the folder if any value that was read is not finite.
 

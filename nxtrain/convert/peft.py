@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nxtrain.backends.nf4 import whole_packing
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.dcp_planner import ChunkLoadPlanner
 from nxtrain.checkpoint.dcp_storage import FileReader
@@ -43,6 +44,8 @@ from nxtrain.sharding import ParamTable
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Names of the files of a PEFT folder."""
+_BLOCKS = ".layers."
+"""Part of the names of a block's weights, by which matrices in NF4 are told from embedding and head."""
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -106,6 +109,7 @@ class MergedFolder(HfFolder):
     def __init__(self, path: Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
         super().__init__(path)
         self._adapter, self._updated = adapter, adapter.weights
+        self._restored = "", torch.empty(0)
         self.dtype = dtype or self.dtype
         for weight in sorted(self._updated):
             layer = weight.removesuffix(_SUFFIX)
@@ -117,11 +121,22 @@ class MergedFolder(HfFolder):
                 )
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
-        part = super().read(name, dim, start, length)
+        part = self._base(name, dim, start, length)
         if name not in self._updated:
             return part
         wide = part.to(self.dtype).float() + self._adapter.update(name, dim, start, part.shape[dim])
         return wide.to(self.dtype)
+
+    def _base(self, name: str, dim: int, start: int, length: int | None) -> Tensor:
+        """Read entries of the weights that the adapter was trained beside: those in NF4 restored."""
+        is_quantized = self._adapter.config.method == "qlora" and len(self.shapes[name]) > 1 and _BLOCKS in name
+        if not is_quantized:
+            return super().read(name, dim, start, length)
+        if self._restored[0] != name:  # parts of one tensor are read one after the other
+            packing = whole_packing(self.shapes[name], self.dtype)
+            self._restored = name, packing.restore(packing.pack([super().read(name)]))
+        whole = self._restored[1]
+        return whole.narrow(dim, start, whole.shape[dim] - start if length is None else length)
 
 
 class AdapterWeights:

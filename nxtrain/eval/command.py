@@ -40,6 +40,7 @@ class Options:
         seed: Seed of the requests.
         limit: Most requests of a task; 0: 200 of each local task, all of the others.
         folder: Folder of the user's own tasks of the harness.
+        tp: Ranks that share each model.
     """
 
     tasks: tuple[str, ...] = ()
@@ -47,6 +48,7 @@ class Options:
     seed: int = 0
     limit: int = 0
     folder: Path | None = None
+    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         note: Prints a line for the user.
 
     Raises:
-        ConfigError: A task is unknown, or the model carries no tokenizer.
+        ConfigError: A task is unknown, the model carries no tokenizer, or tp does not divide it or the world.
         CheckpointError: A checkpoint is absent or damaged.
         DivergedError: The model's scores are not finite.
     """
@@ -87,7 +89,7 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
     places = _kept(address) if options.every else [address]
     backend = open_backend(choose("auto")[0])
     try:
-        ranks = Ranks(Mesh.build(backend.world, backend.rank, dp=backend.world), backend.host_group)
+        ranks = Ranks(Mesh.build(backend.world, backend.rank, tp=options.tp), backend.host_group)
         backend.lay_out(ranks.mesh)
         say = note if ranks.is_leader else lambda line: None
         evaluator = _Evaluator(backend, ranks, chosen, registry, options, say)

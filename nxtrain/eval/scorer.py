@@ -1,12 +1,14 @@
 """Scores of a model of ours: log-likelihoods of continuations and of whole texts, and texts continued to a stop.
 
 Rows of tokens are sorted by length and read in batches, whose logits have a bounded size. Whole batches are divided
-over the ranks, so that a row has the same neighbours, and bit for bit the same score, for any number of ranks.
+over the data parallel ranks, so that a row has the same neighbours, and bit for bit the same score, for any number of
+them. Tensor parallel ranks share a model, and all of them have the scores.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -64,7 +66,7 @@ class Scorer:
     Args:
         model: The model.
         backend: Backend that runs the model.
-        ranks: Ranks that share the work, each with a whole model.
+        ranks: Ranks that share the work, with a model in each tensor parallel group.
 
     Attributes:
         model: The model.
@@ -82,6 +84,7 @@ class Scorer:
         model.refuse_foreign(max(model.tokenizer.get_vocab(with_added_tokens=True).values()))
         self._decoder = Decoder(model.open(backend, self.length, ranks.mesh), backend.put)
         self._put = backend.put
+        self._reports = ranks.mesh.tp.rank == 0
 
     def likelihoods(
         self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None] = lambda number, found: None
@@ -90,7 +93,7 @@ class Scorer:
 
         Args:
             pairs: Contexts, perhaps empty, and continuations. Of a context that is too long, the end is used.
-            done: Called with each pair that this rank has scored.
+            done: Called with each pair that this tensor parallel group has scored, on its first rank.
         """
         return self._totals([self.rows(*pair) for pair in pairs], done)
 
@@ -101,7 +104,7 @@ class Scorer:
 
         Args:
             texts: The texts.
-            done: Called with each text that this rank has scored.
+            done: Called with each text that this tensor parallel group has scored, on its first rank.
         """
         found = (self.model.tokenizer.encode(text).ids for text in texts)
         return self._totals([list(windows([self.prefix, *ids], len(ids), self.length)) for ids in found], done)
@@ -131,23 +134,26 @@ class Scorer:
     ) -> list[str]:
         """Continue texts until a stop text, the model's end token, or a number of tokens.
 
+        Equal texts are continued independently: tasks that count passes in k samples repeat a text.
+
         Args:
             requests: Text, most tokens to add, and stop texts. Of a text that is too long, the end is used.
             sampling: Rule by which each token is drawn.
-            done: Called with each number of a request that this rank has finished.
+            done: Called with each number of a request that this group has finished, on its first rank.
         """
         tokenizer, ends = self.model.tokenizer, self.model.ends
-        texts = []
+        texts, seen = [], Counter[str]()
         for prompt, wanted, stops in requests:
             count = min(wanted, self.length - 1)
             ids = tokenizer.encode(prompt).ids[-(self.length - count) :] or [self.prefix]
-            texts.append(Continuation(ids, count, tokenizer, ends, stops=stops))
+            texts.append(Continuation(ids, count, tokenizer, ends, stops=stops, seed=seen[prompt]))
+            seen.update([prompt])
         mine: dict[int, str] = {}
         for batch in self._shared([len(text.ids) for text in texts]):
             for _ in extend(self._decoder, [texts[number] for number in batch], sampling):
                 pass
             mine |= {number: texts[number].text for number in batch}
-            for number in batch:
+            for number in batch if self._reports else ():
                 done(number)
         merged = {number: text for found in self._ranks.gather(mine) for number, text in found.items()}
         return [merged[number] for number in range(len(texts))]
@@ -165,7 +171,7 @@ class Scorer:
                 owner = flat[at][0]
                 left[owner] = left[owner] - 1
                 totals[owner] = totals[owner] + likelihood
-                if not left[owner]:
+                if not left[owner] and self._reports:
                     done(owner, totals[owner])
         merged = {at: likelihood for part in self._ranks.gather(mine) for at, likelihood in part.items()}
         totals = [Likelihood(0.0, True) for _ in groups]

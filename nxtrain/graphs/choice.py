@@ -133,7 +133,7 @@ def _device(config: RunConfig, name: str) -> list[StandIn]:
 
 def _layers(config: RunConfig, machine: _Machine, stand_ins: list[StandIn], notes: list[str]) -> str:
     chosen, distributed = config.backend, machine.distributed
-    may, adapted = chosen.allow_unverified, config.finetune.method == "lora"
+    may, adapted = chosen.allow_unverified, config.finetune.adapts
     layers, why = choose_layers(chosen.layers, "neuron", allow_unverified=may, assumed=distributed, adapted=adapted)
     if layers == "native":
         if chosen.layers == "auto":

@@ -137,10 +137,12 @@ class SplitBackward(nn.Module):
     Attributes:
         weight: Parameter of the layer.
         postpone: Stores the product that computes the gradient; None: the backward pass computes it.
+        restored: Product of a whole input with a frozen weight that is kept in another form; None: `weight` is it.
     """
 
     weight: nn.Parameter
     postpone: Postpone | None = None
+    restored: Callable[[Tensor], Tensor] | None = None
 
 
 class ColumnLinear(SplitBackward):
@@ -173,6 +175,8 @@ class ColumnLinear(SplitBackward):
     def _product(self, x: Tensor) -> Tensor:
         if self.postpone is not None:
             return _SplitProduct.apply(x, self.weight.detach(), self._tp, self.postpone)  # type: ignore[no-any-return]
+        if self.restored is not None:
+            return self.restored(self._tp.enter(x))
         if self._tp.axis.size == 1:
             return product(x, self.weight, self._tp)
         out: Tensor = _ColumnProduct.apply(x, self.weight, self._tp)
@@ -200,4 +204,6 @@ class RowLinear(SplitBackward):
         """(S, B, I/tp) to (S/tp, B, O)."""
         if self.postpone is not None:
             return self._tp.exit(_SplitProduct.apply(x, self.weight.detach(), None, self.postpone))
+        if self.restored is not None:
+            return self._tp.exit(self.restored(x))
         return self._tp.exit(product(x, self.weight, self._tp))

@@ -18,7 +18,7 @@ from nxtrain.train.step import TrainState
 
 def base_fingerprint(config: RunConfig) -> str:
     """Identity of the frozen weights; empty for a run that trains every weight."""
-    return HfFolder(Path(config.model.hf)).fingerprint() if config.finetune.method == "lora" else ""
+    return HfFolder(Path(config.model.hf)).fingerprint() if config.finetune.adapts else ""
 
 
 def save_adapter(folder: Path, state: TrainState, meta: Meta) -> None:

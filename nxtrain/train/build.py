@@ -18,6 +18,7 @@ from nxtrain.convert.hf_folder import HfWeights
 from nxtrain.convert.peft import AdapterWeights
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext, CausalLM
+from nxtrain.finetune import quantized
 from nxtrain.finetune.dropout import Dropout
 from nxtrain.finetune.lora import adapt, is_adapter
 from nxtrain.mesh import Mesh
@@ -99,9 +100,10 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
 
         adapters = _first_adapters(plan, backend, mesh, table) or drawn
 
-        def fill(name: str, local: Tensor) -> None:
+        def fill_whole(name: str, local: Tensor) -> None:
             (adapters if is_adapter(name) else given)(name, local)
 
+        fill = quantized.filling(model, weights.whole, fill_whole)
     fill_model(plan, model, backend, mesh, fill)
     if weights is not None:
         weights.check()
@@ -154,7 +156,9 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         parts=parts_of(plan, mesh),
     )
     model = plan.family.build(plan.model, context)
-    if run.finetune.method == "lora":
+    if run.finetune.method == "qlora":
+        quantized.quantize(model, parallel)
+    if run.finetune.adapts:
         adapt(model, run.finetune, parallel, Dropout(run, mesh.dp) if run.finetune.dropout else None)
     recompute_parts(model, run.train.remat, run.train.seq_len, backend.kernels)
     if run.compile.torch_compile:
@@ -170,7 +174,7 @@ def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]
 
 def num_trained(plan: Resolved, backend: Backend) -> int:
     """Number of parameters of the whole model that are trained."""
-    if plan.config.finetune.method == "full":
+    if not plan.config.finetune.adapts:
         return plan.family.num_params(plan.model)
     return sum(math.prod(shape) for shape in _adapter_shapes(plan, backend).values())
 

@@ -186,9 +186,10 @@ def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
 
 def _adapter(config: FinetuneConfig) -> dict[str, Any]:
     """Keys that shape adapters; empty without adapters."""
-    if config.method == "full":
+    if not config.adapts:
         return {}
-    return {**config.model_dump(include={"r", "alpha", "rslora"}), "targets": sorted(config.targets)}
+    quantized = {"method": config.method} if config.method == "qlora" else {}
+    return {**quantized, **config.model_dump(include={"r", "alpha", "rslora"}), "targets": sorted(config.targets)}
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
     """
     place, chosen = Placement.read(), loaded.config.backend
     name, reason = choose(chosen.name)
-    adapted = loaded.config.finetune.method == "lora"
+    adapted = loaded.config.finetune.adapts
     layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified, adapted=adapted)
     reason += f"; layers {layers}: {why}" if why else ""
     limit_s, folder = loaded.config.recovery.hang_timeout_s, loaded.config.run.dir
@@ -128,7 +128,7 @@ def train_on(context: RunContext, reason: str) -> None:
     _announce_start(context, data, meta)
     _prepare_folder(context, state)
     val_loss = _train(context, data, inputs, state, meta, mirrored, rollbacks, initial)
-    if context.config.finetune.method == "lora":
+    if context.config.finetune.adapts:
         save_adapter(context.config.run.dir / ADAPTER_DIR, state, meta_at(0, context.plan, inputs))
     if context.is_leader and val_loss is not None:
         evaluated = context.config.train.eval_batches * context.config.train.global_batch

@@ -66,7 +66,7 @@ def start(
     if checkpoint is None and first == "hf":
         refuse_other(Path(plan.config.model.hf), inputs, plan.config.checkpoint.allow_drift)
     # Checkpoints of adapters do not hold the frozen weights.
-    reads = checkpoint is None or plan.config.finetune.method == "lora"
+    reads = checkpoint is None or plan.config.finetune.adapts
     model = build_model(plan, backend, mesh, init=first if reads else "zeros")
     state = build_state(plan, model, backend, mesh)
     while checkpoint is not None:

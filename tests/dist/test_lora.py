@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,16 @@ from nxtrain.train.adapters import save_adapter
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.step import eval_step, train_step
 from tests.support.drawn import SEED, Degrees, covering_array
-from tests.support.drawn_runs import error_of, failures, ours
-from tests.support.lora import adapters_of, all_weights, described, draw_adapters, wanted_of_peft
+from tests.support.drawn_runs import LOSS, error_of, failures, ours
+from tests.support.lora import (
+    adapters_of,
+    all_weights,
+    described,
+    draw_adapters,
+    draw_quantized,
+    restored,
+    wanted_of_peft,
+)
 from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, run_ours, start, whole
 from tests.support.ranks import RankPool
@@ -34,6 +43,13 @@ LAYOUTS = [
     Degrees(tp=2, dp=2, shard="zero1", sequence_parallel=True),
     Degrees(dp=3, shard="grad_op"),
     Degrees(pp=2, dp=2, shard="full"),
+]
+QUANTIZED = [
+    Degrees(),
+    Degrees(pp=2, dp=1),
+    Degrees(tp=2, sequence_parallel=True),
+    Degrees(dp=2, shard="full"),
+    Degrees(tp=2, dp=2, shard="zero1"),
 ]
 LORA = {"method": "lora", "r": 4, "alpha": 8.0}
 
@@ -59,6 +75,17 @@ def test_a_drawn_run_of_any_layout_equals_peft(ranks: RankPool, index: int) -> N
     assert not failures(errors), (failures(errors), described(run))
 
 
+@pytest.mark.parametrize("index", range(len(QUANTIZED)), ids=lambda index: f"{index}-{QUANTIZED[index]}")
+def test_a_drawn_run_above_quantized_weights_equals_peft_above_restored_ones(ranks: RankPool, index: int) -> None:
+    run = draw_quantized("qlora", SEED, index, QUANTIZED[index])
+    courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
+    want = wanted_of_peft(run)
+    errors = [(run, error_of(courses, want, run))]
+    assert not failures(errors), (failures(errors), described(run))
+    whole_base = replace(run, finetune=(*run.finetune, ("method", "lora")))
+    assert abs(wanted_of_peft(whole_base).losses[0] - want.losses[0]) > 100 * LOSS
+
+
 def test_the_layouts_sum_gradients_in_every_way() -> None:
     kinds = {(layout.tp > 1, layout.sequence_parallel, layout.pp > 1) for layout in LAYOUTS}
     assert {(True, False, True), (True, True, True), (True, True, False)} <= kinds
@@ -71,10 +98,10 @@ def first_step(backend: Backend, resolved: Resolved, given: dict[str, Tensor]) -
     """Loss of the first step, and the state behind it: frozen weights that moved, their storage, what is kept."""
     state = start(backend, resolved, given)
     frozen = {name: p for name, p in state.model.named_parameters() if not p.requires_grad}
-    before = {name: _local(p).clone() for name, p in frozen.items()}
+    before = {name: _bytes(p).clone() for name, p in frozen.items()}
     (batch,) = batches(resolved, 1)
     step = train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), 1e-2)
-    moved = [name for name, p in frozen.items() if not torch.equal(_local(p), before[name])]
+    moved = [name for name, p in frozen.items() if not torch.equal(_bytes(p), before[name])]
     found = {
         "moved": moved,
         "gradients": [name for name, p in frozen.items() if p.grad is not None],
@@ -86,8 +113,10 @@ def first_step(backend: Backend, resolved: Resolved, given: dict[str, Tensor]) -
     return backend.fetch({"loss": step.loss})["loss"], found
 
 
-def _local(parameter: Tensor) -> Tensor:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+def _bytes(parameter: Tensor) -> Tensor:
+    """Bytes of this rank's part; quantized weights are no numbers of their type."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return own.detach().view(torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +128,20 @@ def _local(parameter: Tensor) -> Tensor:
     ],
     ids=["tp2-sp", "dp2-zero1", "dp2-full-bf16"],
 )
-def test_a_run_begins_as_its_base_and_moves_adapters_only(ranks: RankPool, world: int, degrees: dict[str, Any]) -> None:
-    resolved = adapted(**degrees)
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_run_begins_as_its_base_and_moves_adapters_only(
+    ranks: RankPool, world: int, degrees: dict[str, Any], method: str
+) -> None:
+    resolved = adapted(config={"hidden_size": 128, "intermediate_size": 128}, finetune={"method": method}, **degrees)
     given = weights(resolved, zero_b=True)
-    base = ranks.run(world, first_step, changed(resolved, finetune={"method": "full"}), given)
+    dtype = torch.bfloat16 if degrees.get("params") == "bf16" else torch.float32
+    seen = restored({name: tensor.to(dtype) for name, tensor in given.items()}) if method == "qlora" else given
+    base = ranks.run(world, first_step, changed(resolved, finetune={"method": "full"}), seen)
     for (loss, found), (expected, _) in zip(ranks.run(world, first_step, resolved, given), base, strict=True):
         assert loss == expected
         assert found["moved"] == found["gradients"] == []
         assert found["kept"] == found["reduced"] and all(map(is_adapter, found["kept"]))
-        assert found["dtypes"] == {"torch.bfloat16" if degrees.get("params") == "bf16" else "torch.float32"}
+        assert found["dtypes"] == {str(dtype)}
         assert found["num_params"] == sum(tensor.numel() for name, tensor in given.items() if is_adapter(name))
 
 

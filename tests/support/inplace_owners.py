@@ -229,6 +229,9 @@ OWNERS: dict[str, dict[str, str]] = {
         "AdapterWeights.__call__: view.copy_": "given: parameter under construction, whose docstring says fill",
     },
     "nxtrain/finetune/dropout.py": {"Dropout._count: self._passes +=": "host: number"},
+    "nxtrain/finetune/quantized.py": {
+        "filling.fill_one: local.copy_": "given: parameter under construction, as of every `Fill`",
+    },
     "nxtrain/finetune/lora.py": {
         "adapt: model.requires_grad_": "given: the model, whose docstring says changed in place",
         "_adapt_layer: layer.specs[leaf] =": "host: dictionary",

@@ -53,6 +53,41 @@ def draw_adapters(lane: str, seed: int, index: int, degrees: Degrees = ONE, **ki
     return replace(run, finetune=tuple(values.items()))
 
 
+def draw_quantized(lane: str, seed: int, index: int, degrees: Degrees = ONE) -> DrawnAdapters:
+    """One run whose ranks hold whole blocks of NF4; other sizes than widths are those of `draw_adapters`."""
+    drawn = draw_adapters(lane, seed, index, degrees)
+    rng, tp = Random(f"quantized/{lane}/{seed}/{index}"), degrees.tp
+    heads = tp * rng.choice((1, 2, 4))
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+    widths = {
+        "hidden_size": 64 * rng.randint(1, 2),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice(divisors),
+        "head_dim": 64 * tp // heads * rng.choice((1, 2)),
+        "intermediate_size": 64 * tp * rng.randint(1, 2) if tp > 1 else rng.randint(1, 120),
+    }
+    lines = tuple(f"model.config.{key}={value}" for key, value in widths.items())
+    finetune = {**dict(drawn.finetune), "method": "qlora"}
+    return replace(drawn, overrides=(*drawn.overrides, *lines), finetune=tuple(finetune.items()))
+
+
+def restored_by_bitsandbytes(whole: Tensor) -> Tensor:
+    """A whole matrix, quantized and restored with a block in each row: bitsandbytes 0.50 fails on CPUs otherwise."""
+    from bitsandbytes import functional
+
+    codes, state = functional.quantize_4bit(whole.reshape(-1, 64), compress_statistics=True, quant_type="nf4")
+    found: Tensor = functional.dequantize_4bit(codes, state)
+    return found.view(whole.shape)
+
+
+def restored(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole weights, the matrices of the blocks quantized and restored."""
+    return {
+        name: restored_by_bitsandbytes(x) if x.dim() > 1 and ".layers." in name and "lora" not in name else x
+        for name, x in weights.items()
+    }
+
+
 def targets_of(resolved: Resolved) -> tuple[str, ...]:
     """Layers with an adapter."""
     return resolved.config.finetune.targets or LAYERS
@@ -100,8 +135,10 @@ def all_weights(drawn: DrawnAdapters) -> dict[str, Tensor]:
 
 
 def wanted_of_peft(drawn: DrawnAdapters) -> Course:
-    """The course of PEFT, in float64."""
+    """The course of PEFT, in float64, beside restored weights if the run quantizes them."""
     weights = all_weights(drawn)
+    if drawn.resolved.config.finetune.method == "qlora":
+        weights = restored(weights)
 
     def wrap(model: nn.Module) -> nn.Module:
         found = adapted(drawn.resolved, model).double()

@@ -13,6 +13,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.family import find_family
+from nxtrain.finetune.quantized import filling
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import ParamTable
 from nxtrain.train.build import build_meta, fill_model
@@ -104,7 +105,7 @@ def our_model(resolved: Resolved, backend: Backend, mesh: Mesh, weights: Mapping
         whole = {segment.name: weights[spec.global_name(name, segment)] for segment in spec.segments}
         local.copy_(spec.shard(whole, mesh.tp))
 
-    fill_model(resolved, model, backend, mesh, fill)
+    fill_model(resolved, model, backend, mesh, filling(model, weights.__getitem__, fill))
     return model
 
 

@@ -31,7 +31,7 @@ from nxtrain.train.trained import Trained
 from tests.support import commands
 from tests.support.commands import in_process
 from tests.support.ranks import RankPool
-from tests.support.text_models import LENGTH, text_model
+from tests.support.text_models import DRAWN_FAMILIES, LENGTH, text_model
 
 DRAWN = random.Random(11)
 PAIRS = [
@@ -55,14 +55,14 @@ def run(hf: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def open_scorer(place: Path, backend: Backend | None = None) -> Scorer:
+def open_scorer(place: Path, backend: Backend | None = None, tp: int = 1) -> Scorer:
     backend = backend or CpuBackend()
-    mesh = Mesh.build(backend.world, backend.rank, dp=backend.world)
+    mesh = Mesh.build(backend.world, backend.rank, tp=tp)
     backend.lay_out(mesh)
     return Scorer(Trained.find(str(place)), backend, Ranks(mesh, backend.host_group))
 
 
-@pytest.mark.parametrize("shape", ["mha", "gqa2", "odd", "llama3-rope"])
+@pytest.mark.parametrize("shape", ["mha", "gqa2", "odd", "llama3-rope", *DRAWN_FAMILIES])
 def test_log_likelihoods_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of drawn lengths in batches of drawn sizes, whose padding reaches no score."""
     from transformers import AutoModelForCausalLM
@@ -108,9 +108,9 @@ def test_each_token_of_a_continuation_is_scored_whatever_the_tokenizer_joins(hf:
         assert all(len(row.ids) <= LENGTH + 1 for row in rows)
 
 
-def scored_by_rank(backend: Backend, place: Path) -> tuple[list[Likelihood], list[str], int]:
-    """Scores and continuations on one rank, and the number of batches that this rank has computed."""
-    ours, batches = open_scorer(place, backend), 0
+def scored_by_rank(backend: Backend, place: Path, tp: int = 1) -> tuple[list[Likelihood], list[str], int, list[int]]:
+    """Scores and continuations on one rank, batches that it has computed, and texts that it has reported."""
+    ours, batches, reported = open_scorer(place, backend, tp), 0, list[int]()
     compute = ours._score
 
     def counted(rows: Any) -> list[Likelihood]:
@@ -120,8 +120,9 @@ def scored_by_rank(backend: Backend, place: Path) -> tuple[list[Likelihood], lis
 
     ours._score = counted  # type: ignore[method-assign]
     found = ours.likelihoods(PAIRS)
-    texts = ours.continuations([(context, 6, ("x",)) for context, _ in PAIRS if context], Sampling(0.0))
-    return found, texts, batches
+    requests = [(context, 6, ("x",)) for context, _ in PAIRS if context]
+    texts = ours.continuations(requests, Sampling(0.0), reported.append)
+    return found, texts, batches, sorted(reported)
 
 
 def test_ranks_share_the_work_and_get_the_same_bits(hf: Path, ranks: RankPool) -> None:
@@ -129,6 +130,26 @@ def test_ranks_share_the_work_and_get_the_same_bits(hf: Path, ranks: RankPool) -
     of_ranks = ranks.run(2, scored_by_rank, hf)
     assert [found[:2] for found in of_ranks] == [alone[:2]] * 2
     assert sum(found[2] for found in of_ranks) == alone[2] > max(found[2] for found in of_ranks)
+
+
+def test_ranks_that_share_a_model_score_as_one_does(hf: Path, ranks: RankPool) -> None:
+    """Two models, each on two ranks; the first rank of each reports what the model has done."""
+    alone = scored_by_rank(CpuBackend(), hf)
+    of_ranks = ranks.run(4, scored_by_rank, hf, 2)
+    for scores, texts, _, _ in of_ranks:
+        assert [each.nats for each in scores] == pytest.approx([each.nats for each in alone[0]], abs=1e-4)
+        assert ([each.is_greedy for each in scores], texts) == ([each.is_greedy for each in alone[0]], alone[1])
+    assert [found[2] for found in of_ranks[::2]] == [found[2] for found in of_ranks[1::2]]
+    assert sum(found[2] for found in of_ranks[::2]) == alone[2]
+    assert sorted(of_ranks[0][3] + of_ranks[2][3]) == alone[3] and of_ranks[1][3] == of_ranks[3][3] == []
+
+
+def test_samples_of_one_text_are_independent_and_come_again(hf: Path) -> None:
+    ours = open_scorer(hf)
+    request = ("the quick", 12, ())
+    samples = ours.continuations([request] * 5, Sampling(1.0))
+    assert len(set(samples)) == 5
+    assert ours.continuations([("x", 3, ()), *[request] * 5], Sampling(1.0))[1:] == samples
 
 
 def test_results_are_a_table_or_json(run: Path) -> None:

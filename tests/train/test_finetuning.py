@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 import warnings
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nxtrain.backends import open_backend
+from nxtrain.backends import nf4, open_backend
 from nxtrain.checkpoint import directory
 from nxtrain.convert.verify_export import open_model
 from nxtrain.data.tokenization import train_bpe
@@ -29,14 +31,16 @@ from tests.support.text_models import continued
 VOCAB = 300
 STEPS = 8
 LORA = ("finetune.method=lora", "finetune.r=4", "finetune.alpha=8")
+QLORA = ("finetune.method=qlora", *LORA[1:])
 
 
 class Folder:
     """A base model, a corpus of prompts and answers, and the runs on them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        hf_model(plan("gqa2", model={"config": {"vocab_size": VOCAB}}), std=0.2).save_pretrained(path / "base")
+    def __init__(self, path: Path, **sizes: int) -> None:
+        self.path, self.base = path, path / "base"
+        config = {"vocab_size": VOCAB, **sizes}
+        hf_model(plan("gqa2", model={"config": config}), std=0.2).save_pretrained(path / "base")
         lines = [{"prompt": f"{a} plus {b} is ", "text": str(a + b)} for a in range(12) for b in range(12)]
         train_bpe([f"{x['prompt']}{x['text']}" for x in lines], VOCAB, path / "base" / directory.TOKENIZER)
         (path / "sums.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
@@ -47,16 +51,23 @@ class Folder:
         assert told[0] == 0, told
         (path / "run.toml").write_text("", encoding="utf-8")
 
+    def beside(self, path: Path) -> Folder:
+        """The same base and corpus, with runs in another folder."""
+        other = copy(self)
+        other.path = path
+        return other
+
     def train(self, name: str, *overrides: str, code: int = 0) -> str:
         """`nxtrain train` in this process; returns its standard error in one line."""
         given = (
-            f"run.dir={self.path / name}", f"model.hf={self.path / 'base'}", "model.init=hf", "backend.name=cpu",
-            "data.source=arrow", f"data.path={self.path / 'sums.arrow'}", "data.packing=best_fit", "data.doc_mask=true",
-            "data.workers=0", f"train.steps={STEPS}", "train.seq_len=32", "train.global_batch=4", "train.micro_batch=2",
+            f"run.dir={self.path / name}", f"model.hf={self.base}", "model.init=hf", "backend.name=cpu",
+            "data.source=arrow", f"data.path={self.base.parent / 'sums.arrow'}", "data.packing=best_fit",
+            "data.doc_mask=true", "data.workers=0", f"train.steps={STEPS}", "train.seq_len=32", "train.global_batch=4",
+            "train.micro_batch=2",
             "optim.lr=1e-2", "optim.min_lr=1e-2", "checkpoint.every=4", "metrics.log_every=1",
             "metrics.tensorboard=false", "metrics.progress=false",
         )  # fmt: skip
-        found = in_process("train", self.path / "run.toml", *given, *overrides)
+        found = in_process("train", self.base.parent / "run.toml", *given, *overrides)
         assert found[0] == code, found
         return " ".join(found[2].split())
 
@@ -75,26 +86,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return made
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """The same with a base whose columns 64 divides, which bitsandbytes needs on CPUs."""
+    return Folder(tmp_path_factory.mktemp("wide"), intermediate_size=128)
+
+
 def tokens() -> Tensor:
     return torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
 
 
-def peft_logits(base: Path, adapter: Path, *, merged: bool = False) -> Tensor:
+def peft_logits(base: Path, adapter: Path, *, merged: bool = False, quantized: bool = False) -> Tensor:
     from peft import PeftModel
 
-    model = loaded(base)
+    model = loaded_in_nf4(base) if quantized else loaded(base)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         found = PeftModel.from_pretrained(model, str(adapter))
+    for module in found.modules():  # in evaluation, bitsandbytes computes in bf16 on some CPUs, of some shapes
+        module.training = type(module).__module__.startswith("bitsandbytes")
     with torch.no_grad():
         whole = cast(Any, found).merge_and_unload() if merged else found
         return cast(Tensor, whole(input_ids=tokens()).logits)
 
 
-def loaded(folder: Path) -> Any:
+def loaded(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def loaded_in_nf4(folder: Path) -> Any:
+    """The model of transformers and bitsandbytes, which compute products in float32."""
+    from transformers import BitsAndBytesConfig
+
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    return loaded(folder, quantization_config=how)
 
 
 def logits(folder: Path) -> Tensor:
@@ -182,17 +214,61 @@ def test_an_adapter_of_peft_is_the_beginning_of_a_run(folder: Folder, tmp_path: 
     )
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, tmp_path: Path) -> None:
-    lora = (*LORA, "finetune.dropout=0.2", "train.remat=full", "optim.decay_steps=8")
+def test_a_quantized_base_is_that_of_peft(wide: Folder, tmp_path: Path) -> None:
+    """The exported weights are the restored base with the adapter, and so are those of PEFT."""
+    wide.train("qlora", *QLORA)
+    wide.train("lora", *LORA, "train.steps=1")
+    run, base = wide.path / "qlora", wide.base
+    losses = wide.losses("qlora")
+    assert 1e-4 < abs(losses[0] - wide.losses("lora")[0]) < 0.5 and losses[-1] < losses[0] - 0.5
+    theirs = peft_logits(base, run / ADAPTER_DIR, quantized=True)
+    assert (theirs - peft_logits(base, run / ADAPTER_DIR)).abs().max() > 0.05, "NF4 changes the model"
+    torch.testing.assert_close(our_logits(newest(run)), theirs, rtol=0, atol=1e-4)
+    assert in_process("convert", "nxtrain-to-hf", run, tmp_path / "merged", "--verify")[0] == 0
+    torch.testing.assert_close(logits(tmp_path / "merged"), theirs, rtol=0, atol=1e-4)
+    said = wide.train("qlora", *LORA, code=4)
+    assert "'method': 'qlora'" in said and "finetune is" in said
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, wide: Folder, tmp_path: Path, method: str) -> None:
+    folder = (wide if method == "qlora" else folder).beside(tmp_path)
+    lora = (*LORA, f"finetune.method={method}", "finetune.dropout=0.2", "train.remat=full", "optim.decay_steps=8")
     folder.train("whole", *lora)
     folder.train("parts", *lora, "train.steps=4")
     folder.train("parts", *lora)
     assert folder.losses("parts") == folder.losses("whole")
     assert_equal(folder.adapter("parts"), folder.adapter("whole"))
     written = sum(file.stat().st_size for file in newest(folder.path / "whole").iterdir())
-    assert written < 0.6 * (folder.path / "base" / "model.safetensors").stat().st_size
-    assert in_process("convert", "nxtrain-to-peft", folder.path / "whole", tmp_path / "adapter")[0] == 0
-    assert_equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), folder.adapter("whole"))
+    assert written < 0.6 * (folder.base / "model.safetensors").stat().st_size
+    for step, name in ((STEPS, "last"), (4, "early")):
+        place = directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, step)
+        assert in_process("convert", "nxtrain-to-peft", place, tmp_path / name)[0] == 0
+    assert_equal(load_file(tmp_path / "last" / "adapter_model.safetensors"), folder.adapter("whole"))
+    if method == "qlora":
+        early = our_logits(directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, 4))
+        theirs = peft_logits(folder.base, tmp_path / "early", quantized=True)
+        torch.testing.assert_close(theirs, early, rtol=0, atol=1e-4)
+
+
+def test_the_recipe_of_a_small_model_lowers_its_loss(folder: Folder) -> None:
+    """On the documentation of this repository, from a base of another vocabulary."""
+    recipe, run = ROOT / "configs" / "lora_tiny_cpu.toml", folder.path / "recipe"
+    given = (f"run.dir={run}", f"model.hf={folder.base}", f"data.path={ROOT / 'docs'}", "metrics.log_every=1")
+    code, _, err = in_process("train", recipe, *given, "metrics.tensorboard=false", "metrics.progress=false")
+    assert code == 0, err
+    losses = folder.losses("recipe")
+    assert len(losses) == 20 and sum(losses[-5:]) < sum(losses[:5]) - 5
+    assert (run / ADAPTER_DIR / "adapter_model.safetensors").is_file()
+
+
+def test_quantized_weights_without_their_library(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    nf4._library.cache_clear()
+    try:
+        assert "pip install 'nxtrain[qlora]'" in folder.train("absent", *QLORA, code=5)
+    finally:
+        nf4._library.cache_clear()
 
 
 def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path) -> None:

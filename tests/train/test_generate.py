@@ -27,7 +27,7 @@ from nxtrain.train.generate import Request, Sampling, generate, generate_on
 from nxtrain.train.trained import Trained
 from tests.support.commands import in_process
 from tests.support.ranks import RankPool
-from tests.support.text_models import LENGTH, continued, text_model
+from tests.support.text_models import DRAWN_FAMILIES, LENGTH, continued, text_model
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -202,7 +202,7 @@ def test_transformers_shows_no_progress_of_its_own(checkpoint: Path, tmp_path: P
 PROMPTS = ("the quick", "na\xefve", "brown fox " * 3, "\u4f60\u597d, \u4e16\u754c the", "x")
 
 
-@pytest.mark.parametrize("shape", ["gqa", "tied", "llama3-rope"])
+@pytest.mark.parametrize("shape", ["gqa", "tied", "llama3-rope", *DRAWN_FAMILIES])
 def test_texts_in_a_batch_are_those_of_single_runs_and_of_no_cache(tmp_path: Path, shape: str) -> None:
     """Token for token, greedy and sampled: a text of any length does not depend on its neighbours."""
     place = text_model(tmp_path, shape)

@@ -428,7 +428,7 @@ def test_torchneuron_has_no_collectives_of_host_memory(tmp_path: Path) -> None:
         checked(tmp_path, "backend.name=neuron-native", *overrides)
 
 
-def test_adapters_need_given_weights_and_our_layers(tmp_path: Path, hf: Path) -> None:
+def test_adapters_need_given_weights_and_our_layers_and_above_nf4_an_eager_device(tmp_path: Path, hf: Path) -> None:
     given = (f"model.hf={hf}", "model.init=hf", "finetune.method=lora")
     assert checked(tmp_path, *given, "parallel.pp=3", world=3).config.finetune.r == 16
     problem = only(tmp_path, "finetune.method=lora")
@@ -436,6 +436,8 @@ def test_adapters_need_given_weights_and_our_layers(tmp_path: Path, hf: Path) ->
     assert "backend.layers=nxd replaces" in only(tmp_path, *given, "backend.layers=nxd").reason
     assert only(tmp_path, *given, 'finetune.targets=["q_proj", "q_proj"]').key == "finetune.targets"
     assert only(tmp_path, "finetune.adapter=runs/chat/adapter").key == "finetune.adapter"
+    for override in ("backend.name=xla", "backend.name=neuron-native", "compile.torch_compile=true"):
+        assert "restores NF4 eagerly" in only(tmp_path, *given[:2], "finetune.method=qlora", override).reason
 
 
 def test_masks_of_adapters_are_refused_where_they_would_be_wrong_or_new_graphs(tmp_path: Path, hf: Path) -> None:

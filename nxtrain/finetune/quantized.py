@@ -1,0 +1,103 @@
+"""Frozen linear layers in NF4, below adapters (QLoRA): a matrix is restored for each product, forward and backward.
+
+Model code is unchanged: the weight of an existing layer is replaced by its packed form, under the same name.
+Checkpoints hold no frozen weights, and every start quantizes the base anew.
+
+Source: Dettmers et al. 2023 (arXiv:2305.14314) equation 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nxtrain.backends.nf4 import BLOCK, Packing, Part
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.family import CausalLM
+from nxtrain.nn.init import Fill
+from nxtrain.parallel.linear import ColumnLinear, RowLinear
+from nxtrain.parallel.regions import TensorParallel
+from nxtrain.sharding import ShardSpec
+
+
+class _RestoredProduct(torch.autograd.Function):
+    """x @ weight.T of a packed weight, which alone is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, packing: Packing) -> Tensor:
+        ctx.packing = packing
+        ctx.save_for_backward(packed)
+        return F.linear(x, packing.restore(packed))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ ctx.packing.restore(packed) if ctx.needs_input_grad[0] else None, None, None
+
+
+def quantize(model: nn.Module, tp: TensorParallel) -> None:
+    """Replace the weights of the linear layers of a model's blocks by packed ones, without values.
+
+    Args:
+        model: A `CausalLM` on the meta device, changed in place; its parameters keep their names.
+        tp: Tensor parallel context of the layers.
+
+    Raises:
+        ConfigError: Tensor parallelism cuts a block of weights that share a scale.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    for layer in (module for block in cast(CausalLM, model).blocks for module in block.modules()):
+        if isinstance(layer, ColumnLinear | RowLinear):
+            packing = _packing(layer.specs["weight"], f"{paths[id(layer)]}.weight", tp)
+            blank = torch.empty(packing.packed_shape, dtype=packing.dtype, device="meta")
+            layer.weight = nn.Parameter(blank, requires_grad=False)
+            layer.restored = partial(_product, layer, packing)
+
+
+def filling(model: nn.Module, read: Callable[[str], Tensor], fill: Fill) -> Fill:
+    """A `fill` that quantizes the weights of `quantize`, and leaves other parameters to another `fill`.
+
+    Args:
+        model: The model.
+        read: Reads a whole tensor by its global name.
+        fill: Fills the other parameters.
+    """
+    found = dict(_quantized_layers(model))
+
+    def fill_one(name: str, local: Tensor) -> None:
+        if name not in found:
+            return fill(name, local)
+        spec, packing = found[name]
+        wholes = [read(spec.global_name(name, segment)) for segment in spec.segments]
+        local.copy_(packing.pack(wholes))
+        return None
+
+    return fill_one
+
+
+def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, tuple[ShardSpec, Packing]]]:
+    for path, layer in model.named_modules():
+        if isinstance(layer, ColumnLinear | RowLinear) and layer.restored is not None:
+            yield f"{path}.weight", (layer.specs["weight"], cast(Any, layer.restored).args[1])
+
+
+def _product(layer: ColumnLinear | RowLinear, packing: Packing, x: Tensor) -> Tensor:
+    out: Tensor = _RestoredProduct.apply(x, layer.weight, packing)
+    return out
+
+
+def _packing(spec: ShardSpec, name: str, tp: TensorParallel) -> Packing:
+    if not spec.has_whole_runs(tp.axis, BLOCK):
+        reason = f"parallel.tp={tp.axis.size} cuts {name} of {spec.shape} inside a block of {BLOCK} weights"
+        hint = "use a smaller parallel.tp, or finetune.method=lora"
+        raise ConfigError([Problem("parallel.tp", f"{reason}, which share a scale", hint=hint)])
+    parts = tuple(
+        Part(cast(tuple[int, int], spec.global_shape(piece.segment)), spec.dim or 0, piece.start, piece.length)
+        for piece in spec.pieces(tp.axis)
+    )
+    return Packing(parts, cast(tuple[int, int], spec.local_shape(tp.axis)), tp.dtype)
