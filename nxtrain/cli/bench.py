@@ -157,7 +157,7 @@ def bench_growth(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how the cost of a step, a start, a checkpoint or a trace grows, as exponents: 1 is linear, 0 is flat."""
+    """Measure how the cost of a step, or of a trace, grows with its size, as exponents: 1 is linear, 0 is flat."""
     from nxtrain.bench.growth import bench_growth
 
     bench_growth(curves=_names(curves), points=points, rounds=rounds, as_json=as_json, chart=chart)
