@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -40,12 +41,34 @@ def draw_ratios(file: Path, result: Mapping[str, Any]) -> None:
         for peer, ratio in ratios.items()
         if peer not in result["ratios_of"]
     }
-    machine = result["machine"]
     title = f"nxtrain bench train: speed over peers ({result['clock']} time, 1.0 = equal)"
-    under = (
-        f"{machine['cpu']}, {', '.join(machine['instructions'])}; {result['precision']}, {result['threads']} threads"
+    draw(file, bars, title, result["machine"], f"; {result['precision']}, {result['threads']} threads")
+
+
+def draw(
+    file: Path,
+    bars: Mapping[str, tuple[float, float, float]],
+    title: str,
+    machine: Mapping[str, Any],
+    details: str = "",
+) -> None:
+    """Draw bars above the name of the machine.
+
+    Args:
+        file: Where to write.
+        bars: Value, least and greatest of each bar, by label.
+        title: First line.
+        machine: The machine, as `turns.machine` describes it.
+        details: End of the second line.
+    """
+    file.write_text(
+        svg(bars, title, f"{machine['cpu']}, {', '.join(machine['instructions'])}{details}"), encoding="utf-8"
     )
-    file.write_text(svg(bars, title, under), encoding="utf-8")
+
+
+def spread(rounds: Sequence[float]) -> tuple[float, float, float]:
+    """Median, least and greatest over rounds."""
+    return median(rounds), min(rounds), max(rounds)
 
 
 def svg(bars: Mapping[str, tuple[float, float, float]], title: str, under: str) -> str:

@@ -1,4 +1,4 @@
-"""Growth of cost: CPU time of a step against sequence length, layers and accumulation, and of a trace against world.
+"""Growth of cost: CPU time of a step, a start, a checkpoint and a trace against their sizes.
 
 Each curve has an exponent, the slope of the logarithm of time over that of size: 1 is linear growth, 0 is none.
 """
@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -18,10 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nxtrain.backends.xla.tracing import trace_environment
+from nxtrain.bench.chart import check_chart, draw, spread
 from nxtrain.bench.turns import Worker, machine, machine_line, started, take_turns
 from nxtrain.errors import BackendError, ConfigError, Problem
 
 SEQ_LEN, LAYERS, ACCUMULATION, WORLD = "seq_len", "layers", "accumulation", "world"
+START, CHECKPOINT = "start", "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ CURVES = {
     SEQ_LEN: Curve((128, 256, 512, 1024), 1.0, "step against tokens per sequence; attention adds to 1"),
     LAYERS: Curve((2, 4, 8, 16), 1.0, "step against blocks"),
     ACCUMULATION: Curve((1, 2, 4, 8), 1.0, "step against micro-batches"),
+    START: Curve((2, 4, 8, 16), 1.0, "model built and drawn against blocks; vocabulary is constant"),
+    CHECKPOINT: Curve((16, 32, 64, 128), 1.0, "checkpoint saved and loaded against MiB"),
     WORLD: Curve((8, 64, 512, 4096), 0.0, "trace of one rank against ranks of the world, tp=8"),
 }
 
@@ -60,7 +65,7 @@ class GrowthJob:
     sizes: Sequence[int]
 
 
-def bench_growth(*, curves: Sequence[str], points: int, rounds: int, as_json: bool) -> None:
+def bench_growth(*, curves: Sequence[str], points: int, rounds: int, as_json: bool, chart: Path | None = None) -> None:
     """Measure and print.
 
     Args:
@@ -68,11 +73,13 @@ def bench_growth(*, curves: Sequence[str], points: int, rounds: int, as_json: bo
         points: Number of sizes, the least first; 0: all.
         rounds: Turns of each curve, after one that warms up.
         as_json: Print JSON instead of a table.
+        chart: SVG file to draw the exponents into.
 
     Raises:
-        ConfigError: There is no such curve, or one point, which has no slope.
+        ConfigError: There is no such curve, or one point, which has no slope, or the chart cannot be written.
         BackendError: A chosen curve needs torch-xla, which is not installed.
     """
+    check_chart(chart)
     unknown = [name for name in curves if name not in CURVES]
     if unknown:
         known = ", ".join(CURVES)
@@ -87,6 +94,9 @@ def bench_growth(*, curves: Sequence[str], points: int, rounds: int, as_json: bo
     names = list(curves) or [name for name in CURVES if traces or name != WORLD]
     sizes = {name: CURVES[name].sizes[: points or None] for name in names}
     result = {"machine": machine(), "rounds": rounds, **summarize(sizes, measure(sizes, rounds))}
+    if chart is not None:
+        bars = {f"{row['name']} ({CURVES[row['name']].exponent:g})": spread(row["rounds"]) for row in result["rows"]}
+        draw(chart, bars, "nxtrain bench growth: exponent of CPU time (expected)", result["machine"])
     if as_json:
         print(json.dumps(result, indent=2))
     else:

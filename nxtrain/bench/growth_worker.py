@@ -5,17 +5,22 @@ python -m nxtrain.bench.growth_worker CURVE JOB
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nxtrain.backends import open_backend
-from nxtrain.bench.growth import ACCUMULATION, LAYERS, SEQ_LEN, WORLD, GrowthJob
+from nxtrain.bench.checkpoint import State
+from nxtrain.bench.growth import ACCUMULATION, CHECKPOINT, LAYERS, SEQ_LEN, START, WORLD, GrowthJob
 from nxtrain.bench.train import Workload
 from nxtrain.bench.turns import serve
 from nxtrain.bench.worker import ours
@@ -38,11 +43,12 @@ TP = 8
 def main(job: GrowthJob) -> None:
     """Serve turns until standard input ends."""
     torch.set_num_threads(1)
-    serve(lambda: {"": traces(job) if job.curve == WORLD else steps(job)})
+    curves = {START: starts, CHECKPOINT: checkpoints, WORLD: traces}
+    serve(lambda: {"": _in_turns(curves.get(job.curve, steps)(job))})
 
 
-def steps(job: GrowthJob) -> Callable[[], list[float]]:
-    """A turn of one step at each size: CPU seconds."""
+def steps(job: GrowthJob) -> list[Callable[[], object]]:
+    """One step at each size."""
     backend = open_backend("cpu")
 
     def make(size: int) -> Callable[[], float]:
@@ -51,16 +57,39 @@ def steps(job: GrowthJob) -> Callable[[], list[float]]:
         work = Workload(1, of[ACCUMULATION], of[SEQ_LEN], "fp32", shape)
         return ours(work, backend, micro_batches=of[ACCUMULATION])[0]
 
-    made = [make(size) for size in job.sizes]
-
-    def turn() -> list[float]:
-        return [_cpu_s(step) for step in made]
-
-    return turn
+    return [make(size) for size in job.sizes]
 
 
-def traces(job: GrowthJob) -> Callable[[], list[float]]:
-    """A turn of one trace in each world: CPU seconds."""
+def starts(job: GrowthJob) -> list[Callable[[], object]]:
+    """Construction of a model of each size, its weights drawn, and its optimizer."""
+    backend = open_backend("cpu")
+    shape = {**SHAPE, "max_position_embeddings": SIZES[SEQ_LEN]}
+    works = [Workload(1, 1, SIZES[SEQ_LEN], "fp32", {**shape, "num_hidden_layers": size}) for size in job.sizes]
+    return [partial(ours, work, backend) for work in works]
+
+
+def checkpoints(job: GrowthJob) -> list[Callable[[], object]]:
+    """Save and load of a checkpoint of each size, in a folder for temporary files."""
+    place = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+
+    def make(mib: int) -> Callable[[], None]:
+        folder = place / str(mib)
+        folder.mkdir()
+        state = State(folder, mib)
+
+        def act() -> None:
+            state.clear()
+            state.save()
+            state.load()
+
+        return act
+
+    return [make(size) for size in job.sizes]
+
+
+def traces(job: GrowthJob) -> list[Callable[[], object]]:
+    """One trace in each world."""
     from nxtrain.config.check import Resolved
     from nxtrain.config.schema import RunConfig
     from nxtrain.family import find_family
@@ -76,12 +105,12 @@ def traces(job: GrowthJob) -> Callable[[], list[float]]:
         shape = {**TRACED, "num_key_value_heads": TP, "max_position_embeddings": 32}
         return Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
 
-    plans = {world: plan(world) for world in job.sizes}
+    return [partial(trace, plan(world), world, [0], steps=2, hlo=None) for world in job.sizes]
 
-    def turn() -> list[float]:
-        return [_cpu_s(partial(trace, plans[world], world, [0], steps=2, hlo=None)) for world in plans]
 
-    return turn
+def _in_turns(acts: Sequence[Callable[[], object]]) -> Callable[[], list[float]]:
+    """A turn of all: CPU seconds of each."""
+    return lambda: [_cpu_s(act) for act in acts]
 
 
 def _cpu_s(act: Callable[[], object]) -> float:

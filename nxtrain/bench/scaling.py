@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nxtrain.bench.chart import check_chart, draw, spread
 from nxtrain.bench.train import Workload
 from nxtrain.bench.turns import Worker, machine, machine_line, median_ratio, rank_environments
 from nxtrain.errors import ConfigError, Problem
@@ -34,7 +36,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 RANKS = 2
 
 
-def bench_scaling(*, work: Workload, layouts: Sequence[str], rounds: int, as_json: bool) -> None:
+def bench_scaling(
+    *, work: Workload, layouts: Sequence[str], rounds: int, as_json: bool, chart: Path | None = None
+) -> None:
     """Measure and print.
 
     Args:
@@ -42,10 +46,12 @@ def bench_scaling(*, work: Workload, layouts: Sequence[str], rounds: int, as_jso
         layouts: Names from `LAYOUTS`; empty: all.
         rounds: Turns of each, after one that warms up.
         as_json: Print JSON instead of tables.
+        chart: SVG file to draw the efficiencies into.
 
     Raises:
-        ConfigError: There is no such layout.
+        ConfigError: There is no such layout, or the chart cannot be written.
     """
+    check_chart(chart)
     unknown = [name for name in layouts if name not in LAYOUTS]
     if unknown:
         known = ", ".join(LAYOUTS)
@@ -59,6 +65,10 @@ def bench_scaling(*, work: Workload, layouts: Sequence[str], rounds: int, as_jso
         **summarize(measured, work.steps * work.batch * work.seq_len),
         "breakdown": parts,
     }
+    if chart is not None:
+        of = {row["name"]: row["rounds"] for row in result["rows"]}
+        bars = {name: spread([ours / two for ours, two in zip(of[name], of[TWO], strict=True)]) for name in names}
+        draw(chart, bars, "nxtrain bench scaling: two ranks over two independent runs", result["machine"])
     if as_json:
         print(json.dumps(result, indent=2))
     else:

@@ -13,6 +13,9 @@ from nxtrain.io.paths import local_path
 bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Chart = Annotated[
+    Path | None, typer.Option(help="SVG file to draw the ratios into.", parser=local_path, metavar="FILE.svg")
+]
 
 
 def _names(listed: str) -> list[str]:
@@ -39,9 +42,7 @@ def bench_train(
     stock_allocator: Annotated[
         bool, typer.Option("--stock-allocator", help="Give peers glibc's default settings, not nxtrain's.")
     ] = False,
-    chart: Annotated[
-        Path | None, typer.Option(help="SVG file to draw the ratios into.", parser=local_path, metavar="FILE.svg")
-    ] = None,
+    chart: Chart = None,
     as_json: AsJson = False,
 ) -> None:
     """Train the same model here and in other trainers, in turns, and compare tokens per second.
@@ -72,6 +73,7 @@ def bench_scaling(
     seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 512,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
     preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
+    chart: Chart = None,
     as_json: AsJson = False,
 ) -> None:
     """Train with two ranks on this machine's CPU, beside one rank and beside two independent runs at once.
@@ -91,7 +93,7 @@ def bench_scaling(
         backend="cpu",
         stock=False,
     )
-    bench_scaling(work=work, layouts=_names(layouts), rounds=rounds, as_json=as_json)
+    bench_scaling(work=work, layouts=_names(layouts), rounds=rounds, as_json=as_json, chart=chart)
 
 
 @bench.command("collectives", epilog="Example: nxtrain bench collectives --sizes-kib 4,1024,65536")
@@ -145,16 +147,20 @@ def bench_data(
 @bench.command("growth", epilog="Example: nxtrain bench growth --curves layers,world")
 def bench_growth(
     curves: Annotated[
-        str, typer.Option(help="Commas between seq_len, layers, accumulation, world; by default all.")
+        str,
+        typer.Option(help="Commas between seq_len, layers, accumulation, start, checkpoint, world; by default all."),
     ] = "",
     points: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="Number of sizes, the least first; 0: all.")] = 0,
     rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each curve is measured.")] = 3,
+    chart: Annotated[
+        Path | None, typer.Option(help="SVG file to draw the exponents into.", parser=local_path, metavar="FILE.svg")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how the cost of a step, or of a trace, grows with its size, as exponents: 1 is linear, 0 is flat."""
     from nxtrain.bench.growth import bench_growth
 
-    bench_growth(curves=_names(curves), points=points, rounds=rounds, as_json=as_json)
+    bench_growth(curves=_names(curves), points=points, rounds=rounds, as_json=as_json, chart=chart)
 
 
 @bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")

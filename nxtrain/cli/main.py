@@ -32,6 +32,7 @@ from nxtrain.cli.report import report, watch
 from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE, finite
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
+from nxtrain.process import garbage
 from nxtrain.process.placement import Placement
 from nxtrain.process.streams import pipe_safe_streams
 
@@ -185,6 +186,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         from nxtrain.compile.miss_watch import watch_misses
         from nxtrain.train.run import train
 
+        garbage.settle()
         if faults := os.environ.get("NXTRAIN_FAULTS"):
             from nxtrain.testing.faults import arm
 

@@ -158,13 +158,15 @@ class _TensorParallelSums:
                 shape = (-1, *[1] * (shards[name].dim() - 1))
                 copied = torch.tensor(layout.row_copies(name, shards[name].shape[0])) == count
                 self._rows.setdefault(count, {})[name] = put(copied.view(shape))
+        # Once, since an axis has all groups of the world, and a step should cost the same in any world.
+        self._axes = {count: self._tp.neighbours(count) for count in self._whole.keys() | self._rows.keys()}
 
     def __call__(self, grads: dict[str, Tensor]) -> None:
         """Sum in place."""
-        for copies in self._whole.keys() | self._rows.keys():
+        for copies, axis in self._axes.items():
             whole, rows = self._whole.get(copies, []), self._rows.get(copies, {})
             tensors = [grads[name] for name in (*whole, *rows)]
-            reduced = self._comm.start_all_reduce_bucket(tensors, self._tp.neighbours(copies), torch.float32).wait()
+            reduced = self._comm.start_all_reduce_bucket(tensors, axis, torch.float32).wait()
             for name, total in zip((*whole, *rows), reduced, strict=True):
                 grads[name] = torch.where(rows[name], total, grads[name]) if name in rows else total
 

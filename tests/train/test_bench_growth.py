@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nxtrain.bench.growth import CURVES, LAYERS, WORLD, exponent
+from nxtrain.bench.growth import CHECKPOINT, CURVES, LAYERS, START, WORLD, exponent
 
 
 def bench(*argv: str) -> Any:
@@ -19,15 +21,19 @@ def bench(*argv: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_steps_and_traces_are_measured_at_growing_sizes() -> None:
+def test_steps_and_traces_are_measured_at_growing_sizes(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
-    found = bench("growth", "--curves", f"{LAYERS},{WORLD}", "--points", "2")
+    names, chart = [LAYERS, START, CHECKPOINT, WORLD], tmp_path / "exponents.svg"
+    found = bench("growth", "--curves", ",".join(names), "--points", "2", "--chart", str(chart))
     rows = {row["name"]: row for row in found["rows"]}
-    assert list(rows) == [LAYERS, WORLD]
+    assert list(rows) == names
+    ranges = ET.fromstring(chart.read_text(encoding="utf-8")).findall("{*}line")
+    assert len(ranges) == len(names) + 1  # and the line of 1
     for name, row in rows.items():
         assert row["sizes"] == list(CURVES[name].sizes[:2])
         assert min(row["cpu_s"]) > 0
         assert found["exponents"][name] == pytest.approx(exponent(row["sizes"], row["cpu_s"]))
+    assert found["exponents"][WORLD] < 0.5  # a trace that is linear in the world has 1; noise of a factor of 2 has 0.33
 
 
 def test_the_loader_is_measured_beside_numpy() -> None:

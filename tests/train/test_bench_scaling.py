@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +14,10 @@ from nxtrain.bench.breakdown import COMMUNICATION
 from nxtrain.bench.scaling import ONE, TWO
 
 
-def test_two_ranks_run_in_turn_with_two_independent_runs() -> None:
+def test_two_ranks_run_in_turn_with_two_independent_runs(tmp_path: Path) -> None:
+    chart = tmp_path / "efficiency.svg"
     argv = [sys.executable, "-m", "nxtrain", "bench", "scaling", "--preset", "tiny", "--layouts", "pp2", "--json"]
-    argv += ["--rounds", "1", "--steps", "1", "--batch", "2", "--seq-len", "32"]
+    argv += ["--rounds", "1", "--steps", "1", "--batch", "2", "--seq-len", "32", "--chart", str(chart)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -30,3 +33,5 @@ def test_two_ranks_run_in_turn_with_two_independent_runs() -> None:
     assert parts["sum_s"] == pytest.approx(parts["step_s"], rel=0.05)
     assert parts["kinds"][COMMUNICATION]["calls"] > 0
     assert rows[TWO]["waited"] == 0
+    texts = [text.text for text in ET.fromstring(chart.read_text(encoding="utf-8")).findall("{*}text")]
+    assert texts[2:] == ["pp2", f"{found['ratios']['pp2']:.2f}"]

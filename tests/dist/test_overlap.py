@@ -1,0 +1,102 @@
+"""Sums of gradients that are under way, or done, while a rank still computes its backward pass."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.config.check import Resolved
+from nxtrain.parallel.data_parallel import Bucketed, Reduction
+from nxtrain.train import build
+from nxtrain.train.step import TrainState
+from tests.support.models import weights_of
+from tests.support.parity import batches, layout, local_batch, start
+from tests.support.patience import patient_s
+from tests.support.ranks import RankPool
+
+BUCKET_BYTES = 16 << 10
+LIMIT_S = patient_s(30)
+
+
+def small_buckets(
+    backend: CpuBackend, transport: str, resolved: Resolved, weights: Mapping[str, Tensor]
+) -> tuple[TrainState, Bucketed]:
+    """A state whose gradients fill several buckets."""
+    backend.choose_transport(transport)
+    with mock.patch.object(build, "Reduction", lambda **how: Reduction(**{**how, "bucket_bytes": BUCKET_BYTES})):
+        state = start(backend, resolved, weights)
+    return state, cast(Bucketed, state.data_parallel)
+
+
+def backward(state: TrainState, resolved: Resolved) -> None:
+    """Forward and backward pass of this rank's sequences, whose gradients are to be averaged."""
+    (rows,) = batches(resolved, 1)
+    batch = local_batch(state, rows, resolved.config.train.micro_batch)
+    state.data_parallel.begin(last=True)
+    ((inputs, targets),) = batch.micro_batches
+    state.lm.loss(inputs, targets).backward()
+
+
+def beside_an_absent_peer(backend: CpuBackend, *job: Any) -> tuple[int, int]:
+    """Sums that rank 0 has started at the end of a backward pass before which rank 1 starts none; and their number."""
+    state, parallel = small_buckets(backend, *job)
+    store = dist.PrefixStore("overlap", dist.distributed_c10d._get_default_store())
+    if backend.rank:
+        store.wait(["computed"], timedelta(seconds=LIMIT_S))
+    backward(state, job[1])
+    found = len(parallel._started), len(parallel.buckets)
+    if not backend.rank:
+        store.set("computed", "")
+    parallel.reduce()
+    return found
+
+
+def inside_a_backward_pass(backend: CpuBackend, *job: Any) -> tuple[bool, bool]:
+    """True if the first sum is done inside the backward pass; and true if other buckets have not begun by then."""
+    state, parallel = small_buckets(backend, "gloo", *job)
+    found: list[tuple[bool, bool]] = []
+
+    def look(_: Tensor) -> None:
+        limit = time.monotonic() + LIMIT_S
+        first = parallel._started.get(0)
+        work = cast(Any, first).flat.work if first is not None else None
+        while work is not None and not work.is_completed() and time.monotonic() < limit:
+            time.sleep(0.001)
+        is_done = work is not None and work.is_completed()
+        found.append((is_done, len(parallel._started) < len(parallel.buckets)))
+
+    early = next(p for name, p in state.model.named_parameters() if "layers.0." in name)
+    early.register_post_accumulate_grad_hook(look)
+    backward(state, job[0])
+    parallel.reduce()
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def job() -> tuple[Resolved, dict[str, Tensor]]:
+    """Two replicas, each with one micro-batch."""
+    resolved = layout("gqa2", tp=1, dp=2, micro=2)
+    return resolved, dict(weights_of(resolved))
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_a_backward_pass_waits_for_no_sum(
+    transport: str, ranks: RankPool, job: tuple[Resolved, dict[str, Tensor]]
+) -> None:
+    """Rank 1 starts its sums only once rank 0 has computed: a sum that is awaited where it starts never ends."""
+    (started, number), _ = ranks.run(2, beside_an_absent_peer, transport, *job)
+    assert started == number > 4
+
+
+def test_a_sum_is_done_while_the_backward_pass_goes_on(
+    ranks: RankPool, job: tuple[Resolved, dict[str, Tensor]]
+) -> None:
+    assert ranks.run(2, inside_a_backward_pass, *job) == [(True, True)] * 2

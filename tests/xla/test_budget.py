@@ -1,0 +1,116 @@
+"""Python calls of a traced step: flat in steps and in the world, linear in blocks and micro-batches.
+
+Calls are counted, not timed, so that the figures are those of any machine. Those inside torch and torch-xla do not
+count: `xm.all_gather` looks at every group of the world. `tests/xla/test_graphs.py` counts the collectives of a block,
+and shows that graphs change neither with steps nor with ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import nxtrain
+import nxtrain_models
+from nxtrain.backends.xla.tracing import TracingBackend, trace_environment
+from tests.support.xla_processes import FAST, start
+
+TP, STEPS = 8, 3
+BASE = {"blocks": 2, "micro": 2, "world": 64}
+CASES: dict[str, Mapping[str, int]] = {
+    "base": {},
+    "one more block": {"blocks": 3},
+    "another block": {"blocks": 4},
+    "one more micro-batch": {"micro": 3},
+    "another micro-batch": {"micro": 4},
+    "64 worlds": {"world": 4096},
+}
+
+OURS = (*nxtrain.__path__, *nxtrain_models.__path__)
+
+
+def traced(folder: Path) -> None:
+    """Write the numbers of calls in each step of each case."""
+    from nxtrain.config.check import Resolved
+    from nxtrain.config.schema import RunConfig
+    from nxtrain.family import find_family
+    from nxtrain.graphs.trace import trace
+    from nxtrain.train import trainer
+
+    family, found = find_family("llama"), {}
+    for name, changes in CASES.items():
+        of = {**BASE, **changes}
+        shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": of["blocks"]}
+        shape |= {"num_attention_heads": TP, "num_key_value_heads": TP, "max_position_embeddings": 16}
+        tables: dict[str, Any] = {
+            "train": {"seq_len": 16, "global_batch": of["micro"] * of["world"] // TP, "micro_batch": 1},
+            "parallel": {"tp": TP, "sequence_parallel": True},
+        }
+        plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
+        steps = list[int]()
+        with mock.patch.object(trainer, "update", counting(trainer.update, steps)):
+            trace(plan, of["world"], [0], steps=STEPS, hlo=None)
+        found[name] = steps
+    (folder / "calls.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def counting(step: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
+    """A function that appends the calls of and by nxtrain inside a step, without those of the tracing itself."""
+    boundary = TracingBackend.step_boundary
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call") and frame.f_code.co_filename.startswith(OURS)
+
+    def uncounted(self: TracingBackend) -> None:
+        sys.setprofile(None)
+        boundary(self)
+        sys.setprofile(note)
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls = 0
+        with mock.patch.object(TracingBackend, "step_boundary", uncounted):
+            sys.setprofile(note)
+            try:
+                return step(*args)
+            finally:
+                sys.setprofile(None)
+                found.append(calls)
+
+    return counted
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """Calls of each step by case."""
+    folder = tmp_path_factory.mktemp("budget")
+    env = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
+    done = start(traced, folder, env=env, log=folder / "log.txt").ended(250)
+    assert done.code == 0, done.printed
+    found: dict[str, list[int]] = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_no_step_costs_more_than_the_one_before(calls: dict[str, list[int]]) -> None:
+    for steps in calls.values():
+        assert steps[1:] == [steps[1]] * (STEPS - 1)
+
+
+def test_a_step_in_4096_ranks_costs_what_one_in_64_does(calls: dict[str, list[int]]) -> None:
+    assert calls["64 worlds"][-1] == calls["base"][-1]
+
+
+@pytest.mark.parametrize("part", ["block", "micro-batch"])
+def test_each_block_and_each_micro_batch_costs_the_same(part: str, calls: dict[str, list[int]]) -> None:
+    none, one, two = (calls[case][-1] for case in ("base", f"one more {part}", f"another {part}"))
+    assert 0 < one - none == two - one
