@@ -335,9 +335,6 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
     if data.doc_mask and data.source == "tokens" and not data.tokenizer:
         reason = "documents are found by the token that ends them, and source=tokens has no tokenizer that names it"
         yield Problem("data.doc_mask", reason, hint="set data.tokenizer to that of the ids, or use false")
-    if data.doc_mask and loaded.config.parallel.pp > 1:
-        reason = f"masks between documents do not pass the stages of parallel.pp={loaded.config.parallel.pp}"
-        yield Problem("data.doc_mask", reason, hint="use false, or parallel.pp=1")
     if data.path and loaded.origins["data.source"] == "default":
         reason = f"path={data.path!r} is set, but no source: stdlib, the default, would not read it"
         yield Problem("data.source", reason, hint="set data.source=text, tokens or stdlib")
