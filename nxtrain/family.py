@@ -118,9 +118,7 @@ class CausalLM(Protocol):
         """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""
         ...
 
-    def run(
-        self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None
-    ) -> Tensor:
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Compute one of the parts that were built.
 
         Args:

@@ -75,8 +75,8 @@ def on_rank(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor],
 def alone(resolved: Resolved, weights: Mapping[str, Tensor], rows: Rows) -> tuple[float, int, dict[str, Tensor]]:
     """Mean loss, targets and gradients of transformers, which gets one document at a time."""
     model = hf_model(resolved, weights=weights)
-    documents = [part for row in rows for part in np.split(row, np.flatnonzero(row == END) + 1)]
-    documents = [torch.from_numpy(part[part != IGNORE_INDEX]) for part in documents]
+    pieces = (part for row in rows for part in np.split(row, np.flatnonzero(row == END) + 1))
+    documents = [torch.from_numpy(part[part != IGNORE_INDEX]) for part in pieces]
     number = sum(max(0, len(part) - 1) for part in documents)
     total = 0.0
     for part in documents:

@@ -182,7 +182,9 @@ def test_masked_losses_are_those_of_one_rank(runs: Runs, layout: str) -> None:
         runs.run(changed(runs.plan(alone.name, "best_fit", 3), data=data))
     resolved = changed(runs.plan(layout, "best_fit", 3), data=data, **LAYOUTS[layout])
     parallel = resolved.config.parallel
-    runs.ranks.run(parallel.tp * parallel.pp * parallel.dp, train_eagerly if layout == "compiled" else train_rank, resolved)
+    runs.ranks.run(
+        parallel.tp * parallel.pp * parallel.dp, train_eagerly if layout == "compiled" else train_rank, resolved
+    )
     for ours, theirs in zip(records(runs.folder / layout), records(alone), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
