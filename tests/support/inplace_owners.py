@@ -25,7 +25,7 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/io/cached_object.py": {
         "CachedObject._find: self._is_here[block] =": "host: the blocks that this very object has found",
-        "CachedObject._store: self._is_here[number:number + len(blocks)] =": "host: likewise, the blocks that it stored",
+        "CachedObject._store: self._is_here[number:number + len(blocks)] =": "host: likewise",
     },
     "nxtrain/data/arrow/lanes.py": {
         "MixedLane.row: self._given +=": "host: number",
