@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -136,7 +135,7 @@ class FileSamples:
         fill = self._read if self._verified is None else self._verified.fill
         places = (indices * (self._stride * self._dtype.itemsize)).tolist()
         for start in places:
-            self._file.ahead(partial(read_exactly, self._file, content.shape[1], self._start + start))
+            self._file.ahead(read_exactly, self._file, content.shape[1], self._start + start)
         for place, start in enumerate(places):
             fill(start, content[place].data)
         rows = found.astype(np.int64)
@@ -230,7 +229,7 @@ def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[st
     def rows(indices: NDArray[np.int64]) -> NDArray[np.int64]:
         places = [(start + row * width * dtype.itemsize, width * dtype.itemsize) for row in indices.tolist()]
         for place, size in places:
-            file.ahead(partial(read_exactly, file, size, place))
+            file.ahead(read_exactly, file, size, place)
         found = np.stack([np.frombuffer(read_exactly(file, size, place), dtype) for place, size in places])
         _check_ids(found, indices, file.name, vocab_size)
         return found.astype(np.int64)

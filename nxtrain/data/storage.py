@@ -44,7 +44,7 @@ class DataFile(Protocol):
     def version(self) -> object:
         """Value that differs after a change of the content in place."""
 
-    def ahead(self, read: Callable[[], object]) -> None:
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
         """Call a function that reads, in another thread if the storage is far; otherwise not at all."""
 
 
@@ -73,7 +73,7 @@ class LocalFile:
         found = os.fstat(self._file)
         return found.st_size, found.st_mtime_ns
 
-    def ahead(self, read: Callable[[], object]) -> None:
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
         """Call nothing: the system reads ahead."""
 
 
@@ -117,9 +117,9 @@ class RemoteFile:
         """See `DataFile`: an object never changes in place."""
         return self.tag
 
-    def ahead(self, read: Callable[[], object]) -> None:
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
         """See `DataFile`."""
-        self._object.ahead(read)
+        self._object.ahead(read, *args)
 
 
 def open_file(place: Location, cache: Path) -> LocalFile | RemoteFile:

@@ -97,10 +97,10 @@ class CachedObject:
             return self._source.read(view, start)
         return os.preadv(self._file, [view], start) if len(view) else 0
 
-    def ahead(self, read: Callable[[], object]) -> None:
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
         """Call a function that reads, in another thread, so that its blocks are there when they are needed."""
         if self._stores:
-            self._pool.submit(read)
+            self._pool.submit(read, *args)
 
     def close(self) -> None:
         """Close the files, once no thread reads."""

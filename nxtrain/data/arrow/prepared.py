@@ -12,7 +12,6 @@ import os
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -168,7 +167,7 @@ class PreparedCorpus:
     def expect(self, documents: Iterable[int]) -> None:
         """Begin to fetch documents that are read soon; those of a disk come fast enough."""
         for document in documents:
-            self._file_of(document).ahead(partial(self._read, document))
+            self._file_of(document).ahead(self._read, document)
 
     def content(self, document: int) -> bytes:
         """Text of a document, in UTF-8.
@@ -301,7 +300,7 @@ class _Bodiless(io.RawIOBase):
         """Begin to fetch the metadata of all batches."""
         footer = bytes(read_exactly(self._file, max(0, self._num_bytes - self._footer), max(0, self._footer)))
         for offset, _ in ipc.blocks_of(footer):
-            self._file.ahead(partial(read_exactly, self._file, _METADATA_BYTES, offset))
+            self._file.ahead(read_exactly, self._file, _METADATA_BYTES, offset)
 
     def readable(self) -> bool:
         return True
