@@ -85,9 +85,7 @@ class CausalDecoder(nn.Module):
         """The transformer blocks, in order of use."""
         return tuple(self.model.layers.values())
 
-    def run(
-        self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None
-    ) -> Tensor:
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Compute one of the parts that were built; see `CausalLM.run`.
 
         Inputs: tokens (B, S) or hidden states (S/tp, B, D), and targets (B, S) for the last part. Output: hidden

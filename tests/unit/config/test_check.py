@@ -278,17 +278,6 @@ def test_best_fit_needs_documents(tmp_path: Path) -> None:
     assert "source=stdlib is one stream of tokens" in found.reason
 
 
-def test_a_bucket_is_a_source_of_prepared_corpora_and_rows(tmp_path: Path) -> None:
-    for key in ("data.path=s3://b/k", 'data.mixture=["s3://b/k", "x"]'):
-        for source in ("arrow", "tokens"):
-            checked(tmp_path, f"data.source={source}", key, "train.eval_every=0")
-        refused = problems(tmp_path, "data.source=text", key, "train.eval_every=0")
-        assert any("source=text reads files of this machine" in problem.reason for problem in refused)
-    checked(tmp_path, "data.source=arrow", "data.path=x", "data.validation_path=s3://b/k")
-    for address in ("s3://", "s3://b", "s3://b/", "s3:///k"):
-        assert "names no object" in only(tmp_path, "data.source=arrow", f"data.path={address}").reason
-
-
 def test_masks_need_the_end_of_a_document(tmp_path: Path) -> None:
     checked(tmp_path, "data.doc_mask=true")
     tokens = ("data.source=tokens", "data.path=x.npy", "train.eval_every=0", "data.doc_mask=true")
