@@ -119,13 +119,14 @@ class CausalLM(Protocol):
         """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""
         ...
 
-    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Compute one of the parts that were built.
 
         Args:
             part: The part.
             x: (B, S) tokens for the first part, (S/tp, B, D) for others.
             targets: (B, S) for the last part.
+            starts: As for `loss`, in every part.
 
         Returns:
             () float32, the sum of the tokens' cross entropies, of the last part; (S/tp, B, D) of others.

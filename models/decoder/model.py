@@ -85,13 +85,14 @@ class CausalDecoder(nn.Module):
         """The transformer blocks, in order of use."""
         return tuple(self.model.layers.values())
 
-    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Compute one of the parts that were built; see `CausalLM.run`.
 
         Inputs: tokens (B, S) or hidden states (S/tp, B, D), and targets (B, S) for the last part. Output: hidden
         states (S/tp, B, D) or a loss ().
         """
-        hidden: Tensor = self.model(x.t() if part.first else x, part)
+        documents = () if starts is None else (starts,)
+        hidden: Tensor = self.model(x.t() if part.first else x, part, *documents)
         return hidden if targets is None else self.lm_head.loss(hidden, targets.t())
 
     def loss(self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:

@@ -118,7 +118,7 @@ def _show(result: Mapping[str, Any]) -> None:
         f"the loader reaches {result['ratios'][NUMPY]:.2f} of numpy's speed; medians over {result['rounds']} rounds"
     )
     console.print(table)
-    text, start = result["text"], result["start"]
+    text, start, wait = result["text"], result["start"], result["wait"]
     table = Table(title=f"{result['text_mib']} MiB of text, {text['tokens']:,} tokens", title_style="bold")
     for name in ("", "million tokens per CPU second", "of the bare tokenizer"):
         table.add_column(name, justify="right" if name else "left")
@@ -126,6 +126,10 @@ def _show(result: Mapping[str, Any]) -> None:
         ratio = text["ratios"].get(row["name"], 1.0)
         table.add_row(row["name"], f"{row['value'] / 1e6:.2f}", f"{ratio:.2f}")
     console.print(table)
+    listed = ", ".join(f"{share:.1%} with {name}" for name, share in wait["shares"].items())
+    console.print(
+        f"wait for data in steps at {wait['tokens_per_s']:,} tokens/s with {wait['workers']} workers: {listed}"
+    )
     console.print(
         f"a corpus of {start['mib']:,.0f} MiB, {start['documents']:,} documents, opens in a fresh process in "
         f"{start['wall_s']:.2f} s, {start['cpu_s']:.2f} CPU s and {start['rss_mib']:.0f} MiB"

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from nxtrain.bench.data_wait import measure_wait
 from nxtrain.bench.turns import median_ratio
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
@@ -54,10 +56,11 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
     texts = [corpus.text(number) for number in range(len(corpus))]
 
     def pack(packing: Literal["concat", "best_fit"], mark: Callable[[str], None] | None = None) -> Callable[[], int]:
-        own = CorpusLanes(**{**vars(source), "packing": packing})
+        # Opened once, as in a run: the tokenizer's file takes as long as many documents.
+        open_lane = replace(source, packing=packing).opened(mark)
 
         def act() -> int:
-            lane, packed = own.opened(mark)(LaneOrder(1, 0, True), 0, BEGIN), 0
+            lane, packed = open_lane(LaneOrder(1, 0, True), 0, BEGIN), 0
             while packed < num_tokens or (packing == "best_fit" and lane.place[1]):  # whole windows
                 packed += np.count_nonzero(lane.row()[1:] != IGNORE_INDEX)
             return packed
@@ -173,12 +176,28 @@ def main(path: Path) -> None:
 
 
 def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) -> Mapping[str, Any]:
-    """Both measurements, in a folder that is deleted afterwards."""
+    """All measurements, in a folder that is deleted afterwards."""
     with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        text = measure_text(text_mib, seq_len, rounds, folder)
         return {
-            "text": measure_text(text_mib, seq_len, rounds, Path(place)),
-            "start": measure_start(file_mib, Path(place)),
+            "text": text,
+            "wait": measure_wait(_corpora(folder, seq_len)),
+            "start": measure_start(file_mib, folder),
         }
+
+
+def _corpora(folder: Path, seq_len: int) -> dict[str, CorpusLanes]:
+    """Lanes of the measured text, and of its ids."""
+    tokenizer = load_tokenizer(folder / "tokenizer.json", VOCAB)
+    prepare_corpus(Request([folder / "text.jsonl"], folder / "ids.arrow", tokenizer=tokenizer.path), Watcher())
+
+    def lanes(name: str, of_text: Path | None) -> CorpusLanes:
+        path = folder / name
+        options = (of_text, tokenizer.end, VOCAB, 0.0)
+        return CorpusLanes((path,), (PreparedCorpus(path).identity,), None, *options, "concat", seq_len)
+
+    return {"text": lanes("text.arrow", tokenizer.path), "ids": lanes("ids.arrow", None)}
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ class _Chunks(nn.Module):
         self._chunks = nn.ModuleDict(chunks)
         self.entry = nn.Parameter(blank.clone())
 
-    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def run(self, part: StagePart, x: Tensor, targets: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        del starts  # no attention
         out: Tensor = self._chunks[str(part.blocks[0])](self.entry if part.first else x)
         return out if targets is None else out.sum()
 

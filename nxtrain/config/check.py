@@ -333,15 +333,13 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
     yield from _mixture(data)
     if data.source != "stdlib" and not data.path and not data.mixture:
         yield Problem("data.path", f"source={data.source} reads a path, and none is set", hint="set data.path=...")
+    yield from _buckets(data)
     if data.packing == "best_fit" and data.source != "arrow":
         reason = f"best_fit packs whole documents, but source={data.source} is one stream of tokens"
         yield Problem("data.packing", reason, hint="use concat; or data.source=arrow, from nxtrain data prepare")
     if data.doc_mask and data.source == "tokens" and not data.tokenizer:
         reason = "documents are found by the token that ends them, and source=tokens has no tokenizer that names it"
         yield Problem("data.doc_mask", reason, hint="set data.tokenizer to that of the ids, or use false")
-    if data.doc_mask and loaded.config.parallel.pp > 1:
-        reason = f"masks between documents do not pass the stages of parallel.pp={loaded.config.parallel.pp}"
-        yield Problem("data.doc_mask", reason, hint="use false, or parallel.pp=1")
     if data.path and loaded.origins["data.source"] == "default":
         reason = f"path={data.path!r} is set, but no source: stdlib, the default, would not read it"
         yield Problem("data.source", reason, hint="set data.source=text, tokens or stdlib")
@@ -359,6 +357,22 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
         reason = f"eval_every={train.eval_every} evaluates on held-out documents, and none are held out"
         fraction = "" if data.source == "tokens" else ", or data.validation_fraction=0.05"
         yield Problem("train.eval_every", reason, hint=f"use train.eval_every=0{fraction}")
+
+
+def _buckets(data: DataConfig) -> Iterator[Problem]:
+    for key, name in (
+        ("path", data.path),
+        ("validation_path", data.validation_path),
+        *(("mixture", n) for n in data.mixture),
+    ):
+        if not name.startswith("s3:"):
+            continue
+        if not re.match("s3://[^/]+/.", name):
+            yield Problem(f"data.{key}", f"{name} names no object", hint="write s3://BUCKET/KEY")
+        elif data.source not in ("arrow", "tokens"):
+            reason = f"{name} is in a bucket, and source={data.source} reads files of this machine"
+            hint = "prepare it for data.source=arrow with nxtrain data prepare; or fetch it: aws s3 sync"
+            yield Problem(f"data.{key}", reason, hint=hint)
 
 
 def _mixture(data: DataConfig) -> Iterator[Problem]:

@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
-from nxtrain.io.paths import at_home, local
+from nxtrain.io.paths import at_home, local, local_or_bucket
 
 # TOML has no paths, so a string becomes one.
 TextPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(at_home(str(path))))]
 LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
 LocalText = Annotated[str, AfterValidator(local)]
+CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
 TextPlace = Annotated[str, AfterValidator(at_home)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
@@ -205,9 +206,9 @@ class DataConfig(Section):
 
     source: Literal["stdlib", "text", "arrow", "tokens"] = "stdlib"
     """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
-    path: LocalText = ""
-    """File, folder or glob that the source reads."""
-    mixture: tuple[LocalText, ...] = Field(default=(), strict=False)
+    path: CorpusPlace = ""
+    """File, folder or glob that the source reads; of source=arrow and tokens also `s3://bucket/key`."""
+    mixture: tuple[CorpusPlace, ...] = Field(default=(), strict=False)
     """Several corpora of source=arrow or tokens, in place of path; each row is of one of them."""
     weights: tuple[PositiveFloat, ...] = Field(default=(), strict=False)
     """Share of the rows for each corpus of mixture, in any unit; empty: equal shares."""
@@ -220,7 +221,7 @@ class DataConfig(Section):
     """Tokens attend only inside their own document, in which positions begin at 0."""
     shuffle: bool = True
     """Rows in an order drawn from the seed, new each epoch; otherwise in the order of the file."""
-    validation_path: LocalText = ""
+    validation_path: CorpusPlace = ""
     """Prepared corpus for evaluation, of source=arrow; empty: validation_fraction of the documents, if any."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the documents that is held out for evaluation."""
@@ -228,6 +229,8 @@ class DataConfig(Section):
     """Processes of each rank that tokenize and pack source=arrow; 0: a thread of the rank."""
     worker_restarts: NonNegativeInt = 3
     """Times in a row that a worker which dies or hangs is replaced; 0: the first one ends the run."""
+    cache_dir: TextPath = Path("/var/tmp/nxtrain-data-{user}")
+    """Folder on a disk of each node for what is read of s3://; `{user}` and `{host}` are filled in."""
 
 
 class CheckpointConfig(Section):

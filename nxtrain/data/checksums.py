@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from nxtrain.errors import DataError
+from nxtrain.io.object_store import Location
 
 BLOCK_BYTES = 1 << 16
 """Bytes of ids in a block. A row is read with its whole block, which takes a disk hardly longer than the row alone."""
@@ -104,7 +105,7 @@ class VerifiedBlocks:
         read: Fills a view with the bytes at an offset, counted from the first id.
     """
 
-    def __init__(self, path: Path, checksums: Checksums, read: Callable[[int, memoryview], None]) -> None:
+    def __init__(self, path: Location, checksums: Checksums, read: Callable[[int, memoryview], None]) -> None:
         self._path, self._checksums, self._read = path, checksums, read
         self._last = -1, memoryview(b"")  # index and content of the block that was read last
 
@@ -143,7 +144,7 @@ def checksums_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.xxh3")
 
 
-def changed(path: Path, what: str) -> DataError:
+def changed(path: Location, what: str) -> DataError:
     """Make the error for a token file whose content is not what the run has prepared."""
     return DataError(
         f"{path} is damaged: {what} not what was written when the data was prepared; delete it, and the next start "

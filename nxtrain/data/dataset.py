@@ -12,9 +12,11 @@ from nxtrain.data.files import read_array, read_checksums, replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare
 from nxtrain.data.samples import FileSamples, Samples
+from nxtrain.data.storage import cache_folder, open_file
 from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer
 from nxtrain.errors import DataError, LostPeerError
+from nxtrain.io.object_store import place_of
 from nxtrain.io.regular import read_bytes
 
 if TYPE_CHECKING:
@@ -110,7 +112,7 @@ def open_data(  # 8 arguments: each is of another part of the run, and there is 
     else:
         train = _open_rows(config, prepared, seq_len, vocab_size)
     if prepared.validation:
-        validation = _open_file(prepared, prepared.validation, prepared.validation_probe, seq_len, vocab_size)
+        validation = _open_prepared(prepared, prepared.validation, prepared.validation_probe, seq_len, vocab_size)
         held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
         way_out = "raise the fraction, or set it to 0 to train without evaluation"
         if config.validation_path:
@@ -148,7 +150,7 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
     if not prepared.validation:
         return None
     path = workdir / prepared.validation.name
-    return _open_file(prepared, path, prepared.validation_probe, seq_len, vocab_size)
+    return _open_prepared(prepared, path, prepared.validation_probe, seq_len, vocab_size)
 
 
 def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Path:
@@ -158,21 +160,24 @@ def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -
     return workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
 
 
-def _open_file(prepared: Prepared, path: Path, probe: str, seq_len: int, vocab_size: int) -> FileSamples:
+def _open_prepared(prepared: Prepared, path: Path, probe: str, seq_len: int, vocab_size: int) -> FileSamples:
+    """Rows of a file on this disk, with its checksums if the run has written them."""
     checksums = read_checksums(path) if prepared.has_checksums else None
-    return FileSamples(path, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
+    file = open_file(path, Path())
+    return FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe, checksums=checksums)
 
 
 def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> Samples | MixedSamples:
     """Rows to train on, of one token file or of a mixture of several."""
-    if config.mixture:
-        paths = [Path(name).expanduser() for name in config.mixture]
-        probes = zip(paths, prepared.probe.split(), strict=True)
-        parts = (_open_file(prepared, path, probe, seq_len, vocab_size) for path, probe in probes)
-        return MixedSamples(Mixture.of(config.mixture, config.weights), tuple(parts))
-    train = _open_file(prepared, prepared.train, prepared.probe, seq_len, vocab_size)
-    _refuse_too_short(train, prepared.train, "leaves for training", "add text, or lower train.seq_len")
-    return train
+    if config.source != "tokens":
+        path = Path(prepared.train)
+        train = _open_prepared(prepared, path, prepared.probe, seq_len, vocab_size)
+        _refuse_too_short(train, path, "leaves for training", "add text, or lower train.seq_len")
+        return train
+    files = [open_file(place_of(name), cache_folder(config)) for name in config.mixture or (prepared.train,)]
+    probes = zip(files, prepared.probe.split(), strict=True)
+    parts = tuple(FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe) for file, probe in probes)
+    return MixedSamples(Mixture.of(config.mixture, config.weights), parts) if config.mixture else parts[0]
 
 
 def _refuse_too_short(samples: Samples, path: Path, what: str, way_out: str) -> None:

@@ -22,10 +22,12 @@ from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
 from nxtrain.data.files import read_array, read_checksums, writing_tokens
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.packing import concat
-from nxtrain.data.samples import check_table, probe
+from nxtrain.data.samples import check_remote, check_table, probe
+from nxtrain.data.storage import RemoteFile, cache_folder
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import clear_drafts
+from nxtrain.io.object_store import S3Path, place_of
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
@@ -42,7 +44,8 @@ class Prepared(BaseModel):
     """Prepared files of a run's data.
 
     Attributes:
-        train, validation: Token files; `validation` is None if no text is held out.
+        train: Path or address of the corpus or the token file.
+        validation: Token file; None if no text is held out.
         tokenizer: The `tokenizer.json` that made the ids; None for ids of unknown origin.
         tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
         end_of_text: The tokenizer's token that ends a document; empty if unknown.
@@ -56,7 +59,7 @@ class Prepared(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    train: Path
+    train: str
     validation: Path | None
     tokenizer: Path | None
     tokenizer_origin: str = ""
@@ -206,7 +209,7 @@ def prepare(
     if not all(is_whole(path) for path in streams.values()):
         _write_streams(streams, survey.again(corpus), tokenizer, held, survey.ends(held))
     return Prepared(
-        train=train,
+        train=str(train),
         validation=validation,
         tokenizer=tokenizer.path,
         tokenizer_origin=known.origin if known else "",
@@ -227,20 +230,28 @@ def digest(*parts: object) -> str:
 
 
 def _prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepared:
-    paths = [Path(name).expanduser() for name in config.mixture or (config.path,)]
-    tables = [_token_table(path, seq_len, vocab_size) for path in paths]
-    contents = [check_table(t, p, seq_len=seq_len, vocab_size=vocab_size) for t, p in zip(tables, paths, strict=True)]
+    names = config.mixture or (config.path,)
+    contents, probes = zip(*(_checked_table(config, name, seq_len, vocab_size) for name in names), strict=True)
     tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size) if config.tokenizer else None
     shares = (Mixture.of(config.mixture, config.weights).shares,) if config.mixture else ()
     return Prepared(
-        train=paths[0],
+        train=names[0],
         validation=None,
         tokenizer=tokenizer.path if tokenizer else None,
         end_id=tokenizer.end_id if tokenizer else None,
         fingerprint=digest(*contents, *shares),
         has_checksums=False,
-        probe=" ".join(map(probe, tables)),
+        probe=" ".join(probes),
     )
+
+
+def _checked_table(config: DataConfig, name: str, seq_len: int, vocab_size: int) -> tuple[str, str]:
+    """Identity of the content of a token file, and the digest of a sample."""
+    place = place_of(name)
+    if isinstance(place, S3Path):
+        return check_remote(RemoteFile(place, cache_folder(config)), seq_len=seq_len, vocab_size=vocab_size)
+    table = _token_table(place, seq_len, vocab_size)
+    return check_table(table, place, seq_len=seq_len, vocab_size=vocab_size), probe(table)
 
 
 def _token_table(path: Path, seq_len: int, vocab_size: int) -> NDArray[Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import weakref
-from collections.abc import Callable
-from pathlib import Path
+import io
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,14 +12,18 @@ from numpy.typing import NDArray
 
 from nxtrain.data.checksums import Checksums, VerifiedBlocks, changed
 from nxtrain.data.files import Tokens, unreadable
+from nxtrain.data.storage import DataFile, RemoteFile, read_exactly
 from nxtrain.errors import DataError
-from nxtrain.io.regular import open_regular
+from nxtrain.io.object_store import Location
 from nxtrain.vocab import PROMPT_BIT
 
 # Tokens per chunk when a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
 
 _PROBED_ROWS = 64
+
+_HEADER_BYTES = 1 << 17
+"""Bytes in which the header of a .npy file of ids ends; a longer one is refused."""
 
 _CHANGED = "somebody has changed it since, or this machine has another copy; leave it alone, and start again"
 
@@ -72,12 +74,11 @@ class TableSamples:
 class FileSamples:
     """Rows of a .npy file of ids, each checked when it is read.
 
-    The file is read, not mapped: a lost page of a mapped file ends the process by a signal, without a message. If the
-    open file is modified, a sample of its rows must still match. A file that is replaced or deleted under its name
-    stays open, and is read unchanged.
+    If the open file is modified, a sample of its rows must still match. A file that is replaced or deleted under its
+    name stays open, and is read unchanged.
 
     Args:
-        path: The file: (num_rows, S + 1) ids, or a stream of ids, in which each row begins with the last id of the
+        file: The open file: (num_rows, S + 1) ids, or a stream of ids, in which each row begins with the last id of the
             previous row.
         seq_len: Targets in a row.
         vocab_size: Size of the vocabulary; every id must be below it.
@@ -89,24 +90,19 @@ class FileSamples:
     """
 
     def __init__(
-        self, path: Path, *, seq_len: int, vocab_size: int, expected: str, checksums: Checksums | None = None
+        self, file: DataFile, *, seq_len: int, vocab_size: int, expected: str, checksums: Checksums | None = None
     ) -> None:
-        self._path, self._seq_len, self._vocab_size, self._expected = path, seq_len, vocab_size, expected
-        try:
-            self._file = open_regular(path)
-        except OSError as error:
-            raise unreadable(f"{path}", error) from error
-        weakref.finalize(self, os.close, self._file)
-        self._dtype, shape, self._start = header(path, self._file)
+        self._file, self._seq_len, self._vocab_size, self._expected = file, seq_len, vocab_size, expected
+        self._dtype, shape, self._start = header(file)
         self._verified: VerifiedBlocks | None = None
         if checksums is not None:
-            if not checksums.is_header(os.pread(self._file, self._start, 0)):
-                raise changed(path, "its header is")
-            self._verified = VerifiedBlocks(path, checksums, self._read)
+            if not checksums.is_header(bytes(read_exactly(file, self._start, 0))):
+                raise changed(file.name, "its header is")
+            self._verified = VerifiedBlocks(file.name, checksums, self._read)
         is_stream = len(shape) == 1
         self._stride = seq_len if is_stream else seq_len + 1
         self._num_rows = max(0, shape[0] - 1) // seq_len if is_stream else shape[0]
-        self._version = self._stat()
+        self._version = file.version()
         self._compare()
 
     @property
@@ -126,7 +122,7 @@ class FileSamples:
             DataError: The file has changed; names the file and the row.
             StorageError: The file cannot be read; names the file and the row.
         """
-        if (version := self._stat()) != self._version:
+        if (version := self._file.version()) != self._version:
             if self._verified is not None:
                 self._verified.forget()
             self._compare()
@@ -137,8 +133,11 @@ class FileSamples:
         found = np.empty((indices.size, self._seq_len + 1), self._dtype)
         content = found.view(np.uint8).reshape(indices.size, -1)
         fill = self._read if self._verified is None else self._verified.fill
-        for place, row in enumerate(indices.tolist()):
-            fill(row * self._stride * self._dtype.itemsize, content[place].data)
+        places = (indices * (self._stride * self._dtype.itemsize)).tolist()
+        for start in places:
+            self._file.ahead(read_exactly, self._file, content.shape[1], self._start + start)
+        for place, start in enumerate(places):
+            fill(start, content[place].data)
         rows = found.astype(np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self._vocab_size):
             self._refuse_outside(indices, found, rows)
@@ -151,8 +150,8 @@ class FileSamples:
         if wrong.any():
             place, column = np.argwhere(wrong)[0]
             raise DataError(
-                f"{self._path}, row {indices[place]}, column {column}: id {found[place, column]} is outside of the "
-                f"vocabulary, 0 to {self._vocab_size - 1}, though all were inside when the run began: {_CHANGED}"
+                f"{self._file.name}, row {indices[place]}, column {column}: id {found[place, column]} is outside of "
+                f"the vocabulary, 0 to {self._vocab_size - 1}, though all were inside when the run began: {_CHANGED}"
             )
 
     def _read(self, start: int, content: memoryview) -> None:
@@ -160,44 +159,40 @@ class FileSamples:
         done, row = 0, start // (self._stride * self._dtype.itemsize)
         while done < len(content):
             try:
-                length = os.preadv(self._file, [content[done:]], self._start + start + done)
+                length = self._file.read(content[done:], self._start + start + done)
             except OSError as error:
-                raise unreadable(f"{self._path}, row {row},", error) from error
+                raise unreadable(f"{self._file.name}, row {row},", error) from error
             if not length:
-                raise DataError(f"{self._path}, row {row}, is no longer there: the file is shorter: {_CHANGED}")
+                raise DataError(f"{self._file.name}, row {row}, is no longer there: the file is shorter: {_CHANGED}")
             done += length
 
     def _compare(self) -> None:
         if _probe(self._num_rows, self._rows) != self._expected:
-            raise DataError(f"{self._path} does not hold what was checked when the run began: {_CHANGED}")
-
-    def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file)
-        return found.st_size, found.st_mtime_ns
+            raise DataError(f"{self._file.name} does not hold what was checked when the run began: {_CHANGED}")
 
 
-def header(path: Path, descriptor: int) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...], int]:
+def header(opened: DataFile) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...], int]:
     """Type and shape of the ids in an open .npy file, and the offset of the first id.
 
     Raises:
         DataError: The file is no .npy array of numbers, or is stored column by column.
     """
-    with open(descriptor, "rb", closefd=False) as file:
-        try:
-            file.seek(0)
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, is_fortran, dtype = read(file)
-            start = file.tell()
-        except OSError as error:
-            raise unreadable(f"{path}", error) from error
-        except Exception as error:  # numpy reads headers with Python's parsers, and passes their errors on
-            raise DataError(f"{path} is no .npy array of numbers: {error}") from error
+    path = opened.name
+    try:
+        file = io.BytesIO(read_exactly(opened, min(opened.num_bytes, _HEADER_BYTES), 0))
+    except OSError as error:
+        raise unreadable(f"{path}", error) from error
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+    except Exception as error:  # numpy reads headers with Python's parsers, and passes their errors on
+        raise DataError(f"{path} is no .npy array of numbers: {error}") from error
     if is_fortran and len(shape) > 1:
         raise DataError(
             f"{path} is stored column by column; save its rows: numpy.save(path, numpy.ascontiguousarray(ids))"
         )
-    return dtype, shape, start
+    return dtype, shape, file.tell()
 
 
 def probe(table: Tokens) -> str:
@@ -212,7 +207,37 @@ def _probe(num_rows: int, rows: Callable[[NDArray[np.int64]], NDArray[np.int64]]
     return digest.hexdigest()
 
 
-def check_table(table: NDArray[np.generic], path: Path, *, seq_len: int, vocab_size: int) -> str:
+def check_remote(file: RemoteFile, *, seq_len: int, vocab_size: int) -> tuple[str, str]:
+    """Identity of a table of ids in S3, and the digest of a sample; other rows are checked when they are read.
+
+    Args:
+        file: The open object.
+        seq_len: Targets in a row; the table must be seq_len + 1 wide.
+        vocab_size: Size of the vocabulary; every id must be below it.
+
+    Raises:
+        DataError: As for `check_table`, of the sample.
+    """
+    dtype, shape, start = header(file)
+    _check_shape(dtype, shape, file.name, seq_len)
+    num_rows, width = shape
+    if file.num_bytes < start + num_rows * width * dtype.itemsize:
+        raise DataError(
+            f"{file.name} is cut short: it has {file.num_bytes:,} bytes, and its header names {num_rows:,} rows"
+        )
+
+    def rows(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        places = [(start + row * width * dtype.itemsize, width * dtype.itemsize) for row in indices.tolist()]
+        for place, size in places:
+            file.ahead(read_exactly, file, size, place)
+        found = np.stack([np.frombuffer(read_exactly(file, size, place), dtype) for place, size in places])
+        _check_ids(found, indices, file.name, vocab_size)
+        return found.astype(np.int64)
+
+    return file.tag, _probe(num_rows, rows)
+
+
+def check_table(table: NDArray[np.generic], path: Location, *, seq_len: int, vocab_size: int) -> str:
     """Read a table of ids from end to end and return the digest of its content.
 
     Args:
@@ -225,25 +250,33 @@ def check_table(table: NDArray[np.generic], path: Path, *, seq_len: int, vocab_s
         DataError: The table holds no integers, is empty or of another width, or has an id outside of the vocabulary;
             names the first bad row.
     """
-    if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):  # noqa: PLR2004 - a table has 2 dimensions
-        raise DataError(
-            f"{path} holds {table.dtype} of shape {table.shape}; rows of integer ids are (rows, seq_len + 1)"
-        )
+    _check_shape(table.dtype, table.shape, path, seq_len)
     num_rows, width = table.shape
+    digest = hashlib.blake2b(f"{table.dtype} {table.shape}".encode())
+    chunk_rows = -(-_CHUNK_TOKENS // width)
+    for start in range(0, num_rows, chunk_rows):
+        chunk = np.ascontiguousarray(table[start : start + chunk_rows])
+        _check_ids(chunk, range(start, start + len(chunk)), path, vocab_size)
+        digest.update(chunk.data)
+    return digest.hexdigest()
+
+
+def _check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], path: Location, seq_len: int) -> None:
+    if len(shape) != 2 or not np.issubdtype(dtype, np.integer):  # noqa: PLR2004 - a table has 2 dimensions
+        raise DataError(f"{path} holds {dtype} of shape {shape}; rows of integer ids are (rows, seq_len + 1)")
+    num_rows, width = shape
     if width != seq_len + 1:
         way_out = f"set train.seq_len={width - 1}" if width > 1 else "save longer rows"
         raise DataError(f"{path} has rows of {width} ids, but train.seq_len={seq_len} reads {seq_len + 1}; {way_out}")
     if not num_rows:
         raise DataError(f"{path} has no rows")
-    digest = hashlib.blake2b(f"{table.dtype} {table.shape}".encode())
-    chunk_rows = -(-_CHUNK_TOKENS // width)
-    for start in range(0, num_rows, chunk_rows):
-        chunk = np.ascontiguousarray(table[start : start + chunk_rows])
-        if int(chunk.min()) < 0 or int(chunk.max()) >= vocab_size:
-            row, column = np.argwhere((chunk < 0) | (chunk >= vocab_size))[0]
-            raise DataError(
-                f"{path}, row {start + row}, column {column}: id {chunk[row, column]} is outside of the vocabulary, "
-                f"0 to {vocab_size - 1}; set model.config.vocab_size to that of the tokenizer that made the file"
-            )
-        digest.update(chunk.data)
-    return digest.hexdigest()
+
+
+def _check_ids(ids: Tokens, numbers: Sequence[int] | NDArray[np.int64], path: Location, vocab_size: int) -> None:
+    """Refuse rows with an id outside of the vocabulary; names the first of them by its number in the file."""
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        row, column = np.argwhere((ids < 0) | (ids >= vocab_size))[0]
+        raise DataError(
+            f"{path}, row {numbers[row]}, column {column}: id {ids[row, column]} is outside of the vocabulary, "
+            f"0 to {vocab_size - 1}; set model.config.vocab_size to that of the tokenizer that made the file"
+        )

@@ -27,7 +27,7 @@ from nxtrain.io.checksummed_file import (
 )
 from nxtrain.io.paths import local_path
 from nxtrain.io.regular import read_bytes, require_regular
-from nxtrain.io.s3 import SCHEME, explained, is_missing, open_client, split
+from nxtrain.io.s3 import SCHEME, explained, is_missing, is_replaced, open_client, split
 
 _CHECKSUM = {"ChecksumAlgorithm": "CRC32"}
 """Checksum of uploads: S3 recomputes it from the received bytes, and refuses a mismatch."""
@@ -113,10 +113,15 @@ def open_source(place: Location) -> ByteSource:
 
 
 class S3Source:
-    """An object of S3, read by ranges.
+    """An object of S3, read by ranges of one version.
 
     Args:
         address: Address of the object.
+
+    Attributes:
+        name: Address of the object.
+        num_bytes: Length of the object.
+        tag: S3's identity of the object's content.
 
     Raises:
         DamagedError: The object is absent.
@@ -126,19 +131,25 @@ class S3Source:
         self.name = address
         try:
             with explained(address), _absent_as_such(address):
-                self.num_bytes = int(address.client.head_object(**address.object)["ContentLength"])
+                head = address.client.head_object(**address.object)
         except FileNotFoundError as error:
             raise DamagedError(address, "it is absent") from error
+        self.num_bytes, self.tag = int(head["ContentLength"]), str(head["ETag"])
 
     def read(self, view: memoryview, start: int) -> int:
-        """See `ByteSource`."""
+        """See `ByteSource`.
+
+        Raises:
+            DamagedError: The object is gone, or another version has taken its place.
+        """
         stop = min(start + len(view), self.num_bytes)
         if start >= stop:
             return 0
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with explained(self.name):
-                    answer = self.name.client.get_object(**self.name.object, Range=f"bytes={start}-{stop - 1}")
+                with explained(self.name), _change_as_damage(self.name):
+                    wanted = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": self.tag}
+                    answer = self.name.client.get_object(**self.name.object, **wanted)
                     return _receive(answer["Body"], view[: stop - start])
             except StorageError:
                 if attempt == _ATTEMPTS:
@@ -331,6 +342,19 @@ def _absent_as_such(address: S3Path) -> Iterator[None]:
     except address.client.exceptions.ClientError as error:
         if is_missing(error):
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(address)) from error
+        raise
+
+
+@contextmanager
+def _change_as_damage(address: S3Path) -> Iterator[None]:
+    """Raise DamagedError for an object that is gone or replaced."""
+    try:
+        yield
+    except address.client.exceptions.ClientError as error:
+        if is_missing(error):
+            raise DamagedError(address, "it is absent") from error
+        if is_replaced(error):
+            raise DamagedError(address, "another version has taken its place since it was opened") from error
         raise
 
 

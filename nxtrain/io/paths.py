@@ -34,6 +34,15 @@ def local(path: str) -> str:
     return at_home(path)
 
 
+def local_or_bucket(path: str) -> str:
+    """Expand the home folder in a path; accept addresses of S3, and refuse those of other services.
+
+    Raises:
+        ValueError: There is no such user, or the path is an address of another service.
+    """
+    return path if path.startswith("s3://") else local(path)
+
+
 def local_path(text: str) -> Path:
     """Path given to a command, with the home folder expanded.
 

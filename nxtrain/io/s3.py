@@ -70,6 +70,11 @@ def is_missing(error: Any) -> bool:
     return error.response["Error"]["Code"] in {"404", "NoSuchKey", "NotFound"}
 
 
+def is_replaced(error: Any) -> bool:
+    """True if a ClientError means that the object has another version than the request names."""
+    return error.response["Error"]["Code"] in {"412", "PreconditionFailed"}
+
+
 def _may_pass(error: BaseException) -> bool:
     """True if the same request may succeed later: the server or the network failed, not the request."""
     from boto3.exceptions import RetriesExceededError

@@ -38,8 +38,11 @@ from nxtrain.parallel.schedule import Action, Order, Schedule, evaluation_schedu
 from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
 from nxtrain.stages import StagePart
 
-MicroBatches = Sequence[tuple[Tensor, Tensor]]
-"""Tokens and targets, (B, S) each; only the first stage reads tokens, and only the last reads targets."""
+MicroBatches = Sequence[tuple[Tensor, ...]]
+"""Tokens, targets, and with masks between documents their starts, (B, S) each.
+
+Only the first stage reads tokens, and only the last reads targets. Every stage has the starts from its own loader.
+"""
 
 Found = Callable[[Tensor, Tensor], None]
 """Function called with the loss and the targets of each micro-batch, in order, on the last stage."""
@@ -195,13 +198,13 @@ class Pipeline:
     ) -> None:
         chunk, micro = action.chunk, action.micro
         part = self._parts[chunk]
-        tokens, targets = batch[micro]
+        tokens, targets, *documents = batch[micro]
         if entered is not None:
             entered.requires_grad_(torch.is_grad_enabled())
         x = tokens if entered is None else entered
         exit_ = _Exit()
         with self._keeping():
-            out = self._model.run(part, x, targets if part.last else None)
+            out = self._model.run(part, x, targets if part.last else None, *documents)
         if part.last:
             end = out
             found(end, targets)

@@ -104,6 +104,7 @@ class DeviceBatch:
 
     Args:
         inputs, targets: (B, S) int64 for each micro-batch; targets of `IGNORE_INDEX` do not count.
+        starts: First position of each position's document, likewise; empty without masks between documents.
     """
 
     inputs: Sequence[Tensor]
@@ -112,11 +113,6 @@ class DeviceBatch:
 
     @property
     def micro_batches(self) -> MicroBatches:
-        """Inputs and targets of each micro-batch."""
-        return list(zip(self.inputs, self.targets, strict=True))
-
-    @property
-    def arguments(self) -> list[tuple[Tensor, ...]]:
         """Arguments of `CausalLM.loss` for each micro-batch."""
         return list(zip(*filter(len, (self.inputs, self.targets, self.starts)), strict=True))
 
@@ -183,7 +179,7 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
     if state.pipeline is not None:
         state.pipeline.train(batch.micro_batches, lambda last: state.data_parallel.begin(last=last), found)
         return
-    for index, (inputs, targets, *documents) in enumerate(batch.arguments):
+    for index, (inputs, targets, *documents) in enumerate(batch.micro_batches):
         state.data_parallel.begin(last=index == len(batch.inputs) - 1)
         state.section("forward")
         loss = state.lm.loss(inputs, targets, *documents)
@@ -217,7 +213,7 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, Tenso
             found.append(_over_batch(state, here[index] if here else torch.zeros_like(state.sums)))
             state.backend.step_boundary()
         return found
-    for inputs, targets, *documents in batch.arguments:
+    for inputs, targets, *documents in batch.micro_batches:
         found.append(_over_batch(state, _sums(state.lm.loss(inputs, targets, *documents), targets)))
         state.backend.step_boundary()
     return found

@@ -23,6 +23,10 @@ OWNERS: dict[str, dict[str, str]] = {
         "PackingWaste.add: self._rests +=": "host: the histogram that this very method counts",
         "_of_sources.documents: skipped[found.reason] +=": "host: dictionary",
     },
+    "nxtrain/io/cached_object.py": {
+        "CachedObject._find: self._is_here[block] =": "host: the blocks that this very object has found",
+        "CachedObject._store: self._is_here[number:number + len(blocks)] =": "host: likewise",
+    },
     "nxtrain/data/arrow/lanes.py": {
         "MixedLane.row: self._given +=": "host: number",
     },

@@ -169,6 +169,7 @@ def test_losses_of_answers_are_those_of_one_rank_in_every_layout(runs: Runs) -> 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"parallel": {"tp": 2, "dp": 1, "sequence_parallel": True}},
     "full": {"parallel": {"tp": 1, "dp": 2, "shard": "full"}, "train": {"remat": "selective"}},
+    "stages": {"parallel": {"tp": 1, "pp": 2, "dp": 1}, "train": {"micro_batch": 1}},
     "compiled": {"compile": {"torch_compile": True}},
 }
 
@@ -181,7 +182,9 @@ def test_masked_losses_are_those_of_one_rank(runs: Runs, layout: str) -> None:
         runs.run(changed(runs.plan(alone.name, "best_fit", 3), data=data))
     resolved = changed(runs.plan(layout, "best_fit", 3), data=data, **LAYOUTS[layout])
     parallel = resolved.config.parallel
-    runs.ranks.run(parallel.tp * parallel.dp, train_eagerly if layout == "compiled" else train_rank, resolved)
+    runs.ranks.run(
+        parallel.tp * parallel.pp * parallel.dp, train_eagerly if layout == "compiled" else train_rank, resolved
+    )
     for ours, theirs in zip(records(runs.folder / layout), records(alone), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

@@ -47,6 +47,10 @@ def test_the_loader_is_measured_beside_numpy() -> None:
     assert list(text) == ["concat", "best_fit", "best_fit in a worker"]
     assert found["text"]["ratios"] == {name: pytest.approx(value / bare) for name, value in text.items()}
     assert all(value > 0 for value in (bare, *text.values()))
+    wait = found["wait"]
+    assert (wait["tokens_per_s"], set(wait["shares"])) == (1_000_000, {"text", "ids"})
+    # Cores that tokenize half a million tokens a second each keep 1 million waiting; ids are packed much faster.
+    assert 0 <= wait["shares"]["ids"] < wait["shares"]["text"] < 1
     # A start that reads the documents would take their memory: the file is larger than the limit.
     assert found["start"]["mib"] >= 512
     assert found["start"]["rss_mib"] < 200

@@ -25,6 +25,7 @@ from nxtrain.convert.nxd_files import open_file
 from nxtrain.data.files import read_array, read_checksums
 from nxtrain.data.prepare import prepare
 from nxtrain.data.samples import FileSamples
+from nxtrain.data.storage import open_file as open_data_file
 from nxtrain.data.tokenization import declared_end, load_tokenizer
 from nxtrain.errors import CheckpointError, ConfigError, DamagedError, DataError, NxtrainError
 from nxtrain.io import jsonl
@@ -84,7 +85,7 @@ def _hf_shape(path: Path) -> object:
 
 
 def _samples(path: Path) -> object:
-    return FileSamples(path, seq_len=8, vocab_size=300, expected="")
+    return FileSamples(open_data_file(path, Path()), seq_len=8, vocab_size=300, expected="")
 
 
 def _tokenizer(path: Path) -> object:

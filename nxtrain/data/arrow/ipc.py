@@ -9,7 +9,7 @@ Reference: Arrow columnar format, "IPC File Format"; format/File.fbs for the foo
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -20,6 +20,9 @@ _BEGIN = MAGIC + b"\0\0"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _BATCHES_FIELD = 3
 """Number of the footer's field `recordBatches`."""
+
+_BLOCK = struct.Struct("<qi4xq")
+"""Place of a batch, as the footer has it: offset, bytes of the metadata, bytes of the body."""
 
 
 class Block(NamedTuple):
@@ -55,6 +58,27 @@ def end(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
     return _END_OF_STREAM + footer + struct.pack("<i", len(footer)) + MAGIC
 
 
+def blocks_of(footer: bytes) -> Iterator[tuple[int, int]]:
+    """Offset and length of the metadata of each batch; nothing for a footer that is damaged."""
+    try:
+        begin = _batches_at(footer)
+        begin += struct.unpack_from("<I", footer, begin)[0]
+        (number,) = struct.unpack_from("<I", footer, begin)
+    except struct.error:
+        return
+    listed = footer[begin + 4 : begin + 4 + _BLOCK.size * number]
+    for offset, metadata, _ in _BLOCK.iter_unpack(listed[: len(listed) // _BLOCK.size * _BLOCK.size]):
+        yield offset, metadata
+
+
+def _batches_at(footer: bytes | bytearray) -> int:
+    """Place of the footer's reference to the list of batches."""
+    (root,) = struct.unpack_from("<I", footer)
+    (to_vtable,) = struct.unpack_from("<i", footer, root)
+    (field,) = struct.unpack_from("<H", footer, root - to_vtable + 4 + 2 * _BATCHES_FIELD)
+    return int(root + field)
+
+
 def _footer(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
     """Flatbuffer of the footer: that of an empty file, whose reference to the batches is set to a vector at its end."""
     sink = pa.BufferOutputStream()
@@ -63,12 +87,10 @@ def _footer(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
     (size,) = struct.unpack_from("<i", empty, len(empty) - len(MAGIC) - 4)
     last = len(empty) - len(MAGIC) - 4
     footer = bytearray(empty[last - size : last])
-    (root,) = struct.unpack_from("<I", footer)
-    (to_vtable,) = struct.unpack_from("<i", footer, root)
-    (field,) = struct.unpack_from("<H", footer, root - to_vtable + 4 + 2 * _BATCHES_FIELD)
+    at = _batches_at(footer)
     footer += bytes(-(len(footer) + 4) % 8)  # blocks hold 8-byte integers, and follow a count of 4 bytes
-    struct.pack_into("<I", footer, root + field, len(footer) - (root + field))
+    struct.pack_into("<I", footer, at, len(footer) - at)
     footer += struct.pack("<I", len(blocks))
     for block in blocks:
-        footer += struct.pack("<qi4xq", *block)
+        footer += _BLOCK.pack(*block)
     return bytes(footer)

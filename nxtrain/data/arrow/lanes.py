@@ -18,6 +18,7 @@ from nxtrain.data.order import shuffled
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.errors import DataError
+from nxtrain.io.object_store import Location
 
 
 class MixedLane:
@@ -81,9 +82,10 @@ class CorpusLanes:
         held_out: Share of the documents that are held out.
         packing: Way to pack.
         seq_len: Targets in a row.
+        cache: Folder of this node for blocks of S3.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Location, ...]
     identities: tuple[str, ...]
     mixture: Mixture | None
     tokenizer: Path | None
@@ -92,6 +94,7 @@ class CorpusLanes:
     held_out: float
     packing: Literal["concat", "best_fit"]
     seq_len: int
+    cache: Path = Path()
 
     def documents(self, mark: Callable[[str], None] | None = None) -> list[Documents]:
         """Open the documents of each corpus.
@@ -99,7 +102,7 @@ class CorpusLanes:
         Raises:
             DataError: A corpus differs from that which was checked.
         """
-        corpora = [PreparedCorpus(path) for path in self.paths]
+        corpora = [PreparedCorpus(path, self.cache) for path in self.paths]
         for corpus, identity in zip(corpora, self.identities, strict=True):
             if corpus.identity != identity:
                 raise DataError(

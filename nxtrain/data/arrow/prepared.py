@@ -1,8 +1,7 @@
 """Prepared corpora, opened for reading: any document in constant time, by two reads of its file.
 
-Files are read, not mapped: a lost page of a mapped file ends the process by a signal, without a message. pyarrow reads
-the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers. The bodies of
-the batches are not even fetched: pyarrow advises the system to read them, which is the whole file.
+pyarrow reads the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers.
+The bodies of the batches are not even fetched: pyarrow advises the system to read them, which is the whole file.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import hashlib
 import io
 import os
 import struct
-import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import (
     FORMAT_KEY,
     FORMAT_VERSION,
@@ -33,10 +32,12 @@ from nxtrain.data.arrow.columns import (
     TOKENIZER_KEY,
 )
 from nxtrain.data.arrow.rows import DEFECTS
-from nxtrain.data.arrow.work import Outputs, read_summary, shard_name
+from nxtrain.data.arrow.work import read_summary, shard_name
 from nxtrain.data.files import unreadable
+from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summary_of
 from nxtrain.errors import DataError
-from nxtrain.io.regular import open_regular, require_regular
+from nxtrain.io.object_store import Location
+from nxtrain.io.regular import require_regular
 
 _METADATA_BYTES = 1 << 14
 """Most bytes of a batch's metadata, which come before its body; two columns take some 300."""
@@ -66,10 +67,11 @@ class _Batch(NamedTuple):
 
 
 class PreparedCorpus:
-    """Documents of a prepared file, or of a folder of shards.
+    """Documents of a prepared file, or of a folder of shards, on a disk or in S3.
 
     Args:
         path: The file or the folder.
+        cache: Folder of this node for blocks of S3.
 
     Attributes:
         path: The file or the folder.
@@ -84,22 +86,19 @@ class PreparedCorpus:
         StorageError: The storage fails.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location, cache: Path = Path()) -> None:
         self.path = path
-        self.files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
+        self.files = [open_file(place, cache) for place in shards(path)]
         if not self.files:
             raise DataError(
                 f"{path} holds no shard such as {shard_name(0)}; prepare a corpus with nxtrain data prepare"
             )
         self._batches: list[_Batch] = []
-        self._descriptors: list[int] = []
-        weakref.finalize(self, _close, self._descriptors)
         schemas = []
         for number, file in enumerate(self.files):
             schema, batches = _opened(file, number)
             schemas.append(schema)
             self._batches += batches
-            self._descriptors.append(_descriptor(file))
         self._begins = np.cumsum([0, *(batch.rows for batch in self._batches)]).tolist()
         self.metadata: dict[bytes, bytes] = dict(schemas[0].metadata)
         self._check_shards(schemas)
@@ -120,7 +119,7 @@ class PreparedCorpus:
     @property
     def num_bytes(self) -> int:
         """Bytes of the files."""
-        return sum(file.stat().st_size for file in self.files)
+        return sum(file.num_bytes for file in self.files)
 
     @property
     def value_bytes(self) -> int:
@@ -164,6 +163,11 @@ class PreparedCorpus:
             digest.update(self.metadata.get(key, b"") + b"\0")
         digest.update(repr([(batch.rows, batch.size) for batch in self._batches]).encode())
         return digest.hexdigest()
+
+    def expect(self, documents: Iterable[int]) -> None:
+        """Begin to fetch documents that are read soon; those of a disk come fast enough."""
+        for document in documents:
+            self._file_of(document).ahead(self._read, document)
 
     def content(self, document: int) -> bytes:
         """Text of a document, in UTF-8.
@@ -210,34 +214,32 @@ class PreparedCorpus:
         return self._pread(batch.file, batch.values + begin, end - begin, document)
 
     def _pread(self, file: int, start: int, size: int, document: int) -> bytes:
-        pieces = []
-        while size:
-            try:
-                found = os.pread(self._descriptors[file], size, start)
-            except OSError as error:
-                raise unreadable(f"{self.files[file]}, document {document:,},", error) from error
-            if not found:
-                self._damaged(document, "the file is shorter than when it was opened")
-            pieces.append(found)
-            start, size = start + len(found), size - len(found)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        try:
+            found = read_exactly(self.files[file], size, start)
+        except OSError as error:
+            raise unreadable(f"{self.files[file].name}, document {document:,},", error) from error
+        if len(found) < size:
+            self._damaged(document, "the file is shorter than when it was opened")
+        return bytes(found)
 
     def name_of(self, document: int) -> str:
         """File and number of a document, for messages."""
+        return f"{self._file_of(document).name}, document {document:,} of {len(self):,}"
+
+    def _file_of(self, document: int) -> DataFile:
         number = bisect_right(self._begins, document) - 1
-        file = self.files[self._batches[min(number, len(self._batches) - 1)].file]
-        return f"{file}, document {document:,} of {len(self):,}"
+        return self.files[self._batches[min(number, len(self._batches) - 1)].file]
 
     def _damaged(self, document: int, what: str) -> NoReturn:
         raise DataError(f"{self.name_of(document)}, is damaged: {what}; prepare it again")
 
     def _check_shards(self, schemas: list[Any]) -> None:
         """Refuse shards of several corpora, and a folder without some of its shards."""
-        if not self.path.is_dir():
+        if self.files[0].name == self.path:
             return
         found = [(schema.metadata.get(SOURCES_KEY), schema.metadata.get(SHARD_KEY)) for schema in schemas]
         wanted = [(found[0][0], str(number).encode()) for number in range(len(found))]
-        expected = read_summary(Outputs(self.path).summary).get("shards", len(found))
+        expected = read_summary(summary_of(self.path)).get("shards", len(found))
         if found != wanted or expected != len(found):
             raise DataError(
                 f"{self.path} holds {len(found)} shards of {expected}, or shards of several corpora; "
@@ -258,21 +260,22 @@ def is_prepared(path: Path) -> bool:
         return False
 
 
-def _opened(file: Path, number: int) -> tuple[Any, list[_Batch]]:
+def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch]]:
     """Schema of a file, and the places of its batches."""
     try:
-        require_regular(file)
-        with open(open_regular(file), "rb", buffering=0) as content, _Bodiless(content) as bodiless:
+        with _Bodiless(file) as bodiless:
             reader = pa.ipc.open_file(pa.PythonFile(bodiless, mode="r"))
             schema = reader.schema
-            _check_schema(schema, file)
+            _check_schema(schema, file.name)
+            file.ahead(bodiless.expect)
             return schema, [
                 _place(reader.get_batch(each), number, bodiless) for each in range(reader.num_record_batches)
             ]
     except DEFECTS as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise unreadable(f"{file}", error) from error
-        raise DataError(f"{file} is no Arrow file, is damaged or is cut short: {error}; prepare it again") from error
+            raise unreadable(f"{file.name}", error) from error
+        what = f"{file.name} is no Arrow file, is damaged or is cut short: {error}"
+        raise DataError(f"{what}; prepare it again") from error
 
 
 class _Bodiless(io.RawIOBase):
@@ -284,14 +287,20 @@ class _Bodiless(io.RawIOBase):
         size: Bytes of the last read.
     """
 
-    def __init__(self, file: io.RawIOBase) -> None:
+    def __init__(self, file: DataFile) -> None:
         super().__init__()
         self._file, self._position = file, 0
-        self._num_bytes = file.seek(0, os.SEEK_END)
-        tail = os.pread(file.fileno(), _TAIL.size, max(0, self._num_bytes - _TAIL.size))
+        self._num_bytes = file.num_bytes
+        tail = read_exactly(file, _TAIL.size, max(0, self._num_bytes - _TAIL.size))
         footer_bytes = max(0, *_TAIL.unpack(tail)[:1]) if len(tail) == _TAIL.size else 0
         self._footer = self._num_bytes - _TAIL.size - footer_bytes
         self.begin = self.base = self.size = 0
+
+    def expect(self) -> None:
+        """Begin to fetch the metadata of all batches."""
+        footer = bytes(read_exactly(self._file, max(0, self._num_bytes - self._footer), max(0, self._footer)))
+        for offset, _ in ipc.blocks_of(footer):
+            self._file.ahead(read_exactly, self._file, _METADATA_BYTES, offset)
 
     def readable(self) -> bool:
         return True
@@ -309,7 +318,7 @@ class _Bodiless(io.RawIOBase):
         left = max(0, self._num_bytes - self._position)
         size = left if size < 0 else min(size, left)
         wanted = size if self._position >= self._footer else min(size, _METADATA_BYTES)
-        content = os.pread(self._file.fileno(), wanted, self._position)
+        content = read_exactly(self._file, wanted, self._position)
         found = np.zeros(size, np.uint8)
         found[: len(content)] = np.frombuffer(content, np.uint8)
         self.begin, self.base, self.size = self._position, found.ctypes.data, found.size
@@ -343,7 +352,7 @@ def _place(batch: pa.RecordBatch, file: int, source: _Bodiless) -> _Batch:
     return _Batch(file, rows, offsets.address + shift, values.address + shift, values.size, prompts)
 
 
-def _check_schema(schema: pa.Schema, file: Path) -> None:
+def _check_schema(schema: pa.Schema, file: Location) -> None:
     metadata = schema.metadata or {}
     version = metadata.get(FORMAT_KEY, b"").decode(errors="replace")
     if version != str(FORMAT_VERSION):
@@ -362,15 +371,3 @@ def _is_alike(wanted: Any, found: Any) -> bool:
     if found is None or not pa.types.is_large_list(wanted):
         return bool(found == wanted)
     return bool(pa.types.is_large_list(found) and found.value_type == wanted.value_type)
-
-
-def _descriptor(file: Path) -> int:
-    try:
-        return open_regular(file)
-    except OSError as error:
-        raise unreadable(f"{file}", error) from error
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -100,8 +100,9 @@ class Documents:
         for begin in count(start, _PERMUTED):
             ordinals = np.arange(begin, begin + _PERMUTED)
             positions = lane + ordinals * order.lanes
-            found = shuffled(positions, total, order.seed) if order.shuffle else positions % total
-            yield from zip(ordinals.tolist(), found.tolist(), strict=True)
+            found = (shuffled(positions, total, order.seed) if order.shuffle else positions % total).tolist()
+            self.corpus.expect(found)
+            yield from zip(ordinals.tolist(), found, strict=True)
 
     def ids(self, contents: Sequence[bytes], prompts: Sequence[int]) -> Iterator[Ids]:
         """Ids of documents, each with the end of text behind it; those of prompts with `PROMPT_BIT`.

@@ -20,10 +20,12 @@ from nxtrain.data.order import shuffled
 from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Prepared, digest, is_whole
 from nxtrain.data.samples import probe
+from nxtrain.data.storage import cache_folder
 from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import clear_drafts
+from nxtrain.io.object_store import place_of
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
@@ -90,7 +92,7 @@ def prepare_streams(
     identity = tokenizer.digest if tokenizer else first.tokenizer
     validation = _validation(config, held_out, (mixture, corpora), tokenizer, identity, vocab_size, workdir)
     return Prepared(
-        train=first.path,
+        train=str(first.path),
         validation=validation,
         tokenizer=tokenizer.path if tokenizer else None,
         tokenizer_origin=known.origin if known else "",
@@ -121,14 +123,16 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
         held_out=config.validation_fraction,
         packing=config.packing,
         seq_len=seq_len,
+        cache=cache_folder(config),
     )
     return Streams(source, tuple(len(each.corpus) for each in source.documents()), mixture)
 
 
 def _corpora(config: DataConfig) -> tuple[Mixture | None, list[PreparedCorpus]]:
     if not config.mixture:
-        return None, [_open(config.path, "data.path")]
-    return Mixture.of(config.mixture, config.weights), [_open(name, "data.mixture") for name in config.mixture]
+        return None, [_open(config, config.path, "data.path")]
+    corpora = [_open(config, name, "data.mixture") for name in config.mixture]
+    return Mixture.of(config.mixture, config.weights), corpora
 
 
 def _contents(mixture: Mixture | None, corpora: Sequence[PreparedCorpus]) -> object:
@@ -136,15 +140,15 @@ def _contents(mixture: Mixture | None, corpora: Sequence[PreparedCorpus]) -> obj
     return (tuple(corpus.identity for corpus in corpora), mixture.shares) if mixture else corpora[0].identity
 
 
-def _open(name: str, key: str) -> PreparedCorpus:
-    path = Path(name).expanduser()
-    if not path.exists():
+def _open(config: DataConfig, name: str, key: str) -> PreparedCorpus:
+    path = place_of(name)
+    if isinstance(path, Path) and not path.exists():
         relative = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
         raise DataError(
             f"{key}: {path}{relative} does not exist. data.source=arrow reads a prepared corpus: "
             f"nxtrain data prepare FILES --out {path}"
         )
-    corpus = PreparedCorpus(path)
+    corpus = PreparedCorpus(path, cache_folder(config))
     if not len(corpus):
         raise DataError(f"{corpus.path} holds no document; prepare it again from files with text")
     return corpus
@@ -195,7 +199,7 @@ def _validation(  # 7 arguments: each is of another part of the preparation, and
     """Write the tokens that an evaluation reads, unless they are there; None without an evaluation."""
     mixture, corpora = sources
     if config.validation_path:
-        evaluated = _open(config.validation_path, "data.validation_path")
+        evaluated = _open(config, config.validation_path, "data.validation_path")
         if evaluated.tokenizer not in {"", identity}:
             what = f"{evaluated.path} has ids of another tokenizer than {corpora[0].path}"
             raise DataError(f"data.validation_path: {what}")

@@ -25,6 +25,7 @@ from nxtrain.data.arrow.ipc import Block
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import replace_bytes, replace_text, sync_folder
 from nxtrain.io.jsonl import append, read
+from nxtrain.io.object_store import Location, content_of
 from nxtrain.io.regular import read_bytes
 
 _JOURNAL, _BAD, _SUMMARY, _SHARDS = "journal.jsonl", "bad.jsonl", "summary.json", "shards"
@@ -317,10 +318,10 @@ def refuse(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> No
     raise DataError(f"{what} from other input; choose another --out, or begin again with --restart{listed}")
 
 
-def read_summary(path: Path) -> dict[str, Any]:
+def read_summary(place: Location) -> dict[str, Any]:
     """Summary of a finished preparation; empty if there is none."""
     try:
-        return _object(read_bytes(path))
+        return _object(content_of(place))
     except OSError:
         return {}
 

@@ -13,6 +13,7 @@ from nxtrain.data.checksums import Checksums, Summing, checksums_of
 from nxtrain.data.files import read_array, read_checksums, writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import FileSamples, probe
+from nxtrain.data.storage import LocalFile
 from nxtrain.errors import DataError
 from tests.unit.data.conftest import OpenAlone
 
@@ -36,7 +37,9 @@ def written(path: Path, num_tokens: int, dtype: type = np.uint16) -> NDArray[np.
 
 def opened(path: Path, expected: str | None = None) -> FileSamples:
     expected = expected or probe(concat(read_array(path), SEQ_LEN))
-    return FileSamples(path, seq_len=SEQ_LEN, vocab_size=VOCAB, expected=expected, checksums=read_checksums(path))
+    checksums = read_checksums(path)
+    file = LocalFile(path)
+    return FileSamples(file, seq_len=SEQ_LEN, vocab_size=VOCAB, expected=expected, checksums=checksums)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])

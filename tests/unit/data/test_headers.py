@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nxtrain.data.files import read_array
 from nxtrain.data.samples import check_table, header
+from nxtrain.data.storage import LocalFile
 from nxtrain.errors import DataError
 
 
@@ -27,11 +28,7 @@ def read(path: Path) -> str:
         warnings.simplefilter("error")
         table = read_array(path)
         found = check_table(table, path, seq_len=16, vocab_size=10)
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            header(path, descriptor)
-        finally:
-            os.close(descriptor)
+        header(LocalFile(path))
     return found
 
 
@@ -59,13 +56,8 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, shape: str, descr: str) -
     write(tmp_path / "a.npy", shape, descr)
     with pytest.raises(DataError, match=r"a\.npy"):
         read(tmp_path / "a.npy")
-    descriptor = os.open(tmp_path / "a.npy", os.O_RDONLY)
-    try:
-        header(tmp_path / "a.npy", descriptor)  # of a file that was replaced since: no other exception
-    except DataError:
-        pass
-    finally:
-        os.close(descriptor)
+    with suppress(DataError):
+        header(LocalFile(tmp_path / "a.npy"))  # of a file that was replaced since: no other exception
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -189,13 +189,14 @@ def test_what_cannot_be_is_refused_and_bad_rows_are_named(tmp_path: Path) -> Non
 def test_another_prompt_is_another_corpus(tmp_path: Path) -> None:
     corpus = prepared(tmp_path, "a.jsonl")
     with pytest.raises(DataError, match="prompt: 'q' there, '' here"):
-        prepare(tmp_path / "a.jsonl", out=corpus.path, field="a")
+        prepare(tmp_path / "a.jsonl", out=Path(corpus.path), field="a")
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 40, 13])
 def test_a_damaged_length_of_a_prompt_is_named(tmp_path: Path, tokenizer: TextTokenizer, length: int) -> None:
     """13 bytes of `question 1 [snowman]` end inside of the snowman."""
     corpus = prepared(tmp_path, "a.jsonl")
+    assert isinstance(corpus.path, Path)
     documents = open_documents(corpus, tokenizer, 0.0, VOCABULARY)
     list(islice(documents.lane(LaneOrder(1, 0, False), 0), 3))
     (batch,) = corpus._batches

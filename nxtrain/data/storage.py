@@ -1,0 +1,182 @@
+"""Files of corpora on disks and in S3, opened once and read at any offset; a read looks up no name.
+
+Files of a disk are read, not mapped: a lost page of a mapped file ends the process by a signal, without a message.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from nxtrain.config.cache_dir import fill, host_name
+from nxtrain.data.files import unreadable
+from nxtrain.errors import DamagedError, DataError
+from nxtrain.io.cached_object import CachedObject
+from nxtrain.io.object_store import Location, S3Path, S3Store
+from nxtrain.io.regular import open_regular
+
+SHARD_ENDING = ".arrow"
+
+
+class DataFile(Protocol):
+    """An open file of a corpus."""
+
+    @property
+    def name(self) -> Location:
+        """Path or address."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length when the file was opened."""
+
+    def read(self, view: memoryview, start: int) -> int:
+        """Read bytes from `start` on into `view`, perhaps fewer than fit; return their number, 0 at the end.
+
+        Raises:
+            OSError: The storage fails.
+            DataError: The file is gone, or has been replaced.
+        """
+
+    def version(self) -> object:
+        """Value that differs after a change of the content in place."""
+
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
+        """Call a function that reads, in another thread if the storage is far; otherwise not at all."""
+
+
+class LocalFile:
+    """A file of a disk.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: The file is absent, not a regular file, or cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = path
+        self._file = open_regular(path)
+        weakref.finalize(self, os.close, self._file)
+        self.num_bytes = os.fstat(self._file).st_size
+
+    def read(self, view: memoryview, start: int) -> int:
+        """See `DataFile`."""
+        return os.preadv(self._file, [view], start)
+
+    def version(self) -> object:
+        """See `DataFile`."""
+        found = os.fstat(self._file)
+        return found.st_size, found.st_mtime_ns
+
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
+        """Call nothing: the system reads ahead."""
+
+
+class RemoteFile:
+    """An object of S3, whose blocks come to this node when they are read.
+
+    Args:
+        address: Address of the object.
+        cache: Folder of this node for the blocks.
+
+    Raises:
+        DataError: The object is absent, or the folder cannot be written.
+        StorageError: S3 fails.
+    """
+
+    def __init__(self, address: S3Path, cache: Path) -> None:
+        self.name = address
+        try:
+            self._object = CachedObject(address, cache)
+        except DamagedError as error:
+            raise DataError(f"{address} does not exist, or was deleted; check it with: aws s3 ls {address}") from error
+        except OSError as error:
+            what = f"data.cache_dir: {cache} cannot hold blocks of {address}: {error.strerror}"
+            raise DataError(f"{what}; name a folder on a disk of this node") from error
+        self.num_bytes = self._object.num_bytes
+
+    @property
+    def tag(self) -> str:
+        """S3's identity of the content."""
+        return self._object.tag
+
+    def read(self, view: memoryview, start: int) -> int:
+        """See `DataFile`."""
+        try:
+            return self._object.read(view, start)
+        except DamagedError as error:
+            way_out = "bring the object back as it was, or start again with checkpoint.allow_drift=['data']"
+            raise DataError(f"{self.name} has changed under the run: {error.reason}; {way_out}") from error
+
+    def version(self) -> object:
+        """See `DataFile`: an object never changes in place."""
+        return self.tag
+
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
+        """See `DataFile`."""
+        self._object.ahead(read, *args)
+
+
+def open_file(place: Location, cache: Path) -> LocalFile | RemoteFile:
+    """Open a file.
+
+    Args:
+        place: Path or address.
+        cache: Folder of this node for blocks of S3.
+
+    Raises:
+        DataError: The file is absent, is not a regular file, or may not be read.
+        StorageError: The storage fails.
+    """
+    if isinstance(place, S3Path):
+        return RemoteFile(place, cache)
+    try:
+        return LocalFile(place)
+    except OSError as error:
+        raise unreadable(f"{place}", error) from error
+
+
+def read_exactly(file: DataFile, size: int, start: int) -> memoryview:
+    """Bytes of a file from an offset on; fewer only where the file ends.
+
+    Raises:
+        OSError, DataError: See `DataFile.read`.
+    """
+    content, done = memoryview(bytearray(size)), 0
+    while done < size and (length := file.read(content[done:], start + done)):
+        done += length
+    return content[:done]
+
+
+def shards(place: Location) -> list[Location]:
+    """Files of a prepared corpus: the file itself, or those of a folder or a prefix, in order.
+
+    Raises:
+        StorageError: S3 fails.
+    """
+    if isinstance(place, Path):
+        return [*sorted(place.glob(f"*{SHARD_ENDING}"))] if place.is_dir() else [place]
+    names = sorted(name for name in S3Store(place).sizes() if name.endswith(SHARD_ENDING) and "/" not in name)
+    return [place / name for name in names] or [place]
+
+
+def summary_of(place: Location) -> Location:
+    """Place of the summary that a preparation writes beside its folder of shards."""
+    if isinstance(place, Path):
+        return place.with_suffix(".summary.json")
+    return S3Path(place.removesuffix(place.name) + PurePosixPath(place.name).with_suffix(".summary.json").name)
+
+
+def cache_folder(config: Any) -> Path:
+    """Folder of this node for blocks of S3, `data.cache_dir`.
+
+    Raises:
+        ConfigError: The path has an unknown placeholder.
+    """
+    values = {"host": host_name(), "user": getpass.getuser()}
+    return Path(fill("data.cache_dir", str(config.cache_dir), values)).expanduser().absolute()
