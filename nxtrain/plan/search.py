@@ -135,7 +135,9 @@ def _degrees(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig) 
                 modes.append("hybrid")
             for mode in modes:
                 changes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "shard": mode, "sequence_parallel": tp > 1}
-                changes |= {"virtual_pp": 1, "pipeline_cuts": (), "shard_size": 0, "offload": False}
+                if mode not in FULLY_SHARDED:
+                    changes |= {"prefetch": 1, "forward_prefetch": True, "backward_prefetch": "before"}
+                changes |= {"virtual_pp": 1, "pipeline_cuts": (), "shard_size": 0, "unit_params": 0, "offload": ()}
                 parallel = config.parallel.model_copy(update=changes)
                 train = config.train.model_copy(update={"micro_batch": 1})
                 yield Job(decoder, machine, nodes, config.model_copy(update={"parallel": parallel, "train": train}))

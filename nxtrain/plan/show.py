@@ -40,6 +40,9 @@ def show(found: Prediction, note: str) -> None:
     for name, size in found.bytes.to_json().items():
         memory.add_row(name, f"{size / GIB:.3f}")
     memory.add_row("device", f"{job.machine.device_bytes / GIB:.3f}")
+    for name, size in data["host_bytes"].items():
+        if size:
+            memory.add_row(f"host: {name}", f"{size / GIB:.3f}")
     screen.print(memory)
     times = Table("prediction", "value", "", box=box.SIMPLE_HEAD)
     for row in _rows(found):
