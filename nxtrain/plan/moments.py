@@ -106,9 +106,8 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     num_blocks = sum(job.stage(stage).blocks)
     ahead = 0 if parallel.backward_prefetch == "none" else max(1, parallel.prefetch)
     unit = unit_blocks(job, stage)
-    gathered = units.rest + units.block * min(
-        num_blocks, num_blocks if parallel.shard == "grad_op" else unit * (1 + ahead)
-    )
+    whole = num_blocks if parallel.shard == "grad_op" else min(num_blocks, unit * (1 + ahead))
+    gathered = units.rest + units.block * whole
     flights = in_flight(job, stage)
     repeats = job.num_micro * parallel.virtual_pp > flights
     grads = accumulated if repeats else 0
@@ -141,12 +140,14 @@ def _units(job: Job, stage: int) -> _Units:
 
 def unit_blocks(job: Job, stage: int) -> int:
     """Most blocks of a unit whose parameters are gathered at once."""
+    fewest = job.config.parallel.unit_params
+    if not fewest:
+        return 1
     whole = job.entries(stage, 1).local
     rest, blocks = beside_blocks(job.stage(stage), job.config.parallel.tp, 1).local, job.stage(stage).blocks
     block = (whole - rest) // sum(blocks)
     if job.adapters is not None:
         block += adapters_of_block(job.stage(stage), job.config.parallel.tp, 1, job.adapters).local
-    fewest = job.config.parallel.unit_params
     return max(len(unit) for chunk in blocks for unit in units_of([block] * chunk, fewest))
 
 

@@ -89,7 +89,7 @@ def show_found(found: Found, note: str, top: int) -> None:
     if note:
         screen.print(note)
     layouts = Table(
-        *("method", "tp", "pp", "dp", "shard", "chunks", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
+        *("method", "tp", "pp", "dp", "shard", "order", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
         box=box.SIMPLE_HEAD,
     )
     for each in found.layouts[:top]:
@@ -98,7 +98,7 @@ def show_found(found: Found, note: str, top: int) -> None:
             each.job.method,
             *(str(degree) for degree in (parallel.tp, parallel.pp, parallel.dp)),
             parallel.shard,
-            str(parallel.virtual_pp),
+            "zero bubble" if parallel.schedule == "zero_bubble" else f"{parallel.virtual_pp} x 1f1b",
             str(train.micro_batch),
             train.remat,
             f"{each.bytes.total / GIB:.2f}",
