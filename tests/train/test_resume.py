@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"tp": 1, "dp": 2},
     "full": {"tp": 1, "dp": 2, "shard": "full"},
 }
-PRECISIONS = {
+PRECISIONS: dict[str, dict[str, Any]] = {
     "alone": {"params": "fp32", "update": "fp32"},
     "tp2-sp": {"params": "bf16", "update": "fp32_master"},
     "dp2": {"params": "bf16", "update": "fp32_master", "reduce": "bf16"},

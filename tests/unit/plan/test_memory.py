@@ -236,7 +236,7 @@ def sharded_job(**parallel: Any) -> Job:
         precision={"params": "bf16", "update": "fp32_master"},
         train={"seq_len": 256, "micro_batch": 2, "global_batch": 8},
     )
-    return job_of(resolved, Mesh(2, 0))
+    return job_of(resolved, Mesh.build(2, 0, dp=2))
 
 
 @pytest.mark.parametrize("shard", ["none", "zero1", "full"])
@@ -260,7 +260,8 @@ def test_offloading_moves_the_bytes_of_a_kind_from_the_device_to_the_host(shard:
         assert on_host["grads"] == moments.accumulated_bytes(given, 0)
     if kind == "activations":
         assert on_host["activations"] == 6 * activations.block_bytes(given)
-        assert before.total - after.total >= 0.9 * 4 * activations.block_bytes(given)
+        most = [max(each.activations for each in moments.moments_of(job, 0)) for job in (given, moved)]
+        assert most[0] - most[1] == 5 * activations.block_bytes(given)
 
 
 def test_units_of_several_blocks_are_gathered_whole() -> None:
@@ -272,13 +273,9 @@ def test_units_of_several_blocks_are_gathered_whole() -> None:
     def grads(blocks: int) -> int:  # in bf16 and in the type of the reduction
         return blocks * block * 6
 
-    assert [moments.unit_blocks(sharded_job(unit_params=n), 0) for n in (0, block, block + 1, 2 * block + 1)] == [
-        1,
-        1,
-        2,
-        3,
-    ]
-    rest = max(2 * 1000 * 128 + 128, 0) * 2
+    sizes = (0, block, block + 1, 2 * block + 1)
+    assert [moments.unit_blocks(sharded_job(unit_params=size), 0) for size in sizes] == [1, 1, 2, 3]
+    rest = (2 * 1000 * 128 + 128) * 2
     for blocks, fewest in ((1, 0), (2, block + 1), (3, 2 * block + 1)):
         for kind, prefetch in (("before", 1), ("before", 2), ("after", 1), ("none", 1)):
             ahead = 0 if kind == "none" else prefetch
