@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -219,8 +220,9 @@ def family_names() -> list[str]:
     return sorted({entry.name for entry in entry_points(group=_ENTRY_POINTS)})
 
 
+@cache
 def find_family(name: str) -> ModelFamily:
-    """Load the family that is installed under this name.
+    """Load the family that is installed under this name; packages are searched once per process.
 
     Raises:
         ConfigError: No installed package offers the family.

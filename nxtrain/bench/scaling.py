@@ -13,6 +13,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -137,15 +138,15 @@ def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tok
 def _show(result: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(machine_line(result["machine"]), markup=False)
-    table = Table(title="two ranks of one thread each", title_style="bold")
+    table = Table(title="two ranks of one thread each", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("")
-    for head in ("tokens/s", "over one rank", "efficiency", "by CPU time", "waiting", "communication"):
+    for head in ("tokens/s", "over one", "efficiency", "by CPU", "waiting", "comm."):
         table.add_column(head, justify="right")
     for row in result["rows"]:
         name = row["name"]
         kinds = result["breakdown"].get(name, {}).get("kinds", {})
         table.add_row(
-            name,
+            name.replace("_", " "),
             f"{row['value']:.0f}",
             f"{result['over_one'][name]:.2f}" if name in result["over_one"] else "",
             f"{result['ratios'][name]:.1%}" if name in result["ratios"] else "",
@@ -154,7 +155,8 @@ def _show(result: Mapping[str, Any]) -> None:
             f"{kinds['communication']['share']:.1%}" if kinds else "",
         )
     table.caption = (
-        "efficiency: tokens/s over those of two independent runs at once; by CPU time: CPU seconds per token of these "
-        f"over its own; waiting: of wall time, the rank that waits most; medians over {result['rounds']} rounds"
+        "over one: tokens/s over those of one rank; efficiency: over those of two independent runs at once; by CPU: "
+        "CPU seconds per token of these over its own; waiting: of wall time, the rank that waits most; comm.: "
+        f"communication, of the profiled step; medians over {result['rounds']} rounds"
     )
     console.print(table)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
 
 def code_fingerprint(plan: Resolved) -> str:
     """Fingerprint of the training source: nxtrain's package and the model family's package."""
-    return fingerprint(_sources([__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0]]))
+    return _fingerprint_of(__package__.partition(".")[0], type(plan.family).__module__.rpartition(".")[0])
 
 
 def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, *, trained: bool = False) -> None:
@@ -205,6 +206,12 @@ def _difference(name: str, field: str, meta: Meta, fresh: Meta) -> str:
     there, here = getattr(meta, field), getattr(fresh, field)
     is_unrecorded = field in UNRECORDED_VALUES and there == UNRECORDED_VALUES[field]
     return f"{name} is {there!r} there and {here!r} here" if there != here and not is_unrecorded else ""
+
+
+@cache
+def _fingerprint_of(*packages: str) -> str:
+    """Fingerprint of the packages as this process found them: a file that changes later is not the code that runs."""
+    return fingerprint(_sources(packages))
 
 
 def _sources(packages: Sequence[str]) -> Iterator[bytes]:

@@ -40,7 +40,7 @@ def write_config(folder: Path, *, steps: int = 12, every: int = 4, num_rows: int
 def context() -> ForkServerContext:
     """Starts processes that have imported everything."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([__name__])
+    found.set_forkserver_preload(["tests.support.command_preload"])
     return found
 
 

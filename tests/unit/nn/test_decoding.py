@@ -89,6 +89,17 @@ def test_a_further_token_costs_the_same_after_a_long_text() -> None:
     assert costs[0] == costs[1] == costs[2] > 0
 
 
+def test_reading_keeps_nothing_for_a_backward_pass() -> None:
+    model, _ = models("gqa")
+    decoder = Decoder(model, lambda x: x)
+    decoder.begin(1)
+    kept: list[torch.Tensor] = []
+    assert any(p.requires_grad for p in cast(torch.nn.Module, model).parameters())
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda index: index):
+        for _ in decoder.read([[1, 2, 3]], 2):
+            assert not kept
+
+
 def test_attention_of_another_kind_is_refused() -> None:
     model, _ = models("gqa")
     del model.blocks[0].self_attn.core  # type: ignore[union-attr]

@@ -64,3 +64,10 @@ def test_llama_3_stretches_long_wavelengths_and_keeps_short_ones() -> None:
     kept = (64 / wavelengths[between] - 1.0) / (4.0 - 1.0)
     expected = kept * plain[between] + (1 - kept) * plain[between] / 8
     torch.testing.assert_close(scaled[between], expected, rtol=1e-5, atol=0)
+
+
+def test_tables_are_computed_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        tables = Rope(S, H, THETA, LLAMA3, FusedKernels()).host_buffers()
+    assert {table.device.type for table in tables.values()} == {"cpu"}
+    assert torch.equal(tables["cos"], rope_of(LLAMA3).cos)

@@ -203,6 +203,7 @@ def test_presets_of_every_family_can_be_planned() -> None:
     for name in family_names():
         family = find_family(name)
         for preset in family.presets:
-            found = answer(SEVEN, "--model", preset, "--instance", "p5", "parallel.tp=1", "parallel.dp=8")
+            layout = ("parallel.tp=1", "parallel.dp=8", "train.seq_len=2048", "--nodes", "1")
+            found = answer(SEVEN, "--model", preset, "--instance", "p5", *layout)
             if preset != "tiny":
                 assert found["params"] == family.num_params(family.preset(preset))

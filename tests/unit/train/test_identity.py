@@ -59,8 +59,7 @@ def hold(
     if "tokenizer" in drifted:
         tokenizer.write_text('{"a": 1}', encoding="utf-8")
     if "code" in drifted:
-        sources = list(compatibility._sources(["nxtrain"]))
-        monkeypatch.setattr(compatibility, "_sources", lambda packages: [*sources[:-1], sources[-1] + b"\n"])
+        monkeypatch.setattr(compatibility, "_fingerprint_of", lambda *packages: "of other files")
     inputs = RunInputs.of("other rows" if "data" in drifted else "rows", tokenizer)
     refuse_drift(folder / "step-00000002", there, meta_at(0, plan, inputs), plan)
 
@@ -145,3 +144,13 @@ def test_code_is_known_by_the_names_and_the_contents_of_its_files(
     changed = seen()
     (package / "a.py").rename(package / "b.py")
     assert len({before, changed, seen()}) == 3
+
+
+def test_code_is_read_once_since_later_changes_are_not_what_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = meta_at(2, planned(tmp_path), RunInputs.of("rows", None))
+    monkeypatch.setattr(compatibility, "_sources", lambda packages: [b"edited while the run goes on"])
+    second = meta_at(4, planned(tmp_path), RunInputs.of("rows", None))
+    assert first.code_fingerprint == second.code_fingerprint
+    assert first.code_fingerprint != fingerprint([b"edited while the run goes on"])
