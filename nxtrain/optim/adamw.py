@@ -48,7 +48,6 @@ class AdamW:
         seed: Seed of the run, for stochastic rounding.
         optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101).
         apart: Parameters lie on another device than the state, where the update runs.
-        counts_skipped: A step that changes nothing counts as an update.
     """
 
     def __init__(
@@ -62,9 +61,8 @@ class AdamW:
         seed: int,
         optim: OptimConfig,
         apart: bool = False,
-        counts_skipped: bool = True,
     ) -> None:
-        self._apart, self._counts_skipped = apart, counts_skipped
+        self._apart = apart
         self._shards, self._layout, self._kernels, self._precision = shards, layout, kernels, precision
         self._betas, self._eps, self._weight_decay = optim.betas, optim.eps, optim.weight_decay
         # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
@@ -110,9 +108,9 @@ class AdamW:
         """
         # The state may be kept in host memory.
         lr, grad_scale = lr.to(self.num_updates.device), grad_scale.to(self.num_updates.device)
-        if skip is None or self._counts_skipped:
+        if skip is None or self._precision.params != torch.float16:
             self.num_updates.add_(1.0)
-        else:
+        else:  # the first scales overflow by design: such a step is none
             self.num_updates.add_((~skip).float().to(self.num_updates.device))
         if skip is not None and self._kernels.host_may_look:
             if skip.item():

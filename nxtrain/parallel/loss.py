@@ -6,6 +6,7 @@ Shapes: T tokens (sequence x batch, flattened), D hidden, V vocabulary rows of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +88,7 @@ class VocabHead(nn.Module):
             targets.flatten(),
             VocabColumns(self.first, self.padding, self._tp.comm, self._tp.axis),
             self._chunk_rows,
-            self._chunk,
-            None if self.scale is None else self.scale(),
+            self._chunk if self.scale is None else partial(self._chunk, scale=self.scale()),
         )
         return loss
 
@@ -100,10 +100,7 @@ class VocabHead(nn.Module):
             return self._tp.comm.all_gather(local, self._tp.axis)[: self._vocab_size].movedim(0, -1)
 
 
-_Chunk = Callable[
-    [Tensor, Tensor, Tensor, VocabColumns, bool, bool, "Tensor | None"],
-    tuple[Tensor, "Tensor | None", "Tensor | None"],
-]
+_Chunk = Callable[..., tuple[Tensor, "Tensor | None", "Tensor | None"]]
 
 
 def _chunk_of(kernels: Kernels) -> _Chunk:
@@ -116,7 +113,7 @@ def _chunk_of(kernels: Kernels) -> _Chunk:
         columns: VocabColumns,
         needs_grad: bool,
         is_trained: bool,
-        scale: Tensor | None,
+        scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = F.linear(hidden, weight)
         # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
@@ -125,7 +122,7 @@ def _chunk_of(kernels: Kernels) -> _Chunk:
         if logits_grad is None:
             return loss, None, None
         if scale is not None:
-            logits_grad = logits_grad.mul_(scale).to(hidden.dtype)
+            logits_grad = (logits_grad * scale).to(hidden.dtype)
         return loss, logits_grad @ weight, logits_grad.t() @ hidden if is_trained else None
 
     return kernels.fuse(chunk)
@@ -150,7 +147,6 @@ class _VocabCrossEntropy(torch.autograd.Function):
         columns: VocabColumns,
         chunk_rows: int,
         chunk: _Chunk,
-        scale: Tensor | None,
     ) -> Tensor:
         trained = ctx.needs_input_grad[1]
         needs_grad = ctx.needs_input_grad[0] or trained
@@ -158,7 +154,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         hidden_grads: list[Tensor] = []
         weight_grad: Tensor | None = None
         for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad, trained, scale)
+            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad, trained)
             loss = loss + chunk_loss
             if hidden_part is not None:
                 hidden_grads.append(hidden_part)
@@ -174,4 +170,4 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         of_weight = None if weight_grad is None else weight_grad.mul_(grad.to(weight_grad.dtype))
-        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), of_weight, *[None] * 5
+        return hidden_grad.mul_(grad.to(hidden_grad.dtype)), of_weight, *[None] * 4

@@ -232,7 +232,6 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         seed=run.run.seed,
         optim=run.optim,
         apart=("params" in offload) != ("optimizer" in offload),
-        counts_skipped=precision.params != torch.float16,
     )
     kernels, put = _place(backend, on_host="params" in offload)
     return TrainState(
