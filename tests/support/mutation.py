@@ -76,6 +76,10 @@ COVERED: dict[str, Stages] = {
     "models/*": (("tests/unit/models",), ("tests/dist/test_logits.py", _FAMILIES, _PARITY)),
     "nxtrain/checkpoint/nxd_*": (_UNIT_CHECKPOINT, ("tests/train/test_nxd_conversion.py",)),
     "nxtrain/checkpoint/mirror.py": (_UNIT_CHECKPOINT, ("tests/train/test_mirror_runs.py",)),
+    "nxtrain/checkpoint/resume.py": (
+        _UNIT_CHECKPOINT,
+        ("tests/train/test_resume.py", "tests/train/test_mirror_runs.py", "tests/faults/test_returns.py"),
+    ),
     "nxtrain/io/object_store.py": (
         ("tests/unit/checkpoint/test_mirror.py", "tests/unit/compile/test_sync.py"),
         _UNIT_CHECKPOINT,
