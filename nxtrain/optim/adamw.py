@@ -50,7 +50,7 @@ class AdamW:
         apart: Parameters lie on another device than the state, where the update runs.
     """
 
-    def __init__(
+    def __init__(  # 8 arguments: kernels, and both places of what they update
         self,
         shards: Mapping[str, Tensor],
         layout: Layout,
