@@ -212,6 +212,15 @@ class ModelFamily(ABC):
         return self.presets[name].config
 
 
+_ENTRY_POINTS = "nxtrain.models"
+"""Group of entry points under which packages offer families."""
+
+
+def family_names() -> list[str]:
+    """Names of the installed families."""
+    return sorted({entry.name for entry in entry_points(group=_ENTRY_POINTS)})
+
+
 @cache
 def find_family(name: str) -> ModelFamily:
     """Load the family that is installed under this name; packages are searched once per process.
@@ -219,7 +228,7 @@ def find_family(name: str) -> ModelFamily:
     Raises:
         ConfigError: No installed package offers the family.
     """
-    found = {entry.name: entry for entry in entry_points(group="nxtrain.models")}
+    found = {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
     if name not in found:
         known = ", ".join(sorted(found)) or "none"
         raise ConfigError(

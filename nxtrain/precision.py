@@ -11,7 +11,7 @@ from nxtrain.config.schema import PrecisionConfig
 
 Update = Literal["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

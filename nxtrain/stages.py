@@ -61,3 +61,22 @@ def split_layers_at(num_blocks: int, cuts: Sequence[int]) -> tuple[StagePart, ..
     bounds = [0, *cuts, num_blocks]
     last = len(cuts)
     return tuple(StagePart(range(bounds[i], bounds[i + 1]), first=i == 0, last=i == last) for i in range(last + 1))
+
+
+def units_of(sizes: Sequence[int], fewest: int) -> list[range]:
+    """Group adjacent blocks into units that have enough parameters; too small a rest joins the unit before.
+
+    Args:
+        sizes: Parameters of each block.
+        fewest: Fewest parameters of a unit; 0: each block is a unit.
+    """
+    units: list[range] = []
+    start = held = 0
+    for index, size in enumerate(sizes):
+        held += size
+        if held >= fewest:
+            units.append(range(start, index + 1))
+            start, held = index + 1, 0
+    if start < len(sizes):
+        units.append(range(units.pop().start if units else 0, len(sizes)))
+    return units

@@ -55,6 +55,8 @@ class Meta(BaseModel):
     """Type of the parameters, by torch's name."""
     state_dtype: str = "float32"
     """Type of the optimizer's running means, by torch's name."""
+    loss_scale: dict[str, float] = {}
+    """Scale of fp16 gradients, the steps since it changed, and the number of updates; empty for other types."""
     data_cursor: dict[str, Any] = {}
     """Place at which data that is packed while it is consumed resumes, `nxtrain.data.stream_loader`; else empty."""
     data_fingerprint: str = ""

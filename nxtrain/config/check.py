@@ -13,6 +13,7 @@ from typing import Any
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.load import Loaded, origin_of, values
+from nxtrain.config.precision import precision
 from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, QUANTIZING, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
@@ -26,16 +27,13 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = ()
 
 MOST_PROFILED = 100
 """Most steps of a profile, which holds every operation of each."""
-MAX_ROUNDED_BETA = 0.99
-"""Largest decay with which a running mean in bf16, rounded to nearest, follows its gradients. One step then moves the
-mean by 1% of the distance to the gradient. Adjacent bf16 numbers are 0.4 to 0.8% apart."""
-
-_UPDATES = {"fp32": ("fp32",), "bf16": ("fp32_master", "bf16_stochastic", "bf16_kahan")}
-_UPDATE_REASONS = {
-    "fp32": "fp32 parameters are exact enough to be updated in place",
-    "bf16": "a bf16 parameter has 8 significant bits and loses most updates unless the rule keeps the rest",
+_OF_UNITS = {
+    "unit_params": "joins blocks whose parameters are gathered together",
+    "prefetch": "gathers sharded parameters ahead of their use",
+    "forward_prefetch": "gathers sharded parameters ahead of their use",
+    "backward_prefetch": "gathers sharded parameters ahead of their use",
 }
-
+"""Keys of [parallel] about units of sharded parameters, and their effect."""
 
 DEFAULT_FAMILY = "llama"
 """Family of a configuration that names none."""
@@ -74,7 +72,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
-    problems += [*_precision(config), *_sharding(config), *_layers(config), *_compile(config)]
+    problems += [*precision(config), *_sharding(config), *_offload(config), *_layers(config), *_compile(config)]
     problems += [*_profile(config), *_finetune(config, has_weights)]
     problems += [*transport(config), *order(config), *_data(loaded), *_mirror(config)]
     try:
@@ -219,39 +217,6 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem("optim.warmup_steps", f"{optim.warmup_steps} exceeds {name}={end}", hint=hint)
 
 
-def _precision(config: RunConfig) -> Iterator[Problem]:
-    precision, shard = config.precision, config.parallel.shard
-    params, update = precision.params, precision.update
-    if update not in _UPDATES[params]:
-        reason = f"{update} does not fit params={params}: {_UPDATE_REASONS[params]}"
-        yield Problem("precision.update", reason, hint=f"use {' or '.join(_UPDATES[params])}")
-    for index, beta in enumerate(config.optim.betas):
-        if precision.state == "bf16" and update != "bf16_stochastic" and beta > MAX_ROUNDED_BETA:
-            reason = (
-                f"bf16 rounds to nearest under update={update}: with optim.betas[{index}]={beta} each step changes the "
-                "running mean by less than half the distance to the next number, and it stays where it is"
-            )
-            hint = (
-                f"use precision.state=fp32, update=bf16_stochastic, or optim.betas[{index}]={MAX_ROUNDED_BETA} or less"
-            )
-            yield Problem("precision.state", reason, hint=hint)
-    if config.backend.rounding == "hardware" and config.backend.name not in ("auto", "neuron", "neuron-native"):
-        reason = f"hardware rounds at random on Trainium alone, not on {config.backend.name}"
-        yield Problem("backend.rounding", reason, hint="use backend.rounding=auto or software")
-    if params == "fp32" and precision.accumulate == "bf16":
-        reason = "bf16 sums would round the fp32 gradients of fp32 params once per micro-batch"
-        yield Problem("precision.accumulate", reason, hint="use precision.accumulate=fp32")
-    # Reduced gradients are summed in the type of the stored parameters; before that, across nodes, in the reduce type.
-    one_type = shard == "hybrid" or (shard in FULLY_SHARDED and params == "bf16")
-    if one_type and precision.accumulate != precision.reduce:
-        reason = (
-            f"{precision.accumulate}, but reduce={precision.reduce}: parallel.shard={shard} reduces every micro-batch "
-            "and sums what is reduced, so both have one type"
-        )
-        wide = "precision.reduce=fp32" if params == "fp32" else f"precision.accumulate={precision.reduce}"
-        yield Problem("precision.accumulate", reason, hint=f"use {wide}")
-
-
 def _sharding(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.shard_size and parallel.shard != "hybrid":
@@ -262,22 +227,39 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
         reason = f"{parallel.shard_size} does not divide dp={parallel.dp}"
         yield Problem("parallel.shard_size", reason, hint=f"use one of {works}")
     if parallel.shard not in FULLY_SHARDED:
-        modes = ", ".join(FULLY_SHARDED)
-        if parallel.offload:
-            reason = f"keeps sharded parameters in host memory, but shard={parallel.shard} does not shard them"
-            yield Problem("parallel.offload", reason, hint=f"use false, or parallel.shard={modes}")
-        if parallel.prefetch != type(parallel)().prefetch:
-            reason = f"gathers sharded parameters ahead of their use, but shard={parallel.shard} does not shard them"
-            yield Problem("parallel.prefetch", reason, hint=f"leave it out, or use parallel.shard={modes}")
-    elif parallel.offload and config.backend.name == "neuron-native":
-        reason = "reduces tensors of host memory, and TorchNeuron's process group carries those of the device only"
-        yield Problem("parallel.offload", reason, hint="use false")
-    elif parallel.offload and parallel.dp == 1:
-        reason = "needs data parallel ranks that share the parameters, but dp=1"
-        yield Problem("parallel.offload", reason, hint="use false, or parallel.dp=0 and more ranks")
+        for key, does in _OF_UNITS.items():
+            if getattr(parallel, key) != getattr(type(parallel)(), key):
+                reason = f"{does}, but shard={parallel.shard} does not shard parameters"
+                hint = f"leave it out, or use parallel.shard={', '.join(FULLY_SHARDED)}"
+                yield Problem(f"parallel.{key}", reason, hint=hint)
+    elif parallel.backward_prefetch == "after" and not parallel.prefetch:
+        reason = "after gathers prefetch=0 units ahead, which is none"
+        yield Problem("parallel.backward_prefetch", reason, hint="use parallel.prefetch=1 or more, or none")
     if parallel.shard in FULLY_SHARDED and config.backend.name in ON_XLA:
         reason = f"{parallel.shard} runs on the backends cpu, cuda and neuron-native, not on {config.backend.name}"
         yield Problem("parallel.shard", reason, hint="use parallel.shard=zero1, which every backend has")
+
+
+def _offload(config: RunConfig) -> Iterator[Problem]:
+    parallel, backend, key = config.parallel, config.backend.name, "parallel.offload"
+    if len(set(parallel.offload)) < len(parallel.offload):
+        yield Problem(key, "names a kind twice", hint="name each once")
+    if "params" in parallel.offload and parallel.shard not in FULLY_SHARDED:
+        reason = f"keeps sharded parameters in host memory, but shard={parallel.shard} does not shard them"
+        hint = f'use ["optimizer"] or false, or parallel.shard={", ".join(FULLY_SHARDED)}'
+        yield Problem(key, reason, hint=hint)
+    elif "params" in parallel.offload and backend == "neuron-native":
+        reason = "reduces tensors of host memory, and TorchNeuron's process group carries those of the device only"
+        yield Problem(key, reason, hint="use false")
+    elif "params" in parallel.offload and parallel.dp == 1:
+        reason = "needs data parallel ranks that share the parameters, but dp=1"
+        yield Problem(key, reason, hint="use false, or parallel.dp=0 and more ranks")
+    elif parallel.offload and backend in (*ON_XLA, "neuron-native"):
+        reason = f"copies between device and host in the middle of a step, which runs on cpu and cuda, not on {backend}"
+        yield Problem(key, reason, hint="use false")
+    if "activations" in parallel.offload and config.compile.torch_compile:
+        reason = "moves what autograd saves, and compile.torch_compile decides by itself what that is"
+        yield Problem(key, reason, hint="leave activations out, or use compile.torch_compile=false")
 
 
 def _finetune(config: RunConfig, has_weights: bool) -> Iterator[Problem]:

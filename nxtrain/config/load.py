@@ -12,6 +12,7 @@ from typing import Any
 
 from nxtrain.config.bounds import MAX_DEPTH, faults, quoted, shortened
 from nxtrain.config.decode import decode
+from nxtrain.config.precision import expand
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.tables import flatten, merge, nest
 from nxtrain.errors import ConfigError, Problem
@@ -64,6 +65,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
             continue
         table = merge(table, added)
         origins |= dict.fromkeys(flatten(added), "override")
+    table, origins, contradictions = expand(table, origins)
+    problems += contradictions
     firsts = _firsts(origins)
     try:
         config = decode(RunConfig, table, lambda key: firsts.get(key, ""))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
 from nxtrain.io.paths import at_home, local, local_or_bucket
@@ -27,6 +27,16 @@ Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 Degree = Annotated[int, Field(gt=0, le=MAX_RANKS)]
 DerivedDegree = Annotated[int, Field(ge=0, le=MAX_RANKS)]
 Seconds = Annotated[float, Field(ge=1e-3, le=1e9)]
+OffloadKind = Literal["params", "optimizer", "activations"]
+
+
+def _offloaded(given: object) -> object:
+    if isinstance(given, bool):
+        return ("params", "optimizer") if given else ()
+    return given
+
+
+Offload = Annotated[tuple[OffloadKind, ...], BeforeValidator(_offloaded)]
 
 FULLY_SHARDED = ("grad_op", "full", "hybrid")
 """Values of parallel.shard that shard parameters and gradients."""
@@ -109,10 +119,16 @@ class ParallelConfig(Section):
     """With shard=hybrid, adjacent dp ranks that cut state between them; 0: those of one node."""
     bucket_mib: Size = 64
     """MiB of gradients in one data parallel collective."""
+    unit_params: NonNegativeInt = 0
+    """With shard=grad_op, full or hybrid, fewest parameters of a unit, of adjacent blocks; 0: each block is a unit."""
     prefetch: NonNegativeInt = 1
-    """With shard=grad_op, full or hybrid, blocks that are gathered ahead of their use; 0: torch's own choice."""
-    offload: bool = False
-    """With shard=grad_op, full or hybrid, keep parameters and optimizer state in host memory."""
+    """With shard=grad_op, full or hybrid, units that are gathered ahead of their use; 0: torch's own choice."""
+    forward_prefetch: bool = True
+    """Forward passes gather units ahead; otherwise each as its turn comes."""
+    backward_prefetch: Literal["before", "after", "none"] = "before"
+    """Backward passes gather units ahead: before the gradients of the unit at work, after them, or not at all."""
+    offload: Offload = Field(default=(), strict=False)
+    """State in host memory: optimizer, activations, and params that are sharded; true: optimizer and params."""
 
 
 class TrainConfig(Section):
@@ -139,8 +155,10 @@ class TrainConfig(Section):
 class PrecisionConfig(Section):
     """[precision]: number types of parameters, of gradient sums and of the update."""
 
-    params: Literal["fp32", "bf16"] = "fp32"
-    """Parameters and activations."""
+    type: Literal["manual", "fp32", "bf16SR", "mixed_precision", "mixed_precisionSR", "autocast"] = "manual"
+    """Preset of the keys below under a name of NxD Training; manual: each key as it is given."""
+    params: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Parameters and activations; fp16, on cpu and cuda, scales the loss so that small gradients stay above zero."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Sums of gradients over micro-batches."""
     reduce: Literal["fp32", "bf16"] = "fp32"
@@ -149,6 +167,10 @@ class PrecisionConfig(Section):
     """Update rule: in fp32 params, on fp32 copies of bf16 params, by stochastic rounding, or compensated."""
     state: Literal["fp32", "bf16"] = "fp32"
     """Running means of the gradient and of its square; bf16 is rounded to nearest, under bf16_stochastic at random."""
+    loss_scale: PositiveFloat = 65536.0
+    """With params=fp16, first factor of the mean loss of a micro-batch; halved when a gradient overflows."""
+    loss_scale_every: PositiveInt = 2000
+    """With params=fp16, steps without overflow after which the factor doubles."""
 
 
 class OptimConfig(Section):

@@ -52,6 +52,7 @@ class StepRecord:
         grad_norm_mean: Running mean of the gradient norm over 20 steps; None before 20 steps.
         grad_norm_lowest: Lowest running mean of any step so far; None before 20 steps.
         spikes: First step and length of each spike of the gradient norm that ended since the previous record.
+        loss_scale: Scale of fp16 gradients; None for other types.
     """
 
     step: int
@@ -68,12 +69,13 @@ class StepRecord:
     grad_norm_mean: float | None = None
     grad_norm_lowest: float | None = None
     spikes: tuple[tuple[int, int], ...] = ()
+    loss_scale: float | None = None
 
     def line(self) -> dict[str, Any]:
         """Record as flat keys. `mfu` is None if unknown; `val_loss` and the later keys are absent if they are empty."""
         flat = asdict(self)
         flat |= flat.pop("throughput") | flat.pop("measured")
-        for key in ("val_loss", "skipped_steps", "alarm", "grad_norm_mean", "grad_norm_lowest", "spikes"):
+        for key in ("val_loss", "skipped_steps", "alarm", "grad_norm_mean", "grad_norm_lowest", "spikes", "loss_scale"):
             if flat[key] in (None, (), ""):
                 del flat[key]
         return flat

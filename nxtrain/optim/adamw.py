@@ -13,7 +13,7 @@ from nxtrain.backends.kernels import bias_correction
 from nxtrain.backends.rounding import RoundingKey, step_hash
 from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.rounding import rounding_keys
-from nxtrain.optim.update_rules import Compensated, Copied, InPlace, Nearest, ParamStorage, Stochastic
+from nxtrain.optim.update_rules import Compensated, Copied, Elsewhere, InPlace, Nearest, ParamStorage, Stochastic
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout
 
@@ -47,9 +47,10 @@ class AdamW:
         precision: The update rule and the types of the state.
         seed: Seed of the run, for stochastic rounding.
         optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101).
+        apart: Parameters lie on another device than the state, where the update runs.
     """
 
-    def __init__(
+    def __init__(  # 8 arguments: kernels, and both places of what they update
         self,
         shards: Mapping[str, Tensor],
         layout: Layout,
@@ -59,7 +60,9 @@ class AdamW:
         precision: Precision,
         seed: int,
         optim: OptimConfig,
+        apart: bool = False,
     ) -> None:
+        self._apart = apart
         self._shards, self._layout, self._kernels, self._precision = shards, layout, kernels, precision
         self._betas, self._eps, self._weight_decay = optim.betas, optim.eps, optim.weight_decay
         # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
@@ -80,7 +83,7 @@ class AdamW:
             for decays, decay in ((True, optim.weight_decay), (False, 0.0))
             for call in kernels.tiles({n: s.shape for n, s in shards.items() if layout.table[n].decay == decays})
         ]
-        in_graph = not (self._keys and kernels.rounds_on_host)
+        in_graph = not apart and not (self._keys and kernels.rounds_on_host)
         self._update = kernels.fuse(self._update_tiles) if in_graph else self._update_tiles
         self.reset()
 
@@ -101,18 +104,22 @@ class AdamW:
             grads: Gradients of the whole batch, by parameter name; may be overwritten.
             lr: () float32 on the device.
             grad_scale: () float32, multiplies the gradients.
-            skip: () bool, count the step and change neither parameters nor state, not by a bit; None: never.
+            skip: () bool, change neither parameters nor state, not by a bit; None: never.
         """
         # The state may be kept in host memory.
         lr, grad_scale = lr.to(self.num_updates.device), grad_scale.to(self.num_updates.device)
-        self.num_updates.add_(1.0)
+        if skip is None or self._precision.params != torch.float16:
+            self.num_updates.add_(1.0)
+        else:  # the first scales overflow by design: such a step is none
+            self.num_updates.add_((~skip).float().to(self.num_updates.device))
         if skip is not None and self._kernels.host_may_look:
             if skip.item():
                 return
             skip = None
         step = self.num_updates[0]
+        skip = None if skip is None else skip.to(step.device)
         for tiles, weight_decay in self._groups:
-            parts = [tile.rows.of(grads[tile.rows.name]) for tile in tiles]
+            parts = [tile.rows.of(grads[tile.rows.name]).to(step.device) for tile in tiles]
             how = AdamStep(lr, step, grad_scale, self._betas, self._eps, weight_decay, skip)
             self._update(tiles, parts, how)
 
@@ -145,12 +152,12 @@ class AdamW:
         for name, shard in self._shards.items():
             mean, mean_sq = (self.state[kind][name].float() for kind in _MEANS)
             update = (mean / correction1).div_((mean_sq / correction2).sqrt_().add_(self._eps))
-            param = shard.to(self._precision.params)
+            param = shard.to(step.device, self._precision.params)
             if self._layout.table[name].decay:
                 update.add_(param * self._weight_decay)
             update.mul_(lr)
             unchanged = (param.float() - update).to(param.dtype) == param
-            yield name, (unchanged & (update != 0)).float()
+            yield name, (unchanged & (update != 0)).float().to(shard.device)
 
     def _zeros(self, dtype: torch.dtype, put: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return {name: put(torch.zeros(shard.shape, dtype=dtype)) for name, shard in self._shards.items()}
@@ -160,13 +167,19 @@ class AdamW:
 
     def _param(self, rows: Rows) -> ParamStorage:
         value = rows.of(self._shards[rows.name])
+        if self._precision.update == "fp32_master" and value.dtype != torch.float32:
+            return Copied(value, rows.of(self.state["master"][rows.name]))
+        if self._apart:
+            return Elsewhere(value, self.num_updates.device, lambda here: self._stored(here, rows))
+        return self._stored(value, rows)
+
+    def _stored(self, value: Tensor, rows: Rows) -> ParamStorage:
+        """Storage of a parameter without a master copy."""
         if self._precision.update == "bf16_stochastic":
             return self._stochastic("param", value, rows)
         if self._precision.update == "bf16_kahan":
             return Compensated(value, rows.of(self.state["compensation"][rows.name]), self._kernels.replace)
-        if value.dtype == torch.float32:
-            return InPlace(value)
-        return Copied(value, rows.of(self.state["master"][rows.name]))
+        return InPlace(value)
 
     def _mean(self, kind: str, rows: Rows) -> ParamStorage:
         value = rows.of(self.state[kind][rows.name])

@@ -125,3 +125,30 @@ class Compensated:
         narrow = wide.to(torch.bfloat16)
         self.replace(self.value, narrow, skip)
         self.replace(self.lost, torch.sub(wide, self.value, out=narrow), skip)
+
+
+class Elsewhere:
+    """Storage on another device than the update, which works on a copy in a storage of its own.
+
+    Args:
+        value: The stored tensor.
+        device: Device of the update.
+        store: Storage of the copy.
+    """
+
+    def __init__(self, value: Tensor, device: torch.device, store: Callable[[Tensor], ParamStorage]) -> None:
+        self._value, self._device, self._store = value, device, store
+        self._open: tuple[Tensor, ParamStorage] | None = None
+
+    def open(self) -> Tensor:
+        here = self._value.to(self._device, copy=True)
+        self._open = here, self._store(here)
+        return self._open[1].open()
+
+    def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
+        """Store a new value, and bring the copy back."""
+        assert self._open is not None
+        here, store = self._open
+        store.close(wide, step, skip)
+        self._value.copy_(here)
+        self._open = None

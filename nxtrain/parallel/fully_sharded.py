@@ -1,16 +1,16 @@
 """Parameters, gradients and optimizer state sharded over the data parallel ranks, by torch's `fully_shard`.
 
-Each block's parameters are gathered before the block runs and freed after it. The block's gradients are reduced and
-scattered as soon as its backward pass is done, in every micro-batch.
+A unit is a block, or adjacent small blocks. A unit's parameters are gathered before the unit runs and freed after it.
+The unit's gradients are reduced and scattered as soon as its backward pass is done, in every micro-batch.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,59 @@ from nxtrain.family import CausalLM
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.precision import Precision
 from nxtrain.sharding import Layout
+from nxtrain.stages import units_of
+
+Backward = Literal["before", "after", "none"]
+"""Time at which a backward pass gathers units ahead, beside the gradients of the unit at work."""
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Units that are gathered ahead of their use.
+
+    Args:
+        number: Units; 0: torch's own choice, which is none forward and one backward.
+        forward: Forward passes gather ahead.
+        backward: Backward passes gather ahead before or after the gradients of the unit at work, or not at all.
+    """
+
+    number: int = 1
+    forward: bool = True
+    backward: Backward = "before"
+
+    def apply(self, units: Sequence[FSDPModule]) -> None:
+        """Set what each unit gathers ahead.
+
+        Args:
+            units: First module of each unit, in the order of the forward pass.
+        """
+        for index, unit in enumerate(units):
+            if self.forward:
+                unit.set_modules_to_forward_prefetch([*units[index + 1 : index + 1 + self.number]])
+            before = [*units[max(0, index - self.number) : index][::-1]]
+            if self.backward == "before":
+                unit.set_modules_to_backward_prefetch(before)
+                continue
+            unit.set_modules_to_backward_prefetch([unit])  # of no unit at all, torch would gather the one before
+            if self.backward == "after" and before:
+                # Behind the hook of FSDP, so that the gradient of the input it sees comes before the reduction.
+                cast(nn.Module, unit).register_forward_pre_hook(_Ahead(before))
+
+
+class _Ahead:
+    """Hook that gathers units once the gradients of another are computed, and before these are reduced."""
+
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self._units = units
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        entering = inputs[0]
+        if entering.requires_grad:
+            entering.register_hook(self._gather)
+
+    def _gather(self, grad: Tensor) -> None:
+        for unit in self._units:
+            unit.unshard(async_op=True)
 
 
 @dataclass(frozen=True)
@@ -38,40 +91,48 @@ class Sharding:
     Args:
         mesh: The ranks, (shard,) or (replica, shard).
         keep_gathered: Blocks stay whole from the forward pass to their backward pass.
-        prefetch: Number of blocks that are gathered ahead of their use; 0: torch's own choice.
-        offload: Shards are kept and updated in host memory.
+        prefetch: Units that are gathered ahead of their use.
+        offload: Shards are kept in host memory.
         precision: Types of storage, computation and reduction.
+        unit_params: Fewest parameters of a unit; adjacent blocks of a chunk with fewer share a unit.
+        chunks: Number of blocks of each model chunk.
     """
 
     mesh: DeviceMesh
     keep_gathered: bool
-    prefetch: int
+    prefetch: Prefetch
     offload: bool
     precision: Precision
+    unit_params: int
+    chunks: Sequence[int]
 
     def apply(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
-        """Allocate, fill and shard a model on the meta device, block by block, so that at most one block is unsharded.
+        """Allocate, fill and shard a model on the meta device, unit by unit, so that at most one unit is unsharded.
 
         Args:
             model: A `CausalLM` of a tensor parallel rank; parameters outside its blocks form one unit.
             fill: Gives storage and values to the parameters of a module that are still on the meta device.
         """
-        blocks = cast(CausalLM, model).blocks
-        for block in blocks:
-            self._shard(block, fill, self.keep_gathered)
-        self._shard(model, fill, keep_gathered=True)  # the backward pass begins with the last layers of the forward
+        blocks = iter(cast(CausalLM, model).blocks)
+        chunks = [[next(blocks) for _ in range(number)] for number in self.chunks]
+        units = [unit for chunk in chunks for unit in self._units(chunk)]
+        for unit in units:
+            self._shard(unit, fill, self.keep_gathered)
+        self._shard([model], fill, keep_gathered=True)  # the backward pass begins with the last layers of the forward
         for method in ("run", "loss", "logits"):
             register_fsdp_forward_method(model, method)
-        units = [cast(FSDPModule, block) for block in blocks]
-        for index, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + self.prefetch])
-            unit.set_modules_to_backward_prefetch(units[max(0, index - self.prefetch) : index][::-1])
+        self.prefetch.apply([cast(FSDPModule, unit[0]) for unit in units])
 
-    def _shard(self, module: nn.Module, fill: Callable[[nn.Module], None], keep_gathered: bool) -> None:
-        fill(module)
+    def _units(self, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+        return [[blocks[index] for index in unit] for unit in units_of(sizes, self.unit_params)]
+
+    def _shard(self, modules: list[nn.Module], fill: Callable[[nn.Module], None], keep_gathered: bool) -> None:
+        for module in modules:
+            fill(module)
         dtypes = self.precision
         fully_shard(
-            module,
+            modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
             reshard_after_forward=not keep_gathered,
             mp_policy=MixedPrecisionPolicy(

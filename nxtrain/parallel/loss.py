@@ -6,6 +6,7 @@ Shapes: T tokens (sequence x batch, flattened), D hidden, V vocabulary rows of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from nxtrain.vocab import VocabColumns
 
 class VocabHead(nn.Module):
     """Output projection: `logits` for generation, `loss` for training.
+
+    Attributes:
+        scale: Factor of the gradients of the loss, () float32; None: 1.
 
     Args:
         vocab_size: Unpadded vocabulary; padded rows of the last rank get probability zero.
@@ -41,6 +45,7 @@ class VocabHead(nn.Module):
         chunk_bytes: int,
     ) -> None:
         super().__init__()
+        self.scale: Callable[[], Tensor] | None = None
         spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
@@ -83,7 +88,7 @@ class VocabHead(nn.Module):
             targets.flatten(),
             VocabColumns(self.first, self.padding, self._tp.comm, self._tp.axis),
             self._chunk_rows,
-            self._chunk,
+            self._chunk if self.scale is None else partial(self._chunk, scale=self.scale()),
         )
         return loss
 
@@ -95,19 +100,29 @@ class VocabHead(nn.Module):
             return self._tp.comm.all_gather(local, self._tp.axis)[: self._vocab_size].movedim(0, -1)
 
 
-_Chunk = Callable[[Tensor, Tensor, Tensor, VocabColumns, bool, bool], tuple[Tensor, "Tensor | None", "Tensor | None"]]
+_Chunk = Callable[..., tuple[Tensor, "Tensor | None", "Tensor | None"]]
 
 
 def _chunk_of(kernels: Kernels) -> _Chunk:
     """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
 
     def chunk(
-        hidden: Tensor, weight: Tensor, targets: Tensor, columns: VocabColumns, needs_grad: bool, is_trained: bool
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        columns: VocabColumns,
+        needs_grad: bool,
+        is_trained: bool,
+        scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = F.linear(hidden, weight)
-        loss, logits_grad = kernels.cross_entropy(logits, targets, columns, needs_grad=needs_grad)
+        # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
+        wide = logits if scale is None else logits.float()
+        loss, logits_grad = kernels.cross_entropy(wide, targets, columns, needs_grad=needs_grad)
         if logits_grad is None:
             return loss, None, None
+        if scale is not None:
+            logits_grad = (logits_grad * scale).to(hidden.dtype)
         return loss, logits_grad @ weight, logits_grad.t() @ hidden if is_trained else None
 
     return kernels.fuse(chunk)
@@ -133,12 +148,13 @@ class _VocabCrossEntropy(torch.autograd.Function):
         chunk_rows: int,
         chunk: _Chunk,
     ) -> Tensor:
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        trained = ctx.needs_input_grad[1]
+        needs_grad = ctx.needs_input_grad[0] or trained
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grads: list[Tensor] = []
         weight_grad: Tensor | None = None
         for h, target in zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True):
-            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad, ctx.needs_input_grad[1])
+            chunk_loss, hidden_part, part = chunk(h, weight, target, columns, needs_grad, trained)
             loss = loss + chunk_loss
             if hidden_part is not None:
                 hidden_grads.append(hidden_part)

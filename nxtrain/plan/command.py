@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from nxtrain.config.check import family_of, resolve_config, resolve_model
+from nxtrain.config.check import DEFAULT_FAMILY, family_of, resolve_config, resolve_model
 from nxtrain.config.load import Loaded, load, origin_of
 from nxtrain.config.schema import ON_XLA, RunConfig
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.family import Decoder, find_family
+from nxtrain.family import Decoder, family_names, find_family
 from nxtrain.mesh import Mesh
 from nxtrain.plan.adapters import METHODS
 from nxtrain.plan.hardware import Machine, find_machine, read_machines
@@ -129,11 +129,8 @@ def tokens_of(tokens: float, dataset: str) -> float:
 
 def _setting(path: Path, overrides: Sequence[str], question: Question) -> Setting:
     given = list(overrides)
-    presets = find_family("llama").presets
     if question.model and question.model not in SHAPES:
-        if question.model not in presets:
-            raise _unknown("--model", question.model, [*presets, *SHAPES])
-        given += [f"model.preset={question.model}"]
+        given += [f"model.family={_family_with(question.model)}", f"model.preset={question.model}"]
     loaded = load(path, given)
     config = loaded.config
     own = read_machines(question.hardware) if question.hardware else {}
@@ -154,6 +151,20 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
     else:
         decoder = family_of(config).decoder(resolve_model(config))
     return Setting(loaded, machine, nodes, decoder, note)
+
+
+def _family_with(preset: str) -> str:
+    """Installed family with a preset: the first by name, but Llama before others.
+
+    Raises:
+        ConfigError: No installed family has the preset.
+    """
+    names = sorted(family_names(), key=lambda name: (name != DEFAULT_FAMILY, name))
+    presets = {name: find_family(name).presets for name in names}
+    for name in names:
+        if preset in presets[name]:
+            return name
+    raise _unknown("--model", preset, [*dict.fromkeys(each for known in presets.values() for each in known), *SHAPES])
 
 
 def _on(machine: Machine, config: RunConfig) -> RunConfig:

@@ -19,7 +19,7 @@ Attention = Literal["blocked", "fused", "grouped", "scores"]
 """Implementation of attention: `backends/cpu_attention.py`, torch's fused kernel with repeated K/V heads or with
 grouped ones (`backends/kernels.py:sdpa`; NKI's flash kernel keeps the same tensors), or products with kept scores."""
 
-SIZES = {"fp32": 4, "bf16": 2}
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number."""
 
 
@@ -84,6 +84,21 @@ class Job:
         """True if parameters are sharded over data parallel ranks."""
         return self.config.parallel.shard in FULLY_SHARDED and self.shard_size > 1
 
+    @property
+    def has_params_on_host(self) -> bool:
+        """True if the stored parameters, and their reduced gradients, are in host memory."""
+        return "params" in self.config.parallel.offload and self.is_fully_sharded
+
+    @property
+    def has_optimizer_on_host(self) -> bool:
+        """True if the optimizer state is in host memory."""
+        return "optimizer" in self.config.parallel.offload
+
+    @property
+    def has_activations_on_host(self) -> bool:
+        """True if the activations of a block are in host memory once its forward pass is done."""
+        return "activations" in self.config.parallel.offload
+
     @cached_property
     def params_size(self) -> int:
         """Bytes of a parameter that the model computes with."""
@@ -92,7 +107,7 @@ class Job:
     @cached_property
     def stored_size(self) -> int:
         """Bytes of a stored parameter, as `precision.py:Precision.sharded_params`."""
-        wide = self.is_fully_sharded and self.config.precision.params == "bf16"
+        wide = self.is_fully_sharded and self.config.precision.params != "fp32"
         return SIZES[self.config.precision.reduce] if wide else self.params_size
 
     @cached_property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from nxtrain.plan.job import SIZES, Job
-from nxtrain.plan.moments import moments_of
+from nxtrain.plan.moments import accumulated_bytes, moments_of, offloaded_bytes
 
 GIB = 1 << 30
 
@@ -71,11 +71,22 @@ def rank_bytes(job: Job) -> tuple[int, Bytes]:
 def stage_bytes(job: Job, stage: int) -> Bytes:
     """Memory of a rank of a pipeline stage, at the moment of a step that needs most."""
     params, optimizer, frozen = params_bytes(job, stage), optimizer_bytes(job, stage), job.frozen(stage).held
-    if job.config.parallel.offload and job.is_fully_sharded:
-        params = optimizer = frozen = 0
+    if job.has_params_on_host:
+        params = frozen = 0
+    if job.has_optimizer_on_host:
+        optimizer = own_rows_bytes(job, stage)
     most = max(moments_of(job, stage), key=lambda each: each.grads + each.activations + each.logits + each.buckets)
     kinds = (params, frozen, most.grads, optimizer, most.activations, most.logits, most.buckets)
     return Bytes(*kinds, workspace_bytes(job))
+
+
+def host_bytes(job: Job, stage: int) -> dict[str, int]:
+    """Bytes of a rank in host memory by kind, as `parallel.offload` asks; what the host needs itself comes on top."""
+    params = params_bytes(job, stage) + job.frozen(stage).held if job.has_params_on_host else 0
+    grads = accumulated_bytes(job, stage) if job.has_params_on_host else 0
+    optimizer = optimizer_bytes(job, stage) - own_rows_bytes(job, stage) if job.has_optimizer_on_host else 0
+    kinds = {"params": params, "grads": grads, "optimizer": optimizer, "activations": offloaded_bytes(job, stage)}
+    return {**kinds, "total": sum(kinds.values())}
 
 
 def workspace_bytes(job: Job) -> int:
@@ -105,9 +116,12 @@ def optimizer_bytes(job: Job, stage: int) -> int:
         size += SIZES["fp32"]
     if precision.update == "bf16_kahan":
         size += SIZES["bf16"]
-    if zero1:
-        size += job.params_size
-    return number * size
+    return number * size + own_rows_bytes(job, stage)
+
+
+def own_rows_bytes(job: Job, stage: int) -> int:
+    """Rows of the parameters that a rank updates under ZeRO-1, beside the whole parameters."""
+    return job.trained(stage).rows * job.params_size if job.config.parallel.shard == "zero1" else 0
 
 
 def checkpoint_bytes(job: Job, params: int) -> int:

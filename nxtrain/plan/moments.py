@@ -24,6 +24,7 @@ from nxtrain.plan.activations import (
 from nxtrain.plan.adapters import adapters_of_block
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.shapes import beside_blocks, one_block
+from nxtrain.stages import units_of
 
 NORM_ROW_BYTES = 4
 """Bytes that the final norm keeps of each row beside its input: a float32."""
@@ -53,7 +54,7 @@ def moments_of(job: Job, stage: int) -> Iterator[Moment]:
     """Moments of a step on a pipeline stage."""
     accumulated, reduced = accumulated_bytes(job, stage), reduced_bytes(job, stage)
     if job.is_fully_sharded:
-        yield from _gathering(job, stage, accumulated)
+        yield from _gathering(job, stage, 0 if job.has_params_on_host else accumulated)
         return
     yield from _backward(job, stage, accumulated)
     if job.config.parallel.dp > 1:
@@ -97,20 +98,22 @@ def _reducing(job: Job, stage: int, accumulated: int, reduced: int) -> Iterator[
 def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     """Full sharding: a backward pass begins; then the parameters outside the blocks are reduced at its end.
 
-    Gathered are the block at work and those ahead, or all of them, and always the parameters outside the blocks. Of a
-    block the gradient exists in its own type and in that of the reduction.
+    Gathered are the unit at work and those ahead, or all of them, and always the parameters outside the blocks. Of a
+    unit the gradient exists in its own type and in that of the reduction.
     """
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
     units = _units(job, stage)
     num_blocks = sum(job.stage(stage).blocks)
-    ahead = 1 + max(1, parallel.prefetch)
-    gathered = units.rest + units.block * (num_blocks if parallel.shard == "grad_op" else min(num_blocks, ahead))
+    ahead = 0 if parallel.backward_prefetch == "none" else max(1, parallel.prefetch)
+    unit = unit_blocks(job, stage)
+    whole = num_blocks if parallel.shard == "grad_op" else min(num_blocks, unit * (1 + ahead))
+    gathered = units.rest + units.block * whole
     flights = in_flight(job, stage)
     repeats = job.num_micro * parallel.virtual_pp > flights
     grads = accumulated if repeats else 0
     kept, own = kept_bytes(job, stage), block_bytes(job)
     yield Moment(grads, _held(job, stage, kept), _logits(job, stage), gathered)
-    block_grad = units.block_trained * (job.params_size + reduce)
+    block_grad = unit * units.block_trained * (job.params_size + reduce)
     yield Moment(grads, kept - own + attention_work_bytes(job), _kept_logits(job, stage), gathered + block_grad)
     rest_grad = units.rest_trained * (job.params_size + reduce)
     yield Moment(accumulated, working_bytes(job), 0, gathered + rest_grad)
@@ -135,6 +138,19 @@ def _units(job: Job, stage: int) -> _Units:
     return _Units(frozen.block + adapters * size, frozen.rest, adapters, 0)
 
 
+def unit_blocks(job: Job, stage: int) -> int:
+    """Most blocks of a unit whose parameters are gathered at once."""
+    fewest = job.config.parallel.unit_params
+    if not fewest:
+        return 1
+    whole = job.entries(stage, 1).local
+    rest, blocks = beside_blocks(job.stage(stage), job.config.parallel.tp, 1).local, job.stage(stage).blocks
+    block = (whole - rest) // sum(blocks)
+    if job.adapters is not None:
+        block += adapters_of_block(job.stage(stage), job.config.parallel.tp, 1, job.adapters).local
+    return max(len(unit) for chunk in blocks for unit in units_of([block] * chunk, fewest))
+
+
 def _held(job: Job, stage: int, kept: int) -> int:
     """Kept bytes, and those of the layer at work beyond the chunk of logits, which is free by then."""
     last = any(part.last for part in job.parts[stage])
@@ -153,14 +169,27 @@ def _kept_logits(job: Job, stage: int) -> int:
 
 def kept_bytes(job: Job, stage: int) -> int:
     """Activations kept for the backward passes of all micro-batches in flight, and the tensors of transfers."""
+    return _on_device(job, _kept_of_blocks(job, stage)) + _beside_blocks(job, stage)
+
+
+def _kept_of_blocks(job: Job, stage: int) -> int:
     parallel, blocks = job.config.parallel, job.stage(stage).blocks
     if parallel.virtual_pp > 1:
-        return most_blocks(parallel.pp, job.num_micro, stage, blocks) * block_bytes(job) + _beside_blocks(job, stage)
+        return most_blocks(parallel.pp, job.num_micro, stage, blocks) * block_bytes(job)
     postponed = _postponed(job, stage)
     whole = in_flight(job, stage) - postponed
     waiting = postponed_block_bytes(job) if postponed and job.adapters is None else 0
-    kept = whole * block_bytes(job) + postponed * waiting
-    return blocks[0] * kept + _beside_blocks(job, stage)
+    return blocks[0] * (whole * block_bytes(job) + postponed * waiting)
+
+
+def offloaded_bytes(job: Job, stage: int) -> int:
+    """Activations of blocks in host memory."""
+    return _kept_of_blocks(job, stage) if job.has_activations_on_host else 0
+
+
+def _on_device(job: Job, of_blocks: int) -> int:
+    """Kept bytes of blocks that stay on the device: of one block alone, if those of others are in host memory."""
+    return min(of_blocks, block_bytes(job)) if job.has_activations_on_host else of_blocks
 
 
 def last_kept_bytes(job: Job, stage: int) -> int:
@@ -168,7 +197,7 @@ def last_kept_bytes(job: Job, stage: int) -> int:
     parallel, blocks = job.config.parallel, job.stage(stage).blocks
     others = (parallel.virtual_pp - 1) * group_sizes(parallel.pp, job.num_micro)[-1]
     number = blocks[-1] + others * max(blocks[:-1], default=0)
-    return number * block_bytes(job) + _beside_blocks(job, stage)
+    return _on_device(job, number * block_bytes(job)) + _beside_blocks(job, stage)
 
 
 def _beside_blocks(job: Job, stage: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import Job
-from nxtrain.plan.memory import Bytes, checkpoint_bytes, rank_bytes
+from nxtrain.plan.memory import Bytes, checkpoint_bytes, host_bytes, rank_bytes
 from nxtrain.plan.moments import in_flight
 from nxtrain.plan.shapes import num_params
 from nxtrain.plan.speed import StepTime, step_time
@@ -158,6 +158,7 @@ class Prediction:
             "reasons": self.reasons,
             "hbm_bytes": job.machine.device_bytes,
             "bytes": self.bytes.to_json(),
+            "host_bytes": host_bytes(self.job, self.stage),
             "step_time_s": time.step_s,
             "tokens_per_s": self.tokens_per_s,
             "sequences_per_s": job.config.train.global_batch / time.step_s,
@@ -239,6 +240,7 @@ def layout_json(job: Job) -> Mapping[str, Any]:
         "pp": parallel.pp,
         "dp": parallel.dp,
         "virtual_pp": parallel.virtual_pp,
+        "schedule": parallel.schedule,
         "sequence_parallel": parallel.sequence_parallel,
         "shard": parallel.shard,
         "micro_batch": train.micro_batch,

@@ -11,6 +11,7 @@ from nxtrain.config.stages import order, stages, transport
 from nxtrain.errors import Problem
 from nxtrain.family import Decoder
 from nxtrain.mesh import divisors
+from nxtrain.parallel.schedule import Order
 from nxtrain.plan.hardware import Machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes
@@ -56,9 +57,9 @@ class Found:
 
 
 def search(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions) -> Found:
-    """Try the degrees, modes of sharding, chunks, micro-batches and recomputation that use all devices.
+    """Try the degrees, modes of sharding, orders, micro-batches and recomputation that use all devices.
 
-    Of the chunks, micro-batches and recomputation of one set of degrees, the fastest that fits is kept.
+    Of the orders, micro-batches and recomputation of one set of degrees, the fastest that fits is kept.
     """
     layouts: list[Prediction] = []
     rejected: list[Rejected] = []
@@ -135,17 +136,26 @@ def _degrees(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig) 
                 modes.append("hybrid")
             for mode in modes:
                 changes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "shard": mode, "sequence_parallel": tp > 1}
-                changes |= {"virtual_pp": 1, "pipeline_cuts": (), "shard_size": 0, "offload": False}
+                if mode not in FULLY_SHARDED:
+                    changes |= {"prefetch": 1, "forward_prefetch": True, "backward_prefetch": "before"}
+                changes |= {
+                    "virtual_pp": 1,
+                    "schedule": "1f1b",
+                    "pipeline_cuts": (),
+                    "shard_size": 0,
+                    "unit_params": 0,
+                    "offload": (),
+                }
                 parallel = config.parallel.model_copy(update=changes)
                 train = config.train.model_copy(update={"micro_batch": 1})
                 yield Job(decoder, machine, nodes, config.model_copy(update={"parallel": parallel, "train": train}))
 
 
 def _details(job: Job) -> Iterator[Iterator[Job]]:
-    """The layout with one or more chunks a stage and each micro-batch that divides the batch; of each, all remats."""
+    """The layout in each order of its pipeline and each micro-batch that divides the batch; of each, all remats."""
     per_rank = job.config.train.global_batch // job.config.parallel.dp
-    for virtual_pp in _chunks(job):
-        parallel = job.config.parallel.model_copy(update={"virtual_pp": virtual_pp})
+    for virtual_pp, schedule in orders(job):
+        parallel = job.config.parallel.model_copy(update={"virtual_pp": virtual_pp, "schedule": schedule})
         for micro_batch in [each for each in divisors(per_rank) if each <= MAX_MICRO_BATCH]:
             yield (_with(job, parallel, micro_batch, remat) for remat in REMATS)
 
@@ -155,9 +165,11 @@ def _with(job: Job, parallel: ParallelConfig, micro_batch: int, remat: str) -> J
     return replace(job, config=job.config.model_copy(update={"parallel": parallel, "train": train}))
 
 
-def _chunks(job: Job) -> list[int]:
-    """Values of virtual_pp that the stages' blocks and the schedule allow."""
+def orders(job: Job) -> list[tuple[int, Order]]:
+    """Values of virtual_pp and of the schedule that the stages' blocks and the layout allow."""
     parallel = job.config.parallel
-    if parallel.pp == 1 or parallel.schedule == "zero_bubble":
-        return [1]
-    return [each for each in CHUNKS if parallel.pp * each <= job.decoder.num_layers]
+    if parallel.pp == 1:
+        return [(1, "1f1b")]
+    found: list[tuple[int, Order]] = [(each, "1f1b") for each in CHUNKS if parallel.pp * each <= job.decoder.num_layers]
+    postponing = job.config.model_copy(update={"parallel": parallel.model_copy(update={"schedule": "zero_bubble"})})
+    return found if job.is_lazy or any(order(postponing)) else [*found, (1, "zero_bubble")]

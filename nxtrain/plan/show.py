@@ -40,6 +40,9 @@ def show(found: Prediction, note: str) -> None:
     for name, size in found.bytes.to_json().items():
         memory.add_row(name, f"{size / GIB:.3f}")
     memory.add_row("device", f"{job.machine.device_bytes / GIB:.3f}")
+    for name, size in data["host_bytes"].items():
+        if size:
+            memory.add_row(f"host: {name}", f"{size / GIB:.3f}")
     screen.print(memory)
     times = Table("prediction", "value", "", box=box.SIMPLE_HEAD)
     for row in _rows(found):
@@ -86,7 +89,7 @@ def show_found(found: Found, note: str, top: int) -> None:
     if note:
         screen.print(note)
     layouts = Table(
-        *("method", "tp", "pp", "dp", "shard", "chunks", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
+        *("method", "tp", "pp", "dp", "shard", "order", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
         box=box.SIMPLE_HEAD,
     )
     for each in found.layouts[:top]:
@@ -95,7 +98,7 @@ def show_found(found: Found, note: str, top: int) -> None:
             each.job.method,
             *(str(degree) for degree in (parallel.tp, parallel.pp, parallel.dp)),
             parallel.shard,
-            str(parallel.virtual_pp),
+            "zero bubble" if parallel.schedule == "zero_bubble" else f"{parallel.virtual_pp} x 1f1b",
             str(train.micro_batch),
             train.remat,
             f"{each.bytes.total / GIB:.2f}",

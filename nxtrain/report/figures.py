@@ -107,7 +107,7 @@ def _balance(run: Run) -> Balance | None:
         return None
     if not micro or not length:
         return None
-    weight_bytes = 2 if run.config.get("precision.params") == "bf16" else 4
+    weight_bytes = 4 if run.config.get("precision.params", "fp32") == "fp32" else 2
     # Each weight of a pass is read once, and multiplied and added for each token.
     return Balance(machine.device_flops / machine.memory_bytes_s, 2 * micro * length / weight_bytes)
 

@@ -24,11 +24,14 @@ from nxtrain.finetune.lora import adapt, is_adapter
 from nxtrain.mesh import Mesh
 from nxtrain.nn.compiled import compile_blocks
 from nxtrain.nn.init import Fill, draw, materialize
+from nxtrain.nn.offload import offload_activations
 from nxtrain.nn.remat import recompute_parts
 from nxtrain.optim.adamw import AdamW
+from nxtrain.optim.loss_scale import LossScale
 from nxtrain.parallel.data_parallel import DataParallel, Reduction, Replicated, Zero1
-from nxtrain.parallel.fully_sharded import FullySharded, Sharding
+from nxtrain.parallel.fully_sharded import FullySharded, Prefetch, Sharding
 from nxtrain.parallel.grads import Gradients
+from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.regions import TensorParallel
@@ -63,9 +66,9 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
     shard = {"none": 1, "hybrid": parallel.shard_size or _shard_within_node(parallel, world, ranks_per_node)}
     shard_size = shard.get(parallel.shard, 0)
     mesh = Mesh.build(world, rank, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, shard=shard_size, order=order)
-    if parallel.offload and mesh.shard_size == 1:
+    if "params" in parallel.offload and mesh.shard_size == 1:
         reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
-        raise ConfigError([Problem("parallel.offload", reason, hint="use false, or start more ranks")])
+        raise ConfigError([Problem("parallel.offload", reason, hint="leave params out, or start more ranks")])
     return mesh
 
 
@@ -120,9 +123,11 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
     sharding = Sharding(
         backend.device_mesh(mesh),
         keep_gathered=parallel.shard == "grad_op",
-        prefetch=parallel.prefetch,
-        offload=parallel.offload,
+        prefetch=Prefetch(parallel.prefetch, parallel.forward_prefetch, parallel.backward_prefetch),
+        offload="params" in parallel.offload,
         precision=precision,
+        unit_params=parallel.unit_params,
+        chunks=[len(part.blocks) for part in parts_of(plan, mesh)],
     )
 
     def stored(parameter: nn.Parameter) -> torch.dtype:
@@ -161,6 +166,8 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     if run.finetune.adapts:
         adapt(model, run.finetune, parallel, Dropout(run, mesh.dp) if run.finetune.dropout else None)
     recompute_parts(model, run.train.remat, run.train.seq_len, backend.kernels)
+    if "activations" in run.parallel.offload:
+        offload_activations(model)
     if run.compile.torch_compile:
         compile_blocks(model, backend)
     return model
@@ -220,19 +227,17 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     precision = Precision.of(run.precision)
     layout = Layout(ParamTable.of(model).of_trained(model), mesh)
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
-    kernels: Kernels = backend.kernels
-    put: Callable[[Tensor], Tensor] = backend.put
-    if run.parallel.offload:
-        kernels, put = backend.host_kernels, _stay
+    offload = run.parallel.offload
     optimizer = AdamW(
         data_parallel.shards,
         layout,
-        kernels,
-        put,
+        *_place(backend, on_host="optimizer" in offload),
         precision=precision,
         seed=run.run.seed,
         optim=run.optim,
+        apart=("params" in offload) != ("optimizer" in offload),
     )
+    kernels, put = _place(backend, on_host="params" in offload)
     return TrainState(
         model=model,
         data_parallel=data_parallel,
@@ -245,7 +250,18 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         clip=run.optim.clip,
         sums=backend.put(torch.zeros(2)),
         history=StepHistory(backend.put, backend.kernels.fuse),
+        loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
     )
+
+
+def _loss_scale(plan: Resolved, model: nn.Module, backend: Backend) -> LossScale:
+    """Loss scale of fp16 gradients, known to the loss."""
+    precision, train = plan.config.precision, plan.config.train
+    scale = LossScale(backend.put, precision.loss_scale, precision.loss_scale_every, train.micro_batch * train.seq_len)
+    for module in model.modules():
+        if isinstance(module, VocabHead):
+            module.scale = scale.per_position
+    return scale
 
 
 def _data_parallel(
@@ -280,6 +296,11 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
         backend.put(blank),
         WeightGradients(model) if run.parallel.schedule == "zero_bubble" else None,
     )
+
+
+def _place(backend: Backend, *, on_host: bool) -> tuple[Kernels, Callable[[Tensor], Tensor]]:
+    """Kernels of the host or of the device, and the function that brings a host tensor there."""
+    return (backend.host_kernels, _stay) if on_host else (backend.kernels, backend.put)
 
 
 def _stay(host: Tensor) -> Tensor:

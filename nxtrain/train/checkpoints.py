@@ -101,7 +101,12 @@ class Checkpoints(RunObserver):
         cursor = self._identity.cursor
         places = merged(self._state.ranks.gather(cursor())) if cursor else {}
         skipped = left_out(self._identity.skips, self._identity.begun.step, step - 1) * meta.global_batch
-        update = {"stability": self._identity.stability(), "data_cursor": places, "samples": meta.samples + skipped}
+        update = {
+            "stability": self._identity.stability(),
+            "data_cursor": places,
+            "samples": meta.samples + skipped,
+            "loss_scale": self._loss_scale(),
+        }
         meta = meta.model_copy(update=update)
         strict = self._plan.config.checkpoint.strict
         self._writer.save(self._shards, meta, wait=last, after_failure=not strict)
@@ -153,6 +158,12 @@ class Checkpoints(RunObserver):
         shards = shards_of(self._state)
         self._state.backend.step_boundary()  # lazy devices would otherwise compute each cast alone, as it is read
         return shards
+
+    def _loss_scale(self) -> dict[str, float]:
+        state = self._state
+        if state.loss_scale is None:
+            return {}
+        return state.loss_scale.kept(state.backend.fetch, state.optimizer.num_updates[0])
 
     def _report(self, *, saves: bool = True) -> None:
         """Report finished uploads and, unless saves are put off, finished saves."""

@@ -198,7 +198,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
         del optim["optim.decay_steps"], optim["optim.min_lr"]
     else:
         optim["optim.decay_steps"] = config.optim.decay_steps or config.train.steps
-    precision = {f"precision.{key}": value for key, value in config.precision.model_dump(mode="json").items()}
+    types = config.precision.model_dump(mode="json", exclude={"type"})
+    precision = {f"precision.{key}": value for key, value in types.items()}
     return {**optim, **precision, "finetune.dropout": config.finetune.dropout, "torch": torch.__version__}
 
 

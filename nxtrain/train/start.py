@@ -112,7 +112,10 @@ def _resume(
             print_line(f"WARNING: {each}; it was read from the mirror instead")
     if meta.step == 0:
         return fresh
-    state.optimizer.num_updates.copy_(backend.put(torch.full((2,), float(meta.step))))
+    num_updates = meta.loss_scale.get("num_updates", float(meta.step))
+    state.optimizer.num_updates.copy_(backend.put(torch.full((2,), num_updates)))
+    if state.loss_scale is not None and meta.loss_scale:
+        state.loss_scale.restore(meta.loss_scale, backend.put)
     return meta
 
 

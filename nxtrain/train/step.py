@@ -15,6 +15,7 @@ from nxtrain.family import CausalLM
 from nxtrain.mesh import Mesh
 from nxtrain.metrics.run_observer import RunObserver, Section
 from nxtrain.optim.adamw import AdamW
+from nxtrain.optim.loss_scale import LossScale
 from nxtrain.parallel.data_parallel import DataParallel
 from nxtrain.parallel.grads import Gradients, clip_factor
 from nxtrain.parallel.pipeline import MicroBatches, Pipeline
@@ -45,6 +46,7 @@ class TrainState:
         sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update.
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
+        loss_scale: Factor of fp16 gradients; None: 1.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class TrainState:
     sums: Tensor
     history: StepHistory
     section: Callable[[Section], None] = RunObserver().section
+    loss_scale: LossScale | None = None
 
     def reporting(self, section: Callable[[Section], None]) -> TrainState:
         """The same state, whose steps report their sections."""
@@ -149,7 +152,8 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     Losses and gradients are summed over tokens and averaged over data parallel ranks. The division by the number of
     tokens per data parallel rank comes with the update. So every micro-batch is the same work, whatever their number.
 
-    If the loss or the norm of the gradient is not finite, nothing is updated; the step still counts.
+    If the loss or the norm of the gradient is not finite, nothing is updated; the step still counts. With fp16, the
+    update also divides by the loss scale, which a step that is not finite lowers.
 
     Args:
         state: Train state, changed in place.
@@ -160,7 +164,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.section("reduce")
     loss, num_tokens = state.backend.collectives.all_reduce(state.sums.clone(), state.mesh.batch).unbind()
     state.sums.zero_()
-    per_token = state.mesh.dp.size / num_tokens
+    per_token = _per_token(state, num_tokens)
     grads = state.gradients.reduce()
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
     skip = not_finite(loss, norm)
@@ -190,6 +194,12 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
             state.backend.step_boundary()
 
 
+def _per_token(state: TrainState, num_tokens: Tensor) -> Tensor:
+    """Factor that makes the gradient of the mean loss of what backward passes add up."""
+    per_token = state.mesh.dp.size / num_tokens
+    return per_token if state.loss_scale is None else per_token / state.loss_scale.per_position()
+
+
 def _update(
     state: TrainState, grads: Mapping[str, Tensor], norm: Tensor, per_token: Tensor, lr: float, skip: Tensor
 ) -> None:
@@ -197,6 +207,8 @@ def _update(
     (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
     state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
     state.data_parallel.publish()
+    if state.loss_scale is not None:
+        state.loss_scale.update(skip)
 
 
 @torch.no_grad()

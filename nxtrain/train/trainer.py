@@ -104,6 +104,7 @@ class Trainer:
                             spikes=verdict.spikes,
                             grad_norm_mean=verdict.grad_norm_mean,
                             grad_norm_lowest=verdict.grad_norm_lowest,
+                            loss_scale=verdict.loss_scale,
                             **read,
                             measured={**self.observers.measure(step), **self.train.progress(step)},
                         )

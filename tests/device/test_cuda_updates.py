@@ -92,7 +92,7 @@ def test_every_cut_over_two_gpus_trains_as_transformers_does(two_gpus: RankPool,
     check_course(two_gpus.run(2, run_ours, resolved, STEPS, weights_of(resolved)), expected, resolved)
 
 
-@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2}, {"offload": True}], ids=str)
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2}, {"offload": ("params", "optimizer")}], ids=str)
 def test_options_of_sharding_change_the_course_by_no_more_than_the_order_of_sums(
     two_gpus: RankPool, options: Mapping[str, Any]
 ) -> None:
@@ -119,7 +119,7 @@ def device_bytes(backend: Backend, resolved: Resolved, weights: Mapping[str, Ten
 def test_offloading_takes_parameters_and_state_off_the_device(two_gpus: RankPool) -> None:
     resolved = layout("gqa2", tp=1, dp=2, micro=1, shard="full", config={"vocab_size": 8192})
     resolved = changed(resolved, parallel={"prefetch": 0})
-    offloaded = changed(resolved, parallel={"offload": True})
+    offloaded = changed(resolved, parallel={"offload": ("params", "optimizer")})
     weights = weights_of(resolved)
     on_device, on_host = (two_gpus.run(2, device_bytes, run, weights) for run in (resolved, offloaded))
     for (stays, none, entries), (stays_offloaded, pinned, _) in zip(on_device, on_host, strict=True):

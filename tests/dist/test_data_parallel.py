@@ -62,9 +62,26 @@ def test_shapes_that_do_not_divide_are_cut_and_trained(ranks: RankPool, shape: s
     check_course(ranks.run(2 * tp, run_ours, resolved, STEPS, weights_of(resolved)), expected(shape), resolved)
 
 
-@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2}, {"offload": True}], ids=str)
-def test_options_of_sharding_change_no_number(ranks: RankPool, options: dict[str, Any]) -> None:
-    resolved = layout("odd", tp=1, dp=2, micro=1, shard="full")
+OPTIONS: list[dict[str, Any]] = [
+    {"prefetch": 0},
+    {"prefetch": 2},
+    {"backward_prefetch": "after", "forward_prefetch": False},
+    {"backward_prefetch": "none"},
+    {"unit_params": 40_000},  # blocks of 24 to 30 thousand
+    {"offload": ("params", "optimizer")},
+    {"offload": ("params",)},
+    {"offload": ("optimizer",)},
+    {"offload": ("activations",)},
+    {"offload": ("params", "optimizer", "activations"), "unit_params": 40_000, "backward_prefetch": "after"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("rule", ["fp32", "bf16_kahan"])
+def test_options_of_sharding_change_no_number(ranks: RankPool, options: dict[str, Any], rule: str) -> None:
+    params = rule[:4]
+    resolved = layout("odd", tp=1, dp=2, micro=1, shard="full", params=params, update=rule, remat="selective")
+    resolved = changed(resolved, precision={"accumulate": params, "reduce": params})
     weights = weights_of(resolved)
     plain, other = (
         ranks.run(2, run_ours, plan, STEPS, weights) for plan in (resolved, changed(resolved, parallel=options))

@@ -1,4 +1,4 @@
-"""Order of gathering the parameters of blocks and of their passes, under `torch.distributed.fsdp`."""
+"""Order of gathering parameters, passes and reductions of units, under `torch.distributed.fsdp`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, start
 from tests.support.ranks import RankPool
 
-BLOCKS = 5
+BLOCKS = 6
 
 
 class _Gathering:
@@ -35,6 +35,21 @@ class _Gathering:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self._log.append(f"gather {self._unit}")
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Reduction:
+    """A reduce-scatter that writes down which unit it reduces."""
+
+    def __init__(self, unit: str, log: list[str]) -> None:
+        self._unit, self._log = unit, log
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the argument."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._log.append(f"reduce {self._unit}")
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class _Backward(torch.autograd.Function):
@@ -57,8 +72,11 @@ def events_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str,
     log: list[str] = []
     _record(state.model, "rest", log)
     model: CausalLM = state.model  # type: ignore[assignment]
+    units: dict[int, nn.Module] = {}
     for index, block in enumerate(model.blocks):
-        _record(block, str(index), log)
+        assert isinstance(block, FSDPModule)
+        if units.setdefault(id(block._get_fsdp_state()), block) is block:
+            _record(block, str(index), log)
 
         def forward(module: nn.Module, args: Any, index: int = index) -> None:
             log.append(f"forward {index}")
@@ -77,6 +95,7 @@ def events_of_a_step(backend: Backend, resolved: Resolved, weights: Mapping[str,
 def _record(module: nn.Module, unit: str, log: list[str]) -> None:
     assert isinstance(module, FSDPModule)
     module.set_custom_all_gather(_Gathering(unit, log))  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(_Reduction(unit, log))  # type: ignore[arg-type]
 
 
 def events(resolved: Resolved, ranks: RankPool) -> list[str]:
@@ -86,26 +105,44 @@ def events(resolved: Resolved, ranks: RankPool) -> list[str]:
     return first  # type: ignore[no-any-return]
 
 
-def expected(*, forward_ahead: int, backward_ahead: int, again: bool) -> list[str]:
-    """Events of a step with so many blocks gathered ahead of their use.
+def expected(
+    *, forward_ahead: int, backward_ahead: int, again: bool, kind: str = "before", blocks: int = 1
+) -> list[str]:
+    """Events of a step with so many units gathered ahead of their use.
 
     Args:
-        forward_ahead, backward_ahead: Blocks.
-        again: Blocks were dropped after the forward pass, and are gathered for the backward pass.
+        forward_ahead, backward_ahead: Units.
+        again: Units were dropped after the forward pass, and are gathered for the backward pass.
+        kind: Value of parallel.backward_prefetch.
+        blocks: Blocks of a unit; a unit is named by its first.
     """
+    units = [range(first, first + blocks) for first in range(0, BLOCKS, blocks)]
+    last = len(units) - 1
     found, gathered = ["gather rest"], -1
-    for index in range(BLOCKS):
-        wanted = min(index + forward_ahead, BLOCKS - 1)
-        found += [f"gather {other}" for other in range(gathered + 1, wanted + 1)] + [f"forward {index}"]
+    for index, unit in enumerate(units):
+        wanted = min(index + forward_ahead, last)
+        found += [f"gather {units[other][0]}" for other in range(gathered + 1, wanted + 1)]
+        found += [f"forward {block}" for block in unit]
         gathered = max(gathered, wanted)
-    gathered = BLOCKS
-    for index in reversed(range(BLOCKS)):
-        wanted = max(0, index - backward_ahead)
-        if again:
-            found += [f"gather {other}" for other in range(gathered - 1, wanted - 1, -1)]
-            gathered = min(gathered, wanted)
-        found.append(f"backward {index}")
-    return found
+    gathered = last + 1
+    for index, unit in reversed([*enumerate(units)]):
+        ahead = max(0, index - backward_ahead)
+        steps = {"before": (ahead, ahead), "after": (index, ahead), "none": (index, index)}[kind]
+        passes = [[f"backward {block}" for block in reversed(unit)], [f"reduce {unit[0]}"]]
+        for wanted, events in zip(steps, passes, strict=True):
+            if again:
+                found += [f"gather {units[other][0]}" for other in range(gathered - 1, wanted - 1, -1)]
+                gathered = min(gathered, wanted)
+            found += events
+    return [*found, "reduce rest"]
+
+
+def sharded(shard: str, dp: int, micro: int = 0, **parallel: Any) -> Resolved:
+    """A run of `BLOCKS` blocks."""
+    size = 2 if shard == "hybrid" else 0
+    config = {"num_hidden_layers": BLOCKS}
+    resolved = layout("gqa2", tp=1, dp=dp, micro=micro or 4 // dp, shard=shard, shard_size=size, config=config)
+    return changed(resolved, parallel=parallel)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
@@ -113,18 +150,35 @@ def expected(*, forward_ahead: int, backward_ahead: int, again: bool) -> list[st
 def test_blocks_are_gathered_ahead_by_as_many_as_are_configured(
     ranks: RankPool, shard: str, dp: int, prefetch: int
 ) -> None:
-    config = {"num_hidden_layers": BLOCKS}
-    size = 2 if shard == "hybrid" else 0
-    resolved = layout("gqa2", tp=1, dp=dp, micro=4 // dp, shard=shard, shard_size=size, config=config)
-    resolved = changed(resolved, parallel={"prefetch": prefetch})
     # torch itself gathers one block ahead backward, and none forward.
     want = expected(forward_ahead=prefetch, backward_ahead=max(1, prefetch), again=shard != "grad_op")
+    assert events(sharded(shard, dp, prefetch=prefetch), ranks) == want
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize(("kind", "prefetch"), [("before", 2), ("after", 1), ("after", 2), ("none", 2)])
+def test_each_direction_gathers_ahead_as_it_is_configured(
+    ranks: RankPool, kind: str, prefetch: int, forward: bool
+) -> None:
+    resolved = sharded("full", 2, prefetch=prefetch, forward_prefetch=forward, backward_prefetch=kind)
+    ahead = prefetch if forward else 0
+    assert events(resolved, ranks) == expected(forward_ahead=ahead, backward_ahead=prefetch, again=True, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "none"])
+def test_adjacent_blocks_below_the_least_number_of_parameters_are_one_unit(ranks: RankPool, kind: str) -> None:
+    resolved = sharded("full", 2, backward_prefetch=kind)
+    (block,) = {sum(p.numel() for p in weights_of_block(resolved, index)) for index in range(BLOCKS)}
+    resolved = changed(resolved, parallel={"unit_params": block + 1})
+    want = expected(forward_ahead=1, backward_ahead=1, again=True, kind=kind, blocks=2)
     assert events(resolved, ranks) == want
 
 
+def weights_of_block(resolved: Resolved, index: int) -> list[Tensor]:
+    """Whole weights of a block."""
+    return [weight for name, weight in weights_of(resolved).items() if f".layers.{index}." in name]
+
+
 def test_every_micro_batch_gathers_alike(ranks: RankPool) -> None:
-    config = {"num_hidden_layers": BLOCKS}
-    resolved = layout("gqa2", tp=1, dp=2, micro=1, shard="full", config=config)
-    resolved = changed(resolved, parallel={"prefetch": 2})
     want = expected(forward_ahead=2, backward_ahead=2, again=True)
-    assert events(resolved, ranks) == want * 2
+    assert events(sharded("full", 2, micro=1, prefetch=2), ranks) == want * 2

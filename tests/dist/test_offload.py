@@ -1,4 +1,4 @@
-"""With `parallel.offload`, shards, their gradients and the state of the optimizer live and are updated on the host.
+"""With `parallel.offload`, shards with their gradients, or the state of the optimizer and its updates, are on the host.
 
 The device of these ranks is the host as well. Tensors for the device are therefore recorded as they pass: in `put`, and
 in the kernels.
@@ -17,6 +17,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.kernel_base import AdamStep
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
+from nxtrain.optim.update_rules import Elsewhere
 from nxtrain.train.step import TrainState, train_step
 from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, start
@@ -50,6 +51,7 @@ class Places:
         put: Names of tensors of the update that went through `put`.
         kept: Names of its other tensors.
         host_updates, device_updates: Calls of each set of kernels.
+        copied: Parameters are copied to the place of the update and back.
     """
 
     offloads: list[bool]
@@ -57,6 +59,7 @@ class Places:
     kept: set[str]
     host_updates: int
     device_updates: int
+    copied: bool
 
 
 def places(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> Places:
@@ -84,7 +87,8 @@ def places(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) 
         if isinstance(module, FSDPModule)
         for parameter in module._get_fsdp_state()._fsdp_param_group.fsdp_params  # type: ignore[union-attr]
     ]
-    return Places(offloads, put_names, tensors.keys() - put_names, host.updates, device.updates)
+    copied = any(isinstance(tile.param, Elsewhere) for tiles, _ in state.optimizer._groups for tile in tiles)
+    return Places(offloads, put_names, tensors.keys() - put_names, host.updates, device.updates, copied)
 
 
 def _tensors_of_the_update(state: TrainState) -> dict[str, Tensor]:
@@ -95,18 +99,27 @@ def _tensors_of_the_update(state: TrainState) -> dict[str, Tensor]:
     return found | {"num_updates": optimizer.num_updates, "weights of norms": gradients.square_sum._weights}
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("shard", "dp"), [("full", 2), ("grad_op", 2), ("hybrid", 4)])
+STATE = ("params", "optimizer")
+
+
+@pytest.mark.parametrize("offload", [(), STATE, ("params",), ("optimizer",), ("activations",)], ids=str)
+@pytest.mark.parametrize(("shard", "dp"), [("full", 2), ("grad_op", 2), ("hybrid", 4), ("zero1", 2)])
 def test_what_an_update_needs_is_on_the_host_where_that_is_asked_for_and_on_the_device_elsewhere(
-    ranks: RankPool, shard: str, dp: int, offload: bool
+    ranks: RankPool, shard: str, dp: int, offload: tuple[str, ...]
 ) -> None:
+    if shard == "zero1" and "params" in offload:
+        pytest.skip("zero1 keeps whole parameters, which stay on the device")
     size = 2 if shard == "hybrid" else 0
     resolved = layout("gqa2", tp=1, dp=dp, micro=1, params="bf16", update="bf16_stochastic", shard=shard)
     resolved = changed(resolved, parallel={"offload": offload, "shard_size": size}, precision={"state": "bf16"})
     if shard == "hybrid":
         resolved = changed(resolved, precision={"reduce": "fp32", "accumulate": "fp32"})
+    update, shards = "optimizer" in offload, "params" in offload
     for found in ranks.run(dp, places, resolved, weights_of(resolved)):
-        assert set(found.offloads) == {offload}
-        assert found.kept if offload else found.put
-        assert not (found.put if offload else found.kept)
-        assert (found.host_updates > 0, found.device_updates > 0) == (offload, not offload)
+        assert set(found.offloads) == (set() if shard == "zero1" else {shards})
+        norms = {"weights of norms"}
+        assert norms <= (found.kept if shards else found.put)
+        everything = found.kept | found.put
+        assert everything - norms <= (found.kept if update else found.put)
+        assert (found.host_updates > 0, found.device_updates > 0) == (update, not update)
+        assert found.copied == (shards != update)

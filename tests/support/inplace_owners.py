@@ -268,6 +268,14 @@ OWNERS: dict[str, dict[str, str]] = {
         "Compensated.close: self.lost.copy_": "state: optimizer state, which this rule updates",
         "Compensated.close: wide.sub_": "given: `ParamStorage.close` may overwrite what `open` gave, here a sum",
         "Compensated.close: torch.sub(out=narrow)": "fresh: a bfloat16 copy of float32",
+        "Elsewhere.close: self._value.copy_": "state: parameter, which this rule updates",
+    },
+    "nxtrain/optim/loss_scale.py": {
+        "LossScale.update: self.state.copy_": "state: the scale itself",
+        "LossScale.restore: self.state.copy_": "state: the scale itself, which is loaded",
+    },
+    "nxtrain/nn/offload.py": {
+        "saved_on_host.pack: kept[place] =": "host: dictionary",
     },
     "nxtrain/parallel/data_parallel.py": {
         "Bucketed._hook.finished: self.sums[name].add_": "state: gradient sum of this object",

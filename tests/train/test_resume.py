@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.config.check import Resolved
 from nxtrain.errors import CheckpointError
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.models import changed
 from tests.support.ranks import RankPool
 from tests.support.runs import (
@@ -29,11 +31,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {"tp": 1, "dp": 1},
     "tp2-sp": {"tp": 2, "dp": 1, "sequence_parallel": True},
     "dp2": {"tp": 1, "dp": 2},
+    "full": {"tp": 1, "dp": 2, "shard": "full"},
 }
-PRECISIONS = {
+PRECISIONS: dict[str, dict[str, Any]] = {
     "alone": {"params": "fp32", "update": "fp32"},
     "tp2-sp": {"params": "bf16", "update": "fp32_master"},
     "dp2": {"params": "bf16", "update": "fp32_master", "reduce": "bf16"},
+    # The first steps overflow; every second step without overflow doubles the scale, so that later ones do too.
+    "full": {"params": "fp16", "update": "fp32_master", "loss_scale": 2.0**22, "loss_scale_every": 2},
 }
 
 EACH = {"every": 1, "keep": 5, "async": False}
@@ -83,6 +88,13 @@ def test_going_on_after_any_step_is_the_straight_run(runs: Runs, layout: str, st
     whole = runs.plan(name, layout, STEPS)
     states = [runs.ranks.run(1, state_at, run, STEPS, whole)[0] for run in (broken, straight)]
     assert_equal_bits(*states)
+    kept = [read_meta(directory.step_path(run / CHECKPOINTS_DIR, STEPS)).loss_scale for run in (broken, straight)]
+    assert kept[0] == kept[1]
+    if layout == "full":
+        scales = [record["loss_scale"] for record in course(broken)]
+        skipped = [step for record in course(broken) for step in record.get("skipped_steps", ())]
+        assert kept[0]["scale"] == scales[-1] and kept[0]["num_updates"] == STEPS - len(skipped)
+        assert skipped and scales[0] < 2.0**22 and len(skipped) < STEPS
 
 
 def test_steps_after_the_checkpoint_are_repeated_and_recorded_once(runs: Runs) -> None:

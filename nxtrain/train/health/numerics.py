@@ -50,6 +50,7 @@ class Verdict:
         spikes: First step and length of each spike of the gradient norm that ended since the previous record.
         grad_norm_mean: Running mean of the gradient norm; None in the first steps of a run.
         grad_norm_lowest: Lowest running mean of any step so far.
+        loss_scale: Scale of fp16 gradients; None for other types.
     """
 
     skipped_steps: tuple[int, ...] = ()
@@ -57,6 +58,7 @@ class Verdict:
     spikes: tuple[tuple[int, int], ...] = ()
     grad_norm_mean: float | None = None
     grad_norm_lowest: float | None = None
+    loss_scale: float | None = None
 
 
 class NumericsGuard:
@@ -123,7 +125,8 @@ class NumericsGuard:
 
     def values(self) -> dict[str, Tensor]:
         """Values of the guard to fetch with a record, as () float32 tensors."""
-        return self._state.history.values()
+        scale = self._state.loss_scale
+        return self._state.history.values() | ({} if scale is None else scale.values())
 
     def judge(self, step: int, read: dict[str, float], *, recorded: bool = True) -> Verdict:
         """Evaluate the numbers fetched after a step, and remove the guard's own values from them.
@@ -139,7 +142,9 @@ class NumericsGuard:
             CheckpointError: The run must restart, and the verdicts that the restart needs cannot be written.
         """
         past = self._state.history.take(step, self._last_read, read)
-        bad = BadSteps.among(past)
+        scale = read.pop("loss_scale", None)
+        overflows = tuple(each.step for each in past if scale is not None and each.overflows(scale))
+        bad = BadSteps.among([each for each in past if each.step not in overflows])
         last_read, self._last_read = self._last_read, step
         if not self._heeds:
             return Verdict()
@@ -147,17 +152,18 @@ class NumericsGuard:
             self._warn(f"{self._bad_steps.file} is written again, and lacks nothing")
         last_good = max(set(range(last_read + 1, step + 1)).difference(bad.steps), default=last_read - self._in_a_row)
         self._in_a_row = step - last_good
-        self._refuse_weights(step, bad, read)
+        self._refuse_weights(step, bad, read, {"grad_norm"} if step in overflows else set())
         self._judge_rolled_back(bad, last_read, step)
         if bad.steps:
             self._decide(bad)
-        skipped = self._unrecorded + bad.steps
+        skipped = self._unrecorded + tuple(sorted((*bad.steps, *overflows)))
         self._unrecorded = () if recorded else skipped
         for each in past:
             self._watch(each)
         if not recorded:
             return Verdict(skipped)
-        return Verdict(skipped, self._raise_alarms(step), self.spikes.take(), self.spikes.mean, self.spikes.lowest)
+        alarms, spikes = self._raise_alarms(step), self.spikes
+        return Verdict(skipped, alarms, spikes.take(), spikes.mean, spikes.lowest, scale)
 
     def votes_at(self, step: int, *, saves: bool) -> bool:
         """True if the replicas are compared after a step: at the configured interval and before each checkpoint."""
@@ -241,7 +247,7 @@ class NumericsGuard:
         rest = len(shown) - MOST_ALARMS
         return "; ".join([*shown[:MOST_ALARMS], *([f"{rest} more"] if rest > 0 else [])])
 
-    def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float]) -> None:
+    def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float], overflowed: set[str]) -> None:
         """End a run whose weights are not finite: they are not saved, and skipping steps cannot repair them.
 
         With `recovery.non_finite=rollback`, bad steps that are not known yet are rolled back instead. The rollback
@@ -250,7 +256,7 @@ class NumericsGuard:
         Raises:
             DivergedError: A fetched number is not finite, and no bad step explains it.
         """
-        of_steps = {"loss", "grad_norm"} if bad.steps else set[str]()
+        of_steps = {"loss", "grad_norm"} if bad.steps else overflowed
         wrong = [f"{key}={x}" for key, x in read.items() if key not in of_steps and not math.isfinite(x)]
         if not wrong:
             return

@@ -76,7 +76,7 @@ def advice(plan: Resolved, held: Mapping[str, int], *, dp: int, tp: int, on_host
         of_state.append("parallel.shard=zero1: optimizer state is cut over dp; full also cuts gradients and parameters")
     elif dp > 1 and parallel.shard in ("zero1", "grad_op"):
         of_state.append("parallel.shard=full: gradients and parameters are cut over dp too")
-    if parallel.shard in FULLY_SHARDED and not parallel.offload and not on_host:
+    if parallel.shard in FULLY_SHARDED and "params" not in parallel.offload and not on_host:
         of_state.append("parallel.offload=true: parameters and optimizer state stay in host memory")
     of_state.append(f"parallel.tp={2 * tp} or parallel.pp={2 * parallel.pp}: fewer parameters on a rank")
     if on_host:

@@ -15,6 +15,9 @@ _STEPS = 240
 A size that depended on `metrics.log_every` would change the graphs with the interval.
 """
 
+SMALLEST_SCALE = 1.0
+"""Loss scale below which the gradient of the mean loss itself has overflowed fp16."""
+
 _LARGEST = torch.tensor(torch.finfo(torch.float32).max)
 
 
@@ -35,6 +38,14 @@ class PastStep:
     def is_bad(self) -> bool:
         """True if the step updated nothing, because a value is not finite."""
         return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
+    def overflows(self, loss_scale: float) -> bool:
+        """True if fp16 gradients overflowed at a loss scale above 1, as they do until the scale fits them.
+
+        Args:
+            loss_scale: The scale after this step or a later one, which each overflow halves.
+        """
+        return math.isfinite(self.loss) and not math.isfinite(self.grad_norm) and loss_scale >= SMALLEST_SCALE
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from nxtrain.parallel import fully_sharded
-from nxtrain.parallel.fully_sharded import Sharding
+from nxtrain.parallel.fully_sharded import Prefetch, Sharding
 from nxtrain.precision import Precision
+from nxtrain.stages import units_of
 
 BLOCKS = 4
 
@@ -54,21 +57,26 @@ class Asked:
         events: `fill` or `shard` and the module.
         options: Of each module that was sharded.
         methods: Of the model, that gather like its forward pass.
+        units: Modules that are sharded together.
     """
 
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
         self.events: list[tuple[str, nn.Module]] = []
         self.options: dict[nn.Module, Mapping[str, Any]] = {}
         self.methods: list[str] = []
+        self.units: list[list[nn.Module]] = []
 
-        def shard(module: nn.Module, **options: Any) -> None:
-            self.events.append(("shard", module))
-            self.options[module] = options
+        def shard(given: nn.Module | list[nn.Module], **options: Any) -> None:
+            unit = given if isinstance(given, list) else [given]
+            self.units.append(unit)
+            self.events.append(("shard", unit[0]))
+            self.options[unit[0]] = options
 
         monkeypatch.setattr(fully_sharded, "fully_shard", shard)
         monkeypatch.setattr(fully_sharded, "register_fsdp_forward_method", lambda _, name: self.methods.append(name))
         self.mesh = cast(DeviceMesh, object())
-        sharding = Sharding(**{"mesh": self.mesh, "keep_gathered": False, "prefetch": 1, "offload": False, **how})
+        asked = {"keep_gathered": False, "prefetch": Prefetch(), "offload": False, "unit_params": 0, "chunks": [BLOCKS]}
+        sharding = Sharding(**{"mesh": self.mesh, **asked, **how})
         sharding.apply(model, lambda module: self.events.append(("fill", module)))
 
 
@@ -123,7 +131,7 @@ def test_each_block_gathers_those_behind_it_forward_and_those_before_it_backward
     monkeypatch: pytest.MonkeyPatch, prefetch: int
 ) -> None:
     model = Model()
-    Asked(model, monkeypatch, prefetch=prefetch, precision=precision())
+    Asked(model, monkeypatch, prefetch=Prefetch(prefetch), precision=precision())
     position = {block: index for index, block in enumerate(model.blocks)}
     for index, block in enumerate(model.blocks):
         ahead = {way: [position[other] for other in others] for way, others in cast(Block, block).ahead.items()}
@@ -131,3 +139,27 @@ def test_each_block_gathers_those_behind_it_forward_and_those_before_it_backward
             "forward": [other for other in range(BLOCKS) if 0 < other - index <= prefetch],
             "backward": [other for other in reversed(range(BLOCKS)) if 0 < index - other <= prefetch],
         }
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), fewest=st.integers(0, 40))
+def test_units_cover_the_blocks_in_order_and_are_as_small_as_the_least_size_allows(
+    sizes: list[int], fewest: int
+) -> None:
+    units = units_of(sizes, fewest)
+    assert [index for unit in units for index in unit] == list(range(len(sizes)))
+    held = [sum(sizes[index] for index in unit) for unit in units]
+    assert all(size >= fewest for size in held) or len(units) == 1
+    # Without its last block a unit is too small; only the last unit takes in a rest that is too small alone.
+    assert all(sum(sizes[index] for index in unit[:-1]) < max(1, fewest) for unit in units[:-1])
+    *_, last = units
+    halves = [(sum(sizes[last[0] : cut]), sum(sizes[cut : last[-1] + 1])) for cut in last[1:]]
+    assert not any(first >= fewest and rest >= fewest for first, rest in halves)
+
+
+def test_no_unit_has_blocks_of_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    asked = Asked(model, monkeypatch, precision=precision(), unit_params=100, chunks=[1, 3])
+    first, *others = model.blocks
+    assert [event for event, _ in asked.events] == ["fill", "shard", "fill", "fill", "fill", "shard", "fill", "shard"]
+    assert asked.units == [[first], others, [model]]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from nxtrain.cli.main import app
 from nxtrain.errors import ConfigError
+from nxtrain.family import family_names, find_family
 from nxtrain.plan.predict import INTERRUPTIONS_PER_DEVICE_S
 from nxtrain.plan.presets import DATASETS, SHAPES
 from nxtrain.plan.shapes import flops_per_token, num_params
@@ -96,7 +97,7 @@ def test_a_layout_of_a_search_is_what_a_plan_of_it_predicts() -> None:
     assert {key: one[key] for key in CONTRACT} == {key: best[key] for key in CONTRACT}
 
 
-PARALLEL = ("tp", "pp", "dp", "virtual_pp", "sequence_parallel", "shard")
+PARALLEL = ("tp", "pp", "dp", "virtual_pp", "schedule", "sequence_parallel", "shard")
 
 
 def test_what_does_not_fit_is_reported_with_the_arithmetic() -> None:
@@ -196,3 +197,13 @@ def test_a_machine_of_ones_own_is_planned(tmp_path: Path) -> None:
     assert (found["instance"], found["hbm_bytes"], found["parallel"]["dp"]) == ("box", 80_000_000_000, 8)
     with pytest.raises(ConfigError, match="box has no network"):
         answer("configs/llama3_2_1b_cuda.toml", "--hardware", str(file), "--nodes", "2")
+
+
+def test_presets_of_every_family_can_be_planned() -> None:
+    for name in family_names():
+        family = find_family(name)
+        for preset in family.presets:
+            layout = ("parallel.tp=1", "parallel.dp=8", "train.seq_len=2048", "--nodes", "1")
+            found = answer(SEVEN, "--model", preset, "--instance", "p5", *layout)
+            if preset != "tiny":
+                assert found["params"] == family.num_params(family.preset(preset))

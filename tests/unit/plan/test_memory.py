@@ -225,3 +225,69 @@ def settings(remat: str, change: Mapping[str, Mapping[str, Any]]) -> dict[str, d
     for name, table in change.items():
         tables[name] = {**tables.get(name, {}), **table}
     return tables
+
+
+def sharded_job(**parallel: Any) -> Job:
+    """A rank of two that shard parameters of six blocks."""
+    resolved = plan(
+        "mha",
+        model={"config": SIZED},
+        parallel={"shard": "full", "dp": 2, **parallel},
+        precision={"params": "bf16", "update": "fp32_master"},
+        train={"seq_len": 256, "micro_batch": 2, "global_batch": 8},
+    )
+    return job_of(resolved, Mesh.build(2, 0, dp=2))
+
+
+@pytest.mark.parametrize("shard", ["none", "zero1", "full"])
+@pytest.mark.parametrize("kind", ["params", "optimizer", "activations"])
+def test_offloading_moves_the_bytes_of_a_kind_from_the_device_to_the_host(shard: str, kind: str) -> None:
+    given, moved = sharded_job(shard=shard), sharded_job(shard=shard, offload=(kind,))
+    before, after = memory.stage_bytes(given, 0), memory.stage_bytes(moved, 0)
+    on_host = memory.host_bytes(moved, 0)
+    assert memory.host_bytes(given, 0)["total"] == 0
+    changed = {name for name, size in after.to_json().items() if size != before.to_json()[name]} - {"total"}
+    if kind == "params" and shard != "full":
+        assert on_host["total"] == 0 and not changed
+        return
+    assert on_host["total"] == sum(size for name, size in on_host.items() if name != "total") > 0
+    if kind == "optimizer":
+        own_rows = memory.own_rows_bytes(given, 0)
+        assert (after.optimizer, on_host["optimizer"]) == (own_rows, before.optimizer - own_rows)
+        assert changed == {"optimizer"} and (own_rows > 0) == (shard == "zero1")
+    if kind == "params":
+        assert (after.params, on_host["params"]) == (0, before.params)
+        assert on_host["grads"] == moments.accumulated_bytes(given, 0)
+    if kind == "activations":
+        assert on_host["activations"] == 6 * activations.block_bytes(given)
+        most = [max(each.activations for each in moments.moments_of(job, 0)) for job in (given, moved)]
+        assert most[0] - most[1] == 5 * activations.block_bytes(given)
+
+
+def test_units_of_several_blocks_are_gathered_whole() -> None:
+    block = 2 * 128 + 128 * 128 * 3 + 128 * 352 * 3
+
+    def gathered(**parallel: Any) -> int:
+        return max(moment.buckets for moment in moments._gathering(sharded_job(**parallel), 0, 0))
+
+    def grads(blocks: int) -> int:  # in bf16 and in the type of the reduction
+        return blocks * block * 6
+
+    sizes = (0, block, block + 1, 2 * block + 1)
+    assert [moments.unit_blocks(sharded_job(unit_params=size), 0) for size in sizes] == [1, 1, 2, 3]
+    rest = (2 * 1000 * 128 + 128) * 2
+    for blocks, fewest in ((1, 0), (2, block + 1), (3, 2 * block + 1)):
+        for kind, prefetch in (("before", 1), ("before", 2), ("after", 1), ("none", 1)):
+            ahead = 0 if kind == "none" else prefetch
+            found = gathered(unit_params=fewest, backward_prefetch=kind, prefetch=prefetch)
+            rest_grads = rest // 2 * 6
+            units = min(6, blocks * (1 + ahead)) * block * 2
+            assert found == rest + units + max(grads(blocks), rest_grads)
+
+
+def test_fp16_takes_the_bytes_of_bf16() -> None:
+    def found(params: str) -> dict[str, int]:
+        precision = {"params": params, "update": "fp32_master"}
+        return memory.stage_bytes(job_of(plan("mha", precision=precision), Mesh(1, 0)), 0).to_json()
+
+    assert found("fp16") == found("bf16")

@@ -29,6 +29,9 @@ ROW: dict[str, Any] = {
 }
 
 
+ORDER = ("virtual_pp", "schedule")
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -38,7 +41,7 @@ ROW: dict[str, Any] = {
     ],
     ids=["hopper", "lazy", "a100"],
 )
-def test_a_layout_is_the_fastest_of_all_chunks_micro_batches_and_recomputations(change: dict[str, Any]) -> None:
+def test_a_layout_is_the_fastest_of_all_orders_micro_batches_and_recomputations(change: dict[str, Any]) -> None:
     job = job_of({**ROW, **change})
     found = search(job.decoder, job.machine, job.nodes, job.config, Assumptions())
     assert any(each.job.config.parallel.virtual_pp > 1 for each in found.layouts)
@@ -46,10 +49,14 @@ def test_a_layout_is_the_fastest_of_all_chunks_micro_batches_and_recomputations(
     for each in every:
         parallel, batch = each.job.config.parallel, job.config.train.global_batch
         micros = [n for n in range(1, MAX_MICRO_BATCH + 1) if batch % (n * parallel.dp) == 0]
-        chunks = [n for n in CHUNKS if n == 1 or 1 < parallel.pp <= job.decoder.num_layers // n]
+        turns = [(n, "1f1b") for n in CHUNKS if n == 1 or 1 < parallel.pp <= job.decoder.num_layers // n]
+        if parallel.pp > 1 and parallel.shard in ("none", "zero1") and not each.job.is_lazy:
+            turns.append((1, "zero_bubble"))
         trials = [
-            changed(each.job, parallel={"virtual_pp": n}, train={"micro_batch": micro, "remat": remat})
-            for n, micro, remat in product(chunks, micros, REMATS)
+            changed(
+                each.job, parallel={"virtual_pp": n, "schedule": turn}, train={"micro_batch": micro, "remat": remat}
+            )
+            for (n, turn), micro, remat in product(turns, micros, REMATS)
         ]
         times = [step_time(t).step_s for t in trials if rank_bytes(t)[1].total <= job.machine.device_bytes]
         if isinstance(each, Prediction):

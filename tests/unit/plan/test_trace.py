@@ -125,7 +125,7 @@ def test_what_cannot_be_traced_is_refused(argv: tuple[str, ...], words: str) -> 
 
 def test_offloaded_parameters_cannot_be_told_from_others() -> None:
     _, job, _, _ = draw(0)
-    parallel = job.config.parallel.model_copy(update={"offload": True})
+    parallel = job.config.parallel.model_copy(update={"offload": ("params", "optimizer")})
     changed = Job(job.decoder, job.machine, 1, job.config.model_copy(update={"parallel": parallel}))
     with pytest.raises(ConfigError, match="host and device alike"):
         trace_job(changed, 0)

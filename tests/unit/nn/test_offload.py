@@ -1,0 +1,148 @@
+"""Activations in host memory: the tensors that autograd saves of blocks, and no others, each once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxtrain.backends.cpu import CpuBackend
+from nxtrain.mesh import Mesh
+from nxtrain.nn import offload
+from nxtrain.plan.activations import block_bytes
+from nxtrain.train.build import build_model
+from tests.support.models import plan, tokens
+from tests.unit.plan.test_memory import SIZED, job_of, settings
+
+
+class Host:
+    """Host memory apart from the device's, which on a CPU are the same."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies: list[Tensor] = []
+        monkeypatch.setattr(offload, "to_host", self._copy)
+
+    def _copy(self, x: Tensor) -> Tensor:
+        self.copies.append(x.detach().clone())
+        return self.copies[-1]
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_host_gets_what_autograd_saves_of_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, remat: str, family: str
+) -> None:
+    """Against torch's own hooks around the blocks, and against the plan, which counts views with what they show."""
+    change: dict[str, dict[str, Any]] = {"model": {"family": family, "config": SIZED}}
+    plain = plan("mha", **settings(remat, change))
+    backend, mesh, host = CpuBackend(), Mesh(1, 0), Host(monkeypatch)
+    backend.choose_kernels("torch")
+    rows = tokens(plain, 4)
+    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    offloading = plan("mha", **settings(remat, {**change, "parallel": {"offload": ("activations",)}}))
+    model: Any = build_model(offloading, backend, mesh, init="draw")
+    loss = model.loss(inputs, targets)
+    found = sum(x.numel() * x.element_size() for x in host.copies)
+    loss.backward()
+
+    reference: Any = build_model(plain, backend, mesh, init="draw")
+    saved = Saved()
+    for block in reference.blocks:
+        saved.of(block, reference)
+    wanted = reference.loss(inputs, targets)
+    assert found == saved.num_bytes()
+    assert found == pytest.approx(6 * block_bytes(job_of(plain, mesh)), rel=0.1)
+    wanted.backward()
+    assert torch.equal(loss, wanted)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+class Saved:
+    """Tensors that autograd saves of some modules, all kept alive, by the entries that they show."""
+
+    def __init__(self) -> None:
+        self.by_place: dict[tuple[int, range], Tensor] = {}
+
+    def of(self, module: nn.Module, model: nn.Module) -> None:
+        """Watch a module, but for the parameters and buffers of its model."""
+        forward = module.forward
+        own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage().data_ptr()
+            if storage not in own:
+                first = x.storage_offset()
+                last = first + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+                self.by_place.setdefault((storage, range(first, last + 1)), x)
+            return x
+
+        def run(*inputs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                return forward(*inputs)
+
+        module.forward = run
+
+    def num_bytes(self) -> int:
+        """Bytes of the tensors, those of the same entries counted once."""
+        return sum(x.numel() * x.element_size() for x in self.by_place.values())
+
+
+class Block(nn.Module):
+    """A block that saves a parameter as a view, a buffer, a table that it makes, and one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.table: Tensor
+        self.register_buffer("table", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.t()
+        return y * self.table * torch.sigmoid(y) + y.square()
+
+
+class Model(nn.Module):
+    """One block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """In order of use."""
+        return [self.block]
+
+
+def test_parameters_and_tables_stay_and_a_tensor_saved_twice_goes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, host = Model(), Host(monkeypatch)
+    (block,) = model.blocks
+    x = torch.randn(3, 4, requires_grad=True)
+    block(x).sum().backward()
+    want = [grad.clone() for grad in (x.grad, block.weight.grad) if grad is not None]
+    model.zero_grad()
+    offload.offload_activations(model)
+    x = x.detach().requires_grad_()
+    out = block(x)
+    assert len(host.copies) == len({id(each) for each in host.copies}) == 4
+    kept = [x, x @ block.weight.t()]
+    assert all(any(torch.equal(copy, each) for copy in host.copies) for each in kept)
+    assert not any(copy.shape in (block.weight.shape, block.table.shape) for copy in host.copies)
+    out.sum().backward()
+    found = [grad for grad in (x.grad, block.weight.grad) if grad is not None]
+    assert len(found) == 2 and all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_backward_reads_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, host = Model(), Host(monkeypatch)
+    offload.offload_activations(model)
+    x = torch.randn(3, 4, requires_grad=True)
+    out = model.blocks[0](x)
+    for copy in host.copies:
+        copy.zero_()
+    out.sum().backward()
+    assert model.blocks[0].weight.grad is not None and not model.blocks[0].weight.grad.any()
