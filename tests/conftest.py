@@ -6,6 +6,7 @@ for them. `--alone` and `--quick` choose among the others.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import Counter, defaultdict
@@ -26,6 +27,8 @@ DURATIONS_FILE = Path(__file__).with_name("durations.json")
 
 QUICK_S = 0.5
 
+_USUAL = gc.get_threshold()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the choices of `scripts/test.sh`."""
@@ -38,8 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Record durations where that is asked for; workers report theirs to the controller."""
+    gc.set_threshold(1_000_000, *_USUAL[1:])  # while modules are imported, little is garbage, and visits take seconds
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage as usual, without visiting what was imported."""
+    gc.freeze()
+    gc.set_threshold(*_USUAL)
 
 
 @pytest.hookimpl(trylast=True)

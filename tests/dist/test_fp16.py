@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -113,7 +113,8 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], bro
         found.norms.append(norm if torch.tensor(norm).isfinite() else float("inf"))
         found.scales.append(state.loss_scale.state[0].item())
         found.updates.append(state.optimizer.num_updates[0].item())
-        found.change.append(max((a - b).abs().max().item() for a, b in zip(masters, before, strict=True)))
+        moved = [(a - b).abs().flatten() for a, b in zip(masters, before, strict=True)]
+        found.change.append(torch.cat(moved).max().item())  # a rank's part of a small tensor may be empty
     return found
 
 
@@ -132,15 +133,18 @@ CUTS: dict[str, dict[str, Any]] = {
 def drawn(index: int, cut: Mapping[str, Any]) -> Resolved:
     """A drawn shape in fp16 on a layout, whose first scales overflow.
 
-    Where a gradient is near the largest fp16 number, rounding decides whether a model overflows; few draws are there.
+    Stages add both gradients of a tied embedding in float32, transformers adds them in fp16. A sum may be too large for
+    fp16 while neither part is, so that only transformers skips the step. Models of several stages are therefore untied.
     """
     resolved = draw("fp16", 7, index, Degrees(**cut)).resolved
+    if "pp" in cut:
+        resolved = replace(resolved, model=resolved.model.model_copy(update={"tie_word_embeddings": False}))
     precision = {"params": "fp16", "update": "fp32_master", "loss_scale": SCALE, "loss_scale_every": EVERY}
     # Steps that are large beside rounding in fp16.
     return changed(resolved, precision=precision, optim={"lr": 1e-2, "eps": 1e-5, "clip": 0.5})
 
 
-@pytest.mark.parametrize(("index", "cut"), [*enumerate(CUTS.values(), start=16)], ids=CUTS)
+@pytest.mark.parametrize(("index", "cut"), [*enumerate(CUTS.values())], ids=CUTS)
 def test_drawn_shapes_train_as_with_torchs_scaler(ranks: RankPool, index: int, cut: dict[str, Any]) -> None:
     resolved = drawn(index, cut)
     want = reference(resolved)
