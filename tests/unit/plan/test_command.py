@@ -64,8 +64,9 @@ def test_the_contract_of_json_is_kept_and_its_numbers_agree() -> None:
 @pytest.mark.parametrize("argv", [(SEVEN,), (SEVENTY, "--search", "--instance", "p5", "--nodes", "32")])
 def test_a_plan_takes_under_a_second_and_no_torch(argv: tuple[str, ...]) -> None:
     code = (
-        "import sys\nfrom nxtrain.cli.main import app\n"
-        f"try:\n    app({['plan', *argv, '--json']!r})\n"
+        "import sys\nfrom nxtrain.__main__ import main\n"
+        f"sys.argv[1:] = {['plan', *argv, '--json']!r}\n"
+        "try:\n    main()\n"
         "except SystemExit as end:\n    sys.exit(7 if 'torch' in sys.modules else end.code)\n"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
