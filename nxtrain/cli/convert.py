@@ -42,6 +42,7 @@ def hf_to_nxtrain(src: Source, dst: Target) -> None:
     from nxtrain.convert.hf import hf_to_nxtrain
 
     hf_to_nxtrain(src, dst)
+    typer.echo(f"{dst} holds the weights of {src}, as a checkpoint at step 0")
 
 
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-hf runs/demo demo-hf --verify")
@@ -60,6 +61,7 @@ def nxtrain_to_hf(
     from nxtrain.convert.hf import nxtrain_to_hf
 
     checkpoint = nxtrain_to_hf(src, dst, base=base)
+    typer.echo(f"{dst} holds the weights of {checkpoint}, in Hugging Face's format")
     if verify:
         from nxtrain.backends import open_backend
         from nxtrain.convert.verify_export import verify_export
@@ -76,9 +78,11 @@ def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
     from nxtrain.convert.hf import refuse_to_overwrite
     from nxtrain.convert.peft import FILES, read_checkpoint, write_adapter
 
-    _, adapter = read_checkpoint(locate_checkpoint(src))
+    checkpoint = locate_checkpoint(src)
+    _, adapter = read_checkpoint(checkpoint)
     refuse_to_overwrite(dst, FILES)
     write_adapter(dst, adapter)
+    typer.echo(f"{dst} holds the adapter of {checkpoint}, in PEFT's format")
 
 
 @convert.command(epilog="Example: nxtrain convert peft-to-hf runs/chat/adapter chat-hf --base Llama-3.2-1B")
@@ -88,6 +92,7 @@ def peft_to_hf(src: Source, dst: Target, base: Base = None) -> None:
     from nxtrain.convert.peft import merged_adapter
 
     write_merged(merged_adapter(src, base), dst)
+    typer.echo(f"{dst} holds the weights below {src} with the adapter added, in Hugging Face's format")
 
 
 @convert.command(epilog="Example: nxtrain convert nxd-to-nxtrain nxd_ckpts/step_2000 from-nxd --config config.json")

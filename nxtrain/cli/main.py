@@ -44,18 +44,19 @@ if TYPE_CHECKING:
 app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
 cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
-app.add_typer(config, name="config")
-app.add_typer(cache, name="cache")
-app.add_typer(convert, name="convert")
-app.add_typer(bench, name="bench")
-app.add_typer(data, name="data")
-app.command("plan", epilog=PLAN_EXAMPLE)(plan)
-app.command("doctor", epilog=DOCTOR_EXAMPLE)(doctor)
-app.command("launch", epilog=LAUNCH_EXAMPLE)(launch)
-app.command("report", epilog=REPORT_EXAMPLE)(report)
-app.command("watch", epilog=WATCH_EXAMPLE)(watch)
-app.command("generate", epilog=GENERATE_EXAMPLE)(generate)
-app.command("eval", epilog=EVAL_EXAMPLE)(evaluate)
+BEFORE, RUN, AFTER = "Before a run", "A run", "During a run, and after"
+app.add_typer(config, name="config", rich_help_panel=BEFORE)
+app.add_typer(data, name="data", rich_help_panel=BEFORE)
+app.add_typer(cache, name="cache", rich_help_panel=BEFORE)
+app.add_typer(bench, name="bench", rich_help_panel=BEFORE)
+app.add_typer(convert, name="convert", rich_help_panel=AFTER)
+app.command("plan", epilog=PLAN_EXAMPLE, rich_help_panel=BEFORE)(plan)
+app.command("doctor", epilog=DOCTOR_EXAMPLE, rich_help_panel=BEFORE)(doctor)
+app.command("launch", epilog=LAUNCH_EXAMPLE, rich_help_panel=RUN)(launch)
+app.command("watch", epilog=WATCH_EXAMPLE, rich_help_panel=AFTER)(watch)
+app.command("report", epilog=REPORT_EXAMPLE, rich_help_panel=AFTER)(report)
+app.command("eval", epilog=EVAL_EXAMPLE, rich_help_panel=AFTER)(evaluate)
+app.command("generate", epilog=GENERATE_EXAMPLE, rich_help_panel=AFTER)(generate)
 
 CacheFolder = Annotated[
     str | None,
@@ -168,7 +169,10 @@ def _options(
     """Train Llamas on Trainium, and the same model code on CUDA GPUs, CPU and PyTorch/XLA."""
 
 
-@app.command(epilog="Example: torchrun --nproc-per-node 2 -m nxtrain train configs/demo.toml train.steps=100")
+@app.command(
+    rich_help_panel=RUN,
+    epilog="Example: torchrun --nproc-per-node 2 -m nxtrain train configs/demo.toml train.steps=100",
+)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     place = Placement.read()
@@ -200,7 +204,9 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command(
-    name="compile", epilog="Example: nxtrain compile configs/llama2_7b_trn1.toml cluster.nodes=1 parallel.dp=4"
+    name="compile",
+    rich_help_panel=BEFORE,
+    epilog="Example: nxtrain compile configs/llama2_7b_trn1.toml cluster.nodes=1 parallel.dp=4",
 )
 def compile_(
     config: ConfigPath,
@@ -243,7 +249,10 @@ def compile_(
     )
 
 
-@app.command(epilog="Example: nxtrain graphs configs/llama2_7b_trn1.toml --world 4096 model.config.num_hidden_layers=2")
+@app.command(
+    rich_help_panel=BEFORE,
+    epilog="Example: nxtrain graphs configs/llama2_7b_trn1.toml --world 4096 model.config.num_hidden_layers=2",
+)
 def graphs(
     config: ConfigPath,
     overrides: Overrides = None,

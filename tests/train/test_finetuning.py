@@ -243,7 +243,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, wide: Folder, tmp_pat
     assert written < 0.6 * (folder.base / "model.safetensors").stat().st_size
     for step, name in ((STEPS, "last"), (4, "early")):
         place = directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, step)
-        assert in_process("convert", "nxtrain-to-peft", place, tmp_path / name)[0] == 0
+        code, told, _ = in_process("convert", "nxtrain-to-peft", place, tmp_path / name)
+        assert (code, told) == (0, f"{tmp_path / name} holds the adapter of {place}, in PEFT's format\n")
     assert_equal(load_file(tmp_path / "last" / "adapter_model.safetensors"), folder.adapter("whole"))
     if method == "qlora":
         early = our_logits(directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, 4))

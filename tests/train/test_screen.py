@@ -138,7 +138,10 @@ RUN = (
     r"checkpoint\.every=\d+ costs .*",
     r"rank \d is (slow: .* median is .* ms|as fast as the others again)",
 )
-EXPORT = (rf"transformers loads \S+; its scores differ from ours by at most {NUMBER}",)
+EXPORT = (
+    r"\S+ holds the weights of \S+, in Hugging Face's format",
+    rf"transformers loads \S+; its scores differ from ours by at most {NUMBER}",
+)
 
 
 def train(folder: Path) -> list[str]:
