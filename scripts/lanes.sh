@@ -3,7 +3,7 @@
 # Lanes come one after the other, and each keeps the cores busy: `unit` and `dist` with a test per core, `train` with one
 # more, since its tests wait for processes, and `faults` with two, since its tests also wait for limits. `xla` computes
 # on one core, so it runs behind `dist` and what follows, which then takes one test less, but never less than two. Tests
-# of `train` and `faults` marked `alone` come last, with nothing beside.
+# marked `alone` come last, with nothing beside.
 
 cores=$(getconf _NPROCESSORS_ONLN)
 at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes, each of half a gigabyte
@@ -49,8 +49,8 @@ run_lane() {
         lint) lint ;;
         nxd) nxd_run "$nxd_src" "$@" ;;
         xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest tests/xla "$@" ;;
-        unit) at_once "$at_once" tests/unit ${quick[@]+"${quick[@]}"} "$@" ;;
-        dist) at_once "$at_once" tests/dist "$@" ;;
+        unit) at_once "$at_once" tests/unit --alone=without ${quick[@]+"${quick[@]}"} "$@" ;;
+        dist) at_once "$at_once" tests/dist --alone=without "$@" ;;
         smokes) at_once "$at_once" "${smokes[@]}" "$@" ;;
         train) at_once $((at_once + 1)) tests/train --alone=without "$@" ;;
         faults) at_once $((at_once + 2)) tests/faults --alone=without "$@" ;;
@@ -59,7 +59,7 @@ run_lane() {
 }
 
 # Run what of a lane must have nothing beside it.
-run_alone() { "$venv/bin/python" -m pytest "tests/$1" --alone=only "${@:2}"; }
+run_alone() { "$venv/bin/python" -m pytest "tests/$1" --alone=only ${quick[@]+"${quick[@]}"} "${@:2}"; }
 
 code_of() { local of="code_$1" && echo "${!of:-5}"; }
 took() { local of="took_$1" && echo "${!of:-0}"; }
@@ -155,7 +155,7 @@ run_lanes() {
     [ -z "$xla" ] || finish_xla
     for lane in "${lanes[@]}"; do
         case $lane in
-            train | faults)
+            unit | dist | train | faults)
                 say "=== $lane: what runs alone"
                 timed "$lane" run_alone "$@" ;;
         esac

@@ -25,8 +25,10 @@ from nxtrain.backends.cpu_native.kernels import (
     has_bf16_products,
 )
 from nxtrain.backends.kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
+from nxtrain.backends.nf4 import BLOCK, whole_packing
 from nxtrain.bench.pipeline_rank import _Sleep
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
+from nxtrain.finetune.quantized import _RestoredProduct
 from nxtrain.mesh import Axis
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _Product, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _VocabCrossEntropy
@@ -194,6 +196,20 @@ def biased(ranks: Ranks, rng: Random) -> Work:
     shape = ranks.draw_shape(rng, rng.choice((1, 4)))
     operands = {"x": Operand(shape), "bias": Operand(shape[-1:])}
     return Work(f"_Biased on {shape}", operands, _Biased.apply, torch.add, in_float64=True)
+
+
+def restored_product(ranks: Ranks, rng: Random) -> Work:
+    """A product with a weight in NF4, which gets no gradient; its values are those that NF4 has exactly."""
+    shape, rows = ranks.draw_shape(rng, BLOCK), rng.choice((1, 3))
+    weight = torch.tensor(rng.choices((-1.0, 0.0, 1.0), k=rows * BLOCK)).view(rows, BLOCK)
+
+    def call(x: Tensor) -> Tensor:
+        packing = whole_packing((rows, BLOCK), x.dtype)
+        out: Tensor = _RestoredProduct.apply(x, packing.pack([weight]), packing)
+        return out
+
+    operands = {"x": Operand(shape)}
+    return Work(f"_RestoredProduct on {shape}", operands, call, lambda x: F.linear(x, weight.to(x.dtype)))
 
 
 def column_product(ranks: Ranks, rng: Random) -> Work:
@@ -364,6 +380,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _NativeAttention: native_attention,
     _Product: product,
     _Biased: biased,
+    _RestoredProduct: restored_product,
     _ColumnProduct: column_product,
     _SplitProduct: split_product,
     _Gradient: gradient,

@@ -89,13 +89,13 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
     assert verdicts(done) == dict.fromkeys(("lint", *LANES), "passed")
     found = calls(house)
     behind = "1 tests/xla -k mesh"
-    together = "1 -n {} --dist loadfile --no-loadscope-reorder tests/{} {}-k mesh"
-    expected = ["tests/device -k mesh", *(together.format(2, lane, "") for lane in ("unit", "dist"))]
+    together = "1 -n {} --dist loadfile --no-loadscope-reorder tests/{} --alone=without -k mesh"
     # One less than without xla behind them.
-    expected += [together.format(number, lane, "--alone=without ") for number, lane in ((2, "train"), (3, "faults"))]
-    expected += [f"tests/{lane} --alone=only -k mesh" for lane in ("train", "faults")]
+    workers = {"unit": 2, "dist": 2, "train": 2, "faults": 3}
+    expected = ["tests/device -k mesh", *(together.format(number, lane) for lane, number in workers.items())]
+    expected += [f"tests/{lane} --alone=only -k mesh" for lane in workers]
     assert [call for call in found if call != behind] == expected
-    assert 2 <= found.index(behind) < found.index(expected[-2])
+    assert 2 <= found.index(behind) < found.index(expected[-4])
     assert len(found) == len(expected) + 1
 
 
@@ -140,7 +140,7 @@ def test_an_interrupt_ends_everything(house: Path) -> None:
     script = subprocess.Popen(
         ["bash", "scripts/test.sh"],
         cwd=house,
-        env=environ(house, HANGS="tests/(xla|dist)$"),
+        env=environ(house, HANGS="tests/(xla|dist --alone=without)$"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -174,8 +174,9 @@ def test_help_is_the_usage(house: Path) -> None:
 
 def test_quick_is_lint_unit_and_smokes_that_exist(house: Path) -> None:
     assert verdicts(run(house, "quick")) == dict.fromkeys(("lint", "unit", "smokes"), "passed")
-    unit, smokes = calls(house)
-    assert unit == "1 -n 2 --dist loadfile --no-loadscope-reorder tests/unit --quick"
+    unit, smokes, measured = calls(house)
+    assert unit == "1 -n 2 --dist loadfile --no-loadscope-reorder tests/unit --alone=without --quick"
+    assert measured == "tests/unit --alone=only --quick"
     found = re.findall(r"(tests/\w+/\w+\.py)::(\w+)\[", smokes)
     assert {Path(file).parts[1] for file, _ in found} == {"dist", "xla", "train", "faults"}
     for file, name in found:

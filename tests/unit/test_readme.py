@@ -37,7 +37,7 @@ PLACEHOLDER = re.compile(r"\[|\||\b(CONFIG|RUN|CKPT|SRC|DST|DIR|N|W|R)\b")
 MENTIONED = "[mentioned] "
 """Before commands that a sentence names, whose arguments may be missing."""
 
-KNOWN_ELSEWHERE = {("tensorboard", "--logdir"), ("vllm", "serve")}
+KNOWN_ELSEWHERE = {("aws", "s3"), ("tensorboard", "--logdir"), ("vllm", "serve")}
 """Programs of others, with their options."""
 
 
