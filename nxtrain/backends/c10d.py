@@ -16,7 +16,7 @@ from nxtrain.distributed.failures import FailureReporter
 from nxtrain.distributed.heartbeats import HeartbeatStore
 from nxtrain.distributed.rendezvous import meet
 from nxtrain.mesh import Mesh
-from nxtrain.process.deadlines import first_use_limit_s
+from nxtrain.process.deadlines import first_use_limit_s, limit_words
 from nxtrain.process.greetings import without_greetings
 from nxtrain.process.placement import Placement
 
@@ -39,6 +39,7 @@ class C10dBackend(Backend):
         # Ranks wait in a collective for one that compiles; once nothing is new, the watchdog's limit is the shorter.
         limit_s = first_use_limit_s(hang_timeout_s) if self.compiles_at_first_use else hang_timeout_s
         self.collectives.hang_timeout_s = limit_s
+        self.collectives.limit = limit_words(hang_timeout_s, first_use=self.compiles_at_first_use)
         if self.world > 1:
             timeout = timedelta(seconds=limit_s)
             # An explicit store, since heartbeats and failures use the store too.

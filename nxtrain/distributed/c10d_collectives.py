@@ -151,12 +151,13 @@ class C10dCollectives(Collectives):
 
     Attributes:
         hang_timeout_s: Seconds that the process groups wait for a rank.
+        limit: The same in messages.
 
     Source: torch 2.9, `ProcessGroupNCCL::pointToPoint` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
     """
 
     def __init__(self, world: int) -> None:
-        self.hang_timeout_s = 1800.0
+        self.hang_timeout_s, self.limit = 1800.0, Peers.limit
         self._world = world
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
@@ -284,7 +285,7 @@ class C10dCollectives(Collectives):
         peer = axis.group_of(me)[position]
         assert peer != me, (axis, position)
         group = self._links.get((min(me, peer), max(me, peer))) or self.group(axis)
-        return peer, Peers(self.words(peer), peer, self.hang_timeout_s), group
+        return peer, Peers(self.words(peer), peer, self.limit), group
 
     def device_mesh(self, device: str, mesh: Mesh) -> DeviceMesh:
         """Device mesh of the data parallel ranks for torch's own sharding: (shard,) or (replica, shard)."""

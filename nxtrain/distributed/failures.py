@@ -129,12 +129,12 @@ class Peers:
     Args:
         words: Name of these ranks in messages.
         rank: The awaited rank; None: any of several.
-        hang_timeout_s: Time limit of the group in seconds; 0: unknown.
+        limit: Time limit of the group in messages.
     """
 
     words: str
     rank: int | None = None
-    hang_timeout_s: float = 0.0
+    limit: str = "recovery.hang_timeout_s"
 
 
 ANY = Peers("a rank that this one works with")
@@ -181,9 +181,8 @@ def gone(peers: Peers, why: str) -> LostPeerError:
 
 def late(peers: Peers, why: str) -> HangError:
     """Error for a peer that did not come within the time limit; `why` is what this rank saw."""
-    limit = f"={peers.hang_timeout_s:g} seconds" if peers.hang_timeout_s else ""
     return HangError(
-        f"{peers.words} did not come within recovery.hang_timeout_s{limit}: {why}. "
+        f"{peers.words} did not come within {peers.limit}: {why}. "
         "It hangs, or does other work than was agreed; its own last lines say more",
         peers.rank,
     )

@@ -38,6 +38,14 @@ def first_use_limit_s(hang_timeout_s: float) -> float:
     return COMPILE_PATIENCE * hang_timeout_s
 
 
+def limit_words(hang_timeout_s: float, *, first_use: bool) -> str:
+    """Limit of a process group in messages, with its key; `first_use`: graphs compile while ranks wait."""
+    if not first_use:
+        return f"recovery.hang_timeout_s={hang_timeout_s:g} seconds"
+    seconds = f"{first_use_limit_s(hang_timeout_s):g} seconds"
+    return f"{seconds}, {COMPILE_PATIENCE:g} x recovery.hang_timeout_s since graphs compile at first use"
+
+
 def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
     """Open devices; if opening takes too long, the process ends with the exit code of a hang.
 

@@ -292,7 +292,7 @@ class SharedMemoryCollectives(C10dCollectives):
             missing = self._exchange.wait(lane, operation, self.hang_timeout_s)
         if missing:
             rank, has_ended = missing
-            peer = Peers(self.words(rank), rank, self.hang_timeout_s)
+            peer = Peers(self.words(rank), rank, self.limit)
             if has_ended:
                 raise gone(peer, "its process has ended, or it has left the run")
             raise late(peer, "its data did not come")

@@ -282,6 +282,7 @@ def test_inductor_makes_any_device_compile_at_first_use() -> None:
     backend = CpuBackend(hang_timeout_s=90.0, torch_compile=True)
     assert backend.compiles_at_first_use
     assert backend.collectives.hang_timeout_s == 360.0
+    assert backend.collectives.limit == "360 seconds, 4 x recovery.hang_timeout_s since graphs compile at first use"
     assert CpuBackend(hang_timeout_s=90.0).collectives.hang_timeout_s == 90.0
 
 

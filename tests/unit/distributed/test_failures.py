@@ -9,8 +9,9 @@ from torch.distributed import TCPStore
 
 from nxtrain.distributed.failures import ANSWER_S, FirstFailure, Peers, blaming, loss
 from nxtrain.errors import HangError, LostPeerError
+from nxtrain.process.deadlines import limit_words
 
-PEER = Peers("pipeline stage 1 of 2 (rank 7)", 7, 30.0)
+PEER = Peers("pipeline stage 1 of 2 (rank 7)", 7, limit_words(30.0, first_use=False))
 
 GONE = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:38808: Connection reset by peer",
