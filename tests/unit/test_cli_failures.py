@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import errno
-import io
 import os
 import re
 import subprocess
@@ -24,6 +22,7 @@ from nxtrain.cli import main as cli
 from nxtrain.config.load import values
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError, DataError, NxtrainError, StorageError
+from tests.support.commands import outcome
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs" / "tiny_cpu.toml")
@@ -32,15 +31,8 @@ KEYS = [*values(RunConfig()), "model.config.rms_norm_eps", "model.config.num_att
 
 def run(*argv: str) -> tuple[int, str]:
     """Exit code and standard error of a command in this process; any other end than that of a program is an error."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["nxtrain", *argv]),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        cli.main()
-    return int(ended.value.code or 0), err.getvalue()
+    code, _, told = outcome(*argv)
+    return code, told
 
 
 # --- exceptions
