@@ -196,7 +196,9 @@ def test_a_conversion_onto_a_file_is_refused(checkpoint: Path, hf: Path, tmp_pat
 def test_transformers_shows_no_progress_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
     code, out, err = in_process("convert", "nxtrain-to-hf", checkpoint, tmp_path / "out", "--verify")
     assert (code, err) == (0, "")
-    assert out.startswith(f"transformers loads {tmp_path}/out; its scores differ from ours by at most ")
+    wrote, loaded = out.splitlines()
+    assert wrote == f"{tmp_path}/out holds the weights of {checkpoint}, in Hugging Face's format"
+    assert loaded.startswith(f"transformers loads {tmp_path}/out; its scores differ from ours by at most ")
 
 
 PROMPTS = ("the quick", "na\xefve", "brown fox " * 3, "\u4f60\u597d, \u4e16\u754c the", "x")
