@@ -57,7 +57,7 @@ def stand_in() -> Iterator[StandInDevice]:
         (native, "DEVICE"),
     ]
     owners += [(device_mesh, "init_device_mesh"), (NeuronNativeBackend, "close")]
-    kept = [(owner, name, getattr(owner, name, None)) for owner, name in owners]
+    kept = [(owner, name, vars(owner).get(name)) for owner, name in owners]  # None: inherited, or absent
     fake_neuron.install()
     yield fake_neuron.device
     fake_neuron.device.__exit__(None, None, None)
@@ -66,8 +66,10 @@ def stand_in() -> Iterator[StandInDevice]:
     for name in [name for name in vars(native_rounding) if name.startswith("__compiled_fn")]:
         delattr(native_rounding, name)
     for owner, name, value in kept:
-        setattr(owner, name, value)
-    del torch.neuron  # type: ignore[attr-defined]
+        if value is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
 
 
 @pytest.fixture
