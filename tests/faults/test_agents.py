@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from nxtrain.checkpoint.directory import LATEST
 from nxtrain.errors import StoppedBySignal
+from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import until
 from tests.support.ports import free_port
 from tests.support.recovery import Golden, History, assert_recovered, configure, last_step, members, start
@@ -130,6 +132,8 @@ def test_a_rank_dies_then_the_node_with_the_store_and_the_run_goes_on_until_one_
     configure(tmp_path, patience_s=30.0)
     with agents(tmp_path, "checkpoint.resume=never") as run:
         run.await_step(4)
+        latest = tmp_path / "run" / CHECKPOINTS_DIR / LATEST  # a save ends some steps later where the machine is busy
+        until(latest.exists, WITHIN_S, run.said)
         os.kill(run.rank(1), signal.SIGKILL)
         run.await_step(5)
         until(lambda: run.said().count("continues after step") == 1, WITHIN_S, run.said)
