@@ -72,7 +72,7 @@ CALL = re.compile(r"^\d+ +(?P<call>\w+)\((?P<rest>.*)")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str, str]]]:
     """Metadata operations of each phase: the call, and its arguments with the paths of descriptors."""
     strace = shutil.which("strace")
-    if strace is None:
+    if strace is None:  # a program of the system, which PyPI does not have; .ci/run installs it
         pytest.skip("strace is not installed: apt install strace")
     folder = tmp_path_factory.mktemp("corpora")
     source, tokenizer = write_corpus(folder, "a.jsonl", documents(60)), write_tokenizer(folder / "tokenizer")
@@ -107,7 +107,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str,
         text=True,
         check=False,
     )
-    if "ptrace" in done.stderr and "not permitted" in done.stderr:
+    if "ptrace" in done.stderr and "not permitted" in done.stderr:  # a container without the right to trace
         pytest.skip(f"strace may not trace here: {done.stderr.splitlines()[0]}")
     assert done.returncode == 0, done.stderr
     return dict(_phases(trace.read_text(errors="replace").splitlines()))
