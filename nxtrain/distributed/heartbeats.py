@@ -37,7 +37,8 @@ class Beat:
         age_s: Seconds since the rank entered the section.
         waits: The rank waits for other ranks, as far as its stack shows.
         point: Innermost frame of its main thread.
-        spent: Seconds of the rank so far by kind of work, waits for other ranks apart.
+        counted: Number of steps whose work `spent` holds.
+        spent: Seconds of the rank by kind of work in these steps, waits for other ranks apart.
         host: Name of the machine.
     """
 
@@ -46,6 +47,7 @@ class Beat:
     age_s: float
     waits: bool = False
     point: str = ""
+    counted: int = 0
     spent: Mapping[str, float] = field(default_factory=dict)
     host: str = ""
 

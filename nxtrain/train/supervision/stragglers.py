@@ -61,11 +61,13 @@ class Stragglers:
 
     def _rate(self, rank: int, beat: Beat) -> dict[str, float]:
         """Seconds per step in each section, over the last steps; empty if the steps are too few."""
+        if not beat.spent:  # before the first step, whose number a resumed run sets
+            return {}
         seen = self._seen[rank]
         seen.append(beat)
-        while len(seen) > 1 and beat.step - seen[1].step >= STEPS:
+        while len(seen) > 1 and beat.counted - seen[1].counted >= STEPS:
             seen.popleft()
-        steps = beat.step - seen[0].step
+        steps = beat.counted - seen[0].counted
         if steps < STEPS:
             return {}
         return {name: (spent - seen[0].spent.get(name, 0.0)) / steps for name, spent in beat.spent.items()}

@@ -109,6 +109,7 @@ class Watchdog(RunObserver):
         self._stragglers: Stragglers | None = None
         self._times: Counter[str] = Counter()
         self._spent: Callable[[], Mapping[str, float]] = dict
+        self._counted: tuple[int, Mapping[str, float]] = (0, {})
         self._at = (0, "start", time.monotonic())
         self._finished = 0
         self._received = RestoreProgress(transferred)
@@ -143,6 +144,8 @@ class Watchdog(RunObserver):
         if work not in REPEATED or self._times[work] <= WARM_UP:
             self._times[work] += 1
         self._at = (step, work, time.monotonic())
+        if work == "training":  # elsewhere in a step, some of its parts are counted and others not yet
+            self._counted = (step - 1, self._spent())
 
     def begin(self, finished: int) -> None:
         self._finished = finished
@@ -286,7 +289,8 @@ class Watchdog(RunObserver):
         # After its own timeout the main thread waits for this thread's report.
         idle = self._late or waits(frame)
         where = point(frame)
-        return Beat(step, section, self._age(), waits=idle, point=where, spent=self._spent(), host=self._host)
+        counted, spent = self._counted
+        return Beat(step, section, self._age(), idle, where, counted, spent, self._host)
 
     def _look_at_others(self) -> None:
         """Publish this rank's heartbeat and read the other ranks' state, more often near the end of the limit."""

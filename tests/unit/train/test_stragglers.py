@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nxtrain.distributed.heartbeats import Beat
 from nxtrain.train.supervision.stragglers import Stragglers
 
@@ -13,7 +15,7 @@ def told(stragglers: Stragglers, rates: list[dict[str, float]], steps: range) ->
     lines: list[str] = []
     for step in steps:
         beats = {
-            rank: Beat(step, "data", 0.0, spent={name: rate * step for name, rate in spent.items()})
+            rank: Beat(step + 1, "data", 0.0, counted=step, spent={name: rate * step for name, rate in spent.items()})
             for rank, spent in enumerate(rates)
         }
         lines += stragglers.changes(beats)
@@ -48,10 +50,19 @@ def test_recovery_is_told_too() -> None:
     lines: list[str] = []
     for step in range(1, 120):
         total = [total[0] + 0.01, total[1] + (0.06 if step < 50 else 0.01)]
-        beats = {rank: Beat(step, "data", 0.0, spent={"data": spent}) for rank, spent in enumerate(total)}
+        beats = {
+            rank: Beat(step + 1, "data", 0.0, counted=step, spent={"data": spent}) for rank, spent in enumerate(total)
+        }
         lines += stragglers.changes(beats)
     assert [line.partition(":")[0] for line in lines] == ["rank 1 is slow", "rank 1 is as fast as the others again"]
 
 
 def test_fewer_than_ten_steps_tell_nothing() -> None:
     assert not told(Stragglers([0, 0]), [{"data": 1.0}, {"data": 0.01}], range(1, 11))
+
+
+def test_steps_of_earlier_starts_do_not_dilute_the_first_comparison() -> None:
+    stragglers = Stragglers([0, 0])
+    assert not list(stragglers.changes({rank: Beat(0, "start", 0.0) for rank in range(2)}))
+    assert len(told(stragglers, [{"data": 0.1}, {"data": 0.01}], range(1000, 1011))) == 1
+    assert stragglers.rates[0]["data"] == pytest.approx(0.1)
