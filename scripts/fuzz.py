@@ -1,9 +1,9 @@
 """Draw runs from a seed and hold each to transformers with `torch.optim`: `python scripts/fuzz.py SEED N`.
 
-Lanes: `process` (one process, float32), `bf16` (one process), `gloo` (ranks that are processes, every layout), `native`
-(the same on the stand-in of TorchNeuron), `xla` (devices of torch-xla on this CPU) and `command` (`nxtrain launch`). A
-failure prints the line that repeats the run; with `--command` that line goes through the command line. Exit code 0 when
-all runs agree, 1 when not.
+Lanes: `process` (one process, float32), `bf16` (one process), `gloo` (ranks that are processes, every layout), `fp16`
+(the same in fp16, beside torch's scaler), `native` (on the stand-in of TorchNeuron), `xla` (devices of torch-xla on this
+CPU) and `command` (`nxtrain launch`). A failure prints the line that repeats the run; with `--command` that line goes
+through the command line. Exit code 0 when all runs agree, 1 when not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
-LANES = ("process", "bf16", "gloo", "native", "xla", "command")
+LANES = ("process", "bf16", "gloo", "fp16", "native", "xla", "command")
 
 if TYPE_CHECKING:
     from tests.support.drawn import Drawn

@@ -21,10 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nxtrain.config.finetune import BLOCK
 from nxtrain.errors import BackendError
-
-BLOCK = 64
-"""Weights of a block."""
 
 GROUP = 256
 """Blocks of a group."""

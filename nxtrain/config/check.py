@@ -12,9 +12,10 @@ from typing import Any
 
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, row_shares
 from nxtrain.config.decode import decode
+from nxtrain.config.finetune import finetune
 from nxtrain.config.load import Loaded, origin_of, values
 from nxtrain.config.precision import precision
-from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, QUANTIZING, DataConfig, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 from nxtrain.errors import ConfigError, Problem
@@ -71,10 +72,8 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     given = loaded.config
     chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
     config = given.model_copy(update={"backend": chosen})
-    problems = [*_unavailable(config), *_model_choice(config), *_batch(config, world), *_schedule(config)]
-    problems += [*precision(config), *_sharding(config), *_offload(config), *_layers(config), *_compile(config)]
-    problems += [*_profile(config), *_finetune(config, has_weights)]
-    problems += [*transport(config), *order(config), *_data(loaded), *_mirror(config)]
+    problems = [*_unavailable(config), *_model_choice(config), *layout(config, world, has_weights=has_weights)]
+    problems += [*_schedule(config), *_profile(config), *_data(loaded), *_mirror(config)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -96,6 +95,19 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     if problems:
         raise ConfigError([replace(p, origin=p.origin or origin_of(loaded.origins, p.key)) for p in problems])
     return Resolved(given, family, model)
+
+
+def layout(config: RunConfig, world: int | None = None, *, has_weights: bool = True) -> Iterator[Problem]:
+    """Problems of the degrees, modes and types of a layout, whatever its model and its data; arguments as above."""
+    yield from _batch(config, world)
+    yield from precision(config)
+    yield from _sharding(config)
+    yield from _offload(config)
+    yield from _layers(config)
+    yield from _compile(config)
+    yield from finetune(config, has_weights=has_weights)
+    yield from transport(config)
+    yield from order(config)
 
 
 def family_of(config: RunConfig) -> ModelFamily:
@@ -260,34 +272,6 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
     if "activations" in parallel.offload and config.compile.torch_compile:
         reason = "moves what autograd saves, and compile.torch_compile decides by itself what that is"
         yield Problem(key, reason, hint="leave activations out, or use compile.torch_compile=false")
-
-
-def _finetune(config: RunConfig, has_weights: bool) -> Iterator[Problem]:
-    finetune, model, parallel = config.finetune, config.model, config.parallel
-    if finetune.method == "full":
-        if finetune.adapter:
-            reason = f"{finetune.adapter} is an adapter, and finetune.method=full trains none"
-            yield Problem("finetune.adapter", reason, hint="use finetune.method=lora or qlora, or leave it out")
-        return
-    if has_weights and model.init != "hf":
-        reason = f"{finetune.method} trains adapters beside given weights, but model.init={model.init}"
-        yield Problem("finetune.method", reason, hint="set model.hf=FOLDER and model.init=hf")
-    if config.backend.layers == "nxd":
-        reason = "adapters are added to nxtrain's own layers, which backend.layers=nxd replaces"
-        yield Problem("finetune.method", reason, hint="use backend.layers=native")
-    if finetune.method == "qlora" and (config.backend.name not in QUANTIZING or config.compile.torch_compile):
-        by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
-        reason = f"bitsandbytes restores NF4 eagerly on cuda and cpu, not with {by}"
-        yield Problem("finetune.method", reason, hint="use lora, whose frozen weights run everywhere")
-    if len(set(finetune.targets)) < len(finetune.targets):
-        yield Problem("finetune.targets", "names a layer twice", hint="name each once")
-    if finetune.dropout and parallel.pp > 1:
-        reason = f"with parallel.pp={parallel.pp}, a micro-batch's masks would be drawn anew between its two passes"
-        yield Problem("finetune.dropout", reason, hint="use 0, or parallel.pp=1")
-    if finetune.dropout and (config.backend.name in ON_XLA or config.compile.torch_compile):
-        by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
-        reason = f"the host numbers the masks, and each number would be a new graph under {by}"
-        yield Problem("finetune.dropout", reason, hint="use 0")
 
 
 def _compile(config: RunConfig) -> Iterator[Problem]:

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nxtrain.backends.nf4 import BLOCK, Packing, Part
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.backends.nf4 import Packing, Part
+from nxtrain.config.finetune import quantized_cut
+from nxtrain.errors import ConfigError
 from nxtrain.family import CausalLM
 from nxtrain.nn.init import Fill
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
@@ -53,7 +54,8 @@ def quantize(model: nn.Module, tp: TensorParallel) -> None:
     paths = {id(module): path for path, module in model.named_modules()}
     for layer in (module for block in cast(CausalLM, model).blocks for module in block.modules()):
         if isinstance(layer, ColumnLinear | RowLinear):
-            packing = _packing(layer.specs["weight"], f"{paths[id(layer)]}.weight", tp)
+            name = paths[id(layer)].rpartition(".")[2]
+            packing = _packing(layer.specs["weight"], name, tp)
             blank = torch.empty(packing.packed_shape, dtype=packing.dtype, device="meta")
             layer.weight = nn.Parameter(blank, requires_grad=False)
             layer.restored = partial(_product, layer, packing)
@@ -92,10 +94,8 @@ def _product(layer: ColumnLinear | RowLinear, packing: Packing, x: Tensor) -> Te
 
 
 def _packing(spec: ShardSpec, name: str, tp: TensorParallel) -> Packing:
-    if not spec.has_whole_runs(tp.axis, BLOCK):
-        reason = f"parallel.tp={tp.axis.size} cuts {name} of {spec.shape} inside a block of {BLOCK} weights"
-        hint = "use a smaller parallel.tp, or finetune.method=lora"
-        raise ConfigError([Problem("parallel.tp", f"{reason}, which share a scale", hint=hint)])
+    if problems := list(quantized_cut(name, spec, tp.axis)):
+        raise ConfigError(problems)
     parts = tuple(
         Part(cast(tuple[int, int], spec.global_shape(piece.segment)), spec.dim or 0, piece.start, piece.length)
         for piece in spec.pieces(tp.axis)

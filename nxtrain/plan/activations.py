@@ -131,15 +131,24 @@ def working_bytes(job: Job) -> int:
     train, size = job.config.train, job.params_size
     inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
     gated = 5 if job.config.model.fused_gate_up else 3
-    freed = job.decoder.gated and _keeps_input(job, MLP_OUT)
+    freed = job.decoder.gated and _keeps_input(job, MLP_OUT) and not job.postpones
     mlp = ((gated if job.decoder.gated else 2) - freed) * inner * job.micro_tokens * size
     attention = attention_work_bytes(job)
     if train.remat == "selective":
         attention += _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True)
         if train.seq_len >= LONG_SEQUENCE:
             return max(mlp + _mlp_bytes(job), attention)
-    work = max(mlp, attention - _mlp_bytes(job))  # the feed-forward's tensors are free when attention's turn comes
+    # Then the feed-forward's tensors are free, but postponed weight gradients keep as many.
+    later = max(attention, norm_work_bytes(job)) + (boundary_bytes(job) if job.postpones else -_mlp_bytes(job))
+    work = max(mlp, later)
     return work + (_whole_block_bytes(job, "none") - boundary_bytes(job) if train.remat == "full" else 0)
+
+
+@once_per_job
+def norm_work_bytes(job: Job) -> int:
+    """Float32 tensors of a norm's backward pass: two products, their difference, the result, and a wide gradient."""
+    number = 4 if job.params_size == FLOAT else 5
+    return number * job.sequence_rows * job.decoder.hidden_size * FLOAT
 
 
 @once_per_job
@@ -150,7 +159,8 @@ def attention_work_bytes(job: Job) -> int:
     heads = train.micro_batch * job.local_heads
     if job.attention == "blocked":
         narrow = size if size < FLOAT else 0
-        scores = heads * min(CPU_BLOCK, train.seq_len) * train.seq_len * (FLOAT + narrow)
+        rows = min(CPU_BLOCK, train.seq_len)  # of a block, beside the gradients of the block before
+        scores = heads * rows * (train.seq_len * (FLOAT + narrow) + (train.seq_len - rows) * size)
         return scores + job.micro_tokens * (2 * queries * size + (4 if narrow else 2) * keys * FLOAT)
     if job.attention == "scores":
         return heads * train.seq_len**2 * (FLOAT + size)
@@ -159,11 +169,15 @@ def attention_work_bytes(job: Job) -> int:
 
 @once_per_job
 def postponed_block_bytes(job: Job) -> int:
-    """Bytes that weight gradients of a block keep while they wait: inputs and output gradients of its linear layers."""
+    """Bytes that weight gradients of a block keep while they wait: inputs and output gradients of its linear layers.
+
+    Row layers get gradients of the whole sequence, gathered over the tensor parallel ranks.
+    """
     decoder, inner = job.decoder, -(-job.decoder.intermediate_size // job.config.parallel.tp)
     queries, keys = job.local_heads * decoder.head_size, job.local_kv_heads * decoder.head_size
     inputs, grads = queries + inner, queries + 2 * keys + (2 if decoder.gated else 1) * inner
-    return 4 * boundary_bytes(job) + (inputs + grads) * job.micro_tokens * job.params_size
+    whole = job.micro_tokens * job.params_size
+    return 2 * boundary_bytes(job) + (2 * decoder.hidden_size + inputs + grads) * whole
 
 
 @once_per_job
@@ -177,14 +191,16 @@ def kept_logits_bytes(job: Job) -> int:
 def chunk_bytes(job: Job) -> int:
     """Bytes of the projection and loss beside what they keep, as `parallel/loss.py:_VocabCrossEntropy` allocates them.
 
-    A chunk of logits exists in its own type, in float32, and as a gradient. Several chunks sum the matrix's gradient in
-    float32, and join the gradients of the hidden states.
+    A chunk of logits exists in its own type, in float32, and as a gradient; in fp16 the scaled gradient is wide first.
+    Several chunks sum the matrix's gradient in float32, and join the gradients of the hidden states.
     """
     size, hidden, tokens = job.params_size, job.decoder.hidden_size, job.micro_tokens
     rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
     chunk = max(1, (job.config.train.loss_chunk_mib << 20) // (FLOAT * rows))
     padded = rows * job.config.parallel.tp > job.decoder.vocab_size
     copies = FLOAT * (2 if padded else 1) if size == FLOAT else FLOAT + 2 * size
+    if job.config.precision.params == "fp16":
+        copies += FLOAT * (2 if padded else 1)
     if chunk >= tokens:
         return tokens * rows * copies
     summed = rows if job.adapters is None else 0

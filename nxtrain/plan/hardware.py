@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.neuron.hardware import GIB, INSTANCES
+from nxtrain.config.bounds import MAX_RANKS
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.io.regular import read_text
 
@@ -194,6 +195,12 @@ MACHINES: dict[str, Machine] = {
 }
 """Instances by name."""
 
+OWN = "own"
+"""Kind of a machine whose chip has no constants of its own."""
+
+KINDS = (*dict.fromkeys(machine.kind for machine in MACHINES.values()), OWN)
+"""Kinds of chips."""
+
 ALIASES = {
     "trn1.2xl": "trn1.2xlarge",
     "trn1.32xl": "trn1.32xlarge",
@@ -243,6 +250,14 @@ _NUMBERS = {
     "host_threads": int,
     "price_usd_h": float,
 }
+_UNITS = {
+    "device_bytes": ": bytes of one device",
+    "device_flops": ": dense bf16 operations per second of one device",
+    "memory_bytes_s": ": bytes per second of one device's memory",
+    "link_bytes_s": ": bytes per second of one device to the others of the machine",
+    "network_bytes_s": ": bytes per second of the machine's network, 0 if it trains alone",
+    "host_bytes": ": bytes of the host",
+}
 _MAY_BE_ZERO = ("link_bytes_s", "network_bytes_s", "price_usd_h")
 
 
@@ -277,15 +292,20 @@ def _machine(name: str, table: Any, path: Path, problems: list[Problem]) -> Mach
     for key in sorted(table.keys() - set(known)):
         close = get_close_matches(key, known, n=1)
         problems.append(Problem(f"{name}.{key}", "unknown key", str(path), f"known: {', '.join(close or known)}"))
-    values: dict[str, Any] = {"kind": str(table.get("kind", "own")), "price_note": str(table.get("price_note", path))}
+    values: dict[str, Any] = {"kind": table.get("kind", OWN), "price_note": str(table.get("price_note", path))}
+    if values["kind"] not in KINDS:
+        close = get_close_matches(str(values["kind"]), KINDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(KINDS)}"
+        problems.append(Problem(f"{name}.kind", f"{values['kind']!r} is no chip with constants", str(path), hint))
     for key, number in _NUMBERS.items():
         value = table.get(key)
         if value is None and key == "price_usd_h":
             values["price_note"] = f"{path} has no price_usd_h for {name}"
         elif value is None:
-            problems.append(Problem(f"{name}.{key}", "missing, and has no default", str(path)))
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not _fits(key, value):
-            problems.append(Problem(f"{name}.{key}", f"{value!r} is no number that a machine can have", str(path)))
+            problems.append(Problem(f"{name}.{key}", "missing, and has no default", str(path), f"add {_wanted(key)}"))
+        elif not _fits(key, value):
+            reason = f"{value!r} is no number that a machine can have"
+            problems.append(Problem(f"{name}.{key}", reason, str(path), f"use {_wanted(key)}"))
         else:
             values[key] = number(value)
     if values.get("devices", 1) > 1 and values.get("link_bytes_s") == 0:
@@ -295,5 +315,15 @@ def _machine(name: str, table: Any, path: Path, problems: list[Problem]) -> Mach
     return Machine(name=name, sources=dict.fromkeys(values, str(path)), **values)
 
 
-def _fits(key: str, value: float) -> bool:
-    return value < float("inf") and (value > 0 or (value == 0 and key in _MAY_BE_ZERO))
+def _wanted(key: str) -> str:
+    """Text of the numbers that a field may have."""
+    kind = "a whole number" if _NUMBERS[key] is int else "a number"
+    return f"{key} = {kind}, {'0 or more' if key in _MAY_BE_ZERO else 'above 0'}{_UNITS.get(key, '')}"
+
+
+def _fits(key: str, value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        return False
+    if _NUMBERS[key] is int and value != int(value):
+        return False
+    return (value > 0 or key in _MAY_BE_ZERO) and (key != "devices" or value <= MAX_RANKS)

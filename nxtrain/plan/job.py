@@ -61,10 +61,16 @@ class Job:
         return self.machine.kind.startswith("trn")
 
     @cached_property
+    def backend(self) -> str:
+        """Name of the backend; for `auto`, that of the machine's chips."""
+        if self.config.backend.name != "auto":
+            return self.config.backend.name
+        return "cuda" if not self.is_trainium else "neuron" if self.machine.kind == "trn1" else "neuron-native"
+
+    @cached_property
     def is_lazy(self) -> bool:
         """True on PyTorch/XLA, where a step is a graph and nothing is overlapped by hand."""
-        name = self.config.backend.name
-        return name in ON_XLA or (name == "auto" and self.machine.kind == "trn1")
+        return self.backend in ON_XLA
 
     @cached_property
     def shard_size(self) -> int:
@@ -83,6 +89,11 @@ class Job:
     def is_fully_sharded(self) -> bool:
         """True if parameters are sharded over data parallel ranks."""
         return self.config.parallel.shard in FULLY_SHARDED and self.shard_size > 1
+
+    @property
+    def postpones(self) -> bool:
+        """True if weight gradients of blocks are computed later than the gradients of their inputs."""
+        return self.config.parallel.schedule == "zero_bubble" and self.adapters is None
 
     @property
     def has_params_on_host(self) -> bool:

@@ -18,6 +18,7 @@ from nxtrain.plan.activations import (
     boundary_bytes,
     chunk_bytes,
     kept_logits_bytes,
+    norm_work_bytes,
     postponed_block_bytes,
     working_bytes,
 )
@@ -72,6 +73,17 @@ def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
         yield Moment(accumulated, _held(job, stage, fewer), logits)
     if job.num_micro == 1:
         yield Moment(accumulated, working_bytes(job))
+    if job.postpones:
+        yield Moment(accumulated, _split_bytes(job, stage))
+
+
+def _split_bytes(job: Job, stage: int) -> int:
+    """Activations when a backward pass without weight gradients comes to its last block, all others of which wait."""
+    (number,), waiting = job.stage(stage).blocks, postponed_block_bytes(job)
+    postponed = _postponed(job, stage)
+    whole = in_flight(job, stage) - postponed - 1
+    kept = number * (whole * block_bytes(job) + postponed * waiting) + _beside_blocks(job, stage)
+    return kept + (number - 1) * waiting + block_bytes(job) + working_bytes(job)
 
 
 def _reducing(job: Job, stage: int, accumulated: int, reduced: int) -> Iterator[Moment]:
@@ -154,8 +166,8 @@ def unit_blocks(job: Job, stage: int) -> int:
 def _held(job: Job, stage: int, kept: int) -> int:
     """Kept bytes, and those of the layer at work beyond the chunk of logits, which is free by then."""
     last = any(part.last for part in job.parts[stage])
-    chunk = chunk_bytes(job) if last else 0
-    return kept + max(0, working_bytes(job) + job.frozen(stage).largest_matrix - chunk)
+    work = working_bytes(job) + job.frozen(stage).largest_matrix
+    return kept + (max(0, max(work, norm_work_bytes(job)) - chunk_bytes(job)) if last else work)
 
 
 def _logits(job: Job, stage: int) -> int:
@@ -178,7 +190,7 @@ def _kept_of_blocks(job: Job, stage: int) -> int:
         return most_blocks(parallel.pp, job.num_micro, stage, blocks) * block_bytes(job)
     postponed = _postponed(job, stage)
     whole = in_flight(job, stage) - postponed
-    waiting = postponed_block_bytes(job) if postponed and job.adapters is None else 0
+    waiting = postponed_block_bytes(job) if job.postpones else 0
     return blocks[0] * (whole * block_bytes(job) + postponed * waiting)
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
+from nxtrain.config.check import layout
+from nxtrain.config.finetune import quantized_cut
 from nxtrain.config.schema import FULLY_SHARDED, ParallelConfig, RunConfig
-from nxtrain.config.stages import order, stages, transport
+from nxtrain.config.stages import order, stages
 from nxtrain.errors import Problem
 from nxtrain.family import Decoder
 from nxtrain.mesh import divisors
 from nxtrain.parallel.schedule import Order
+from nxtrain.plan.adapters import is_matrix
 from nxtrain.plan.hardware import Machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.predict import Assumptions, Prediction, layout_json
+from nxtrain.plan.shapes import axis_of, block_specs
 from nxtrain.plan.speed import step_time
 
 REMATS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
@@ -95,32 +100,29 @@ def _try(job: Job, assumed: Assumptions) -> tuple[list[Prediction], Job]:
 
 
 def impossible(job: Job) -> Iterator[Problem]:
-    """Reasons why a layout cannot exist, whatever its memory."""
-    parallel, train, decoder = job.config.parallel, job.config.train, job.decoder
+    """Reasons why a layout cannot exist, whatever its memory: the rules of a run, and those of the machines."""
+    parallel, decoder = job.config.parallel, job.decoder
     kv_heads = decoder.num_kv_heads
     if decoder.num_heads % parallel.tp:
         yield Problem("parallel.tp", f"tp={parallel.tp} does not divide {decoder.num_heads} attention heads")
     elif kv_heads % parallel.tp and parallel.tp % kv_heads:
         yield Problem("parallel.tp", f"neither of tp={parallel.tp} and {kv_heads} key/value heads divides the other")
+    elif job.method == "qlora":
+        yield from _cut_blocks(job)
     yield from stages(parallel, decoder.num_layers)
-    if train.global_batch % (train.micro_batch * parallel.dp):
-        yield Problem(
-            "train.global_batch",
-            f"{train.global_batch} is not a multiple of micro_batch={train.micro_batch} x dp={parallel.dp} = "
-            f"{train.micro_batch * parallel.dp}",
-        )
-    if parallel.sequence_parallel and train.seq_len % parallel.tp:
-        yield Problem("train.seq_len", f"tp={parallel.tp} does not divide seq_len={train.seq_len}")
-    if job.is_lazy and parallel.shard in FULLY_SHARDED:
-        yield Problem("parallel.shard", f"{parallel.shard} does not run on PyTorch/XLA; use zero1")
-    if job.method == "qlora" and job.is_trainium:
-        reason = f"qlora has kernels for CUDA and CPUs, and {job.machine.name} has neither for training"
-        yield Problem("finetune.method", reason, hint="use lora, or a machine with GPUs")
     if job.nodes > 1 and not job.machine.network_bytes_s:
         reason = f"{job.nodes} machines cannot train together: {job.machine.name} has no network for collectives"
         yield Problem("cluster.nodes", reason, hint="use one machine, or another instance")
-    yield from transport(job.config)
-    yield from order(job.config)
+    backend = job.config.backend.model_copy(update={"name": job.backend})
+    yield from layout(job.config.model_copy(update={"backend": backend}), has_weights=False)
+
+
+def _cut_blocks(job: Job) -> Iterator[Problem]:
+    """Problem of the first matrix of a block that tensor parallelism cuts inside a quantized block."""
+    tp, model = job.config.parallel.tp, job.config.model
+    specs = block_specs(job.decoder, tp, fused_qkv=model.fused_qkv, fused_gate_up=model.fused_gate_up)
+    matrices = ((name, spec) for name, spec in specs.items() if is_matrix(spec))
+    yield from islice((problem for name, spec in matrices for problem in quantized_cut(name, spec, axis_of(tp))), 1)
 
 
 def _degrees(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:

@@ -212,12 +212,14 @@ def stage_entries(stage: Stage, tp: int, shard: int) -> Entries:
     )
 
 
+@lru_cache(maxsize=65_536)
 def one_block(stage: Stage, tp: int, shard: int) -> Entries:
     """Entries of one block of a stage."""
     specs = block_specs(stage.decoder, tp, fused_qkv=stage.fused_qkv, fused_gate_up=stage.fused_gate_up)
     return block_entries(specs, tp, shard)
 
 
+@lru_cache(maxsize=65_536)
 def beside_blocks(stage: Stage, tp: int, shard: int) -> Entries:
     """Entries of a stage's parameters outside of its blocks."""
     return block_entries(rest_specs(stage.decoder, first=stage.first, last=stage.last), tp, shard)

@@ -182,6 +182,7 @@ def _overrides(
     micro_batch = min(micro_batch, rows)
     accumulation = min(accumulation, rows // micro_batch)
     passes = degrees.tp * degrees.dp * accumulation * model["num_hidden_layers"]
+    sharding = _sharding(rng, degrees)
     values: dict[str, Any] = {
         "backend.name": "xla" if xla else "cpu",
         "data.source": "tokens",
@@ -200,7 +201,8 @@ def _overrides(
         "train.loss_chunk_mib": rng.choice((1, 64)),
         "parallel.bucket_mib": rng.choice((1, 64)),
         **{f"parallel.{field.name}": getattr(degrees, field.name) for field in fields(degrees)},
-        **_sharding(rng, degrees),
+        **sharding,
+        **({} if xla else _offload(rng, degrees, sharding.get("parallel.shard_size", degrees.dp))),
         **_cuts(rng, degrees, model["num_hidden_layers"]),
         **(_bf16(rng) if bf16 else {}),
         **_optim(rng),
@@ -260,14 +262,27 @@ def _seq_len(rng: Random, degrees: Degrees, *, xla: bool) -> int:
 
 
 def _sharding(rng: Random, degrees: Degrees) -> dict[str, Any]:
+    """Units of sharded parameters, and the units that each pass gathers ahead."""
     if degrees.shard not in FULLY_SHARDED:
         return {}
-    values: dict[str, Any] = {"parallel.prefetch": rng.choice((0, 1, 2))}
+    prefetch = rng.choice((0, 1, 2))
+    values: dict[str, Any] = {
+        "parallel.prefetch": prefetch,
+        "parallel.forward_prefetch": rng.random() < 0.7,
+        "parallel.backward_prefetch": rng.choice(("before", "none", "after")[: 3 if prefetch else 2]),
+        "parallel.unit_params": rng.choice((0, 1, rng.randint(2, 60_000), rng.randint(2, 60_000))),
+    }
     if degrees.shard == "hybrid":
         values["parallel.shard_size"] = rng.choice([n for n in range(1, degrees.dp + 1) if degrees.dp % n == 0])
-    if values.get("parallel.shard_size", degrees.dp) > 1:
-        values["parallel.offload"] = rng.random() < 0.25
     return values
+
+
+def _offload(rng: Random, degrees: Degrees, sharing: int) -> dict[str, Any]:
+    """Kinds of state in host memory, each apart; parameters only where several ranks share them."""
+    shares = degrees.shard in FULLY_SHARDED and sharing > 1
+    kinds = ("params", "optimizer", "activations") if shares else ("optimizer", "activations")
+    chosen = [kind for kind in kinds if rng.random() < 0.3]
+    return {"parallel.offload": chosen} if chosen else {}
 
 
 def _cuts(rng: Random, degrees: Degrees, num_layers: int) -> dict[str, Any]:

@@ -22,7 +22,10 @@ from tests.support.drawn import (
 )
 from tests.support.drawn_bf16 import WORSE, distances
 from tests.support.drawn_commands import error_of_command, prepare, run_command
+from tests.support.drawn_fp16 import differences, draw_fp16
+from tests.support.drawn_fp16 import run as run_fp16
 from tests.support.drawn_runs import Error, error_of, first_weights, ours, wanted
+from tests.support.models import weights_of
 from tests.support.parity import Course
 from tests.support.ranks import RankPool
 from tests.support.xla_bodies import drawn_courses
@@ -30,6 +33,12 @@ from tests.support.xla_engine import run_devices
 
 LAYOUTS = 64
 """Of a covering array; later draws begin it again with other shapes."""
+
+NOT_BY_COMMAND = {
+    "native": "no command reaches the stand-in of TorchNeuron: leave out --command",
+    "fp16": "the reference of fp16 follows decisions that no command records: leave out --command",
+}
+"""Lanes whose runs no command repeats, with the reason."""
 
 
 class Lanes:
@@ -45,6 +54,7 @@ class Lanes:
         self._seed, self._folder = seed, folder
         self._layouts: dict[str, Sequence[Degrees]] = {
             "gloo": covering_array(seed, LAYOUTS),
+            "fp16": covering_array(seed, LAYOUTS),
             "native": [*ON_TORCHNEURON, *covering_array(seed, LAYOUTS)],
             "xla": covering_array(seed, 12, is_for_xla),
             "command": covering_array(seed + 1, LAYOUTS, lambda degrees: degrees.world <= 4),
@@ -74,13 +84,17 @@ class Lanes:
             AssertionError: They are beyond the tolerances, or the run fails.
         """
         if by_command or drawn.lane == "command":
-            assert drawn.lane != "native", "no command reaches the stand-in of TorchNeuron: leave out --command"
+            assert drawn.lane not in NOT_BY_COMMAND, NOT_BY_COMMAND[drawn.lane]
             return self._by_command(drawn)
         if drawn.lane == "bf16":
             own, theirs = distances(self._backend, drawn)
             said = f"gradient {own.gradient:.1e} beside {theirs.gradient:.1e}"
             assert own.gradient <= WORSE * theirs.gradient, said
             return said
+        if drawn.lane == "fp16":
+            resolved = draw_fp16(drawn.lane, drawn.seed, drawn.index, drawn.degrees)
+            courses = self._ranks.run(drawn.degrees.world, run_fp16, resolved, weights_of(resolved))
+            return differences(courses, resolved)
         error = error_of(self._courses(drawn), wanted(drawn), drawn)
         assert error.is_parity, str(error)
         return str(error)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nxtrain.backends.nf4 import BLOCK
+from nxtrain.config.finetune import BLOCK
 from nxtrain.errors import ConfigError
 from nxtrain.finetune.quantized import quantize
 from nxtrain.mesh import Axis
@@ -60,5 +60,6 @@ def test_a_cut_inside_a_block_is_refused_with_the_matrix_and_the_way_out() -> No
     with pytest.raises(ConfigError) as refused:
         quantize(Model(tp), tp)
     message = str(refused.value)
-    assert "parallel.tp=2 cuts blocks.0.down_proj.weight of (64, 96) inside a block of 64 weights" in message
+    assert "parallel.tp: tp=2 cuts down_proj of (64, 96) inside a block of 64 weights, which share a scale" in message
+    assert "a rank has 96 / 2 = 48 weights of each row" in message
     assert "use a smaller parallel.tp, or finetune.method=lora" in message

@@ -210,7 +210,7 @@ def test_a_search_over_all_methods_says_which_fit() -> None:
     assert {each["method"] for each in on_trainium["layouts"]} == {"full", "lora"}
     quantized = [each["reason"] for each in on_trainium["rejected"] if each["method"] == "qlora"]
     assert quantized
-    assert all("qlora has kernels for CUDA and CPUs" in reason for reason in quantized)
+    assert all("NF4 eagerly on cuda and cpu, not with backend.name=neuron" in reason for reason in quantized)
 
 
 def test_one_method_is_planned_by_its_flag_or_by_the_configuration() -> None:

@@ -83,6 +83,11 @@ def test_a_machine_of_ones_own_is_read(tmp_path: Path) -> None:
     [
         (OWN.replace("devices = 4", "devices = 0"), "devices"),
         (OWN.replace("devices = 4", "devices = true"), "devices"),
+        (OWN.replace("devices = 4", "devices = 4.5"), "devices = a whole number, above 0"),
+        (OWN.replace("devices = 4", "devices = 9_000_000"), "devices"),
+        (OWN.replace("host_bytes = 256_000_000_000", ""), r"missing, and has no default\n.*add host_bytes = a whole"),
+        (OWN + 'kind = "hoper"\n', "did you mean hopper"),
+        (OWN + "kind = 5\n", "known: trn1, "),
         (OWN.replace("device_flops = 1e14", 'device_flops = "fast"'), "device_flops"),
         (OWN.replace("device_flops = 1e14", "device_flops = inf"), "device_flops"),
         (OWN.replace("device_flops", "device_flop"), "device_flops"),

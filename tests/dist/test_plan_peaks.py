@@ -1,0 +1,177 @@
+"""Predicted memory against training steps of real ranks on this CPU, and defects of the formula that these expose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxtrain.backends.c10d import C10dBackend
+from nxtrain.bench.fake_rank import Traced, step_memory
+from nxtrain.config.check import Resolved
+from nxtrain.plan.memory import stage_bytes
+from nxtrain.train.build import mesh_of
+from tests.support.memory_formula import TOLERANCE, Measured, job_of, with_defect
+from tests.support.memory_mutants import DEFECTS, Defect
+from tests.support.models import plan
+from tests.support.ranks import RankPool
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+}
+MASTER = {"params": "bf16", "update": "fp32_master"}
+LONG = {"seq_len": 1024, "micro_batch": 1, "global_batch": 2}
+"""A sequence of 1,024 tokens takes fused attention, which keeps no probabilities."""
+
+Tables = Mapping[str, Mapping[str, Any]]
+
+RUNS: dict[str, Tables] = {
+    "alone": {},
+    "alone, master copies": {"precision": MASTER},
+    "alone, compensation": {"precision": {"params": "bf16", "update": "bf16_kahan", "state": "bf16"}},
+    "selective": {"train": {"remat": "selective"}},
+    "full remat": {"train": {"remat": "full"}},
+    "full remat, one block": {"train": {"remat": "full"}, "model": {"num_hidden_layers": 1}},
+    "one block": {"model": {"num_hidden_layers": 1}},
+    "one micro-batch": {"train": {"global_batch": 4}},
+    "unfused, fp16": {"precision": {**MASTER, "params": "fp16"}, "model": {"fused_qkv": False, "fused_gate_up": False}},
+    "fused attention": {"train": LONG, "precision": MASTER},
+    "chunks of logits": {"train": {"loss_chunk_mib": 1}, "model": {"vocab_size": 6000, "num_hidden_layers": 1}},
+    "a large vocabulary": {"model": {"vocab_size": 6000, "num_hidden_layers": 1}, "precision": MASTER},
+    "tied, small batch": {
+        "model": {"vocab_size": 6000, "num_hidden_layers": 1, "tie_word_embeddings": True},
+        "train": {"seq_len": 64},
+    },
+    "tp": {"parallel": {"tp": 2}, "model": {"vocab_size": 1001, "intermediate_size": 353}},
+    "tp, sequence parallel": {"parallel": {"tp": 4, "sequence_parallel": True}, "precision": MASTER},
+    "more tp than K/V heads": {"parallel": {"tp": 4}, "model": {"num_key_value_heads": 2}, "train": {"seq_len": 64}},
+    "dp": {"parallel": {"dp": 2}, "train": {"seq_len": 64}, "model": {"num_hidden_layers": 2}},
+    "zero1": {"parallel": {"dp": 3, "shard": "zero1"}, "precision": MASTER, "train": {"seq_len": 64}},
+    "zero1, bf16 sums": {
+        "parallel": {"dp": 2, "shard": "zero1", "bucket_mib": 1},
+        "precision": {**MASTER, "accumulate": "bf16", "reduce": "bf16"},
+        "train": {"seq_len": 64},
+    },
+    "grad_op": {"parallel": {"dp": 2, "shard": "grad_op"}, "precision": MASTER, "train": {"seq_len": 64}},
+    "full": {"parallel": {"dp": 3, "shard": "full"}, "precision": MASTER, "train": {"seq_len": 64}},
+    "full, units": {
+        "parallel": {"dp": 2, "shard": "full", "unit_params": 250_000, "prefetch": 2},
+        "train": {"seq_len": 64},
+        "model": {"num_hidden_layers": 8},
+    },
+    "full, no prefetch": {
+        "parallel": {"dp": 2, "shard": "full", "backward_prefetch": "none"},
+        "train": {"seq_len": 64},
+        "model": {"num_hidden_layers": 8},
+    },
+    "hybrid": {"parallel": {"dp": 4, "shard": "hybrid", "shard_size": 2}, "train": {"seq_len": 64}},
+    "stages": {"parallel": {"pp": 2}, "train": {"global_batch": 12}},
+    "three stages": {"parallel": {"pp": 3}, "train": {"global_batch": 16}, "model": {"num_hidden_layers": 6}},
+    "chunks": {"parallel": {"pp": 2, "virtual_pp": 2}, "train": {"global_batch": 16}},
+    "zero bubble": {"parallel": {"pp": 3, "schedule": "zero_bubble"}, "train": {"global_batch": 20}},
+    "zero bubble, full remat": {
+        "parallel": {"pp": 2, "schedule": "zero_bubble"},
+        "train": {"global_batch": 16, "remat": "full"},
+        "model": {"num_hidden_layers": 8},
+    },
+    "lora": {"finetune": {"method": "lora", "r": 16}, "precision": MASTER},
+    "lora of some, dropout": {
+        "finetune": {"method": "lora", "r": 16, "targets": ("q_proj", "down_proj"), "dropout": 0.1},
+        "precision": MASTER,
+    },
+    "qlora": {"finetune": {"method": "qlora", "r": 16}, "precision": MASTER, "train": {"seq_len": 32}},
+    "qlora, tp": {
+        "finetune": {"method": "qlora", "r": 8},
+        "precision": MASTER,
+        "parallel": {"tp": 2},
+        "model": {"intermediate_size": 384},
+        "train": {"seq_len": 32},
+    },
+}
+"""Changes of a run of two micro-batches on a rank, each of four sequences of 256 tokens."""
+
+
+def resolved_of(tables: Tables) -> Resolved:
+    given = {name: dict(table) for name, table in tables.items()}
+    model = given.pop("model", {})
+    own = {key: model.pop(key) for key in ("fused_qkv", "fused_gate_up") if key in model}
+    parallel = {"dp": 1, **given.pop("parallel", {})}
+    train = {"seq_len": 256, "micro_batch": 4, "global_batch": 8 * parallel["dp"], **given.pop("train", {})}
+    return plan(
+        "mha",
+        model={**own, "config": {**SHAPE, **model}},
+        parallel=parallel,
+        train=train,
+        backend={"name": "cpu", "cpu_kernels": "torch"},
+        **given,
+    )
+
+
+def memory_of_rank(backend: C10dBackend, resolved: Resolved) -> Traced:
+    """Memory of a step on this rank, by torch's kernels."""
+    backend.choose_kernels("torch")
+    return step_memory(resolved, backend, mesh_of(resolved, backend))
+
+
+@pytest.fixture(scope="module")
+def measured(ranks: RankPool) -> dict[str, Measured]:
+    found = {}
+    for name, tables in RUNS.items():
+        resolved = resolved_of(tables)
+        parallel = resolved.config.parallel
+        of_ranks = ranks.run(parallel.tp * parallel.pp * parallel.dp, memory_of_rank, resolved)
+        found[name] = Measured(name, resolved, tuple(of_ranks[:: parallel.tp * parallel.dp]))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_state_is_exact_and_the_peak_within_a_tenth(measured: dict[str, Measured], name: str) -> None:
+    assert measured[name].errors() == []
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_defect_of_the_formula_is_exposed_by_a_run(measured: dict[str, Measured], defect: Defect) -> None:
+    formula = with_defect(defect)
+    assert [name for name, run in measured.items() if run.errors(formula)] != []
+
+
+LARGE: Tables = {
+    "model": {"hidden_size": 384, "intermediate_size": 1024, "vocab_size": 8000, "num_key_value_heads": 8},
+    "train": {"seq_len": 512, "micro_batch": 4},
+}
+"""A run beside whose half a gigabyte the code and the tables of libraries are small."""
+
+
+def growth(backend: C10dBackend, large: Resolved, small: Resolved) -> int:
+    """Most bytes by which the memory of this process grows in a run, once the small run has loaded the libraries."""
+    memory_of_rank(backend, small)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    memory_of_rank(backend, large)
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(dict(line.split(":", 1) for line in status.splitlines())[field].removesuffix("kB")) << 10
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("change", [{}, {"remat": "full"}], ids=["none", "full"])
+def test_a_process_grows_by_the_predicted_bytes(change: dict[str, Any]) -> None:
+    large = resolved_of({**LARGE, "train": {**LARGE["train"], **change}})
+    pool = RankPool()  # of new processes, whose heaps are empty
+    try:
+        (grown,) = pool.run(1, growth, large, resolved_of({}))
+    finally:
+        pool.close()
+    predicted = stage_bytes(job_of(large), 0).total
+    assert grown == pytest.approx(predicted, rel=TOLERANCE)
