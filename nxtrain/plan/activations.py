@@ -39,6 +39,25 @@ def _whole_block_bytes(job: Job, remat: str) -> int:
     return kept + (0 if skips_mlp else _mlp_bytes(job))
 
 
+@once_per_job
+def untracked_bytes(job: Job) -> int:
+    """Bytes that the model's first block does not keep: nothing has a gradient before the first adapter."""
+    train = job.config.train
+    if job.adapters is None or train.remat == "full":
+        return 0
+    recomputed, size = train.remat == "selective", boundary_bytes(job)
+    free = size + job.sequence_rows * FLOAT  # input of the first norm
+    if _adapted(job, ATTENTION_IN):
+        return free
+    free += _attention_bytes(job, recomputed=recomputed) - _input_bytes(job, ATTENTION_OUT, _out_bytes(job))
+    if _adapted(job, ATTENTION_OUT):
+        return free
+    free += size + job.sequence_rows * FLOAT
+    if _adapted(job, MLP_IN) or (recomputed and train.seq_len >= LONG_SEQUENCE):
+        return free
+    return free + _mlp_bytes(job) - _input_bytes(job, MLP_OUT, _product_bytes(job))
+
+
 ATTENTION_IN = ("qkv_proj", "q_proj", "k_proj", "v_proj")
 ATTENTION_OUT = ("o_proj",)
 MLP_IN = ("gate_up_proj", "gate_proj", "up_proj")
@@ -93,10 +112,15 @@ def _attention_bytes(job: Job, *, recomputed: bool) -> int:
         inputs = (rotated if fused and not normed else queries) + 2 * queries
         inputs += (value if fused else rotated) if normed else 0
     kernel_keeps = not recomputed and job.attention in ("fused", "grouped")
-    out = _input_bytes(job, ATTENTION_OUT, queries * tokens * size, kept_anyway=kernel_keeps)
+    out = _input_bytes(job, ATTENTION_OUT, _out_bytes(job), kept_anyway=kernel_keeps)
     kept = inputs * tokens * size + out
     kept += (job.local_heads + job.local_kv_heads) * tokens * FLOAT if normed else 0
     return kept if recomputed else kept + _core_bytes(job)
+
+
+def _out_bytes(job: Job) -> int:
+    """Bytes of the output of attention."""
+    return job.local_heads * job.decoder.head_size * job.micro_tokens * job.params_size
 
 
 def _core_bytes(job: Job) -> int:
@@ -114,11 +138,15 @@ def _core_bytes(job: Job) -> int:
 
 def _mlp_bytes(job: Job) -> int:
     """Gate and up, kept by `nn/mlp.py:_SwiGLU`, and their product, kept by the row layer."""
-    inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
     gated = 3 if job.config.model.fused_gate_up else 4  # unfused, autograd keeps silu(gate) too
     kept = gated if job.decoder.gated else 2
-    size = inner * job.micro_tokens * job.params_size
+    size = _product_bytes(job)
     return (kept - 1) * size + _input_bytes(job, MLP_OUT, size)
+
+
+def _product_bytes(job: Job) -> int:
+    """Bytes of the input of the feed-forward's row layer."""
+    return -(-job.decoder.intermediate_size // job.config.parallel.tp) * job.micro_tokens * job.params_size
 
 
 @once_per_job

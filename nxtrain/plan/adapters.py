@@ -99,7 +99,7 @@ def adapter_entries(stage: Stage, tp: int, shard: int, adapters: Adapters) -> En
     """Entries of the adapters of a stage's blocks."""
     block = adapters_of_block(stage, tp, shard, adapters)
     number = sum(stage.blocks)
-    return Entries(number * block.local, number * block.rows, block.largest)
+    return Entries(number * block.local, number * block.rows, block.largest, number * block.padded)
 
 
 def adapters_of_block(stage: Stage, tp: int, shard: int, adapters: Adapters) -> Entries:

@@ -20,6 +20,7 @@ from nxtrain.plan.activations import (
     kept_logits_bytes,
     norm_work_bytes,
     postponed_block_bytes,
+    untracked_bytes,
     working_bytes,
 )
 from nxtrain.plan.adapters import adapters_of_block
@@ -64,17 +65,29 @@ def moments_of(job: Job, stage: int) -> Iterator[Moment]:
 
 def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     """Backward passes begin: the first with most micro-batches in flight, and a later one with gradients of others."""
-    flights = in_flight(job, stage)
-    repeats = job.num_micro * job.config.parallel.virtual_pp > flights
-    held, logits = _held(job, stage, kept_bytes(job, stage)), _logits(job, stage)
-    yield Moment(accumulated if repeats else 0, held, logits)
-    if not repeats and flights > 1:
-        fewer = kept_bytes(job, stage) * (flights - 1) // flights
-        yield Moment(accumulated, _held(job, stage, fewer), logits)
+    flights, chunks = in_flight(job, stage), job.config.parallel.virtual_pp
+    kept, logits = kept_bytes(job, stage), _logits(job, stage)
+    yield Moment(_earlier_grads(job, stage, accumulated), _held(job, stage, kept), logits)
+    if not _repeats(job, stage) and flights > 1:
+        yield Moment(accumulated // chunks, _held(job, stage, kept * (flights - 1) // flights), logits)
+        if chunks > 1:
+            yield Moment(accumulated, _held(job, stage, kept // chunks), logits)
     if job.num_micro == 1:
         yield Moment(accumulated, working_bytes(job))
     if job.postpones:
         yield Moment(accumulated, _split_bytes(job, stage))
+
+
+def _repeats(job: Job, stage: int) -> bool:
+    """True if a backward pass comes before the last forward pass."""
+    return job.num_micro * job.config.parallel.virtual_pp > in_flight(job, stage)
+
+
+def _earlier_grads(job: Job, stage: int, accumulated: int) -> int:
+    """Gradients when most micro-batches are in flight; of a single group, those of the last chunk alone."""
+    parallel = job.config.parallel
+    groups = len(group_sizes(parallel.pp, job.num_micro)) if parallel.virtual_pp > 1 else 2
+    return (accumulated if groups > 1 else accumulated // parallel.virtual_pp) * _repeats(job, stage)
 
 
 def _split_bytes(job: Job, stage: int) -> int:
@@ -90,13 +103,18 @@ def _reducing(job: Job, stage: int, accumulated: int, reduced: int) -> Iterator[
     """The last backward pass fills its first bucket; then the last bucket is on its way; then parameters are gathered.
 
     Buckets exist beside what the last micro-batch still keeps. A replicated bucket is one flat copy. ZeRO-1 has a
-    bucket padded, packed and scattered, and gathers all parameters at once after the update.
+    bucket packed and scattered, and copies of what is padded or of another type. All parameters are gathered at once
+    after the update.
     """
     parallel, entries = job.config.parallel, job.trained(stage)
     reduce = SIZES[job.config.precision.reduce]
     whole = entries.local * reduce
     bucket = min(whole, max(parallel.bucket_mib << 20, entries.largest * reduce))
-    buffers = 2 * bucket + bucket // parallel.dp if parallel.shard == "zero1" else bucket
+    buffers = bucket
+    if parallel.shard == "zero1":
+        given = job.config.precision.accumulate if job.num_micro > 1 else job.config.precision.params
+        copies = whole if given != job.config.precision.reduce else entries.padded * reduce
+        buffers += min(bucket, copies) + bucket // parallel.dp
     grads = max(accumulated, reduced)
     if not job.is_lazy:
         passed = bucket / whole if whole else 1.0
@@ -120,9 +138,7 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     unit = unit_blocks(job, stage)
     whole = num_blocks if parallel.shard == "grad_op" else min(num_blocks, unit * (1 + ahead))
     gathered = units.rest + units.block * whole
-    flights = in_flight(job, stage)
-    repeats = job.num_micro * parallel.virtual_pp > flights
-    grads = accumulated if repeats else 0
+    grads = _earlier_grads(job, stage, accumulated)
     kept, own = kept_bytes(job, stage), block_bytes(job)
     yield Moment(grads, _held(job, stage, kept), _logits(job, stage), gathered)
     block_grad = unit * units.block_trained * (job.params_size + reduce)
@@ -186,12 +202,14 @@ def kept_bytes(job: Job, stage: int) -> int:
 
 def _kept_of_blocks(job: Job, stage: int) -> int:
     parallel, blocks = job.config.parallel, job.stage(stage).blocks
+    free = untracked_bytes(job) if job.stage(stage).first else 0
     if parallel.virtual_pp > 1:
-        return most_blocks(parallel.pp, job.num_micro, stage, blocks) * block_bytes(job)
+        most = most_blocks(parallel.pp, job.num_micro, stage, blocks)
+        return most * block_bytes(job) - in_flight(job, stage) // parallel.virtual_pp * free
     postponed = _postponed(job, stage)
     whole = in_flight(job, stage) - postponed
     waiting = postponed_block_bytes(job) if job.postpones else 0
-    return blocks[0] * (whole * block_bytes(job) + postponed * waiting)
+    return whole * (blocks[0] * block_bytes(job) - free) + postponed * blocks[0] * waiting
 
 
 def offloaded_bytes(job: Job, stage: int) -> int:

@@ -25,11 +25,13 @@ class Entries:
         local: Entries of a tensor parallel rank.
         rows: Entries of the same that the first of the ranks sharing training state holds, padding included.
         largest: Local entries of the largest parameter.
+        padded: Local entries of the parameters whose rows these ranks cannot share evenly.
     """
 
     local: int
     rows: int
     largest: int
+    padded: int = 0
 
 
 @lru_cache(maxsize=1024)
@@ -46,11 +48,12 @@ def _spec_entries(spec: ShardSpec, tp: int, shard: int) -> tuple[int, int]:
 
 def block_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int) -> Entries:
     """Entries of parameters: `ShardSpec.local_shape` over tp, and `row_cut` of its first dimension over `shard`."""
-    local = rows = largest = 0
+    local = rows = largest = padded = 0
     for spec in specs.values():
         own_local, own_rows = _spec_entries(spec, tp, shard)
         local, rows, largest = local + own_local, rows + own_rows, max(largest, own_local)
-    return Entries(local, rows, largest)
+        padded += own_local if own_rows * shard > own_local else 0
+    return Entries(local, rows, largest, padded)
 
 
 @lru_cache(maxsize=1024)
@@ -209,6 +212,7 @@ def stage_entries(stage: Stage, tp: int, shard: int) -> Entries:
         local=number * block.local + rest.local,
         rows=number * block.rows + rest.rows,
         largest=max(block.largest, rest.largest),
+        padded=number * block.padded + rest.padded,
     )
 
 

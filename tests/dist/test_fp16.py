@@ -29,7 +29,8 @@ DRAWN = 8
 
 @pytest.mark.parametrize(("index", "cut"), [*enumerate(CUTS.values())], ids=CUTS)
 def test_drawn_shapes_train_as_with_torchs_scaler(ranks: RankPool, index: int, cut: dict[str, Any]) -> None:
-    resolved = of_fp16(draw("fp16", 7, index, Degrees(**cut)).resolved)
+    # Steps that are large beside rounding in fp16.
+    resolved = changed(of_fp16(draw("fp16", 7, index, Degrees(**cut)).resolved), optim={"lr": 1e-2, "eps": 1e-5})
     want = Reference(resolved).run()
     courses = ranks.run(Degrees(**cut).world, run, resolved, weights_of(resolved))
     assert 0 < want.updates[-1] < STEPS, "some steps overflow, and some do not"

@@ -173,7 +173,7 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], bro
 
 
 def of_fp16(resolved: Resolved, scale: float = SCALE, every: int = EVERY) -> Resolved:
-    """The same run in fp16, with a first scale and steps that are large beside rounding.
+    """The same run in fp16, with a first scale.
 
     Stages add both gradients of a tied embedding in float32, transformers adds them in fp16. A sum may be too large for
     fp16 while neither part is, so that only transformers skips the step. Models of several stages are therefore untied.
@@ -181,7 +181,7 @@ def of_fp16(resolved: Resolved, scale: float = SCALE, every: int = EVERY) -> Res
     if resolved.config.parallel.pp > 1:
         resolved = replace(resolved, model=resolved.model.model_copy(update={"tie_word_embeddings": False}))
     precision = {"params": "fp16", "update": "fp32_master", "loss_scale": scale, "loss_scale_every": every}
-    return changed(resolved, precision=precision, optim={"lr": 1e-2, "eps": 1e-5, "clip": 0.5})
+    return changed(resolved, precision=precision, optim={"clip": 0.5})
 
 
 def draw_fp16(lane: str, seed: int, index: int, degrees: Degrees) -> Resolved:

@@ -27,19 +27,19 @@ RANKS_PER_NODE = 8
 
 
 def draw(seed: int, *, adapted: bool = False) -> tuple[Resolved, Job, int, Attention]:
-    """A layout, its job, a stage, and an attention; every rank has two blocks or more, perhaps with adapters."""
+    """A layout, its job, a stage, and an attention; two micro-batches or more; with adapters every rank has two blocks or more."""
     rng = Random(seed)
     tp, pp, dp = rng.choice([1, 2, 4]), rng.choice([1, 2, 3]), rng.choice([1, 2, 4])
     virtual_pp = rng.choice([1, 2]) if pp > 1 else 1
-    params = rng.choice(["fp32", "bf16", "bf16"])
+    params = rng.choice(["fp32", "bf16", "bf16", "fp16"])
     shard = rng.choice(["none", "zero1", "grad_op", "full", "hybrid"]) if dp > 1 else "none"
     remat = rng.choice(["none", "selective", "full"])
-    split = pp > 1 and virtual_pp == 1 and shard in ("none", "zero1") and remat != "full" and rng.random() < 0.4
+    split = pp > 1 and virtual_pp == 1 and shard in ("none", "zero1") and rng.random() < 0.4
     shape = {
         "vocab_size": rng.randrange(500, 4000),
         "hidden_size": 64 * rng.randrange(2, 6),
         "intermediate_size": rng.randrange(300, 1200),
-        "num_hidden_layers": rng.randrange(2, 5) * pp * virtual_pp,
+        "num_hidden_layers": rng.randrange(1 + adapted, 5) * pp * virtual_pp,
         "num_attention_heads": 8,
         "num_key_value_heads": rng.choice([2, 4, 8]),
         "tie_word_embeddings": rng.random() < 0.3,
@@ -63,8 +63,8 @@ def draw(seed: int, *, adapted: bool = False) -> tuple[Resolved, Job, int, Atten
         },
         precision={
             "params": params,
-            "update": "fp32" if params == "fp32" else rng.choice(["fp32_master", "bf16_kahan"]),
-            "accumulate": "fp32" if params == "fp32" else rng.choice(["fp32", "bf16"]),
+            "update": {"fp32": "fp32", "fp16": "fp32_master"}.get(params) or rng.choice(["fp32_master", "bf16_kahan"]),
+            "accumulate": rng.choice(["fp32", "bf16"]) if params == "bf16" else "fp32",
         },
         train={
             "seq_len": rng.choice([256, 512]),
