@@ -1,9 +1,9 @@
 """Draw runs from a seed and hold each to transformers with `torch.optim`: `python scripts/fuzz.py SEED N`.
 
 Lanes: `process` (one process, float32), `bf16` (one process), `gloo` (ranks that are processes, every layout), `fp16`
-(the same in fp16, beside torch's scaler), `native` (on the stand-in of TorchNeuron), `xla` (devices of torch-xla on this
-CPU) and `command` (`nxtrain launch`). A failure prints the line that repeats the run; with `--command` that line goes
-through the command line. Exit code 0 when all runs agree, 1 when not.
+(the same in fp16, beside torch's scaler), `native` (on the stand-in of TorchNeuron), `xla` (devices of torch-xla on
+this CPU) and `command` (`nxtrain launch`). A failure prints the line that repeats the run; with `--command` that line
+goes through the command line. Exit code 0 when all runs agree, 1 when not.
 """
 
 from __future__ import annotations

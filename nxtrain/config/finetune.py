@@ -62,6 +62,8 @@ def quantized_cut(name: str, spec: ShardSpec, tp: Axis) -> Iterator[Problem]:
     else:
         rows = [segment.size * segment.replicas for segment in spec.segments]
         share = " and ".join(dict.fromkeys(f"{n} / {tp.size} = {n / tp.size:g} rows of {columns}" for n in rows))
-    reason = f"tp={tp.size} cuts {name} of {spec.shape} inside a block of {BLOCK} weights, which share a scale: a rank has"
+    reason = (
+        f"tp={tp.size} cuts {name} of {spec.shape} inside a block of {BLOCK} weights, which share a scale: a rank has"
+    )
     hint = "use a smaller parallel.tp, or finetune.method=lora"
     yield Problem("parallel.tp", f"{reason} {share}", hint=hint)

@@ -106,7 +106,7 @@ def _attention_bytes(job: Job, *, recomputed: bool) -> int:
     repeats = job.local_heads // job.local_kv_heads
     fused, normed = job.config.model.fused_qkv, job.decoder.head_norms
     rotated, value = queries + keys, (queries + 2 * keys if fused else keys)
-    if recomputed or job.attention != "fused" or repeats == 1:
+    if recomputed or job.attention != "fused" or 1 in (repeats, job.local_kv_heads):  # one K/V head is a view
         inputs = rotated + value + (rotated if normed and not fused else 0)
     else:  # repeated K/V heads are kept; of the given ones only the queries, and what they share a tensor with
         inputs = (rotated if fused and not normed else queries) + 2 * queries

@@ -14,8 +14,8 @@ from nxtrain.bench.fake_rank import Traced, step_memory
 from nxtrain.config.check import Resolved
 from nxtrain.plan.memory import stage_bytes
 from nxtrain.train.build import mesh_of
-from tests.support.memory_formula import TOLERANCE, Measured, job_of, with_defect
-from tests.support.memory_mutants import DEFECTS, Defect
+from tests.support.memory_formula import TOLERANCE, Defect, Measured, job_of, with_defect
+from tests.support.memory_mutants import DEFECTS
 from tests.support.models import plan
 from tests.support.ranks import RankPool
 
@@ -68,9 +68,10 @@ RUNS: dict[str, Tables] = {
         "train": LONG,
     },
     "wide heads": {
-        "model": {"intermediate_size": 32, "head_dim": 64, "num_key_value_heads": 1, "fused_qkv": False},
+        "model": {"intermediate_size": 32, "head_dim": 64, "num_key_value_heads": 2, "fused_qkv": False},
         "train": LONG,
     },
+    "one K/V head": {"model": {"intermediate_size": 32, "head_dim": 64, "num_key_value_heads": 1}, "train": LONG},
     "chunks of logits": {"train": {"loss_chunk_mib": 1}, "model": {"vocab_size": 6000, "num_hidden_layers": 1}},
     "a large vocabulary": {"model": {"vocab_size": 6000, "num_hidden_layers": 1}, "precision": MASTER},
     "a large vocabulary in fp16": {
@@ -135,12 +136,12 @@ RUNS: dict[str, Tables] = {
 def resolved_of(tables: Tables) -> Resolved:
     given = {name: dict(table) for name, table in tables.items()}
     model = given.pop("model", {})
-    own = {key: model.pop(key) for key in ("fused_qkv", "fused_gate_up") if key in model}
-    parallel = {"dp": 1, **given.pop("parallel", {})}
+    own: dict[str, Any] = {key: model.pop(key) for key in ("fused_qkv", "fused_gate_up") if key in model}
+    parallel: dict[str, Any] = {"dp": 1, **given.pop("parallel", {})}
     train = {"seq_len": 256, "micro_batch": 4, "global_batch": 8 * parallel["dp"], **given.pop("train", {})}
     return plan(
         "mha",
-        model={**own, "config": {**SHAPE, **model}},
+        model=own | {"config": {**SHAPE, **model}},
         parallel=parallel,
         train=train,
         backend={"name": "cpu", "cpu_kernels": "torch"},

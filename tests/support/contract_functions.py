@@ -25,8 +25,9 @@ from nxtrain.backends.cpu_native.kernels import (
     has_bf16_products,
 )
 from nxtrain.backends.kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
-from nxtrain.backends.nf4 import BLOCK, whole_packing
+from nxtrain.backends.nf4 import whole_packing
 from nxtrain.bench.pipeline_rank import _Sleep
+from nxtrain.config.finetune import BLOCK
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
 from nxtrain.finetune.quantized import _RestoredProduct
 from nxtrain.mesh import Axis

@@ -66,9 +66,7 @@ class Reference:
             }
             for decays in (True, False)
         ]
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=config.optim.lr, betas=config.optim.betas, eps=config.optim.eps
-        )
+        self._optimizer = torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas, eps=config.optim.eps)
         precision = config.precision
         self._scaler = torch.amp.GradScaler(
             "cpu", init_scale=precision.loss_scale, growth_interval=precision.loss_scale_every
@@ -133,7 +131,9 @@ class Reference:
             return
         if skips:
             self._gradients(batch, scale * MARGIN)
-            assert not self._is_finite, f"{step} was skipped, and overflows not even at {MARGIN} times its scale {scale}"
+            assert not self._is_finite, (
+                f"{step} was skipped, and overflows not even at {MARGIN} times its scale {scale}"
+            )
             return
         self._gradients(batch, scale / MARGIN)
         assert self._is_finite, f"{step} was not skipped, and overflows at a {MARGIN}th of its scale {scale}"

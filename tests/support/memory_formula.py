@@ -1,4 +1,4 @@
-"""The memory formula of plans, as it is and with one defect, beside memory that was measured on this machine's ranks."""
+"""The memory formula of plans, as it is and with one defect, beside the measured memory of real ranks."""
 
 from __future__ import annotations
 

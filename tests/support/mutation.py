@@ -34,7 +34,17 @@ _FAMILIES = "tests/dist/test_families.py"
 _DP = ("tests/dist/test_data_parallel.py", "tests/dist/test_sharding_costs.py")
 _RESHARDING = ("tests/dist/test_checkpoint_resharding.py", "tests/dist/test_checkpoint_shard_modes.py")
 _UNIT_CHECKPOINT = ("tests/unit/checkpoint",)
-_PLANS = ("memory", "adapters", "search", "pipeline", "goodput", "hardware", "published", "command")
+_PLANS = (
+    "memory",
+    "adapters",
+    "quantized_layouts",
+    "search",
+    "pipeline",
+    "goodput",
+    "hardware",
+    "published",
+    "command",
+)
 _PIPELINE = ("tests/dist/test_pipeline.py", "tests/dist/test_zero_bubble.py")
 
 COVERED: dict[str, Stages] = {
@@ -66,7 +76,7 @@ COVERED: dict[str, Stages] = {
     ),
     "nxtrain/plan/*": (
         tuple(f"tests/unit/plan/test_{name}.py" for name in _PLANS),
-        ("tests/unit/plan/test_trace.py", "tests/dist/test_plan_memory.py"),
+        ("tests/unit/plan/test_trace.py", "tests/dist/test_plan_memory.py", "tests/dist/test_plan_peaks.py"),
     ),
     "nxtrain/optim/loss_scale.py": (("tests/unit/optim/test_loss_scale.py",), ("tests/dist/test_fp16.py",)),
     "nxtrain/nn/offload.py": (("tests/unit/nn/test_offload.py",), ("tests/dist/test_data_parallel.py",)),

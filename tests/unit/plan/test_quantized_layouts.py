@@ -1,4 +1,4 @@
-"""Layouts of QLoRA: a plan refuses the cuts that the run's build refuses, in the same words, and a search lists them."""
+"""Layouts of QLoRA: plans and searches refuse the cuts that a run refuses, in the same words."""
 
 from __future__ import annotations
 

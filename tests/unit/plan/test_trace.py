@@ -27,7 +27,7 @@ RANKS_PER_NODE = 8
 
 
 def draw(seed: int, *, adapted: bool = False) -> tuple[Resolved, Job, int, Attention]:
-    """A layout, its job, a stage, and an attention; two micro-batches or more; with adapters every rank has two blocks or more."""
+    """A layout, its job, a stage, and an attention, with two micro-batches or more; beside adapters two blocks each."""
     rng = Random(seed)
     tp, pp, dp = rng.choice([1, 2, 4]), rng.choice([1, 2, 3]), rng.choice([1, 2, 4])
     virtual_pp = rng.choice([1, 2]) if pp > 1 else 1
