@@ -44,6 +44,8 @@ FULLY_SHARDED = ("grad_op", "full", "hybrid")
 ON_XLA = ("xla", "neuron")
 """Values of backend.name that record whole steps as graphs, without process groups of their own."""
 
+ON_GPUS = "cuda"
+"""Value of backend.name that GPUs have."""
 
 QUANTIZING = ("auto", "cpu", "cuda")
 """Values of backend.name that may have a library for quantized weights."""

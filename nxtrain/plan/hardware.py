@@ -202,12 +202,9 @@ KINDS = (*dict.fromkeys(machine.kind for machine in MACHINES.values()), OWN)
 """Kinds of chips."""
 
 ALIASES = {
-    "trn1.2xl": "trn1.2xlarge",
-    "trn1.32xl": "trn1.32xlarge",
+    "trn1": "trn1.32xlarge",
     "trn1n": "trn1n.32xlarge",
-    "trn1n.32xl": "trn1n.32xlarge",
-    "trn2.3xl": "trn2.3xlarge",
-    "trn2.48xl": "trn2.48xlarge",
+    "trn2": "trn2.48xlarge",
     "trn2u": "trn2-ultraserver",
     "trn3": "trn3-gen1-ultraserver",
     "p4d": "p4d.24xlarge",
@@ -232,7 +229,8 @@ def find_machine(name: str, own: Mapping[str, Machine] | None = None) -> Machine
         ConfigError: No such machine; the message has the nearest names.
     """
     machines = {**MACHINES, **(own or {})}
-    if found := machines.get(name) or machines.get(ALIASES.get(name, "")):
+    whole = f"{name}arge" if name.endswith("xl") else ALIASES.get(name, "")
+    if found := machines.get(name) or machines.get(whole):
         return found
     close = get_close_matches(name, [*machines, *ALIASES], n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(machines)}"

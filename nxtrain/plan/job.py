@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Literal
 
-from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, RunConfig
 from nxtrain.family import Decoder
 from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, adapter_entries, frozen_bytes
 from nxtrain.plan.hardware import Machine
@@ -65,7 +65,7 @@ class Job:
         """Name of the backend; for `auto`, that of the machine's chips."""
         if self.config.backend.name != "auto":
             return self.config.backend.name
-        return "cuda" if not self.is_trainium else "neuron" if self.machine.kind == "trn1" else "neuron-native"
+        return ON_GPUS if not self.is_trainium else "neuron" if self.machine.kind == "trn1" else "neuron-native"
 
     @cached_property
     def is_lazy(self) -> bool:
@@ -90,7 +90,7 @@ class Job:
         """True if parameters are sharded over data parallel ranks."""
         return self.config.parallel.shard in FULLY_SHARDED and self.shard_size > 1
 
-    @property
+    @cached_property
     def postpones(self) -> bool:
         """True if weight gradients of blocks are computed later than the gradients of their inputs."""
         return self.config.parallel.schedule == "zero_bubble" and self.adapters is None

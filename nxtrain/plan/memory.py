@@ -70,7 +70,8 @@ def rank_bytes(job: Job) -> tuple[int, Bytes]:
 
 def stage_bytes(job: Job, stage: int) -> Bytes:
     """Memory of a rank of a pipeline stage, at the moment of a step that needs most."""
-    params, optimizer, frozen = params_bytes(job, stage), optimizer_bytes(job, stage), job.frozen(stage).held
+    params, optimizer = params_bytes(job, stage), optimizer_bytes(job, stage)
+    frozen = job.frozen(stage).held if job.adapters else 0
     if job.has_params_on_host:
         params = frozen = 0
     if job.has_optimizer_on_host:

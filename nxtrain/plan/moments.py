@@ -181,18 +181,18 @@ def unit_blocks(job: Job, stage: int) -> int:
 
 def _held(job: Job, stage: int, kept: int) -> int:
     """Kept bytes, and those of the layer at work beyond the chunk of logits, which is free by then."""
-    last = any(part.last for part in job.parts[stage])
-    work = working_bytes(job) + job.frozen(stage).largest_matrix
+    last = job.stage(stage).last
+    work = working_bytes(job) + (job.frozen(stage).largest_matrix if job.adapters else 0)
     return kept + (max(0, max(work, norm_work_bytes(job)) - chunk_bytes(job)) if last else work)
 
 
 def _logits(job: Job, stage: int) -> int:
-    last = any(part.last for part in job.parts[stage])
+    last = job.stage(stage).last
     return chunk_bytes(job) + kept_logits_bytes(job) if last else 0
 
 
 def _kept_logits(job: Job, stage: int) -> int:
-    return kept_logits_bytes(job) if any(part.last for part in job.parts[stage]) else 0
+    return kept_logits_bytes(job) if job.stage(stage).last else 0
 
 
 def kept_bytes(job: Job, stage: int) -> int:
@@ -233,7 +233,7 @@ def last_kept_bytes(job: Job, stage: int) -> int:
 def _beside_blocks(job: Job, stage: int) -> int:
     # The final norm keeps its input and a number per row.
     norm = job.sequence_rows * (job.decoder.hidden_size * job.params_size + NORM_ROW_BYTES)
-    last = norm if any(part.last for part in job.parts[stage]) else 0
+    last = norm if job.stage(stage).last else 0
     return last + (3 * boundary_bytes(job) if job.config.parallel.pp > 1 else 0)
 
 

@@ -42,11 +42,11 @@ SHARDED: Tables = {
 """Eight blocks whose parameters take most of the memory."""
 
 FOUR: Tables = {
-    "model": {"num_hidden_layers": 3, "vocab_size": 100},
+    "model": {"num_hidden_layers": 4, "vocab_size": 100},
     "train": {"seq_len": 16, "micro_batch": 1, "global_batch": 8},
     "precision": MASTER,
 }
-"""Three blocks whose shards on four ranks are small beside what is gathered."""
+"""Four blocks whose shards on four ranks are small beside what is gathered."""
 
 FEW = {"seq_len": 16, "micro_batch": 1}
 """So few tokens that parameters take most of the memory."""
@@ -90,8 +90,8 @@ RUNS: dict[str, Tables] = {
     "grad_op": {"parallel": {"dp": 2, "shard": "grad_op"}, **SHARDED},
     "full": {"parallel": {"dp": 3, "shard": "full"}, "precision": MASTER, "train": {**FEW, "global_batch": 6}},
     "full, units": {"parallel": {"dp": 2, "shard": "full", "unit_params": 250_000}, **SHARDED},
-    "full, two ahead": {"parallel": {"dp": 4, "shard": "full", "prefetch": 2}, **FOUR},
-    "full, none ahead": {"parallel": {"dp": 4, "shard": "full", "prefetch": 2, "backward_prefetch": "none"}, **FOUR},
+    "full, three ahead": {"parallel": {"dp": 4, "shard": "full", "prefetch": 3}, **FOUR},
+    "full, none ahead": {"parallel": {"dp": 4, "shard": "full", "prefetch": 3, "backward_prefetch": "none"}, **FOUR},
     "full, a large vocabulary": {
         "parallel": {"dp": 2, "shard": "full"},
         "train": {**FEW, "global_batch": 4},

@@ -34,9 +34,9 @@ def test_every_cell_has_a_source(machine: Machine) -> None:
     assert machine.price_note
 
 
-@pytest.mark.parametrize("name", [*ASKED, "g5", "g6e"])
+@pytest.mark.parametrize("name", [*ASKED, "trn1", "trn2", "g5", "g5.2xl", "g6e", "g6e.12xl"])
 def test_short_names_are_known(name: str) -> None:
-    assert find_machine(name) is MACHINES[ALIASES[name]]
+    assert find_machine(name) is MACHINES[ALIASES.get(name, f"{name}arge")]
 
 
 @pytest.mark.parametrize("name", INSTANCES)

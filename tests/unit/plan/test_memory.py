@@ -285,9 +285,12 @@ def test_units_of_several_blocks_are_gathered_whole() -> None:
             assert found == rest + units + max(grads(blocks), rest_grads)
 
 
-def test_fp16_takes_the_bytes_of_bf16() -> None:
+def test_fp16_has_the_state_of_bf16_and_a_wide_gradient_of_the_logits() -> None:
     def found(params: str) -> dict[str, int]:
         precision = {"params": params, "update": "fp32_master"}
         return memory.stage_bytes(job_of(plan("mha", precision=precision), Mesh(1, 0)), 0).to_json()
 
-    assert found("fp16") == found("bf16")
+    state = ("params", "frozen", "grads", "optimizer")
+    assert [found("fp16")[kind] for kind in state] == [found("bf16")[kind] for kind in state]
+    tokens, vocabulary = 32, 128
+    assert found("fp16")["logits"] - found("bf16")["logits"] == 4 * tokens * vocabulary

@@ -115,7 +115,7 @@ def test_a_trace_of_one_rank_of_a_large_world_is_beside_the_prediction() -> None
     [
         (("--search", "--trace"), "--search compares many layouts"),
         (("--model", "gpt3-175b", "--trace", "train.seq_len=2048"), "no code for gpt3-175b"),
-        (("--method", "qlora", "--trace", "--instance", "p5", "--nodes", "1", "parallel.dp=0"), "shapes only"),
+        (("--method", "qlora", "--trace", "--instance", "p5", "parallel.tp=4", "parallel.dp=0"), "shapes only"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(argv: tuple[str, ...], words: str) -> None:
