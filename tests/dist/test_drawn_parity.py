@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from nxtrain.config.schema import FULLY_SHARDED, OffloadKind
+from nxtrain.parallel.fully_sharded import Backward
 from tests.support.drawn import SEED, Degrees, all_layouts, covering_array, draw
 from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
 from tests.support.ranks import RankPool
@@ -65,5 +69,20 @@ def test_the_draws_hold_every_kind_of_batch() -> None:
             for run in runs
         ],
         **{f"{steps} steps": [run.steps == steps for run in runs] for steps in (3, 4, 5)},
+    }
+    assert {kind: sum(found) for kind, found in kinds.items() if sum(found) < 3} == {}
+
+
+def test_the_draws_hold_every_kind_of_unit_prefetch_and_offload() -> None:
+    drawn = [draw("gloo", SEED, index, layout) for index, layout in enumerate(LAYOUTS)]
+    sections = [run.resolved.config.parallel for run in drawn]
+    sharded = [parallel for parallel in sections if parallel.shard in FULLY_SHARDED]
+    kinds = {
+        **{f"{kind} on the host": [kind in each.offload for each in sections] for kind in get_args(OffloadKind)},
+        "several kinds on the host": [len(each.offload) > 1 for each in sections],
+        **{f"{kind} backward": [each.backward_prefetch == kind for each in sharded] for kind in get_args(Backward)},
+        "no forward prefetch": [not each.forward_prefetch for each in sharded],
+        "units of a size": [each.unit_params > 1 for each in sharded],
+        **{f"{number} ahead": [each.prefetch == number for each in sharded] for number in (0, 1, 2)},
     }
     assert {kind: sum(found) for kind, found in kinds.items() if sum(found) < 3} == {}

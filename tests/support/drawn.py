@@ -281,7 +281,7 @@ def _offload(rng: Random, degrees: Degrees, sharing: int) -> dict[str, Any]:
     """Kinds of state in host memory, each apart; parameters only where several ranks share them."""
     shares = degrees.shard in FULLY_SHARDED and sharing > 1
     kinds = ("params", "optimizer", "activations") if shares else ("optimizer", "activations")
-    chosen = [kind for kind in kinds if rng.random() < 0.3]
+    chosen = [kind for kind in kinds if rng.random() < (0.5 if kind == "params" else 0.3)]
     return {"parallel.offload": chosen} if chosen else {}
 
 
