@@ -263,7 +263,7 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
 
 
 def _finetune(config: RunConfig, has_weights: bool) -> Iterator[Problem]:
-    finetune, model, parallel = config.finetune, config.model, config.parallel
+    finetune, model = config.finetune, config.model
     if finetune.method == "full":
         if finetune.adapter:
             reason = f"{finetune.adapter} is an adapter, and finetune.method=full trains none"
@@ -281,13 +281,6 @@ def _finetune(config: RunConfig, has_weights: bool) -> Iterator[Problem]:
         yield Problem("finetune.method", reason, hint="use lora, whose frozen weights run everywhere")
     if len(set(finetune.targets)) < len(finetune.targets):
         yield Problem("finetune.targets", "names a layer twice", hint="name each once")
-    if finetune.dropout and parallel.pp > 1:
-        reason = f"with parallel.pp={parallel.pp}, a micro-batch's masks would be drawn anew between its two passes"
-        yield Problem("finetune.dropout", reason, hint="use 0, or parallel.pp=1")
-    if finetune.dropout and (config.backend.name in ON_XLA or config.compile.torch_compile):
-        by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
-        reason = f"the host numbers the masks, and each number would be a new graph under {by}"
-        yield Problem("finetune.dropout", reason, hint="use 0")
 
 
 def _compile(config: RunConfig) -> Iterator[Problem]:

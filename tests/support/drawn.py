@@ -244,8 +244,11 @@ def _model(rng: Random, degrees: Degrees, *, xla: bool) -> dict[str, Any]:
 
 def _of_family(family: str, model: dict[str, Any], seq_len: int) -> dict[str, Any]:
     """Sizes that a family has beside those of all, or has otherwise."""
+    window = {"sliding_window": seq_len + model["intermediate_size"] % 2}  # every key is just within the window
     if family == "mistral":
-        return {"sliding_window": seq_len + model["intermediate_size"] % 2}  # every key is just within the window
+        return window
+    if family == "qwen2":
+        return {**window, "max_window_layers": 0}
     if family == "qwen3":  # RMSNorm of few entries, as of the hidden size
         return {"head_dim": max(8, model["head_dim"])}
     return {}

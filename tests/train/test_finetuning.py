@@ -230,6 +230,26 @@ def test_a_quantized_base_is_that_of_peft(wide: Folder, tmp_path: Path) -> None:
     assert "'method': 'qlora'" in said and "finetune is" in said
 
 
+def test_an_adapter_of_peft_is_the_beginning_of_a_run_above_a_quantized_base(wide: Folder, tmp_path: Path) -> None:
+    """Which goes on training it, from the loss of PEFT's model above the same base."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        get_peft_model(loaded(wide.base), config).save_pretrained(tmp_path / "theirs")
+    begun = (*QLORA, 'finetune.targets=["q_proj", "down_proj"]', f"finetune.adapter={tmp_path / 'theirs'}")
+    wide.train("still", *begun, "train.steps=1", "optim.lr=0", "optim.min_lr=0")
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    assert_equal(theirs, wide.adapter("still"))
+    expected = peft_logits(wide.base, tmp_path / "theirs", quantized=True)
+    checkpoint = directory.step_path(wide.path / "still" / CHECKPOINTS_DIR, 1)
+    torch.testing.assert_close(our_logits(checkpoint), expected, rtol=0, atol=1e-4)
+    wide.train("trained", *begun)
+    losses = wide.losses("trained")
+    assert losses[0] == wide.losses("still")[0] > losses[-1] + 0.5
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, wide: Folder, tmp_path: Path, method: str) -> None:
     folder = (wide if method == "qlora" else folder).beside(tmp_path)
