@@ -61,7 +61,7 @@ DROPPED = [
     next(degrees for degrees in _STAGES if degrees.virtual_pp > 1),
     next(degrees for degrees in _STAGES if degrees.schedule == "zero_bubble"),
     next(degrees for degrees in _STAGES if degrees.tp > 1 and degrees.sequence_parallel),
-    next(degrees for degrees in _STAGES if degrees.shard in ("grad_op", "full", "hybrid")),
+    next(degrees for degrees in _STAGES if degrees.dp > 1),
     *[degrees for degrees in _ALL if degrees.tp > 1 and degrees.pp == 1 and degrees.world <= 4][:3],
 ]
 LORA = {"method": "lora", "r": 4, "alpha": 8.0}

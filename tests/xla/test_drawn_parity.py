@@ -15,6 +15,7 @@ from tests.support.lora import (
     wanted_of_one_rank,
     wanted_of_peft,
     with_dropout,
+    with_keys,
 )
 from tests.support.parity import Course
 from tests.support.xla_bodies import drawn_courses
@@ -29,7 +30,11 @@ ADAPTED = [
     for _index, _degrees in enumerate(LAYOUTS)
     if _index in {1, 2, 4}
 ]
-DROPPED = [with_dropout(_run) for _run in ADAPTED if _run.degrees.world > 1]
+DROPPED = [
+    with_keys(with_dropout(_run), train__global_batch=3 * _run.resolved.config.train.global_batch)
+    for _run in ADAPTED
+    if _run.degrees.tp == 2 or _run.degrees.pp == 2
+]
 for _run in (*ADAPTED, *DROPPED):
     GROUPS[f"{_run.degrees.world} devices"].append(_run)
 
