@@ -232,7 +232,6 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/convert/peft.py": {
         "AdapterWeights.__call__: view.copy_": "given: parameter under construction, whose docstring says fill",
     },
-    "nxtrain/finetune/dropout.py": {"Dropout._enter: self._passes[part] +=": "host: number"},
     "nxtrain/finetune/quantized.py": {
         "filling.fill_one: local.copy_": "given: parameter under construction, as of every `Fill`",
     },

@@ -238,7 +238,7 @@ def test_a_quantized_base_is_that_of_peft(wide: Folder, tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_peft_is_the_beginning_of_a_run_above_a_quantized_base(wide: Folder, tmp_path: Path) -> None:
-    """Which goes on training it, from the loss of PEFT's model above the same base."""
+    """The first loss is that of PEFT's model above the same base, and training lowers it."""
     from peft import LoraConfig, get_peft_model
 
     with warnings.catch_warnings():
