@@ -21,7 +21,9 @@ SECTIONS = ("forward", "backward", "reduce", "optimizer")
 
 BACKWARD = "backward"
 
-_SUM = re.compile(r"^(gloo|nccl):_?(all_?reduce|reduce_?scatter)")
+_START, _SUM = re.compile(r"^c10d::allreduce_$"), re.compile(r"^gloo:all_reduce$")
+"""Start of a sum, and the sum in one of gloo's threads, which take the sums in the order of their starts."""
+
 _PRODUCT = re.compile(r"^aten::(mm|addmm|bmm|baddbmm)$")
 
 
@@ -106,7 +108,11 @@ def read(file: Path) -> Profile:
     profile = Profile(
         int(file.name.split("-")[1]),
         sections,
-        [when for _, when in named(_SUM) if _is_in(when.begin_s, backward)],
+        [
+            Interval(start.begin_s, done.end_s)
+            for (_, start), (_, done) in zip(named(_START), named(_SUM), strict=False)
+            if _is_in(start.begin_s, backward)
+        ],
         [when for _, when in named(_PRODUCT)],
     )
     if not profile.sums:

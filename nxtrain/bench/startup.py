@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.bench.turns import environment, machine, machine_line, median_ratio
+from nxtrain.bench.turns import machine, machine_line, median_ratio
 from nxtrain.errors import BackendError, ConfigError, Problem
 
 PYTHON, TORCH, PACKAGE, HELP, FIRST_STEP = "python", "import torch", "import nxtrain", "nxtrain --help", "first step"
@@ -83,11 +84,9 @@ def first_step(config: Path) -> dict[str, float]:
             f"run.dir={json.dumps(str(folder))}",
         ]
         argv = [sys.executable, "-m", "nxtrain", "train", str(config), *options]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         cpu, began = _children_s(), time.perf_counter()
-        with (
-            output.open("wb") as log,
-            subprocess.Popen(argv, env=environment(1), stdout=log, stderr=subprocess.STDOUT) as run,
-        ):
+        with output.open("wb") as log, subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT) as run:
             try:
                 wall = _recorded_s(run, metrics, began)
                 code = run.wait(LIMIT_S)

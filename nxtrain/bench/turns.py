@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from nxtrain.config.schema import ON_XLA
 from nxtrain.errors import BackendError
 from nxtrain.launch.environment import QUIET_PROFILER
 
@@ -130,8 +131,13 @@ def own_output() -> Iterator[TextIO]:
 
 
 def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
-    """Environment of a worker with so many threads; without a GPU its profiler prints nothing."""
-    quiet = {} if backend == "cuda" else {QUIET_PROFILER.name: QUIET_PROFILER.value}
+    """Environment of a worker with so many threads, whose libraries print nothing about devices that it does not use.
+
+    Without a GPU torch's profiler prints that it finds none. torch-xla, which transformers imports, prints its choice.
+    """
+    quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value} if backend in ("cpu", *ON_XLA) else {}
+    if backend not in ON_XLA:
+        quiet["PJRT_DEVICE"] = "CPU"
     return {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
 
 

@@ -96,7 +96,8 @@ def profiled(backend: CpuBackend, run: Path, awaited: bool) -> None:
     _, state = ours(work, backend, parallel={"bucket_mib": 1})
     profiler = StepProfiler(2, 2, run / LOGS_DIR, backend.rank, lambda line: None)
     state = state.reporting(profiler.section)
-    on_device = DeviceBatch.of(*(x.unsqueeze(0) for x in batch(work, work.batch)), backend.put)
+    inputs, targets = (x.unsqueeze(0) for x in batch(work))
+    on_device = DeviceBatch.of(inputs, targets, backend.put)
     start_sum = Replicated._start
 
     def waiting(self: Replicated, *grads: Any) -> Any:

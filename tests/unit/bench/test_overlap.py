@@ -47,7 +47,8 @@ STEP = (("nxtrain.training", 0, 9), ("nxtrain.forward", 0, 2), ("nxtrain.backwar
 
 
 def test_a_profile_has_the_sums_of_its_backward_pass(tmp_path: Path) -> None:
-    sums = (("gloo:all_reduce", 3, 7), ("gloo:all_reduce", 6.5, 7.5), ("gloo:barrier", 3, 4))
+    starts = (("c10d::allreduce_", 3, 3.1), ("c10d::allreduce_", 6.2, 6.3))
+    sums = (("gloo:all_reduce", 3.5, 7), ("gloo:all_reduce", 6.5, 7.5), ("gloo:barrier", 3, 4), *starts)
     write_profile(tmp_path, ("aten::mm", 1, 3.5), ("aten::mm", 4, 5), ("aten::mul", 5, 6), *sums, *STEP)
     (profile,) = read_profiles(tmp_path)
     assert profile.rank == 3
@@ -60,6 +61,6 @@ def test_a_profile_has_the_sums_of_its_backward_pass(tmp_path: Path) -> None:
 def test_a_run_without_sums_in_its_backward_pass_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no profile; train with metrics\.profile_steps"):
         read_profiles(tmp_path)
-    write_profile(tmp_path, *STEP, ("gloo:all_reduce", 6.5, 7.5))
+    write_profile(tmp_path, *STEP, ("c10d::allreduce_", 6.4, 6.5), ("gloo:all_reduce", 6.5, 7.5))
     with pytest.raises(DataError, match="no sum in a backward pass"):
         read_profiles(tmp_path)
