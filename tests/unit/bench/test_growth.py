@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,13 +54,21 @@ def test_a_curve_measures_steps_of_its_sizes(monkeypatch: pytest.MonkeyPatch, na
     """Twice the size has twice the products with weights, and up to four times those of blocks of attention."""
     shape = {**SHAPE, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
     monkeypatch.setattr(growth_worker, "SHAPE", shape)
-    products, attention = [], []
+    products, attention, micro_batches = [], [], list[int]()
+    make = growth_worker.ours
+
+    def ours(*args: Any, **settings: Any) -> Any:
+        micro_batches.append(settings["micro_batches"])
+        return make(*args, **settings)
+
+    monkeypatch.setattr(growth_worker, "ours", ours)
     for step in growth_worker.steps(GrowthJob(name, CURVES[name].sizes[:2])):
         with FlopCounterMode(display=False) as counter:
             step()
         counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
         products.append(counted["aten.mm"])
         attention.append(sum(counted.values()) - counted["aten.mm"])
+    assert micro_batches == (list(CURVES[name].sizes[:2]) if name == ACCUMULATION else [1, 1])
     head = 6 * shape["vocab_size"] * shape["hidden_size"] * SIZES[SEQ_LEN] if name == LAYERS else 0
     assert products[1] - head == 2 * (products[0] - head)
     assert least * attention[0] <= attention[1] <= (4 if name == SEQ_LEN else 2) * attention[0]
