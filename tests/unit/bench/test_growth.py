@@ -22,6 +22,7 @@ from nxtrain.bench.growth import (
     summarize,
 )
 from nxtrain.bench.growth_worker import SHAPE, SIZES
+from nxtrain.bench.worker import ours
 from nxtrain.errors import BackendError, ConfigError
 
 
@@ -55,13 +56,12 @@ def test_a_curve_measures_steps_of_its_sizes(monkeypatch: pytest.MonkeyPatch, na
     shape = {**SHAPE, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
     monkeypatch.setattr(growth_worker, "SHAPE", shape)
     products, attention, micro_batches = [], [], list[int]()
-    make = growth_worker.ours
 
-    def ours(*args: Any, **settings: Any) -> Any:
+    def step_of(*args: Any, **settings: Any) -> Any:
         micro_batches.append(settings["micro_batches"])
-        return make(*args, **settings)
+        return ours(*args, **settings)
 
-    monkeypatch.setattr(growth_worker, "ours", ours)
+    monkeypatch.setattr(growth_worker, "ours", step_of)
     for step in growth_worker.steps(GrowthJob(name, CURVES[name].sizes[:2])):
         with FlopCounterMode(display=False) as counter:
             step()
