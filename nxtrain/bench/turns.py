@@ -19,7 +19,6 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from nxtrain.config.schema import ON_XLA
 from nxtrain.errors import BackendError
 from nxtrain.launch.environment import QUIET_PROFILER
 
@@ -131,13 +130,11 @@ def own_output() -> Iterator[TextIO]:
 
 
 def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
-    """Environment of a worker with so many threads, whose libraries print nothing about devices that it does not use.
+    """Environment of a worker with so many threads; on a CPU, libraries print nothing about other devices.
 
-    Without a GPU torch's profiler prints that it finds none. torch-xla, which transformers imports, prints its choice.
+    Torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its choice.
     """
-    quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value} if backend in ("cpu", *ON_XLA) else {}
-    if backend not in ON_XLA:
-        quiet["PJRT_DEVICE"] = "CPU"
+    quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value, "PJRT_DEVICE": "CPU"} if backend == "cpu" else {}
     return {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
 
 
