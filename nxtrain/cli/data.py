@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from nxtrain.config.bounds import MAX_INT, MAX_SIZE
+from nxtrain.cli.options import integer
+from nxtrain.config.bounds import MAX_INT
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local
 
@@ -48,7 +49,7 @@ Only = Annotated[str, typer.Option(metavar="GLOB", help="Read only files of a fo
 @data.command(epilog="Example: nxtrain data prepare docs --only *.md --out runs/docs.arrow")
 def prepare(
     src: Annotated[
-        list[Path], typer.Argument(metavar="SRC...", help="Files and folders.", show_default=False, parser=_path)
+        list[Path], typer.Argument(metavar="SRC", help="Files and folders.", show_default=False, parser=_path)
     ],
     *,
     out: Annotated[Path, typer.Option(metavar="FILE.arrow", help="File to write.", show_default=False, parser=_path)],
@@ -100,9 +101,7 @@ def inspect(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    seq_len: Annotated[
-        int, typer.Option(min=1, max=MAX_SIZE, help="Tokens of a row, for the waste of packing.")
-    ] = 2048,
+    seq_len: Annotated[int, integer(help="Tokens of a row, for the waste of packing.")] = 2048,
     tokenizer: Tokenizer = None,
     field: Field = "text",
     lines: Lines = False,
