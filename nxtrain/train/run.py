@@ -132,7 +132,8 @@ def train_on(context: RunContext, reason: str) -> None:
         save_adapter(context.config.run.dir / ADAPTER_DIR, state, meta_at(0, context.plan, inputs))
     if context.is_leader and val_loss is not None:
         evaluated = context.config.train.eval_batches * context.config.train.global_batch
-        summarize(context.config.run.dir, Summary.of(val_loss, data, evaluated), context.print_line)
+        summary = Summary.of(val_loss, data, evaluated, _mask_end(context, data))
+        summarize(context.config.run.dir, summary, context.print_line)
 
 
 def _claim_folder(context: RunContext) -> Mirrored | None:
