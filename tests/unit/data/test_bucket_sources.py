@@ -14,7 +14,7 @@ from nxtrain.data import storage
 from nxtrain.data.arrow import preparation, rows
 from nxtrain.data.arrow.inspection import inspect_corpus
 from nxtrain.errors import ConfigError, DataError, StorageError
-from nxtrain.io.object_store import S3Path, S3Source
+from nxtrain.io.object_store import Location, S3Path, S3Source
 from tests.support.corpora import FORMATS, contents, documents, prepare, write_corpus, write_tokenizer
 from tests.support.s3 import BUCKET, Fault, failing_s3, s3, s3_variables
 from tests.unit.data.test_resumed_preparation import KilledError, Killing
@@ -66,7 +66,7 @@ def parts(folder: Path) -> tuple[list[Path], list[S3Path]]:
 
 
 def test_every_format_gives_the_bytes_of_a_disk_after_any_ends(folder: Path, tmp_path: Path) -> None:
-    options = {"tokenizer": write_tokenizer(tmp_path / "tokenizer"), "shard_bytes": 3000}
+    options: dict[str, Any] = {"tokenizer": write_tokenizer(tmp_path / "tokenizer"), "shard_bytes": 3000}
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     theirs.mkdir()
@@ -89,7 +89,8 @@ def test_every_format_gives_the_bytes_of_a_disk_after_any_ends(folder: Path, tmp
 def test_a_prefix_of_nested_objects_is_a_folder(folder: Path, s3: Any, tmp_path: Path) -> None:
     s3.put_object(Bucket=BUCKET, Key="src/", Body=b"")  # as consoles mark a folder
     for only in ("*.jsonl", "*.parquet"):
-        for number, source in enumerate((folder, ROOT)):
+        places: tuple[Location, ...] = (folder, ROOT)
+        for number, source in enumerate(places):
             prepare(source, out=tmp_path / f"{only[2:]}{number}.arrow", only=only, on_bad="skip")
         found = [(tmp_path / f"{only[2:]}{number}.arrow").read_bytes() for number in range(2)]
         assert found[0] == found[1]
