@@ -12,7 +12,8 @@ from nxtrain.checkpoint.load import open_checkpoint
 from nxtrain.checkpoint.manifest import Manifest
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.mirror import Mirrored
-from nxtrain.checkpoint.resume_plan import Held, Holding, Located, Request, Start, Survey, Version, named, plan_resume
+from nxtrain.checkpoint.resume_plan import Request, Start, named, plan_resume
+from nxtrain.checkpoint.resume_survey import Held, Holding, Located, Survey, Version
 from nxtrain.checkpoint.rewinds import MIRROR, Rewind, read_records, write_records
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Ranks, StorageScope
@@ -180,7 +181,7 @@ class ResumePlanner:
             return self._look()
         if isinstance(plan, resume_plan.Abandon):
             self._abandon(plan, "the run went back where this was not seen")
-            return survey.abandoned(plan)
+            return survey.abandoned(plan.after, damaged=plan.damaged)
         if isinstance(plan, resume_plan.Quarantine):
             return self._quarantine(plan)
         if isinstance(plan, resume_plan.Inspect):

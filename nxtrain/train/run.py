@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Literal, cast
 
 from nxtrain.backends import choose, choose_layers, open_backend
@@ -15,11 +14,7 @@ from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.show import dump
-from nxtrain.data import BatchShare, Data, Loader, Samples, StreamLoader, Streams, open_data
-from nxtrain.data.loader import Skips
-from nxtrain.data.mixture import MixedSamples
-from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes, places_of
-from nxtrain.data.workers import WorkerPolicy, Workers
+from nxtrain.data import Data, StreamLoader, Streams
 from nxtrain.errors import CheckpointError, DivergedError, NxtrainError, RestartError, StoppedBySignal
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
@@ -34,7 +29,7 @@ from nxtrain.process.console import PipeSafeConsole, standard_error
 from nxtrain.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
 from nxtrain.process.placement import Placement
 from nxtrain.process.signals import Signals
-from nxtrain.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, CONFIG_FILE, DATA_DIR, LOGS_DIR
+from nxtrain.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, CONFIG_FILE, LOGS_DIR
 from nxtrain.train.adapters import base_fingerprint, save_adapter
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs, meta_at
@@ -47,6 +42,7 @@ from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.out_of_memory import explaining_memory
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
+from nxtrain.train.run_data import open_run_data, train_loader, validation_loader
 from nxtrain.train.start import start
 from nxtrain.train.step import TrainState
 from nxtrain.train.summary import Summary, summarize
@@ -55,7 +51,6 @@ from nxtrain.train.supervision.crash_loop import fingerprint, refuse_crash_loop
 from nxtrain.train.supervision.preflight import check_folder, check_space
 from nxtrain.train.supervision.run_lock import only_run
 from nxtrain.train.supervision.watchdog import Watchdog
-from nxtrain.train.tokenizer import tokenizer_of_weights
 from nxtrain.train.trainer import Trainer
 
 
@@ -114,7 +109,7 @@ def train_on(context: RunContext, reason: str) -> None:
         extract_graphs(context.plan, context.backend, context.mesh, console.print)
         return
     mirrored = _claim_folder(context)
-    data = _open_data(context, mirrored)
+    data = open_run_data(context, mirrored)
     base = context.ranks.on_leader(lambda: base_fingerprint(context.config), "cannot read the frozen weights")
     inputs = RunInputs.of(data.fingerprint, data.tokenizer, data.end_of_text, trained=data.trained, base=base)
     context.enter(0, "restore")
@@ -146,26 +141,6 @@ def _claim_folder(context: RunContext) -> Mirrored | None:
         check_folder(config.run.dir)
         refuse_crash_loop(config.run.dir / LOGS_DIR, fingerprint(dump(config)), config.recovery.max_same_step)
     return mirrored
-
-
-def _open_data(context: RunContext, mirrored: Mirrored | None) -> Data:
-    """Open the data of the run; the leader of each disk makes its token files first."""
-    config, workdir = context.config, context.config.run.dir / DATA_DIR
-    data = open_data(
-        config.data,
-        seq_len=config.train.seq_len,
-        vocab_size=context.plan.model.vocab_size,
-        workdir=workdir,
-        leader=mirrored.scope.leads if mirrored else context.is_leader,
-        barrier=context.backend.collectives.barrier,
-        of_weights=lambda: tokenizer_of_weights(config, workdir),
-        validation_rows=config.train.eval_batches * config.train.global_batch if config.train.eval_every else 0,
-    )
-    if data.tokenizer_origin:
-        context.print_line(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")
-    if data.skipped:
-        context.print_line(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
-    return data
 
 
 def _prepare_folder(context: RunContext, state: TrainState) -> None:
@@ -202,8 +177,8 @@ def _train(
         goodput = GoodputMeter(logs, context.print_line, context.began, config=fingerprint(dump(config)))
     on_saved = (goodput.saved,) if goodput else ()
     skips = tuple(skip for skip in rollbacks.skips if skip[0] >= meta.step)  # its samples count the earlier ones
-    train_loader = _train_loader(context, data, meta, skips)
-    cursor = train_loader.cursor if isinstance(train_loader, StreamLoader) else None
+    loader = train_loader(context, data, meta, skips)
+    cursor = loader.cursor if isinstance(loader, StreamLoader) else None
     identity = RunIdentity(inputs, meta, data.tokenizer, guard.kept, cursor, skips)
     checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, *on_saved)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
@@ -220,8 +195,8 @@ def _train(
     trainer = Trainer(
         config=config,
         state=state.reporting(observers.section) if divides else state,
-        train=train_loader,
-        validation=_validation_loader(context, data),
+        train=loader,
+        validation=validation_loader(context, data),
         schedule=Schedule.of(config),
         meter=ThroughputMeter(flops, peak * context.mesh.world if peak else None, tokens=meta.tokens),
         sinks=sinks,
@@ -311,79 +286,6 @@ def _draining(context: RunContext, checkpoints: Checkpoints) -> Iterator[None]:
         context.drain()
         checkpoints.close(is_urgent=True, heartbeat=context.drain)  # a stop without its checkpoint is a failure
         raise
-
-
-def _train_loader(context: RunContext, data: Data, meta: Meta, skips: Skips) -> Loader | StreamLoader:
-    """Loader of training batches that goes on behind a step."""
-    config, source = context.config, data.source
-    if not isinstance(source, Streams):
-        origin = meta.samples - meta.step * config.train.global_batch
-        mask_end = _mask_end(context, data)
-        return _loader(
-            context, source, mask_end, shuffle=config.data.shuffle, past_end="wrap", origin=origin, skips=skips
-        )
-    assert data.end_id is not None
-    lanes = num_lanes(config.train.global_batch)
-    order = LaneOrder(lanes, config.run.seed, config.data.shuffle)
-    return StreamLoader(
-        _open_lanes(context, source, order),
-        lanes,
-        _share(context),
-        end_id=data.end_id,
-        doc_mask=config.data.doc_mask,
-        places=places_of(meta.data_cursor, lanes, len(config.data.mixture)),
-        progress=partial(source.progress, lanes, config.train.seq_len),
-        skips=skips,
-    )
-
-
-def _open_lanes(context: RunContext, streams: Streams, order: LaneOrder) -> Callable[[Mapping[int, Place], int], Lanes]:
-    """Function that opens lanes, in this process or in workers."""
-    data, recovery = context.config.data, context.config.recovery
-    if not data.workers:
-        return partial(LocalLanes, partial(streams.source.opened(), order))
-    # All replacements together take less time than the rank has before it counts as hung itself.
-    timeout_s = recovery.hang_timeout_s / (data.worker_restarts + 2)
-    policy = WorkerPolicy(data.workers, data.worker_restarts, timeout_s, context.backend.rank)
-    return partial(Workers, streams.source, order, policy)
-
-
-def _validation_loader(context: RunContext, data: Data) -> Loader | None:
-    if data.validation is None:
-        return None
-    return _loader(context, data.validation, _mask_end(context, data), shuffle=False, past_end="pad")
-
-
-def _mask_end(context: RunContext, data: Data) -> int | None:
-    """Id that ends a document, if there are masks between documents."""
-    return data.end_id if context.config.data.doc_mask else None
-
-
-def _loader(
-    context: RunContext,
-    samples: Samples | MixedSamples,
-    mask_end: int | None,
-    *,
-    shuffle: bool,
-    past_end: Literal["wrap", "pad"],
-    origin: int = 0,
-    skips: Skips = (),
-) -> Loader:
-    return Loader(
-        samples,
-        _share(context),
-        seed=context.config.run.seed,
-        shuffle=shuffle,
-        origin=origin,
-        mask_end=mask_end,
-        past_end=past_end,
-        skips=skips,
-    )
-
-
-def _share(context: RunContext) -> BatchShare:
-    train, dp = context.config.train, context.mesh.dp
-    return BatchShare(train.global_batch, train.micro_batch, dp.rank, dp.size)
 
 
 def _announce(context: RunContext, reason: str) -> None:

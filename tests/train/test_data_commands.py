@@ -111,7 +111,6 @@ print(peak - before)
 BOUND_MIB = 128
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_memory_is_bounded_for_a_source_several_times_larger(name: str, tmp_path: Path) -> None:
     line = f"{'some words of a document ' * 160}\n"

@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from nxtrain.checkpoint.resume_plan import (
     Abandon,
-    Held,
-    Holding,
     Inspect,
     Locate,
-    Located,
     Look,
     PassOver,
     Plan,
@@ -26,11 +23,10 @@ from nxtrain.checkpoint.resume_plan import (
     Repeat,
     Request,
     Start,
-    Survey,
     Upload,
-    Version,
     plan_resume,
 )
+from nxtrain.checkpoint.resume_survey import Held, Holding, Located, Survey, Version
 from nxtrain.checkpoint.rewinds import MIRROR, Record, Records, Rewind, RunHistory
 from nxtrain.errors import DamagedError
 
@@ -107,7 +103,7 @@ def carry_out(world: World, survey: Survey, plan: Plan) -> Survey:
         listed = {n: held(each, world.quarantined[n], is_mirrored=mirrored) for n, each in places.items()}
         return replace(survey, places=listed)
     if isinstance(plan, Abandon):
-        return survey.abandoned(plan)
+        return survey.abandoned(plan.after, damaged=plan.damaged)
     if isinstance(plan, Quarantine):
         return survey.quarantined({n: names(each, n) for n, each in plan.damaged.items()})
     if isinstance(plan, Inspect):

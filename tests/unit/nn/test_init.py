@@ -164,7 +164,6 @@ print(backend.peak_memory_bytes() - start, sum(sizes), max(sizes))
 """
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
 def test_a_rank_of_a_big_model_takes_the_memory_of_its_own_shards() -> None:
     """1.6 GB of weights, of which this rank has an eighth; a tensor more and the heap's slack are allowed on top."""
