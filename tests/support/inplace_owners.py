@@ -132,6 +132,10 @@ OWNERS: dict[str, dict[str, str]] = {
         "State.copy: self._into[key].copy_": "state: buffer of this object",
         "State.torch_load: self._into[key].copy_": "state: buffer of this object",
     },
+    "nxtrain/bench/data_peers.py": {
+        "_titan: DATASETS['nxtrain'] =": "host: dictionary of torchtitan",
+        "ids_sides: streaming.MDSWriter(out=place)": "host: name of a folder",
+    },
     "nxtrain/bench/lazy.py": {
         "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
