@@ -13,16 +13,16 @@ def main() -> None:
     """Run the command; from its start on, the `DUMP` signal prints the stacks of its threads."""
     open_standard_streams()
     stacks.answer_requests()
-    with garbage.collected_rarely():
-        try:
-            from nxtrain.cli.main import main  # its imports take a while
-        except ImportError as error:
-            known = explained(error)
-            if known is None:
-                raise
-            print(f"error: {known}", file=sys.stderr)
-            sys.exit(known.exit_code)
-        main()
+    garbage.collect_rarely()
+    try:
+        from nxtrain.cli.main import main  # its imports take a while
+    except ImportError as error:
+        known = explained(error)
+        if known is None:
+            raise
+        print(f"error: {known}", file=sys.stderr)
+        sys.exit(known.exit_code)
+    main()
 
 
 if __name__ == "__main__":

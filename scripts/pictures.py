@@ -1,7 +1,8 @@
-"""Draw the pictures of docs/images from a real run and a real pipeline: `python scripts/pictures.py loss|pipeline`.
+"""Draw the pictures of docs/images from real runs and a real pipeline.
 
-`loss RUN` reads RUN/metrics.jsonl. `pipeline` measures four processes that sleep, as `nxtrain bench pipeline` does,
-under 1F1B and under zero_bubble. Each writes one SVG file, by hand, without a drawing library.
+`python scripts/pictures.py loss RUN` reads RUN/metrics.jsonl, and `overlap RUN` the profiles of RUN. `pipeline`
+measures four processes that sleep, as `nxtrain bench pipeline` does, under 1F1B and under zero_bubble. Each writes one
+SVG file, by hand, without a drawing library.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from nxtrain.io import jsonl
 
 if TYPE_CHECKING:
+    from nxtrain.bench.overlap import Interval, Profile
     from nxtrain.parallel.simulate import Span
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -23,18 +25,24 @@ INK, GRID, PAPER = "#24292f", "#d0d7de", "#ffffff"
 FORWARD_S = 0.2
 """Forward of a stage that sleeps: long enough that a busy machine hardly shows."""
 COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "weight": "#8a8f98"}
+SECTION_COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "reduce": "#8a8f98", "optimizer": "#8f6bb3"}
+SUM_COLOR = "#3a9d6e"
 
 
 def main() -> None:
     """Draw the picture that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", choices=("loss", "pipeline"))
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, for loss")
+    parser.add_argument("picture", choices=("loss", "overlap", "pipeline"))
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, for loss and overlap")
     parser.add_argument("--out", type=Path, metavar="FILE.svg", help="by default docs/images/PICTURE.svg")
     options = parser.parse_args()
-    if options.picture == "loss":
-        if options.run is None:
-            parser.error("loss needs RUN, a run folder with metrics.jsonl")
+    if options.picture != "pipeline" and options.run is None:
+        parser.error(f"{options.picture} needs RUN, a run folder")
+    if options.picture == "overlap":
+        from nxtrain.bench.overlap import read_profiles
+
+        svg = overlaps(read_profiles(options.run))
+    elif options.picture == "loss":
         records = jsonl.read(options.run / "metrics.jsonl")
         if not records:
             parser.error(f"{options.run} has no metrics.jsonl with records")
@@ -118,6 +126,58 @@ def pipelines(steps: Sequence[tuple[str, Sequence[Span]]]) -> str:
         if kind in kinds
     ]
     return _svg(round(y) + 12, [*_legend(legend, 18), *parts])
+
+
+def overlaps(profiles: Sequence[Profile]) -> str:
+    """SVG of a step of several ranks on one scale of time: its sections, and below them the sums of gradients.
+
+    Args:
+        profiles: One of each rank.
+    """
+    left, height, lane, gap = 56, 22, 8, 40
+    drawn = [when for profile in profiles for _, when in profile.sections]
+    begin_s, end_s = min(when.begin_s for when in drawn), max(when.end_s for when in drawn)
+    scale = (WIDTH - left - 8) / (end_s - begin_s)
+
+    def boxes(intervals: Iterable[tuple[Interval, float]], tall: int, color: str) -> str:
+        rectangles = (
+            f"M{left + (when.begin_s - begin_s) * scale:.1f} {y:.0f}h{max(0.5, width - 0.5):.1f}v{tall}"
+            f"h-{max(0.5, width - 0.5):.1f}z"
+            for when, y in intervals
+            for width in [(when.end_s - when.begin_s) * scale]
+        )
+        return f'<path d="{"".join(rectangles)}" fill="{color}"/>'
+
+    parts, y = list[str](), 30.0
+    for profile in profiles:
+        title = (
+            f"rank {profile.rank}: {len(profile.sums)} sums start in the backward pass, which computes products "
+            f"for {profile.overlap:.0%} of their time"
+        )
+        parts.append(_text(left, y + gap - 14, title))
+        y += gap
+        for name, color in SECTION_COLORS.items():
+            parts.append(boxes(((when, y) for section, when in profile.sections if section == name), height, color))
+        y += height + 3
+        lanes = _lanes(profile.sums)
+        parts.append(boxes(((when, y + lane * place) for when, place in lanes), lane - 1, SUM_COLOR))
+        y += lane * (1 + max(place for _, place in lanes))
+    milliseconds = 1e3 * (end_s - begin_s)
+    parts.append(_text(left, y + 22, f"0 to {milliseconds:.0f} ms"))
+    legend = [*SECTION_COLORS.items(), ("sum of gradients", SUM_COLOR)]
+    return _svg(round(y) + 32, [*_legend(legend, 18), *parts])
+
+
+def _lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
+    """Intervals, each in the first lane that is free at its begin."""
+    ends_s: list[float] = []
+    found = []
+    for each in intervals:
+        free = [place for place, end_s in enumerate(ends_s) if end_s <= each.begin_s]
+        place = free[0] if free else len(ends_s)
+        ends_s[place : place + 1] = [each.end_s]
+        found.append((each, place))
+    return found
 
 
 def _measured() -> list[tuple[str, list[Span]]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from nxtrain.errors import Problem
+from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import BuildContext, Decoder, ModelConfig, ModelFamily
 from nxtrain.stages import LayerCosts
 from nxtrain_models.decoder import config as shape
 from nxtrain_models.decoder import hf
 from nxtrain_models.decoder.config import DecoderConfig
+from nxtrain_models.decoder.window import beyond_window, with_switch, without_unused_window
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,10 +32,13 @@ class DecoderFamily(ModelFamily):
 
     def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
         """Every reason why this shape cannot run at these degrees."""
-        return shape.check(cast(DecoderConfig, config), tp=tp, seq_len=seq_len)
+        decoder = cast(DecoderConfig, config)
+        return [*shape.check(decoder, tp=tp, seq_len=seq_len), *beyond_window(decoder, seq_len)]
 
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
         """Make the module on the meta device."""
+        if problems := beyond_window(cast(DecoderConfig, config), context.seq_len):
+            raise ConfigError(problems)
         from nxtrain_models.decoder.model import build  # torch loads here, not when a config is checked
 
         return build(cast(DecoderConfig, config), context)
@@ -95,3 +99,15 @@ class DecoderFamily(ModelFamily):
     @property
     def _fixed(self) -> dict[str, object]:
         return {"model_type": self.name, "hidden_act": "silu", **self.fixed}
+
+
+class SwitchedWindowFamily(DecoderFamily):
+    """Family whose `config.json` says by `use_sliding_window` whether its layers have windows."""
+
+    def from_hf(self, hf_config: Mapping[str, Any]) -> DecoderConfig:
+        """Read a Hugging Face `config.json`."""
+        return super().from_hf(without_unused_window(hf_config))
+
+    def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
+        """Write a Hugging Face `config.json`."""
+        return with_switch(super().to_hf(config, dtype))

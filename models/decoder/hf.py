@@ -36,7 +36,9 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
         if hf.get(key, only) != only
     ]
     layers = hf.get("layer_types") or []
-    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
+    has_window = "sliding_window" in config_type.model_fields and hf.get("sliding_window") is not None
+    computed = ("full_attention", *(["sliding_attention"] if has_window else []))
+    if not isinstance(layers, list) or any(kind not in computed for kind in layers):
         reason = f"attention of other layers than 'full_attention' is not supported: {layers!r:.200}"
         problems.append(Problem("layer_types", reason, origin=_ORIGIN))
     values = {name: hf[name] for name in config_type.model_fields if name in hf and not name.startswith("rope_")}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from nxtrain_models.decoder.config import Count, DecoderConfig
+from nxtrain_models.decoder.config import Count
+from nxtrain_models.decoder.window import SwitchedWindowConfig
 
 
-class Qwen2Config(DecoderConfig):
+class Qwen2Config(SwitchedWindowConfig):
     """Shape of a Qwen2, as `Qwen2Config` of transformers."""
 
     qkv_bias: ClassVar[bool] = True

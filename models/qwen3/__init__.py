@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from nxtrain_models.decoder import DecoderFamily
+from nxtrain_models.decoder import SwitchedWindowFamily
 from nxtrain_models.qwen3.config import Qwen3Config
 from nxtrain_models.qwen3.presets import PRESETS
 
 
-class Qwen3(DecoderFamily):
+class Qwen3(SwitchedWindowFamily):
     """Qwen3, which normalizes every head of the queries and keys."""
 
     name = "qwen3"
     config_type = Qwen3Config
     presets = PRESETS
     architecture = "Qwen3ForCausalLM"
-    fixed: ClassVar[Mapping[str, object]] = {"attention_bias": False, "use_sliding_window": False}
+    fixed: ClassVar[Mapping[str, object]] = {"attention_bias": False}
 
 
 FAMILY = Qwen3()

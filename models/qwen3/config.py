@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from nxtrain_models.decoder.config import Count, DecoderConfig
+from nxtrain_models.decoder.config import Count
+from nxtrain_models.decoder.window import SwitchedWindowConfig
 
 
-class Qwen3Config(DecoderConfig):
+class Qwen3Config(SwitchedWindowConfig):
     """Shape of a Qwen3, as `Qwen3Config` of transformers."""
 
     head_norms: ClassVar[bool] = True

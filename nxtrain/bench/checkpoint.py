@@ -39,6 +39,8 @@ ALONE = StorageScope(Ranks(Mesh(1, 0)))
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 ROWS = 1024
 """Of each tensor; as wide, in float32, so that a tensor has 4 MiB."""
+MATRICES_MIB = 4 * len(KINDS)
+"""MiB of one tensor of each kind."""
 
 DISK_WRITE, DISK_READ, COPY = "disk, write", "disk, read", "copy of the state"
 SAVE, READ_BACK, STALL, LOAD = "save", "read back", "stall", "load"
@@ -61,7 +63,7 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
 
     Args:
         folder: Where to write; on the disk that is meant. A folder in it is made and removed.
-        mib: MiB of the state.
+        mib: MiB of the state; less than one matrix of each kind does not count.
         rounds: Turns of each.
         check: Hold the results to `TARGETS`.
         as_json: Print JSON instead of a table.
@@ -69,6 +71,7 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
     Returns:
         Whether all targets were reached, if they were to be checked.
     """
+    mib = MATRICES_MIB * max(1, mib // MATRICES_MIB)
     place = folder / f"nxtrain-bench-{os.getpid()}"
     place.mkdir(parents=True)
     try:
@@ -125,11 +128,19 @@ def measure(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
 
 
 class State:
-    """Weights and two running means of a model that is all matrices, and what can be done with them."""
+    """Weights and two running means of a model that is all matrices, and what can be done with them.
+
+    Args:
+        place: Folder for files.
+        mib: Size of the state.
+
+    Attributes:
+        num_bytes: Its exact size.
+    """
 
     def __init__(self, place: Path, mib: int) -> None:
         self._place, self._mib = place, mib
-        num = max(1, mib // (4 * len(KINDS)))
+        num = max(1, mib // MATRICES_MIB)
         specs = {f"layers.{index}.weight": ShardSpec((ROWS, ROWS), dim=0) for index in range(num)}
         self._layout = Layout(ParamTable(specs), Mesh(1, 0))
         self._shards = {kind: {name: torch.randn(ROWS, ROWS) for name in specs} for kind in KINDS}
@@ -138,7 +149,8 @@ class State:
         self._staging = Staging(self._layout)
         self._staged = self._staging.fill(self._shards)
         self._block = mmap.mmap(-1, BLOCK_BYTES)
-        self._num_blocks = max(1, sum(x.nbytes for x in self._flat.values()) // BLOCK_BYTES)
+        self.num_bytes = sum(x.nbytes for x in self._flat.values())
+        self._num_blocks = max(1, self.num_bytes // BLOCK_BYTES)
         self._meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
 
     def clear(self) -> None:

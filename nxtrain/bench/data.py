@@ -1,7 +1,7 @@
 """`nxtrain bench data`: speed of the loader, of tokenization and packing, and of the start on a large corpus.
 
 The loader reads token ids in a file, drawn in random order, on one core. The floor is numpy's own copy of as many
-random rows out of the same file.
+random rows out of the same file. Other loaders are measured beside ours in the same rounds, where they are installed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from nxtrain.bench.data_peers import Side, absent, ids_sides
 from nxtrain.bench.data_streams import measure_streams
 from nxtrain.bench.turns import machine, machine_line, median_ratio
 from nxtrain.config.schema import DataConfig
@@ -44,7 +45,7 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
         streams = measure_streams(
             text_mib=sizes["text_mib"], file_mib=sizes["file_mib"], seq_len=seq_len, rounds=rounds
         )
-    result = {"machine": machine(), **sizes, "rounds": rounds, **ids, **streams}
+    result = {"machine": machine(), **sizes, "rounds": rounds, **ids, **streams, "absent": absent()}
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -58,27 +59,27 @@ def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
         file = Path(place) / "rows.npy"
         rows = np.random.default_rng(0).integers(0, VOCAB, (num_rows, seq_len + 1), dtype=np.uint16)
         np.save(file, rows)
+        peers = ids_sides(rows, Path(place))
         del rows
         loader = _loader(file, seq_len)
         ids = np.load(file, mmap_mode="r")
         draw = np.random.default_rng(1)
         steps = num_rows // BATCH
 
-        def load() -> None:
-            for step in range(steps):
-                loader.batch(step)
+        def load() -> int:
+            return sum(loader.batch(step).targets.size for step in range(steps))
 
-        def copy() -> None:
-            for _ in range(steps):
-                ids[draw.integers(0, num_rows, BATCH)].astype(np.int64)
+        def copy() -> int:
+            found = (ids[draw.integers(0, num_rows, BATCH)].astype(np.int64) for _ in range(steps))
+            return sum(batch[:, 1:].size for batch in found)
 
-        sides: dict[str, Callable[[], None]] = {LOADER: load, NUMPY: copy}
+        sides: dict[str, Side] = {LOADER: load, NUMPY: copy, **peers}
         found: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds + 1):
             for name, act in sides.items():
                 began = time.process_time()
-                act()
-                found[name].append(steps * BATCH * seq_len / (time.process_time() - began))
+                tokens = act()
+                found[name].append(tokens / (time.process_time() - began))
     return {name: turns[1:] for name, turns in found.items()}
 
 
@@ -96,19 +97,21 @@ def _loader(file: Path, seq_len: int) -> Loader:
 
 
 def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds, and the ratio inside each round."""
+    """Medians over rounds, and the ratios of the loader to the others inside each round."""
     return {
         "rows": [
             {"name": name, "value": median(rates), "unit": "tokens/s", "rounds": list(rates)}
             for name, rates in found.items()
         ],
-        "ratios": {NUMPY: median_ratio(found[LOADER], found[NUMPY])},
+        "ratios": {name: median_ratio(found[LOADER], found[name]) for name in found if name != LOADER},
     }
 
 
 def _show(result: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(machine_line(result["machine"]), markup=False)
+    for name, way_out in result["absent"].items():
+        console.print(f"without {name}, which is not installed: {way_out}", markup=False)
     table = Table(title=f"{result['mib']} MiB of token ids, rows of {result['seq_len']}", title_style="bold")
     table.add_column("")
     table.add_column("million tokens per CPU second", justify="right")

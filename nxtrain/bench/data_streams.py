@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from nxtrain.bench.data_peers import text_sides
 from nxtrain.bench.data_wait import measure_wait
 from nxtrain.bench.turns import median_ratio
 from nxtrain.data.arrow import ipc
@@ -43,7 +44,7 @@ _DOCUMENT_BYTES = 4096
 
 
 def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Tokens per CPU second of the bare tokenizer and of each way to pack, medians over rounds.
+    """Tokens per CPU second of the bare tokenizer, of each way to pack and of peers, medians over rounds.
 
     Args:
         mib: MiB of text.
@@ -76,6 +77,7 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
         CONCAT: pack("concat"),
         BEST_FIT: pack("best_fit"),
         WORKER: pack("best_fit", lambda name: None),
+        **text_sides(texts, tokenizer, seq_len, folder),
     }
     found: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):

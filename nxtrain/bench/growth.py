@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from nxtrain.backends.xla.tracing import trace_environment
 from nxtrain.bench.chart import check_chart, draw, spread
-from nxtrain.bench.turns import Worker, machine, machine_line, started, take_turns
+from nxtrain.bench.turns import Worker, environment, machine, machine_line, started, take_turns
 from nxtrain.errors import BackendError, ConfigError, Problem
 
 SEQ_LEN, LAYERS, ACCUMULATION, WORLD = "seq_len", "layers", "accumulation", "world"
@@ -47,7 +46,7 @@ CURVES = {
     LAYERS: Curve((2, 4, 8, 16), 1.0, "step against blocks"),
     ACCUMULATION: Curve((1, 2, 4, 8), 1.0, "step against micro-batches"),
     START: Curve((2, 4, 8, 16), 1.0, "model built and drawn against blocks; vocabulary is constant"),
-    CHECKPOINT: Curve((16, 32, 64, 128), 1.0, "checkpoint saved and loaded against MiB"),
+    CHECKPOINT: Curve((12, 24, 48, 96), 1.0, "checkpoint saved and loaded against MiB"),
     WORLD: Curve((8, 64, 512, 4096), 0.0, "trace of one rank against ranks of the world, tp=8"),
 }
 
@@ -105,7 +104,7 @@ def bench_growth(*, curves: Sequence[str], points: int, rounds: int, as_json: bo
 
 def measure(sizes: Mapping[str, Sequence[int]], rounds: int) -> dict[str, list[list[float]]]:
     """CPU seconds at each size of each curve in every round."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = environment(1)
     workers = {
         name: Worker(
             "nxtrain.bench.growth_worker",

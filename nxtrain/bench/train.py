@@ -6,7 +6,6 @@ Every candidate gets the same shapes, data, clipping and precision, and the same
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nxtrain.bench.turns import Worker, machine, median_ratio, num_cores, started, take_all_turns
+from nxtrain.bench.turns import Worker, environment, machine, median_ratio, num_cores, started, take_all_turns
 from nxtrain.config.schema import ON_XLA
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.family import find_family
@@ -192,7 +191,7 @@ def shape_of(preset: str, seq_len: int) -> dict[str, Any]:
 
 def measure(work: Workload, names: Sequence[str], rounds: int) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     """Turns of each candidate and of the peak, the first of which warms up; and the parts of nxtrain's own steps."""
-    env, job = {**os.environ, "OMP_NUM_THREADS": str(work.threads)}, json.dumps(asdict(work))
+    env, job = environment(work.threads, work.backend), json.dumps(asdict(work))
     all_names = (*names, PEAK)
     with started({name: Worker("nxtrain.bench.worker", name, job, env) for name in all_names}) as workers:
         measured = take_all_turns(workers, rounds)

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from nxtrain.errors import BackendError
+from nxtrain.launch.environment import QUIET_PROFILER
 
 
 class Worker:
@@ -128,6 +129,15 @@ def own_output() -> Iterator[TextIO]:
             os.dup2(answers.fileno(), 1)
 
 
+def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
+    """Environment of a worker with so many threads; on a CPU, libraries print nothing about other devices.
+
+    Torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its choice.
+    """
+    quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value, "PJRT_DEVICE": "CPU"} if backend == "cpu" else {}
+    return {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
+
+
 def rank_environments(world: int) -> list[dict[str, str]]:
     """Environment of each rank of local processes with one thread each.
 
@@ -137,8 +147,7 @@ def rank_environments(world: int) -> list[dict[str, str]]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    one_thread = {"OMP_NUM_THREADS": "1"}
-    return [{**os.environ, **common, **one_thread, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    return [{**environment(1), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:

@@ -6,7 +6,6 @@ The model is narrow, so its computation takes almost no time, and deep, since th
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from nxtrain.backends.xla.tracing import trace_environment
 from nxtrain.bench.train import OURS, PEER
-from nxtrain.bench.turns import Worker, started, take_turns
+from nxtrain.bench.turns import Worker, environment, started, take_turns
 from nxtrain.errors import BackendError
 
 TRACE = "trace"
@@ -75,7 +74,7 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
                 f"bench xla needs {package}, which is not installed: pip install 'nxtrain[xla]' transformers"
             )
     work = LazyWorkload(layers, micro_batches, steps)
-    env, job = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1"}, json.dumps(asdict(work))
+    env, job = trace_environment(environment(1)), json.dumps(asdict(work))
     with started({name: Worker("nxtrain.bench.lazy", name, job, env) for name in (OURS, PEER, TRACE)}) as workers:
         result = summarize(take_turns(workers, rounds))
     if as_json:

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from nxtrain.config.bounds import MAX_SIZE, finite
+from nxtrain.cli.options import integer, number
+from nxtrain.config.bounds import MAX_SIZE
 from nxtrain.io.paths import local_path
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
@@ -31,11 +32,11 @@ def bench_train(
             "transformers_compiled, torchtitan; by default all that are installed."
         ),
     ] = "",
-    threads: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="CPU threads; 0: all cores.")] = 0,
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Sequences per step.")] = 4,
-    seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 512,
+    threads: Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")] = 0,
+    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 5,
+    steps: Annotated[int, integer(help="Steps in each round.")] = 3,
+    batch: Annotated[int, integer(help="Sequences per step.")] = 4,
+    seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 512,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
     preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
     backend: Annotated[str, typer.Option(help="Device, as in backend.name.")] = "cpu",
@@ -67,10 +68,10 @@ def bench_train(
 @bench.command("scaling", epilog="Example: nxtrain bench scaling --layouts tp2,zero1 --batch 2")
 def bench_scaling(
     layouts: Annotated[str, typer.Option(help="Commas between tp2, dp2, zero1, pp2; by default all.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each runs, in turns.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 2,
-    batch: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Sequences per step and rank.")] = 4,
-    seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 512,
+    rounds: Annotated[int, integer(help="Times that each runs, in turns.")] = 5,
+    steps: Annotated[int, integer(help="Steps in each round.")] = 2,
+    batch: Annotated[int, integer(help="Sequences per step and rank.")] = 4,
+    seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 512,
     precision: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")] = "bf16",
     preset: Annotated[str, typer.Option(help="Model, as in model.preset; by default a Llama of 56 million.")] = "",
     chart: Chart = None,
@@ -98,9 +99,9 @@ def bench_scaling(
 
 @bench.command("collectives", epilog="Example: nxtrain bench collectives --sizes-kib 4,1024,65536")
 def bench_collectives(
-    ranks: Annotated[int, typer.Option(min=2, max=MAX_SIZE, help="Processes; an even number.")] = 2,
+    ranks: Annotated[int, integer(2, MAX_SIZE, help="Processes; an even number.")] = 2,
     sizes_kib: Annotated[str, typer.Option(help="KiB of the tensors, with commas.")] = "4,64,1024,16384",
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each size is measured.")] = 5,
+    rounds: Annotated[int, integer(help="Times that each size is measured.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Measure nxtrain's collectives between processes of this machine by size, beside a copy in memory."""
@@ -116,7 +117,7 @@ def bench_startup(
         Path | None,
         typer.Option(help="Configuration whose first step is measured, too.", parser=local_path, metavar="CONFIG"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each runs, in turns.")] = 5,
+    rounds: Annotated[int, integer(help="Times that each runs, in turns.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Measure how long nxtrain takes to start, beside `import torch`, in fresh processes."""
@@ -127,11 +128,11 @@ def bench_startup(
 
 @bench.command("data", epilog="Example: nxtrain bench data --mib 256 --seq-len 2048")
 def bench_data(
-    mib: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="MiB of token ids, two bytes each.")] = 64,
-    text_mib: Annotated[int, typer.Option(min=1, max=10, help="MiB of text to tokenize and pack.")] = 4,
-    file_mib: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="MiB of the sparse corpus to open.")] = 10240,
-    seq_len: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tokens per sequence.")] = 1024,
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
+    mib: Annotated[int, integer(help="MiB of token ids, two bytes each.")] = 64,
+    text_mib: Annotated[int, integer(1, 10, help="MiB of text to tokenize and pack, at most 10.")] = 4,
+    file_mib: Annotated[int, integer(help="MiB of the sparse corpus to open.")] = 10240,
+    seq_len: Annotated[int, integer(help="Tokens per sequence.")] = 1024,
+    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Measure how many tokens a second one core reads for training, beside numpy's copy of random rows.
@@ -150,8 +151,8 @@ def bench_growth(
         str,
         typer.Option(help="Commas between seq_len, layers, accumulation, start, checkpoint, world; by default all."),
     ] = "",
-    points: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="Number of sizes, the least first; 0: all.")] = 0,
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each curve is measured.")] = 3,
+    points: Annotated[int, integer(0, MAX_SIZE, help="Number of sizes, the least first; 0: all.")] = 0,
+    rounds: Annotated[int, integer(help="Times that each curve is measured.")] = 3,
     chart: Annotated[
         Path | None, typer.Option(help="SVG file to draw the exponents into.", parser=local_path, metavar="FILE.svg")
     ] = None,
@@ -165,10 +166,10 @@ def bench_growth(
 
 @bench.command("xla", epilog="Example: nxtrain bench xla --layers 32 --rounds 3")
 def bench_xla(
-    layers: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Blocks of the model.")] = 8,
-    micro_batches: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Micro-batches per step.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps in each round.")] = 5,
+    layers: Annotated[int, integer(help="Blocks of the model.")] = 8,
+    micro_batches: Annotated[int, integer(help="Micro-batches per step.")] = 2,
+    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 5,
+    steps: Annotated[int, integer(help="Steps in each round.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Measure what PyTorch/XLA costs the host: milliseconds per step, beside transformers, and seconds to trace a rank.
@@ -182,11 +183,9 @@ def bench_xla(
 
 @bench.command("optim", epilog="Example: nxtrain bench optim --threads 1 --rounds 9")
 def bench_optim(
-    layers: Annotated[
-        int, typer.Option(min=1, max=MAX_SIZE, help="Blocks of the model whose parameters are updated.")
-    ] = 2,
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each rule runs, in turns.")] = 7,
-    threads: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="CPU threads; 0: all cores.")] = 1,
+    layers: Annotated[int, integer(help="Blocks of the model whose parameters are updated.")] = 2,
+    rounds: Annotated[int, integer(help="Times that each rule runs, in turns.")] = 7,
+    threads: Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Update parameters under every rule of precision.update, and compare with torch's fused AdamW."""
@@ -197,28 +196,24 @@ def bench_optim(
 
 @bench.command("pipeline", epilog="Example: nxtrain bench pipeline --pp 2 --virtual-pp 2 --micro 4")
 def bench_pipeline(
-    pp: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Ranks, a process each.")] = 4,
-    virtual_pp: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Model chunks of each rank.")] = 1,
+    pp: Annotated[int, integer(help="Ranks, a process each.")] = 4,
+    virtual_pp: Annotated[int, integer(help="Model chunks of each rank.")] = 1,
     schedule: Annotated[
         Literal["1f1b", "zero_bubble"],
         typer.Option(help="As parallel.schedule; zero_bubble is measured in turn with 1f1b, and compared."),
     ] = "1f1b",
-    micro: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Micro-batches per step.")] = 8,
+    micro: Annotated[int, integer(help="Micro-batches per step.")] = 8,
     work: Annotated[
         Literal["sleep", "blocks"],
         typer.Option(help="What a chunk does: sleep, or compute blocks of a Llama, which wants a core per rank."),
     ] = "sleep",
     forward_ms: Annotated[
         float,
-        typer.Option(
-            min=0.1, max=1e9, callback=finite, help="Forward of a chunk that sleeps; its backward takes twice as long."
-        ),
+        number(0.1, 1e9, help="Forward of a chunk that sleeps; its backward takes twice as long."),
     ] = 50.0,
-    layers: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Blocks of a chunk that computes them.")] = 1,
-    seq_len: Annotated[
-        int, typer.Option(min=1, max=MAX_SIZE, help="Tokens of a micro-batch, which is one sequence.")
-    ] = 32,
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps; the shortest counts.")] = 5,
+    layers: Annotated[int, integer(help="Blocks of a chunk that computes them.")] = 1,
+    seq_len: Annotated[int, integer(help="Tokens of a micro-batch, which is one sequence.")] = 32,
+    rounds: Annotated[int, integer(help="Steps; the shortest counts.")] = 5,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is expected, start nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -236,11 +231,11 @@ def bench_pipeline(
 
 @bench.command("checkpoint", epilog="Example: nxtrain bench checkpoint --mib 4096 --folder /mnt/nvme --check")
 def bench_checkpoint(
-    mib: Annotated[int, typer.Option(min=16, max=MAX_SIZE, help="MiB of weights and optimizer state.")] = 1024,
+    mib: Annotated[int, integer(16, MAX_SIZE, help="MiB of weights and optimizer state, at least 16.")] = 1024,
     folder: Annotated[Path, typer.Option(help="Where to write; on the disk that is meant.", parser=local_path)] = Path(
         "."
     ),
-    rounds: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Times that each side runs, in turns.")] = 5,
+    rounds: Annotated[int, integer(help="Times that each side runs, in turns.")] = 5,
     check: Annotated[bool, typer.Option("--check", help="Fail, with exit code 1, below the targets.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -254,11 +249,9 @@ def bench_checkpoint(
 @bench.command("materialize", epilog="Example: nxtrain bench materialize --preset llama3.1-405b")
 def bench_materialize(
     preset: Annotated[str, typer.Option(help="Model, as in model.preset.")] = "llama2-70b",
-    tp: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Tensor parallel degree.")] = 32,
-    pp: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Pipeline stages.")] = 8,
-    stage: Annotated[
-        int | None, typer.Option(min=0, max=MAX_SIZE, help="Stage to make; by default a middle one.")
-    ] = None,
+    tp: Annotated[int, integer(help="Tensor parallel degree.")] = 32,
+    pp: Annotated[int, integer(help="Pipeline stages.")] = 8,
+    stage: Annotated[int | None, integer(0, MAX_SIZE, help="Stage to make; by default a middle one.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make one rank's shard of a big model in bf16; fails if that takes more than 1.3 times its bytes and 1 GiB."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from nxtrain.cli.options import integer
 from nxtrain.config.bounds import MAX_SIZE
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
@@ -140,16 +141,12 @@ def nxd_to_nxtrain(
 def nxtrain_to_nxd(
     src: Checkpoint,
     dst: Target,
-    tp: Annotated[int, typer.Option(min=0, max=MAX_SIZE, help="Tensor parallel ranks; 0: as in the run.")] = 0,
-    pp: Annotated[
-        int, typer.Option(min=0, max=MAX_SIZE, help="Pipeline stages, as equal as NxD cuts them; 0: as in the run.")
-    ] = 0,
-    dp: Annotated[
-        int, typer.Option(min=0, max=MAX_SIZE, help="Ranks that cut the optimizer's state; 0: as in the run.")
-    ] = 0,
+    tp: Annotated[int, integer(0, MAX_SIZE, help="Tensor parallel ranks; 0: as in the run.")] = 0,
+    pp: Annotated[int, integer(0, MAX_SIZE, help="Pipeline stages, as equal as NxD cuts them; 0: as in the run.")] = 0,
+    dp: Annotated[int, integer(0, MAX_SIZE, help="Ranks that cut the optimizer's state; 0: as in the run.")] = 0,
     kv_replicator: Annotated[
         int,
-        typer.Option(min=0, max=MAX_SIZE, help="Copies of each K/V head, kv_shared_group_size; 0: as few as tp needs."),
+        integer(0, MAX_SIZE, help="Copies of each K/V head, kv_shared_group_size; 0: as few as tp needs."),
     ] = 0,
     qkv: Annotated[
         Literal["separate", "grouped", "fused"] | None,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nxtrain.config.bounds import MAX_INT, MAX_SIZE
+from nxtrain.cli.options import integer
+from nxtrain.config.bounds import MAX_INT
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local
+from nxtrain.io.s3 import SCHEME
+
+if TYPE_CHECKING:
+    from nxtrain.io.object_store import Location
 
 data = typer.Typer(no_args_is_help=True, help="Prepare a corpus for training, and inspect one.")
 
@@ -25,6 +30,21 @@ def _path(text: str) -> Path:
         return Path(local(text))
     except ValueError as error:
         raise ConfigError(f"{text}: {error}") from error
+
+
+def _place(text: str) -> Location:
+    """Path of this machine, or an address of S3; parameters that may be either are annotated as paths, for typer."""
+    from nxtrain.io.object_store import place_of
+
+    return place_of(text) if text.startswith(SCHEME) else _path(text)
+
+
+def _output(text: str) -> Path:
+    """Path of this machine: an address is refused, since an unfinished output grows and is cut."""
+    if text.startswith(SCHEME):
+        upload = f"aws s3 cp FILE.arrow {text}"
+        raise ConfigError(f"--out {text}: the output is written on a disk; name a file, and upload it then: {upload}")
+    return _path(text)
 
 
 def _num_bytes(text: str | int) -> int:
@@ -48,10 +68,10 @@ Only = Annotated[str, typer.Option(metavar="GLOB", help="Read only files of a fo
 @data.command(epilog="Example: nxtrain data prepare docs --only *.md --out runs/docs.arrow")
 def prepare(
     src: Annotated[
-        list[Path], typer.Argument(metavar="SRC...", help="Files and folders.", show_default=False, parser=_path)
+        list[Path], typer.Argument(metavar="SRC", help="Files and folders.", show_default=False, parser=_place)
     ],
     *,
-    out: Annotated[Path, typer.Option(metavar="FILE.arrow", help="File to write.", show_default=False, parser=_path)],
+    out: Annotated[Path, typer.Option(metavar="FILE.arrow", help="File to write.", show_default=False, parser=_output)],
     tokenizer: Tokenizer = None,
     on_bad: Annotated[
         Literal["stop", "skip"], typer.Option(help="At a row without a document: stop, or skip and count it.")
@@ -96,13 +116,11 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="Prepared corpus, or files that prepare reads.", show_default=False, parser=_path
+            metavar="PATH", help="Prepared corpus, or files that prepare reads.", show_default=False, parser=_place
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    seq_len: Annotated[
-        int, typer.Option(min=1, max=MAX_SIZE, help="Tokens of a row, for the waste of packing.")
-    ] = 2048,
+    seq_len: Annotated[int, integer(help="Tokens of a row, for the waste of packing.")] = 2048,
     tokenizer: Tokenizer = None,
     field: Field = "text",
     lines: Lines = False,
@@ -111,10 +129,13 @@ def inspect(
     """Show sizes, lengths of documents, samples, and the waste of each way to pack a corpus."""
     from rich.console import Console
 
+    from nxtrain.config.schema import DataConfig
     from nxtrain.data.arrow.inspection import inspect_corpus
     from nxtrain.data.arrow.presentation import present_inspection
+    from nxtrain.data.storage import cache_folder
 
-    found = inspect_corpus(path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only)
+    cache = cache_folder(DataConfig())
+    found = inspect_corpus(path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only, cache=cache)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.bench import AsJson
-from nxtrain.cli.options import Overrides
+from nxtrain.cli.options import Overrides, integer
 from nxtrain.config.bounds import MAX_RANKS
 from nxtrain.io.paths import local_path
 
@@ -18,7 +18,7 @@ EPILOG = "Example: nxtrain doctor configs/llama2_7b_trn1.toml --collectives"
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="Run that is to start now.", show_default=False, parser=local_path),
+        typer.Argument(metavar="CONFIG", help="Run that is to start now.", show_default=False, parser=local_path),
     ] = None,
     overrides: Overrides = None,
     collectives: Annotated[
@@ -30,10 +30,10 @@ def doctor(
     ] = "",
     rank: Annotated[
         int,
-        typer.Option(min=0, max=MAX_RANKS, envvar=["RANK", "SLURM_PROCID"], help="With --first-node: this machine."),
+        integer(0, MAX_RANKS, envvar=["RANK", "SLURM_PROCID"], help="With --first-node: this machine."),
     ] = 0,
     world: Annotated[
-        int, typer.Option(min=1, max=MAX_RANKS, envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="With --first-node: all.")
+        int, integer(1, MAX_RANKS, envvar=["WORLD_SIZE", "SLURM_NTASKS"], help="With --first-node: all.")
     ] = 1,
     as_json: AsJson = False,
 ) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.bench import AsJson
-from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE, finite
+from nxtrain.cli.options import integer, number
+from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
 from nxtrain.io.paths import local_path
 from nxtrain.process.placement import Placement
 
@@ -18,7 +19,7 @@ GENERATE_EPILOG = 'Example: nxtrain generate runs/demo --prompt "def " --max-new
 
 EVAL_EPILOG = "Example: nxtrain eval runs/demo --all; nxtrain eval runs/demo --tasks recipe"
 
-Seed = Annotated[int, typer.Option(min=-MAX_INT, max=MAX_INT, help="Start of the randomness.")]
+Seed = Annotated[int, integer(-MAX_INT, MAX_INT, help="Start of the randomness.")]
 
 Cores = Annotated[
     str, typer.Option("--visible-cores", metavar="LIST", help="Neuron cores of the ranks, such as 0-3,8; one each.")
@@ -37,16 +38,12 @@ def generate(
     prompt: Annotated[
         list[str], typer.Option(help="Text to continue; repeat it to continue several at once.", show_default=False)
     ],
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=MAX_INT, help="Tokens to add.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=1e9, callback=finite, help="0 takes the likeliest token.")
-    ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, max=MAX_INT, help="Choose among so many likeliest tokens; 0: all.")] = 50,
+    max_new_tokens: Annotated[int, integer(1, MAX_INT, help="Tokens to add.")] = 64,
+    temperature: Annotated[float, number(0, 1e9, help="0 takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, integer(0, MAX_INT, help="Choose among so many likeliest tokens; 0: all.")] = 50,
     top_p: Annotated[
         float,
-        typer.Option(
-            min=1e-6, max=1, callback=finite, help="Choose among the likeliest that have this probability together."
-        ),
+        number(1e-6, 1, help="Choose among the likeliest that have this probability together."),
     ] = 1.0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeat it for more.")
@@ -108,16 +105,14 @@ def evaluate(
     every: Annotated[bool, typer.Option("--all", help="Every checkpoint that is kept, not only the newest.")] = False,
     limit: Annotated[
         int,
-        typer.Option(min=0, max=MAX_SIZE, help="Most requests of a task; 0: 200 of a local task, all of the others."),
+        integer(0, MAX_SIZE, help="Most requests of a task; 0: 200 of a local task, all of the others."),
     ] = 0,
     seed: Seed = 0,
     task_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Your own tasks, in the harness's YAML.", parser=local_path),
     ] = None,
-    tp: Annotated[
-        int, typer.Option(min=1, max=MAX_RANKS, help="Ranks that share each model; others share the requests.")
-    ] = 1,
+    tp: Annotated[int, integer(1, MAX_RANKS, help="Ranks that share each model; others share the requests.")] = 1,
     visible_cores: Cores = "",
     as_json: AsJson = False,
 ) -> None:

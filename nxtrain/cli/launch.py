@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nxtrain.cli.options import ConfigPath, Overrides
+from nxtrain.cli.options import ConfigPath, Overrides, integer
 from nxtrain.config.bounds import MAX_RANKS
 from nxtrain.io.paths import local_path
 
@@ -18,13 +18,13 @@ def launch(
     config: ConfigPath,
     overrides: Overrides = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks per machine; by default tp x pp x dp / nodes.")
+        int | None, integer(1, MAX_RANKS, help="Ranks per machine; by default tp x pp x dp / nodes.")
     ] = None,
     first_node: Annotated[
         str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
     ] = "",
     min_nodes: Annotated[
-        int, typer.Option(min=0, max=MAX_RANKS, help="Go on with so few machines if others are lost; 0: with all.")
+        int, integer(0, MAX_RANKS, help="Go on with so few machines if others are lost; 0: with all.")
     ] = 0,
     target: Annotated[
         Literal["local", "slurm", "kubernetes", "hyperpod", "sagemaker", "parallelcluster", "eks"],

@@ -23,13 +23,13 @@ from nxtrain.cli.inference import GENERATE_EPILOG as GENERATE_EXAMPLE
 from nxtrain.cli.inference import evaluate, generate
 from nxtrain.cli.launch import EPILOG as LAUNCH_EXAMPLE
 from nxtrain.cli.launch import launch
-from nxtrain.cli.options import ConfigPath, Overrides
+from nxtrain.cli.options import ConfigPath, Overrides, integer, number
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
 from nxtrain.cli.report import EPILOG as REPORT_EXAMPLE
 from nxtrain.cli.report import WATCH_EPILOG as WATCH_EXAMPLE
 from nxtrain.cli.report import report, watch
-from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE, finite
+from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
 from nxtrain.process import garbage
@@ -213,17 +213,13 @@ def compile_(
     overrides: Overrides = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_RANKS, help="Ranks per machine, as in the run; by default tp x pp x dp / nodes."),
+        integer(1, MAX_RANKS, help="Ranks per machine, as in the run; by default tp x pp x dp / nodes."),
     ] = None,
     first_node: Annotated[
         str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
     ] = "",
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=MAX_SIZE, help="Graphs at a time; by default one per 64 GiB of memory.")
-    ] = None,
-    retries: Annotated[
-        int, typer.Option(min=0, max=MAX_SIZE, help="Times that what failed is tried again, on one machine.")
-    ] = 1,
+    workers: Annotated[int | None, integer(help="Graphs at a time; by default one per 64 GiB of memory.")] = None,
+    retries: Annotated[int, integer(0, MAX_SIZE, help="Times that what failed is tried again, on one machine.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
 ) -> None:
     """Compile every graph of a run on this node, before the run.
@@ -257,12 +253,12 @@ def graphs(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    world: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of the world.", show_default=False)],
+    world: Annotated[int, integer(1, MAX_RANKS, help="Ranks of the world.", show_default=False)],
     rank: Annotated[
         list[int] | None,
-        typer.Option(min=0, max=MAX_RANKS, help="Rank to trace; repeat it for more. By default some of every kind."),
+        integer(0, MAX_RANKS, help="Rank to trace; repeat it for more. By default some of every kind."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Steps of each rank.")] = 3,
+    steps: Annotated[int, integer(help="Steps of each rank.")] = 3,
     hlo: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Save the graphs' HLO texts here.", parser=local_path)
     ] = None,
@@ -339,9 +335,7 @@ def cache_sync(
 @cache.command("clean", epilog="Example: nxtrain cache clean /var/tmp/neuron-compile-cache --max-gib 50")
 def cache_clean(
     where: CacheFolder = None,
-    max_gib: Annotated[
-        float | None, typer.Option(min=0, max=1e9, callback=finite, help="Keep so many GiB; what was used last stays.")
-    ] = None,
+    max_gib: Annotated[float | None, number(0, 1e9, help="Keep so many GiB; what was used last stays.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Put failed entries aside, to be compiled again.")] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Break the locks of processes that are gone.")] = False,
 ) -> None:

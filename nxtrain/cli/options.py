@@ -1,16 +1,47 @@
-"""Arguments that several commands share."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from nxtrain.config.bounds import MAX_SIZE, quoted
 from nxtrain.io.paths import local_path
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Values that win over the file's; the value is TOML or a bare word."),
+    typer.Argument(metavar="KEY=VALUE", help="Values that win over the file's; the value is TOML or a bare word."),
 ]
+
+
+def integer(least: int = 1, most: int = MAX_SIZE, *names: str, **settings: Any) -> Any:
+    """Option that takes an integer; its help shows no bounds, most of which are those of memory.
+
+    Args:
+        least, most: Bounds, both allowed.
+        names: Names of the option; by default that of the parameter.
+        settings: Arguments of `typer.Option`.
+    """
+    return typer.Option(*names, parser=_bounded(int, least, most), metavar="N", **settings)
+
+
+def number(least: float, most: float, *names: str, **settings: Any) -> Any:
+    """Option that takes a number; otherwise as `integer`."""
+    return typer.Option(*names, parser=_bounded(float, least, most), metavar="X", **settings)
+
+
+def _bounded(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{quoted(text)} is no {'integer' if kind is int else 'number'}") from error
+        if not least <= value <= most:  # nor nan
+            raise typer.BadParameter(f"{quoted(text)} is not between {least} and {most}")
+        return value
+
+    return parse

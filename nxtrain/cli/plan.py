@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.bench import AsJson
-from nxtrain.cli.options import ConfigPath, Overrides
-from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE, finite
+from nxtrain.cli.options import ConfigPath, Overrides, integer, number
+from nxtrain.config.bounds import MAX_RANKS
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
 
@@ -23,14 +23,12 @@ def plan(
     instance: Annotated[
         str, typer.Option(metavar="NAME", help="Instance type, such as p5.48xlarge; by default cluster.instance.")
     ] = "",
-    nodes: Annotated[
-        int | None, typer.Option(min=1, max=MAX_RANKS, help="Number of machines; by default cluster.nodes.")
-    ] = None,
+    nodes: Annotated[int | None, integer(1, MAX_RANKS, help="Number of machines; by default cluster.nodes.")] = None,
     search: Annotated[bool, typer.Option("--search", help="List the layouts that fit, fastest first.")] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Compare the memory with one rank's training step on fake tensors.")
     ] = False,
-    top: Annotated[int, typer.Option(min=1, max=MAX_SIZE, help="Rows of a search that are shown.")] = 15,
+    top: Annotated[int, integer(help="Rows of a search that are shown.")] = 15,
     model: Annotated[
         str, typer.Option(metavar="NAME", help="Published model in place of the configured one, such as gpt3-175b.")
     ] = "",
@@ -38,23 +36,17 @@ def plan(
         str,
         typer.Option(metavar="NAME", help="full, lora or qlora in place of finetune.method; all with --search."),
     ] = "",
-    tokens: Annotated[
-        float, typer.Option(min=0, max=1e18, callback=finite, help="Tokens of the run; by default train.steps.")
-    ] = 0.0,
+    tokens: Annotated[float, number(0, 1e18, help="Tokens of the run; by default train.steps.")] = 0.0,
     dataset: Annotated[str, typer.Option(metavar="NAME", help="Data set with the tokens of the run.")] = "",
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML file with machines of your own.", parser=local_path)
     ] = None,
-    store_gb_s: Annotated[
-        float, typer.Option(min=1e-3, max=1e6, callback=finite, help="GB/s that a machine writes checkpoints with.")
-    ] = 1.0,
+    store_gb_s: Annotated[float, number(1e-3, 1e6, help="GB/s that a machine writes checkpoints with.")] = 1.0,
     mtbf_h: Annotated[
         float,
-        typer.Option(min=0, max=1e9, callback=finite, help="Hours between failures of the run; 0: by its devices."),
+        number(0, 1e9, help="Hours between failures of the run; 0: by its devices."),
     ] = 0.0,
-    price: Annotated[
-        float | None, typer.Option(min=0, max=1e9, callback=finite, help="USD per machine and hour.")
-    ] = None,
+    price: Annotated[float | None, number(0, 1e9, help="USD per machine and hour.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory, speed and cost of a run on given machines, before one is booked.

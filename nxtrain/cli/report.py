@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from nxtrain.cli.bench import AsJson
-from nxtrain.config.bounds import MAX_SIZE, finite
+from nxtrain.cli.options import number
+from nxtrain.config.bounds import MAX_SIZE
 from nxtrain.errors import DivergedError
 from nxtrain.io.paths import local_path
 
@@ -19,7 +20,7 @@ WATCH_EPILOG = "Example: nxtrain watch runs/demo"
 
 RunDirs = Annotated[
     list[Path],
-    typer.Argument(metavar="RUN_DIR...", help="Run folders.", show_default=False, parser=local_path),
+    typer.Argument(metavar="RUN_DIR", help="Run folders.", show_default=False, parser=local_path),
 ]
 
 
@@ -30,16 +31,10 @@ def report(
         typer.Option(metavar="FILE.html", help="By default report.html in the first RUN_DIR.", parser=local_path),
     ] = None,
     parity: Annotated[bool, typer.Option("--parity", help="Compare runs with the first: exit code 0, or 6.")] = False,
-    loss_bound: Annotated[
-        float, typer.Option(min=0, max=10, callback=finite, help="Relative difference of losses that passes.")
-    ] = 0.01,
-    norm_bound: Annotated[
-        float, typer.Option(min=0, max=10, callback=finite, help="Relative difference of gradient norms that passes.")
-    ] = 0.1,
+    loss_bound: Annotated[float, number(0, 10, help="Relative difference of losses that passes.")] = 0.01,
+    norm_bound: Annotated[float, number(0, 10, help="Relative difference of gradient norms that passes.")] = 0.1,
     scaling: Annotated[bool, typer.Option("--scaling", help="Efficiency over nodes, and tokens per dollar.")] = False,
-    price: Annotated[
-        float | None, typer.Option(min=0, max=MAX_SIZE, callback=finite, help="USD per machine and hour.")
-    ] = None,
+    price: Annotated[float | None, number(0, MAX_SIZE, help="USD per machine and hour.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page of runs that needs no network: curves, stability, goodput, plan, configuration.
@@ -61,7 +56,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Show the lines once.")] = False,
     every_s: Annotated[
         float,
-        typer.Option("--every", min=0, max=86_400, callback=finite, help="Seconds between looks; 0: by the terminal."),
+        number(0, 86_400, "--every", help="Seconds between looks; 0: by the terminal."),
     ] = 0.0,
 ) -> None:
     """Follow runs from another terminal, by their files: a line for each run, until all of them have ended."""

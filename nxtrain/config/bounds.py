@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from nxtrain.errors import ConfigError
-
 MAX_INT = 2**63 - 1
 """Largest integer of TOML and of a tensor."""
 
@@ -58,17 +56,6 @@ def row_shares(weights: Sequence[float]) -> tuple[int, ...]:
     integers = [int(weight * common) for weight in exact]
     divisor = math.gcd(*integers)
     return tuple(each // divisor for each in integers)
-
-
-def finite(value: float | None) -> float | None:
-    """Refuse `nan` for an option of a command, which passes every bound.
-
-    Raises:
-        ConfigError: The value is `nan`.
-    """
-    if value is not None and math.isnan(value):
-        raise ConfigError("an option is nan; give a number")
-    return value
 
 
 def shortened(text: str) -> str:

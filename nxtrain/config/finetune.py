@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxtrain.config.schema import ON_XLA, QUANTIZING, RunConfig
+from nxtrain.config.schema import QUANTIZING, RunConfig
 from nxtrain.errors import Problem
 from nxtrain.mesh import Axis
 from nxtrain.sharding import ShardSpec
@@ -20,8 +20,7 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
         config: All values.
         has_weights: The weights from which the run begins have to be named.
     """
-    tuning, model, parallel = config.finetune, config.model, config.parallel
-    by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
+    tuning, model = config.finetune, config.model
     if tuning.method == "full":
         if tuning.adapter:
             reason = f"{tuning.adapter} is an adapter, and finetune.method=full trains none"
@@ -34,16 +33,11 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
         reason = "adapters are added to nxtrain's own layers, which backend.layers=nxd replaces"
         yield Problem("finetune.method", reason, hint="use backend.layers=native")
     if tuning.method == "qlora" and (config.backend.name not in QUANTIZING or config.compile.torch_compile):
+        by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
         reason = f"bitsandbytes restores NF4 eagerly on cuda and cpu, not with {by}"
         yield Problem("finetune.method", reason, hint="use lora, whose frozen weights run everywhere")
     if len(set(tuning.targets)) < len(tuning.targets):
         yield Problem("finetune.targets", "names a layer twice", hint="name each once")
-    if tuning.dropout and parallel.pp > 1:
-        reason = f"with parallel.pp={parallel.pp}, a micro-batch's masks would be drawn anew between its two passes"
-        yield Problem("finetune.dropout", reason, hint="use 0, or parallel.pp=1")
-    if tuning.dropout and (config.backend.name in ON_XLA or config.compile.torch_compile):
-        reason = f"the host numbers the masks, and each number would be a new graph under {by}"
-        yield Problem("finetune.dropout", reason, hint="use 0")
 
 
 def quantized_cut(name: str, spec: ShardSpec, tp: Axis) -> Iterator[Problem]:

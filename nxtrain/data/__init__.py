@@ -8,7 +8,7 @@ two numbers for each of its lanes. Resuming or changing the layout does not chan
 from __future__ import annotations
 
 from nxtrain.data.dataset import Data, open_data
-from nxtrain.data.held_out import target_bytes, unigram_entropy
+from nxtrain.data.held_out import target_bytes, target_counts, unigram_entropy
 from nxtrain.data.loader import Batch, BatchShare, Loader
 from nxtrain.data.samples import Samples
 from nxtrain.data.stream_loader import StreamLoader, Streams
@@ -23,5 +23,6 @@ __all__ = [
     "Streams",
     "open_data",
     "target_bytes",
+    "target_counts",
     "unigram_entropy",
 ]

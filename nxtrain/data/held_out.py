@@ -10,35 +10,33 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, pre_tokenizers
 
+from nxtrain.data.loader import batch_of
 from nxtrain.data.samples import Samples
 from nxtrain.io.regular import read_bytes
-from nxtrain.vocab import PROMPT_BIT
+from nxtrain.vocab import IGNORE_INDEX
 
 _CHUNK_TOKENS = 1 << 22
 """Tokens that are counted at once; 32 MiB as int64."""
 
 
-def unigram_entropy(samples: Samples, num_rows: int | None = None) -> float:
-    """Entropy of the targets under their own frequencies, in nats per token.
+def unigram_entropy(counts: NDArray[np.int64]) -> float:
+    """Entropy of targets under their own frequencies, in nats per token.
 
     The entropy is the lowest loss of a model that uses the frequency of each token and no context.
 
     Args:
-        samples: The rows.
-        num_rows: Number of first rows to count; None: all.
+        counts: Number of times that each id is a target.
     """
-    counts = target_counts(samples, num_rows)
     frequencies = counts[counts > 0] / counts.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
-def target_bytes(samples: Samples, tokenizer: Path, num_rows: int | None = None) -> int | None:
-    """Bytes of text that the targets stand for, counted token by token, so that a document cut by a row counts exactly.
+def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
+    """Bytes of text that targets stand for, counted token by token, so that a document cut by a row counts exactly.
 
     Args:
-        samples: The rows.
+        counts: Number of times that each id is a target.
         tokenizer: The `tokenizer.json` of the ids.
-        num_rows: Number of first rows to count; None: all.
 
     Returns:
         The bytes; None if they are unknown: a tokenizer whose tokens have no fixed number of bytes, or other ids.
@@ -46,25 +44,25 @@ def target_bytes(samples: Samples, tokenizer: Path, num_rows: int | None = None)
     lengths = token_bytes(tokenizer)
     if lengths is None:
         return None
-    counts = target_counts(samples, num_rows)
     is_known = counts.size <= lengths.size and bool((lengths[: counts.size][counts > 0] >= 0).all())
     return int(counts @ lengths[: counts.size]) if is_known else None
 
 
-def target_counts(samples: Samples, num_rows: int | None = None) -> NDArray[np.int64]:
-    """Number of times that each id is a target, outside of prompts: (n,), where n - 1 is the greatest id found.
+def target_counts(samples: Samples, num_rows: int | None = None, mask_end: int | None = None) -> NDArray[np.int64]:
+    """Number of times that each id is a target that counts: (n,), where n - 1 is the greatest id found.
 
     Args:
         samples: The rows.
         num_rows: Number of first rows to count; None: all.
+        mask_end: Id that ends a document, for masks between documents; None: no masks.
     """
     num_rows = samples.num_rows if num_rows is None else min(num_rows, samples.num_rows)
     counts = np.zeros(0, np.int64)
     chunk_rows = -(-_CHUNK_TOKENS // samples.seq_len)
     for start in range(0, num_rows, chunk_rows):
         indices = np.arange(start, min(start + chunk_rows, num_rows))
-        targets = samples.rows(indices)[:, 1:]
-        found = np.bincount(targets[targets < PROMPT_BIT], minlength=counts.size)
+        targets = batch_of(samples.rows(indices), 1, end_id=mask_end or 0, doc_mask=mask_end is not None).targets
+        found = np.bincount(targets[targets != IGNORE_INDEX], minlength=counts.size)
         found[: counts.size] += counts
         counts = found
     return counts

@@ -6,20 +6,24 @@ Files of a disk are read, not mapped: a lost page of a mapped file ends the proc
 from __future__ import annotations
 
 import getpass
+import io
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from nxtrain.config.cache_dir import fill, host_name
 from nxtrain.data.files import unreadable
 from nxtrain.errors import DamagedError, DataError
 from nxtrain.io.cached_object import CachedObject
-from nxtrain.io.object_store import Location, S3Path, S3Store
+from nxtrain.io.object_store import Location, S3Path, S3Source, S3Store
 from nxtrain.io.regular import open_regular
 
 SHARD_ENDING = ".arrow"
+
+STREAM_BYTES = 4 << 20
+"""Bytes of a request for an object that is read once; a request takes tens of milliseconds, whatever its size."""
 
 
 class DataFile(Protocol):
@@ -78,21 +82,21 @@ class LocalFile:
 
 
 class RemoteFile:
-    """An object of S3, whose blocks come to this node when they are read.
+    """An object of S3, whose bytes come to this node when they are read.
 
     Args:
         address: Address of the object.
-        cache: Folder of this node for the blocks.
+        cache: Folder of this node that keeps blocks; None: nothing is kept, and each read is a request.
 
     Raises:
         DataError: The object is absent, or the folder cannot be written.
         StorageError: S3 fails.
     """
 
-    def __init__(self, address: S3Path, cache: Path) -> None:
+    def __init__(self, address: S3Path, cache: Path | None) -> None:
         self.name = address
         try:
-            self._object = CachedObject(address, cache)
+            self._object: S3Source | CachedObject = S3Source(address) if cache is None else CachedObject(address, cache)
         except DamagedError as error:
             raise DataError(f"{address} does not exist, or was deleted; check it with: aws s3 ls {address}") from error
         except OSError as error:
@@ -110,8 +114,9 @@ class RemoteFile:
         try:
             return self._object.read(view, start)
         except DamagedError as error:
-            way_out = "bring the object back as it was, or start again with checkpoint.allow_drift=['data']"
-            raise DataError(f"{self.name} has changed under the run: {error.reason}; {way_out}") from error
+            way_out = "bring the object back as it was, or begin anew: train with checkpoint.allow_drift=['data']"
+            way_out += ", data prepare with --restart"
+            raise DataError(f"{self.name} has changed while it is read: {error.reason}; {way_out}") from error
 
     def version(self) -> object:
         """See `DataFile`: an object never changes in place."""
@@ -119,15 +124,54 @@ class RemoteFile:
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
         """See `DataFile`."""
-        self._object.ahead(read, *args)
+        if isinstance(self._object, CachedObject):
+            self._object.ahead(read, *args)
 
 
-def open_file(place: Location, cache: Path) -> LocalFile | RemoteFile:
+class _Stream(io.RawIOBase):
+    """Binary stream of a file."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_CUR: self._position, os.SEEK_END: self._file.num_bytes}.get(whence, 0)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        length = self._file.read(memoryview(buffer).cast("B"), self._position)
+        self._position += length
+        return length
+
+
+def open_stream(place: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
+    """Open a file that is read once, mostly from its begin to its end; nothing of an object of S3 is kept.
+
+    Args:
+        place: Path or address.
+        buffer_bytes: Least bytes of a request to S3.
+
+    Raises:
+        OSError: The file of a disk is absent, not a regular file, or cannot be opened.
+        DataError, StorageError: See `RemoteFile`.
+    """
+    if isinstance(place, S3Path):
+        return io.BufferedReader(_Stream(RemoteFile(place, None)), buffer_bytes)
+    return open(open_regular(place), "rb", buffering=0)
+
+
+def open_file(place: Location, cache: Path | None) -> LocalFile | RemoteFile:
     """Open a file.
 
     Args:
         place: Path or address.
-        cache: Folder of this node for blocks of S3.
+        cache: Folder of this node for blocks of S3; None: they are not kept.
 
     Raises:
         DataError: The file is absent, is not a regular file, or may not be read.

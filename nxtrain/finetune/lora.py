@@ -13,7 +13,7 @@ Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import CausalLM
-from nxtrain.finetune.dropout import Dropout
+from nxtrain.finetune.dropout import Dropout, LayerDropout
 from nxtrain.parallel.linear import ColumnLinear, RowLinear, product
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import Init, Segment, ShardSpec
@@ -68,8 +68,6 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
     if tp.comm.lazy:
         # torch-xla recomputes a block only if an input of the block has a gradient, and the embedding is frozen.
         blocks[0].register_forward_pre_hook(_require_gradient)
-    if dropout is not None:
-        dropout.attach(model, blocks[0])
 
 
 def _adapt_layer(
@@ -99,24 +97,14 @@ def _adapt_layer(
         for leaf, each in ((A, a), (B, b)):
             layer.specs[leaf] = each
             layer.register_parameter(leaf, tp.empty(each))
-    drop = _drop(dropout, path, tp, 0 if is_column else spec.pieces(tp.axis)[0].start, whole=not is_column)
+    first, width = (0, in_features) if is_column else (spec.pieces(tp.axis)[0].start, spec.local_shape(tp.axis)[1])
+    sequence = tp.axis if is_column and tp.sequence_parallel else None
+    drop = None if dropout is None else dropout.of_layer(path, range(first, first + width), sequence)
     adapted = cast(Any, layer)
     adapted.adapters = _Adapters(tuple(chosen), config.r, scale_of(config), tp, drop)
     # One function serves all layers, so that a compiler sees equal blocks.
     adapted.forward = MethodType(_column_forward if is_column else _row_forward, layer)
     return names
-
-
-Drop = Callable[[Tensor], Tensor]
-"""Function that leaves entries of a layer's input out."""
-
-
-def _drop(dropout: Dropout | None, path: str, tp: TensorParallel, feature: int, *, whole: bool) -> Drop | None:
-    """Dropout of one layer, whose input is sharded over the sequence under sequence parallelism unless `whole`."""
-    if dropout is None:
-        return None
-    part = 0 if whole or not tp.sequence_parallel else tp.axis.rank
-    return lambda x: dropout(x, path, part * x.shape[0], feature)
 
 
 @dataclass(frozen=True)
@@ -128,14 +116,14 @@ class _Adapters:
         r: Rank of each.
         scale: Factor of their output.
         tp: Tensor parallel context of the layer.
-        drop: Dropout of their input, if any.
+        drop: Masks of their input; None: the input is whole.
     """
 
     chosen: tuple[int, ...]
     r: int
     scale: float
     tp: TensorParallel
-    drop: Drop | None
+    drop: LayerDropout | None
 
     def down(self, x: Tensor, a: Tensor) -> Tensor:
         """Scaled product with A: (..., I) to (..., n R)."""

@@ -5,6 +5,14 @@ python -m nxtrain.graphs.trace JOB
 
 from __future__ import annotations
 
+# isort: off
+# First of all: the imports take seconds, and make no garbage.
+from nxtrain.process import garbage
+
+if __name__ == "__main__":
+    garbage.collect_rarely()
+# isort: on
+
 import json
 import os
 import re
@@ -187,6 +195,7 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
 
 def main(job: Job) -> None:
     """Print the report as JSON."""
+    garbage.settle()
     plan = resolve_config(load(job.config, job.overrides), job.world)
     bind, lacking = None, ""
     if job.layers == "nxd":

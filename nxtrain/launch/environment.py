@@ -113,6 +113,14 @@ class Environment:
         return " ".join([*(flag.flag for flag in self.compiler_flags), *added])
 
 
+QUIET_PROFILER = Variable(
+    "KINETO_LOG_LEVEL",
+    "5",
+    "torch's profiler prints without a GPU, as an error, that it finds none; 5 is above all its lines",
+    "torch 2.9, third_party/kineto/libkineto/src/DeviceProperties.cpp and init.cpp",
+)
+
+
 def beside(variables: Iterable[Variable], environ: Mapping[str, str]) -> tuple[Variable, ...]:
     """Variables for a child of a shell; where the shell has a value, that value."""
     return tuple(

@@ -15,7 +15,7 @@ from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch.debug import agent_settings, debug_variables
-from nxtrain.launch.environment import Variable
+from nxtrain.launch.environment import QUIET_PROFILER, Variable, beside
 from nxtrain.launch.neuron import is_neuron, needs
 from nxtrain.process import stacks
 
@@ -169,6 +169,8 @@ def _render(
         about += wanted.about
         problems += [replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in wanted.problems]
     variables += debug_variables(config, environ, neuron=is_neuron(config))
+    if config.metrics.profile_steps and config.backend.name in {"cpu", "xla"}:
+        variables += beside([QUIET_PROFILER], environ)
     if "OMP_NUM_THREADS" not in {*environ, *(variable.name for variable in variables)}:
         reason = "ranks that each take all cores slow one another down many times over"
         variables.append(Variable("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)), reason))

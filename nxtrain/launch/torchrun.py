@@ -15,9 +15,11 @@ from __future__ import annotations
 # ruff: noqa: E402
 # isort: off
 # First of all: torch takes seconds to import, in which a request for stacks would end the process.
-from nxtrain.process import stacks
+from nxtrain.process import garbage, stacks
 
 stacks.answer_requests()
+if __name__ == "__main__":
+    garbage.collect_rarely()
 # isort: on
 
 import logging
@@ -267,6 +269,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this node under torch's elastic agent and return the exit code."""
+    garbage.settle()
     logging.getLogger(multiprocessing.api.__name__).addFilter(is_news)
     options = run.parse_args(argv)
     # torch has no options for these classes.

@@ -21,8 +21,8 @@ class Throughput:
     """Speed over one window of steps.
 
     Args:
-        tokens: Tokens trained on since the first step of the run, resumed parts included.
-        tokens_per_s: Tokens of the global batches of the window, per second.
+        tokens: Positions of all rows since the first step of the run, also those without a target, and resumed parts.
+        tokens_per_s: Positions of the global batches of the window, per second.
         step_time_s: Mean seconds of a step.
         mfu: Model FLOPs per second over the peak of all devices; None when the peak is unknown.
     """
@@ -39,7 +39,8 @@ class StepRecord:
 
     Args:
         step: Finished updates, from 1.
-        loss: Mean over the tokens of the global batch, nats.
+        loss: Mean over the targets of the global batch, nats.
+        targets: Targets of the global batch that count in the loss; the rest of the positions is padding or masked.
         grad_norm: Global norm of the gradient before clipping.
         param_norm: Global norm of the parameters after the update.
         lost_update_frac: Share of the parameters that the update would not change if rounded to nearest.
@@ -57,6 +58,7 @@ class StepRecord:
 
     step: int
     loss: float
+    targets: int
     grad_norm: float
     param_norm: float
     lost_update_frac: float
@@ -87,7 +89,7 @@ class ThroughputMeter:
     Args:
         flops_per_token: FLOPs of forward and backward for one token.
         peak_flops: FLOPs per second of all devices together; None when unknown.
-        tokens: Tokens trained on before this process began.
+        tokens: Positions of the rows before this process began.
         clock: Seconds, monotonic.
     """
 
@@ -101,7 +103,7 @@ class ThroughputMeter:
         self._open_window()
 
     def add_step(self, num_tokens: int) -> None:
-        """Count one step over a global batch of `num_tokens` targets."""
+        """Count one step over a global batch of `num_tokens` positions."""
         self._tokens += num_tokens
         self._num_steps += 1
 

@@ -11,12 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from nxtrain.metrics.meters import Clock
-from nxtrain.metrics.status import Status, details, duration
+from nxtrain.metrics.status import Status, details, duration, fitting
 from nxtrain.process.console import standard_error
 
 LINE_EVERY_S, LATER_EVERY_S = 10.0, 60.0
 """Seconds between plain lines in the first minutes, and from `LATER_S` on, so that a log of days stays readable."""
 LATER_S = 600.0
+
+LINE_COLUMNS = 100
+"""Columns of a plain line, unless the console has more; a wider console's line has more numbers of the record."""
 
 _WIDEST_BAR, _NARROWEST_BAR = 20, 5
 
@@ -71,10 +74,7 @@ class ProgressBar:
     def log(self, record: Mapping[str, Any]) -> None:
         """Redraw the bar with the values of the record."""
         step, values, left = self._status.read(record)
-        spare = self._spare
-        for detail in details(record):
-            spare -= len(detail) + 2
-            values += f"  {detail}" if spare >= 0 else ""
+        values += fitting(details(record), self._spare)
         self._progress.update(self._task, completed=step, description=values, left=left, refresh=True)
 
     def close(self) -> None:
@@ -83,7 +83,10 @@ class ProgressBar:
 
 
 class ProgressLines:
-    """One line for the first and last step, for each evaluation, and at intervals between."""
+    """One line for the first and last step, for each evaluation, and at intervals between.
+
+    A line has the most important numbers of its record, in `LINE_COLUMNS`.
+    """
 
     def __init__(self, total_steps: int, console: Console, clock: Clock) -> None:
         self._status = Status(total_steps, clock)
@@ -100,8 +103,8 @@ class ProgressLines:
             return
         elapsed_s = self._status.pace.elapsed_s()
         self._next_s = now + (LINE_EVERY_S if elapsed_s < LATER_S else LATER_EVERY_S)
-        values = "  ".join([values, *details(record)])
-        line = f"step {step}/{self._total_steps}  {values}  {duration(elapsed_s)} {left}".rstrip()
+        head, tail = f"step {step}/{self._total_steps}  {values}", f"  {duration(elapsed_s)} {left}".rstrip()
+        line = head + fitting(details(record), max(LINE_COLUMNS, self._console.width) - len(head) - len(tail)) + tail
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

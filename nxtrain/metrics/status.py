@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +61,16 @@ def details(record: Mapping[str, Any]) -> list[str]:
         sections = (f"{key[:-2]} {numbers[key] / spent_s:.0%}" for key in SECTIONS_S if key in numbers)
         found.append(" ".join([*sections, f"waiting {numbers.get('waiting_s', 0.0) / spent_s:.0%}"]))
     return found
+
+
+def fitting(found: Iterable[str], columns: int) -> str:
+    """The first details that fit into so many columns, each after two blanks."""
+    text = ""
+    for detail in found:
+        if len(text) + 2 + len(detail) > columns:
+            break
+        text += f"  {detail}"
+    return text
 
 
 def short(count: float) -> str:

@@ -8,14 +8,13 @@ Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from nxtrain.backends.kernel_base import Kernels
 from nxtrain.family import CausalLM
 from nxtrain.nn.attention import CausalAttention
 from nxtrain.nn.mlp import GatedMLP
@@ -29,18 +28,18 @@ Source: the Llama recipes of NeuronX Distributed, which recompute CoreAttention,
 """
 
 
-def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, kernels: Kernels) -> None:
+def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, recompute: Callable[..., Tensor]) -> None:
     """Make the backward pass of a model recompute parts of the forward pass.
 
     Args:
         model: A `CausalLM`, changed in place; its parameters keep their names.
         remat: Recomputed parts: none, attention cores (and feed-forwards of long sequences), or whole blocks.
         seq_len: Tokens per sequence.
-        kernels: Kernels of the device.
+        recompute: `Kernels.recompute` of the device.
     """
 
     def recomputed(part: nn.Module, *inputs: Any) -> Tensor:
-        return kernels.recompute(partial(type(part).forward, part), *inputs)
+        return recompute(partial(type(part).forward, part), *inputs)
 
     for part in _parts(model, remat, seq_len):
         # A wrapper module would rename the parameters and hide the module from its hooks: sharding gathers a block

@@ -6,9 +6,8 @@ the end of the process. That is a quarter of the CPU time of a short run.
 
 from __future__ import annotations
 
+import atexit
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 STARTING = 1_000_000
 """New containers after which a process that starts collects for the first time; the imports of a run make a third."""
@@ -16,20 +15,19 @@ STARTING = 1_000_000
 _USUAL = gc.get_threshold()
 
 
-@contextmanager
-def collected_rarely() -> Iterator[None]:
-    """Collect rarely until `settle`, and leave objects that are alive at the end to the operating system."""
+def collect_rarely() -> None:
+    """Collect rarely until `settle`, and leave objects that are alive at the end to the operating system.
+
+    A program calls this before its imports.
+    """
     gc.set_threshold(STARTING, *_USUAL[1:])
-    try:
-        yield
-    finally:
-        gc.freeze()
+    atexit.register(gc.freeze)
 
 
 def settle() -> None:
     """End the start of this process: collect as usual, without visiting what it has imported.
 
-    Nothing changes in a process that has not begun with `collected_rarely`.
+    Nothing changes in a process that has not begun with `collect_rarely`.
     """
     if gc.get_threshold()[0] == STARTING:
         gc.freeze()

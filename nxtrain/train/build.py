@@ -163,9 +163,14 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     model = plan.family.build(plan.model, context)
     if run.finetune.method == "qlora":
         quantized.quantize(model, parallel)
+    recompute = backend.kernels.recompute
     if run.finetune.adapts:
-        adapt(model, run.finetune, parallel, Dropout(run, mesh.dp) if run.finetune.dropout else None)
-    recompute_parts(model, run.train.remat, run.train.seq_len, backend.kernels)
+        dropout = Dropout(run, mesh.dp) if run.finetune.dropout else None
+        adapt(model, run.finetune, parallel, dropout)
+        if dropout is not None:
+            dropout.attach(model, [len(part.blocks) for part in parts_of(plan, mesh)])
+            recompute = dropout.recomputing(recompute)
+    recompute_parts(model, run.train.remat, run.train.seq_len, recompute)
     if "activations" in run.parallel.offload:
         offload_activations(model)
     if run.compile.torch_compile:

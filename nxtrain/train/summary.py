@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nxtrain.data import Data, target_bytes, unigram_entropy
+from nxtrain.data import Data, target_bytes, target_counts, unigram_entropy
 from nxtrain.run_folder import SUMMARY_FILE
 
 
@@ -21,7 +21,7 @@ class Summary:
         unigram_entropy: Best loss on the same tokens of a model without context, in nats.
         bits_per_byte: Loss in bits per byte of the evaluated text, which runs with other tokenizers can be compared by;
             None if the tokenizer's tokens have no fixed number of bytes.
-        val_tokens: Number of evaluated tokens.
+        val_tokens: Number of evaluated targets; none is of a prompt, or behind the end of a masked document.
         val_bytes: Bytes of text of the evaluated tokens; None if unknown.
     """
 
@@ -32,20 +32,22 @@ class Summary:
     val_bytes: int | None
 
     @staticmethod
-    def of(val_loss: float, data: Data, num_rows: int) -> Summary:
+    def of(val_loss: float, data: Data, num_rows: int, mask_end: int | None = None) -> Summary:
         """Summary of a run.
 
         Args:
             val_loss: Mean loss over the evaluated tokens, in nats.
             data: Data of the run; has validation rows.
             num_rows: Number of first validation rows that are evaluated, if there are so many.
+            mask_end: Id that ends a document, for masks between documents; None: no masks.
         """
         rows = data.validation
         assert rows is not None
-        num_tokens = min(num_rows, rows.num_rows) * rows.seq_len
-        num_bytes = target_bytes(rows, data.tokenizer, num_rows) if data.tokenizer else None
+        counts = target_counts(rows, num_rows, mask_end)
+        num_tokens = int(counts.sum())
+        num_bytes = target_bytes(counts, data.tokenizer) if data.tokenizer else None
         bits = num_tokens * val_loss / math.log(2) / num_bytes if num_bytes else None
-        return Summary(val_loss, unigram_entropy(rows, num_rows), bits, num_tokens, num_bytes)
+        return Summary(val_loss, unigram_entropy(counts), bits, num_tokens, num_bytes)
 
     def __str__(self) -> str:
         """One line for people."""

@@ -35,7 +35,7 @@ class Trained:
         tokenizer: Tokenizer of the model.
         ends: Ids that end a text, as the place declares them.
         step: Finished updates; 0 for a Hugging Face folder.
-        tokens: Target tokens that the updates consumed; 0 for a Hugging Face folder.
+        tokens: Positions of the rows that the updates consumed; 0 for a Hugging Face folder.
         identity: Name of the weights, which differs from that of other weights of the same step.
     """
 

@@ -72,7 +72,7 @@ class Trainer:
         """
         config, backend = self.config, self.state.backend
         total = config.train.steps
-        # Positions of the rows: targets that do not count, as behind the last document of a row, are among them.
+        # Positions of the rows, which is the work of the devices; `targets` of a record are those that count.
         step_tokens = config.train.global_batch * config.train.seq_len
         val_loss = None
         # Loaded values become device buffers like a step's results, so the first step has the graph of all others.
@@ -96,6 +96,7 @@ class Trainer:
                         val_loss = self.evaluate(step) if evaluates else None
                         record = StepRecord(
                             step=step,
+                            targets=int(read.pop("targets")),
                             lr=rate,
                             throughput=throughput,
                             val_loss=val_loss,
@@ -142,7 +143,8 @@ class Trainer:
     ) -> tuple[dict[str, float], Verdict]:
         """Fetch the numbers of a step and the guard's verdict on them."""
         self.observers.enter(step, "log")
-        found = {"loss": result.loss, "grad_norm": result.grad_norm, **self.guard.values()}
+        found = {"loss": result.loss, "targets": result.num_tokens, "grad_norm": result.grad_norm}
+        found |= self.guard.values()
         read = self.state.backend.fetch({**found, **self._health(lr)})
         return read, self.guard.judge(step, read, recorded=recorded)
 

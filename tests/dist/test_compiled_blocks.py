@@ -63,10 +63,12 @@ def test_compiled_blocks_train_as_transformers_does_by_one_graph(ranks: RankPool
     assert {graphs for _, graphs in found} == {1}
 
 
-def test_compiled_blocks_with_adapters_train_as_plain_ones(ranks: RankPool) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_compiled_blocks_with_adapters_train_as_plain_ones(ranks: RankPool, dropout: float) -> None:
     """The first block has a graph of its own, since its input has no gradient."""
-    plain = layout("gqa2", tp=1, remat="full")
-    resolved = changed(plain, finetune={"method": "lora", "r": 4, "targets": ("q_proj", "v_proj", "down_proj")})
+    plain = layout("gqa2", tp=1, remat="full", micro=2, config=LAYERS)
+    lora = {"method": "lora", "r": 4, "targets": ("q_proj", "v_proj", "down_proj"), "dropout": dropout}
+    resolved = changed(plain, finetune=lora)
     base = weights_of(resolved)
     given = {**base, **adapters_of(resolved, base)}
     ((course, graphs),) = ranks.run(1, run, changed(resolved, compile={"torch_compile": True}), given)

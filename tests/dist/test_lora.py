@@ -16,7 +16,7 @@ from nxtrain.backends import open_backend
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.finetune.dropout import Dropout
-from nxtrain.finetune.lora import is_adapter
+from nxtrain.finetune.lora import is_adapter, scale_of
 from nxtrain.mesh import Mesh
 from nxtrain.train.adapters import save_adapter
 from nxtrain.train.compatibility import RunInputs, meta_at
@@ -30,7 +30,10 @@ from tests.support.lora import (
     draw_adapters,
     draw_quantized,
     restored,
+    wanted_of_one_rank,
     wanted_of_peft,
+    with_dropout,
+    with_keys,
 )
 from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, run_ours, start, whole
@@ -50,6 +53,16 @@ QUANTIZED = [
     Degrees(tp=2, sequence_parallel=True),
     Degrees(dp=2, shard="full"),
     Degrees(tp=2, dp=2, shard="zero1"),
+    Degrees(dp=2, shard="grad_op"),
+    Degrees(dp=4, shard="hybrid"),
+]
+_STAGES = [degrees for degrees in _ALL if degrees.pp > 1 and degrees.world <= 4]
+DROPPED = [
+    next(degrees for degrees in _STAGES if degrees.virtual_pp > 1),
+    next(degrees for degrees in _STAGES if degrees.schedule == "zero_bubble"),
+    next(degrees for degrees in _STAGES if degrees.tp > 1 and degrees.sequence_parallel),
+    next(degrees for degrees in _STAGES if degrees.dp > 1),
+    *[degrees for degrees in _ALL if degrees.tp > 1 and degrees.pp == 1 and degrees.world <= 4][:3],
 ]
 LORA = {"method": "lora", "r": 4, "alpha": 8.0}
 
@@ -78,6 +91,8 @@ def test_a_drawn_run_of_any_layout_equals_peft(ranks: RankPool, index: int) -> N
 @pytest.mark.parametrize("index", range(len(QUANTIZED)), ids=lambda index: f"{index}-{QUANTIZED[index]}")
 def test_a_drawn_run_above_quantized_weights_equals_peft_above_restored_ones(ranks: RankPool, index: int) -> None:
     run = draw_quantized("qlora", SEED, index, QUANTIZED[index])
+    if run.degrees.shard == "hybrid":
+        run = with_keys(run, parallel__shard_size=2, parallel__offload=True)
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
     want = wanted_of_peft(run)
     errors = [(run, error_of(courses, want, run))]
@@ -125,8 +140,9 @@ def _bytes(parameter: Tensor) -> Tensor:
         (2, {"tp": 2, "sp": True}),
         (2, {"dp": 2, "shard": "zero1", "micro": 1}),
         (2, {"dp": 2, "shard": "full", "micro": 2, "params": "bf16"}),
+        (2, {"pp": 2, "micro": 2}),
     ],
-    ids=["tp2-sp", "dp2-zero1", "dp2-full-bf16"],
+    ids=["tp2-sp", "dp2-zero1", "dp2-full-bf16", "pp2"],
 )
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_a_run_begins_as_its_base_and_moves_adapters_only(
@@ -168,27 +184,36 @@ def test_masks_are_those_of_one_rank(ranks: RankPool, world: int, degrees: dict[
         assert losses == pytest.approx(alone, rel=0, abs=2e-6)
 
 
+@pytest.mark.parametrize("index", range(len(DROPPED)), ids=lambda index: f"{index}-{DROPPED[index]}")
+def test_masks_of_a_drawn_run_of_any_layout_are_those_of_one_rank(ranks: RankPool, index: int) -> None:
+    run = with_dropout(draw_adapters("dropout", SEED, index, DROPPED[index]))
+    courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
+    errors = [(run, error_of(courses, wanted_of_one_rank(run), run))]
+    assert not failures(errors), (failures(errors), described(run))
+
+
 def test_masks_leave_out_their_share_and_are_new_in_each_pass() -> None:
-    resolved = adapted(finetune={"dropout": 0.25}, micro=2)
+    resolved = changed(adapted(finetune={"dropout": 0.25}, micro=2), train={"seq_len": 64})
     dropout = Dropout(resolved.config, Mesh(1, 0).dp)
+    layer, other = (dropout.of_layer(name, range(96)) for name in ("layer", "other"))
     block = torch.nn.Identity()
-    dropout.attach(torch.nn.Module(), block)
+    dropout.attach(torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])}), [1])
     x, masks = torch.ones(64, 2, 96), []
     for _ in range(4):
         block(x)
-        masks.append(dropout(x, "layer", 0, 0))
+        masks.append(layer(x))
     kept = [mask > 0 for mask in masks]
     assert [float(each.float().mean()) for each in kept] == pytest.approx([0.75] * 4, abs=0.02)
     assert all(
         torch.equal(mask[each], torch.full_like(mask[each], 4 / 3)) for mask, each in zip(masks, kept, strict=True)
     )
-    pairs = [(kept[0], kept[1]), (kept[1], kept[2]), (kept[0], dropout(x, "other", 0, 0) > 0)]
+    pairs = [(kept[0], kept[1]), (kept[1], kept[2]), (kept[3], other(x) > 0)]
     pairs += [(kept[3][:, 0], kept[3][:, 1]), (kept[3][:32], kept[3][32:]), (kept[3][..., :48], kept[3][..., 48:])]
-    for one, other in pairs:  # independent masks agree in 0.75^2 + 0.25^2 of the entries
-        assert float((one == other).float().mean()) == pytest.approx(0.625, abs=0.03)
+    for one, another in pairs:  # independent masks agree in 0.75^2 + 0.25^2 of the entries
+        assert float((one == another).float().mean()) == pytest.approx(0.625, abs=0.03)
     with torch.no_grad():
         block(x)
-    assert torch.equal(dropout(x, "layer", 0, 0), x), "evaluation leaves nothing out"
+    assert torch.equal(layer(x), x), "evaluation leaves nothing out"
 
 
 def test_evaluation_between_steps_changes_no_mask() -> None:
@@ -201,6 +226,33 @@ def test_evaluation_between_steps_changes_no_mask() -> None:
         eval_step(state, local)
         losses.append(backend.fetch({"loss": train_step(state, local, resolved.config.optim.lr).loss})["loss"])
     assert losses == dropped_losses(backend, resolved, given)
+
+
+# --- merged weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_merged_weights_give_the_logits_of_the_trained_model(method: str) -> None:
+    """Of the forward pass of training, beside adapters that move the logits by a multiple of what they are."""
+    resolved, backend = adapted(config={"intermediate_size": 128}, finetune={"method": method}), open_backend("cpu")
+    given = weights(resolved)
+    base = restored(given) if method == "qlora" else given
+    scale = scale_of(resolved.config.finetune)
+    merged = {}
+    for name, weight in base.items():
+        layer = name.removesuffix(".weight")
+        if not is_adapter(name):
+            update = [base[f"{layer}.{leaf}"] for leaf in ("lora_B", "lora_A")] if f"{layer}.lora_A" in base else []
+            merged[name] = weight + scale * (update[0] @ update[1]) if update else weight
+    tokens = batches(resolved, 1)[0][:, :-1]
+    found = []
+    for run, values in ((resolved, given), (changed(resolved, finetune={"method": "full"}), merged)):
+        with torch.no_grad():
+            found.append(start(backend, run, values).lm.logits(tokens))
+    with torch.no_grad():
+        of_base = start(backend, changed(resolved, finetune={"method": "full"}), base).lm.logits(tokens)
+    assert (found[0] - of_base).abs().max() > 0.1
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
 
 
 # --- export --------------------------------------------------------------------------------------------------------

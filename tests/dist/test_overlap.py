@@ -1,10 +1,12 @@
-"""Sums of gradients that are under way, or done, while a rank still computes its backward pass."""
+"""Sums of gradients that are under way, or done, while a rank still computes its backward pass, also in its profile."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -13,10 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.bench.overlap import read_profiles
+from nxtrain.bench.peers import batch
+from nxtrain.bench.train import SHAPE, Workload
+from nxtrain.bench.worker import ours
 from nxtrain.config.check import Resolved
-from nxtrain.parallel.data_parallel import Bucketed, Reduction
+from nxtrain.parallel.data_parallel import Bucketed, Reduction, Replicated
+from nxtrain.run_folder import LOGS_DIR
 from nxtrain.train import build
-from nxtrain.train.step import TrainState
+from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.step_profiler import StepProfiler
 from tests.support.models import weights_of
 from tests.support.parity import batches, layout, local_batch, start
 from tests.support.patience import patient_s
@@ -80,6 +88,30 @@ def inside_a_backward_pass(backend: CpuBackend, *job: Any) -> tuple[bool, bool]:
     return found[0]
 
 
+def profiled(backend: CpuBackend, run: Path, awaited: bool) -> None:
+    """Profile the second step of this replica, as metrics.profile_steps does; `awaited`: each sum where it starts."""
+    backend.choose_transport("gloo")
+    shape = {**SHAPE, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    work = Workload(1, 2, 256, "fp32", {**shape, "max_position_embeddings": 256})
+    _, state = ours(work, backend, parallel={"bucket_mib": 1})
+    profiler = StepProfiler(2, 2, run / LOGS_DIR, backend.rank, lambda line: None)
+    state = state.reporting(profiler.section)
+    inputs, targets = (x.unsqueeze(0) for x in batch(work))
+    on_device = DeviceBatch.of(inputs, targets, backend.put)
+    start_sum = Replicated._start
+
+    def waiting(self: Replicated, *grads: Any) -> Any:
+        pending = start_sum(self, *grads)
+        found = pending.wait()
+        return mock.Mock(wait=lambda: found)
+
+    with mock.patch.object(Replicated, "_start", waiting) if awaited else nullcontext():
+        for step in (1, 2):
+            profiler.enter(step, "training")
+            train_step(state, on_device, 1e-4)
+            profiler.finish(step)
+
+
 @pytest.fixture(scope="module")
 def job() -> tuple[Resolved, dict[str, Tensor]]:
     """Two replicas, each with one micro-batch."""
@@ -100,3 +132,18 @@ def test_a_sum_is_done_while_the_backward_pass_goes_on(
     ranks: RankPool, job: tuple[Resolved, dict[str, Tensor]]
 ) -> None:
     assert ranks.run(2, inside_a_backward_pass, *job) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_profile_shows_the_sums_beside_the_products_of_the_backward_pass(
+    ranks: RankPool, tmp_path: Path, awaited: bool
+) -> None:
+    """A sum that is awaited where it starts has none beside it, as the same profile shows."""
+    ranks.run(2, profiled, tmp_path, awaited)
+    profiles = read_profiles(tmp_path)
+    assert [profile.rank for profile in profiles] == [0, 1]
+    for profile in profiles:
+        assert [name for name, _ in profile.sections] == ["forward", "backward", "reduce", "optimizer"]
+        assert len(profile.sums) > 4
+        assert profile.products_beside == 0 if awaited else profile.products_beside > 0
+        assert profile.overlap < 0.01 if awaited else profile.overlap > 0.01

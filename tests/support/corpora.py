@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from nxtrain.data.arrow.preparation import Outcome, Request, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.tokenization import train_bpe
+from nxtrain.io.object_store import Location
 
 FORMATS = (
     "text",
@@ -95,7 +96,7 @@ def write_corpus(folder: Path, name: str, texts: Sequence[str], row_group_size: 
     return path
 
 
-def prepare(*sources: Path, out: Path, watcher: Watcher | None = None, **options: Any) -> Outcome:
+def prepare(*sources: Location, out: Path, watcher: Watcher | None = None, **options: Any) -> Outcome:
     return prepare_corpus(Request(sources, out, **options), watcher or Watcher())
 
 

@@ -156,6 +156,8 @@ def draw(
     for attempt in range(TRIES):
         rng = Random(f"{lane}/{seed}/{index}/{attempt}")
         overrides, steps, mask = _overrides(rng, degrees, family, bf16=bf16, xla=xla)
+        if not xla:
+            overrides |= _of_state(Random(f"state/{lane}/{seed}/{index}/{attempt}"), degrees, overrides)
         lines = tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
         drawn = Drawn(lane, seed, index, degrees, lines, steps, mask)
         try:
@@ -182,7 +184,6 @@ def _overrides(
     micro_batch = min(micro_batch, rows)
     accumulation = min(accumulation, rows // micro_batch)
     passes = degrees.tp * degrees.dp * accumulation * model["num_hidden_layers"]
-    sharding = _sharding(rng, degrees)
     values: dict[str, Any] = {
         "backend.name": "xla" if xla else "cpu",
         "data.source": "tokens",
@@ -201,8 +202,7 @@ def _overrides(
         "train.loss_chunk_mib": rng.choice((1, 64)),
         "parallel.bucket_mib": rng.choice((1, 64)),
         **{f"parallel.{field.name}": getattr(degrees, field.name) for field in fields(degrees)},
-        **sharding,
-        **({} if xla else _offload(rng, degrees, sharding.get("parallel.shard_size", degrees.dp))),
+        **_sharding(rng, degrees),
         **_cuts(rng, degrees, model["num_hidden_layers"]),
         **(_bf16(rng) if bf16 else {}),
         **_optim(rng),
@@ -246,8 +246,11 @@ def _model(rng: Random, degrees: Degrees, *, xla: bool) -> dict[str, Any]:
 
 def _of_family(family: str, model: dict[str, Any], seq_len: int) -> dict[str, Any]:
     """Sizes that a family has beside those of all, or has otherwise."""
+    window = {"sliding_window": seq_len + model["intermediate_size"] % 2}  # every key is just within the window
     if family == "mistral":
-        return {"sliding_window": seq_len + model["intermediate_size"] % 2}  # every key is just within the window
+        return window
+    if family == "qwen2":
+        return {**window, "max_window_layers": 0}
     if family == "qwen3":  # RMSNorm of few entries, as of the hidden size
         return {"head_dim": max(8, model["head_dim"])}
     return {}
@@ -262,27 +265,30 @@ def _seq_len(rng: Random, degrees: Degrees, *, xla: bool) -> int:
 
 
 def _sharding(rng: Random, degrees: Degrees) -> dict[str, Any]:
-    """Units of sharded parameters, and the units that each pass gathers ahead."""
     if degrees.shard not in FULLY_SHARDED:
         return {}
-    prefetch = rng.choice((0, 1, 2))
-    values: dict[str, Any] = {
-        "parallel.prefetch": prefetch,
-        "parallel.forward_prefetch": rng.random() < 0.7,
-        "parallel.backward_prefetch": rng.choice(("before", "none", "after")[: 3 if prefetch else 2]),
-        "parallel.unit_params": rng.choice((0, 1, rng.randint(2, 60_000), rng.randint(2, 60_000))),
-    }
+    values: dict[str, Any] = {"parallel.prefetch": rng.choice((0, 1, 2))}
     if degrees.shard == "hybrid":
         values["parallel.shard_size"] = rng.choice([n for n in range(1, degrees.dp + 1) if degrees.dp % n == 0])
+    if values.get("parallel.shard_size", degrees.dp) > 1:
+        values["parallel.offload"] = rng.random() < 0.25
     return values
 
 
-def _offload(rng: Random, degrees: Degrees, sharing: int) -> dict[str, Any]:
-    """Kinds of state in host memory, each apart; parameters only where several ranks share them."""
-    shares = degrees.shard in FULLY_SHARDED and sharing > 1
-    kinds = ("params", "optimizer", "activations") if shares else ("optimizer", "activations")
-    chosen = [kind for kind in kinds if rng.random() < (0.5 if kind == "params" else 0.3)]
-    return {"parallel.offload": chosen} if chosen else {}
+def _of_state(rng: Random, degrees: Degrees, given: dict[str, Any]) -> dict[str, Any]:
+    """Units of sharded parameters, those gathered ahead, and kinds of state in host memory, each apart."""
+    found: dict[str, Any] = {}
+    if degrees.shard in FULLY_SHARDED:
+        kinds = ("before", "none", "after") if given["parallel.prefetch"] else ("before", "none")
+        found = {
+            "parallel.forward_prefetch": rng.random() < 0.7,
+            "parallel.backward_prefetch": rng.choice(kinds),
+            "parallel.unit_params": rng.choice((0, 1, rng.randint(2, 60_000), rng.randint(2, 60_000))),
+        }
+    shares = "parallel.offload" in given  # of parameters that no other rank shares, none may go
+    movable = ("params", "optimizer", "activations") if shares else ("optimizer", "activations")
+    offloaded = [kind for kind in movable if rng.random() < (0.5 if kind == "params" else 0.3)]
+    return {**found, "parallel.offload": offloaded}
 
 
 def _cuts(rng: Random, degrees: Degrees, num_layers: int) -> dict[str, Any]:

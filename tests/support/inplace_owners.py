@@ -132,6 +132,10 @@ OWNERS: dict[str, dict[str, str]] = {
         "State.copy: self._into[key].copy_": "state: buffer of this object",
         "State.torch_load: self._into[key].copy_": "state: buffer of this object",
     },
+    "nxtrain/bench/data_peers.py": {
+        "_titan: DATASETS['nxtrain'] =": "host: dictionary of torchtitan",
+        "ids_sides: streaming.MDSWriter(out=place)": "host: name of a folder",
+    },
     "nxtrain/bench/lazy.py": {
         "peer.step: torch.nn.utils.clip_grad_norm_(model.parameters())": (
             "state: gradients of the model that this benchmark trains"
@@ -232,7 +236,6 @@ OWNERS: dict[str, dict[str, str]] = {
     "nxtrain/convert/peft.py": {
         "AdapterWeights.__call__: view.copy_": "given: parameter under construction, whose docstring says fill",
     },
-    "nxtrain/finetune/dropout.py": {"Dropout._count: self._passes +=": "host: number"},
     "nxtrain/finetune/quantized.py": {
         "filling.fill_one: local.copy_": "given: parameter under construction, as of every `Fill`",
     },

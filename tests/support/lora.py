@@ -11,12 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.config.check import Resolved
+from nxtrain.config.tables import toml_value
 from nxtrain.finetune.lora import A
 from tests.support.drawn import ONE, Degrees, Drawn, draw
-from tests.support.drawn_runs import first_weights
+from tests.support.drawn_runs import first_weights, ours
 from tests.support.models import changed
-from tests.support.parity import Course, reference
+from tests.support.parity import Course, reference, whole
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -69,6 +71,29 @@ def draw_quantized(lane: str, seed: int, index: int, degrees: Degrees = ONE) -> 
     lines = tuple(f"model.config.{key}={value}" for key, value in widths.items())
     finetune = {**dict(drawn.finetune), "method": "qlora"}
     return replace(drawn, overrides=(*drawn.overrides, *lines), finetune=tuple(finetune.items()))
+
+
+def with_keys(drawn: DrawnAdapters, **changes: Any) -> DrawnAdapters:
+    """The same run with other values of some keys; `parallel__offload` is `parallel.offload`."""
+    lines = {line.partition("=")[0]: line for line in drawn.overrides}
+    for name, value in changes.items():
+        key = name.replace("__", ".")
+        lines[key] = f"{key}={toml_value(value)}"
+    return replace(drawn, overrides=tuple(lines.values()))
+
+
+def with_dropout(drawn: DrawnAdapters, share: float = 0.3) -> DrawnAdapters:
+    """The same run with masks, and recomputation of whole blocks."""
+    return replace(with_keys(drawn, train__remat="full"), finetune=(*drawn.finetune, ("dropout", share)))
+
+
+def wanted_of_one_rank(drawn: DrawnAdapters) -> Course:
+    """The course of one CPU rank that recomputes nothing."""
+    alone = with_keys(drawn, train__remat="none", backend__name="cpu")
+    plain = [line for line in alone.overrides if not line.startswith(("parallel.", "backend.cpu_transport"))]
+    alone = replace(alone, degrees=ONE, overrides=(*plain, "parallel.tp=1"))
+    course = ours(CpuBackend(), alone, all_weights(drawn))
+    return replace(course, weights=whole([course.weights], alone.resolved))
 
 
 def restored_by_bitsandbytes(whole: Tensor) -> Tensor:

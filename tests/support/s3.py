@@ -5,10 +5,10 @@ from __future__ import annotations
 import http.client
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import pytest
@@ -55,17 +55,13 @@ def drop_bucket(client: Any) -> None:
         client.delete_bucket(Bucket=BUCKET)
 
 
-@contextmanager
-def slow_s3(variables: dict[str, str], seconds: float, number: int, pieces: int = 40) -> Iterator[dict[str, str]]:
-    """The same server behind one that gives large answers in pieces: what leads AWS's tools there.
+Deliver = Callable[[BaseHTTPRequestHandler, http.client.HTTPResponse, bytes], None]
+"""Function that sends the server's answer and its content, or a part of them."""
 
-    Args:
-        variables: Lead to the server itself.
-        seconds: That a large answer takes; 0: its first half comes, and nothing more.
-        number: So many of them are slow, the first.
-        pieces: Of each.
-    """
-    ended, left, lock = threading.Event(), [number], threading.Lock()
+
+@contextmanager
+def _between(variables: dict[str, str], deliver: Deliver) -> Iterator[dict[str, str]]:
+    """The same server behind one that delivers its answers in another way: what leads AWS's tools there."""
 
     class Between(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -75,21 +71,7 @@ def slow_s3(variables: dict[str, str], seconds: float, number: int, pieces: int 
             server = http.client.HTTPConnection(urlsplit(variables["AWS_ENDPOINT_URL"]).netloc)
             server.request(self.command, self.path, body, dict(self.headers))
             answer = server.getresponse()
-            content = answer.read()
-            self.send_response_only(answer.status)
-            for name, value in answer.getheaders():
-                if name.lower() not in {"transfer-encoding", "connection"}:
-                    self.send_header(name, value)
-            self.end_headers()
-            with lock:
-                is_slow = len(content) > 100_000 and left[0] > 0
-                left[0] -= is_slow
-            size = -(-len(content) // pieces) if is_slow else max(1, len(content))
-            for start in range(0, len(content), size):
-                if is_slow and ((not seconds and 2 * start > len(content)) or ended.wait(seconds / pieces)):
-                    ended.wait(120)
-                    return
-                self.wfile.write(content[start : start + size])
+            deliver(self, answer, answer.read())
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = forward  # noqa: N815  # as http.server finds them
 
@@ -109,7 +91,78 @@ def slow_s3(variables: dict[str, str], seconds: float, number: int, pieces: int 
     try:
         yield {**variables, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}
     finally:
-        ended.set()
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _send_head(request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse) -> None:
+    request.send_response_only(answer.status)
+    for name, value in answer.getheaders():
+        if name.lower() not in {"transfer-encoding", "connection"}:
+            request.send_header(name, value)
+    request.end_headers()
+
+
+@contextmanager
+def slow_s3(variables: dict[str, str], seconds: float, number: int, pieces: int = 40) -> Iterator[dict[str, str]]:
+    """The same server behind one that gives large answers in pieces: what leads AWS's tools there.
+
+    Args:
+        variables: Lead to the server itself.
+        seconds: That a large answer takes; 0: its first half comes, and nothing more.
+        number: So many of them are slow, the first.
+        pieces: Of each.
+    """
+    ended, left, lock = threading.Event(), [number], threading.Lock()
+
+    def deliver(request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse, content: bytes) -> None:
+        _send_head(request, answer)
+        with lock:
+            is_slow = len(content) > 100_000 and left[0] > 0
+            left[0] -= is_slow
+        size = -(-len(content) // pieces) if is_slow else max(1, len(content))
+        for start in range(0, len(content), size):
+            if is_slow and ((not seconds and 2 * start > len(content)) or ended.wait(seconds / pieces)):
+                ended.wait(120)
+                return
+            request.wfile.write(content[start : start + size])
+
+    with _between(variables, deliver) as found:
+        try:
+            yield found
+        finally:
+            ended.set()
+
+
+Fault = Literal["", "torn", "error"]
+"""Answer to a request for a range: as it is, broken off in its middle, or the server's failure."""
+
+
+@contextmanager
+def failing_s3(variables: dict[str, str], fault: Callable[[], Fault]) -> Iterator[dict[str, str]]:
+    """The same server behind one that fails at requests for ranges: what leads AWS's tools there.
+
+    Args:
+        variables: Lead to the server itself.
+        fault: Fault of the next request for a range.
+    """
+    lock = threading.Lock()
+
+    def deliver(request: BaseHTTPRequestHandler, answer: http.client.HTTPResponse, content: bytes) -> None:
+        found: Fault = ""
+        if request.command == "GET" and request.headers.get("Range"):
+            with lock:
+                found = fault()
+        if found == "error":
+            request.send_response_only(503)
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        _send_head(request, answer)
+        if request.command != "HEAD":
+            request.wfile.write(content[: len(content) // 2] if found else content)
+        request.close_connection = request.close_connection or bool(found)
+
+    with _between(variables, deliver) as found:
+        yield found

@@ -23,7 +23,7 @@ from nxtrain.train.step import DeviceBatch, train_step
 from tests.support import nxd_xla
 from tests.support.drawn import Drawn
 from tests.support.drawn_runs import ours
-from tests.support.models import tokens
+from tests.support.models import our_model, tokens
 from tests.support.parity import GLOBAL_BATCH, LR, Course, local_batch, run_ours, start
 
 
@@ -231,6 +231,27 @@ def rounded(backend: Backend, numbers: Mapping[str, Tensor], steps: int) -> tupl
         backend.step_boundary()
         found.append({name: x.cpu() for name, x in out.items()})
     return found, Counts.now().compiled - before
+
+
+def document_logits(
+    backend: Backend, jobs: Sequence[tuple[Resolved, Mapping[str, Tensor], Tensor, Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Logits of packed rows with masks between documents and without, and of each document alone.
+
+    Args:
+        backend: Of the device.
+        jobs: Run, whole weights, inputs and starts of the rows, and a row for each document.
+    """
+    found = []
+    for resolved, weights, inputs, starts, alone in jobs:
+        model: Any = our_model(resolved, backend, Mesh(1, 0), weights)
+        with torch.no_grad():
+            on_device = [backend.put(x) for x in (inputs, starts, alone)]
+            logits = [model.logits(on_device[0], on_device[1]), model.logits(on_device[0]), model.logits(on_device[2])]
+            backend.step_boundary()
+        packed, unmasked, each = (x.cpu() for x in logits)
+        found.append((packed, unmasked, each))
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,11 @@ import torch
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.config.check import Resolved
+from nxtrain.data.loader import Batch
 from nxtrain.errors import CheckpointError, DataError
+from nxtrain.train.step import DeviceBatch
+from nxtrain.train.trainer import Trainer
+from nxtrain.vocab import IGNORE_INDEX
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.models import changed
 from tests.support.ranks import RankPool
@@ -22,6 +26,20 @@ from tests.support.runs import GLOBAL_BATCH, SEQ_LEN, course, records, run_plan,
 
 STEPS, VOCABULARY = 6, 300
 PACKINGS = ("concat", "best_fit")
+
+
+def train_and_count(backend: Backend, resolved: Resolved) -> list[int]:
+    """One rank of a run; the targets of its batches, in the order of the steps."""
+    counts: list[int] = []
+    put = Trainer._put
+
+    def counted(self: Trainer, batch: Batch) -> DeviceBatch:
+        counts.append(int((batch.targets != IGNORE_INDEX).sum()))
+        return put(self, batch)
+
+    with patch.object(Trainer, "_put", counted):
+        train_rank(backend, resolved)
+    return counts
 
 
 def train_eagerly(backend: Backend, resolved: Resolved) -> None:
@@ -71,6 +89,17 @@ def test_going_on_after_any_step_is_the_straight_run(runs: Runs, packing: str, s
     runs.run(runs.plan(name, packing, stop))
     broken = runs.run(runs.plan(name, packing, STEPS))
     assert course(broken) == course(runs.straight(packing))
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("doc_mask", [False, True])
+def test_a_record_tells_the_targets_that_count_from_the_positions(runs: Runs, doc_mask: bool, dp: int) -> None:
+    resolved = changed(runs.plan(f"counted-{doc_mask}-{dp}", "best_fit", 9, dp), data={"doc_mask": doc_mask})
+    counts = runs.ranks.run(dp, train_and_count, resolved)
+    lines = records(resolved.config.run.dir)
+    assert [line["targets"] for line in lines] == [sum(of_ranks) for of_ranks in zip(*counts, strict=True)]
+    assert min(line["targets"] for line in lines) < GLOBAL_BATCH * SEQ_LEN, "rows of best_fit have free positions"
+    assert [line["tokens"] for line in lines] == [line["step"] * GLOBAL_BATCH * SEQ_LEN for line in lines]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -159,6 +188,7 @@ def test_losses_of_answers_are_those_of_one_rank_in_every_layout(runs: Runs) -> 
         for ours, theirs in zip(records(resolved.config.run.dir), alone, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+            assert 0 < ours["targets"] == theirs["targets"] < GLOBAL_BATCH * SEQ_LEN
     prepare(source, out=runs.folder / "whole.arrow")
     whole = records(
         runs.run(changed(runs.plan("whole", "best_fit", 3), data={"path": str(runs.folder / "whole.arrow")}))

@@ -49,7 +49,7 @@ def test_a_corpus_is_prepared_recognised_and_inspected(tmp_path: Path) -> None:
         (("prepare", "absent", "--out", "o.arrow"), 2, "absent does not exist"),
         (("prepare", "bad.jsonl", "--out", "o.npy"), 2, ".arrow"),
         (("prepare", "bad.jsonl", "--out", "o.arrow", "--shard-bytes", "many"), 2, "is no size"),
-        (("prepare", "s3://bucket/a", "--out", "o.arrow"), 2, "aws s3 sync"),
+        (("prepare", "bad.jsonl", "--out", "s3://bucket/o.arrow"), 2, "aws s3 cp FILE.arrow s3://bucket/o.arrow"),
         (("inspect", "absent"), 2, "absent does not exist"),
         (("inspect", "none.bin"), 3, "unknown format"),
     ],

@@ -31,7 +31,8 @@ from nxtrain.train.trained import Trained
 from tests.support import commands
 from tests.support.commands import in_process
 from tests.support.ranks import RankPool
-from tests.support.text_models import DRAWN_FAMILIES, LENGTH, text_model
+from tests.support.runs import run_plan, train_rank
+from tests.support.text_models import DRAWN_FAMILIES, LENGTH, TEXT, text_model
 
 DRAWN = random.Random(11)
 PAIRS = [
@@ -142,6 +143,30 @@ def test_ranks_that_share_a_model_score_as_one_does(hf: Path, ranks: RankPool) -
     assert [found[2] for found in of_ranks[::2]] == [found[2] for found in of_ranks[1::2]]
     assert sum(found[2] for found in of_ranks[::2]) == alone[2]
     assert sorted(of_ranks[0][3] + of_ranks[2][3]) == alone[3] and of_ranks[1][3] == of_ranks[3][3] == []
+
+
+def test_a_run_with_a_pipeline_is_evaluated_without_one(ranks: RankPool, tmp_path: Path) -> None:
+    """By the command in its own layout, and on two ranks that share the model."""
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        text = " ".join(random.Random(number).choices(TEXT.split(), k=60))
+        (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    data = {"source": "text", "path": str(tmp_path / "texts"), "validation_fraction": 0.3}
+    sections: dict[str, Any] = {"model": {"config": {"vocab_size": 300}}, "parallel": {"tp": 1, "pp": 2}}
+    ranks.run(2, train_rank, run_plan(tmp_path / "run", data, steps=1, **sections))
+    code, out, err = in_process("eval", tmp_path / "run", "--tasks", "held_out", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["step"], found["texts"]) == (1, "held-out text of the run")
+    pairs = [("the quick", " fox"), ("brown fox ", "jumps")]
+    alone = open_scorer(tmp_path / "run").likelihoods(pairs)
+    for shared in ranks.run(2, likelihoods_by_rank, tmp_path / "run", pairs):
+        assert [each.nats for each in shared] == pytest.approx([each.nats for each in alone], abs=1e-4)
+
+
+def likelihoods_by_rank(backend: Backend, place: Path, pairs: list[tuple[str, str]]) -> list[Likelihood]:
+    """Scores of a model that all ranks share."""
+    return open_scorer(place, backend, backend.world).likelihoods(pairs)
 
 
 def test_samples_of_one_text_are_independent_and_come_again(hf: Path) -> None:

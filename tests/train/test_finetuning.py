@@ -143,6 +143,15 @@ def newest(run: Path) -> Path:
     return directory.step_path(run / CHECKPOINTS_DIR, STEPS)
 
 
+def assert_rounded(found: Tensor, expected: Tensor) -> None:
+    """Hold logits in float32 against others.
+
+    Either computation is up to 2.2e-6 of the largest logit from the same weights in float64, with NF4 and without. For
+    logits of 7, that is 1.4e-5.
+    """
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-6 * float(expected.abs().max()))
+
+
 def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
@@ -162,7 +171,7 @@ def test_peft_loads_the_adapter_and_computes_what_we_compute(folder: Folder) -> 
     ours, base = our_logits(newest(run)), logits(folder.path / "base")
     theirs = peft_logits(folder.path / "base", run / ADAPTER_DIR)
     assert (ours - base).abs().max() > 0.1, "the adapter changes the model"
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    assert_rounded(theirs, ours)
     config = json.loads((run / ADAPTER_DIR / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(folder.path / "base")
     assert (config["r"], config["lora_alpha"]) == (4, 8.0)
@@ -209,9 +218,7 @@ def test_an_adapter_of_peft_is_the_beginning_of_a_run(folder: Folder, tmp_path: 
     )
     expected = peft_logits(folder.path / "base", tmp_path / "theirs", merged=True)
     torch.testing.assert_close(logits(tmp_path / "hf"), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(
-        our_logits(directory.step_path(folder.path / "begun" / CHECKPOINTS_DIR, 1)), expected, rtol=0, atol=1e-4
-    )
+    assert_rounded(our_logits(directory.step_path(folder.path / "begun" / CHECKPOINTS_DIR, 1)), expected)
 
 
 def test_a_quantized_base_is_that_of_peft(wide: Folder, tmp_path: Path) -> None:
@@ -223,11 +230,31 @@ def test_a_quantized_base_is_that_of_peft(wide: Folder, tmp_path: Path) -> None:
     assert 1e-4 < abs(losses[0] - wide.losses("lora")[0]) < 0.5 and losses[-1] < losses[0] - 0.5
     theirs = peft_logits(base, run / ADAPTER_DIR, quantized=True)
     assert (theirs - peft_logits(base, run / ADAPTER_DIR)).abs().max() > 0.05, "NF4 changes the model"
-    torch.testing.assert_close(our_logits(newest(run)), theirs, rtol=0, atol=1e-4)
+    assert_rounded(our_logits(newest(run)), theirs)
     assert in_process("convert", "nxtrain-to-hf", run, tmp_path / "merged", "--verify")[0] == 0
-    torch.testing.assert_close(logits(tmp_path / "merged"), theirs, rtol=0, atol=1e-4)
+    assert_rounded(logits(tmp_path / "merged"), theirs)
     said = wide.train("qlora", *LORA, code=4)
     assert "'method': 'qlora'" in said and "finetune is" in said
+
+
+def test_an_adapter_of_peft_is_the_beginning_of_a_run_above_a_quantized_base(wide: Folder, tmp_path: Path) -> None:
+    """The first loss is that of PEFT's model above the same base, and training lowers it."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        get_peft_model(loaded(wide.base), config).save_pretrained(tmp_path / "theirs")
+    begun = (*QLORA, 'finetune.targets=["q_proj", "down_proj"]', f"finetune.adapter={tmp_path / 'theirs'}")
+    wide.train("still", *begun, "train.steps=1", "optim.lr=0", "optim.min_lr=0")
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    assert_equal(theirs, wide.adapter("still"))
+    expected = peft_logits(wide.base, tmp_path / "theirs", quantized=True)
+    checkpoint = directory.step_path(wide.path / "still" / CHECKPOINTS_DIR, 1)
+    assert_rounded(our_logits(checkpoint), expected)
+    wide.train("trained", *begun)
+    losses = wide.losses("trained")
+    assert losses[0] == wide.losses("still")[0] > losses[-1] + 0.5
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
@@ -249,7 +276,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(folder: Folder, wide: Folder, tmp_pat
     if method == "qlora":
         early = our_logits(directory.step_path(folder.path / "whole" / CHECKPOINTS_DIR, 4))
         theirs = peft_logits(folder.base, tmp_path / "early", quantized=True)
-        torch.testing.assert_close(theirs, early, rtol=0, atol=1e-4)
+        assert_rounded(theirs, early)
 
 
 def test_the_recipe_of_a_small_model_lowers_its_loss(folder: Folder) -> None:

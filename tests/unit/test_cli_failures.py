@@ -216,7 +216,7 @@ def test_no_number_of_an_option_is_too_large_for_what_takes_it() -> None:
         for text in ("9" * 26, "-" + "9" * 26, "1e400", "nan"):
             code, said = run(*words, option.opts[0], text, *("x",) * 4)
             assert (code, "Traceback" in said) == (2, False), (words, option.opts, text, said)
-            assert f"'{option.opts[0]}'" in said or "an option is nan" in said, (words, option.opts, text, said)
+            assert f"'{option.opts[0]}'" in said, (words, option.opts, text, said)
     assert numbers > 30
 
 

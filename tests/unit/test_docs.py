@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -15,6 +16,7 @@ import pytest
 
 from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.sdk import RELEASES
+from nxtrain.bench.overlap import Interval, Profile
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
@@ -297,12 +299,14 @@ def pictures() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("picture", ["loss", "pipeline"])
-def test_pictures_are_small_and_well_formed(picture: str) -> None:
+@pytest.mark.parametrize(
+    ("picture", "page"), [("loss", "README.md"), ("pipeline", "README.md"), ("overlap", "docs/performance.md")]
+)
+def test_pictures_are_small_and_well_formed(picture: str, page: str) -> None:
     path = ROOT / "docs" / "images" / f"{picture}.svg"
     assert path.stat().st_size < MAX_PICTURE_BYTES
     assert ET.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-    assert f"docs/images/{picture}.svg" in links(TEXTS[ROOT / "README.md"])
+    assert os.path.relpath(path, (ROOT / page).parent) in links(TEXTS[ROOT / page])
 
 
 def test_the_loss_curve_goes_through_every_record(pictures: ModuleType) -> None:
@@ -314,6 +318,20 @@ def test_the_loss_curve_goes_through_every_record(pictures: ModuleType) -> None:
     assert x1 < x2 == float(dot.attrib["cx"])
     assert y1 < float(dot.attrib["cy"]) < y2, "a lower loss is further down"
     assert float(dot.attrib["cy"]) == pytest.approx((y1 + y2) / 2, abs=0.1)
+
+
+def test_the_overlap_has_a_box_for_each_section_and_sum(pictures: ModuleType) -> None:
+    sections = [(name, Interval(n, n + 1.0)) for n, name in enumerate(("forward", "backward", "reduce", "optimizer"))]
+    sums = [Interval(1.0, 1.5), Interval(1.2, 2.0), Interval(1.6, 1.8)]
+    profiles = [Profile(rank, sections, sums, [Interval(1.5, 2.0)]) for rank in range(2)]
+    root = ET.fromstring(pictures.overlaps(profiles))
+    boxes = [re.findall(r"M([\d.]+) (\d+)", path.attrib["d"]) for path in root.iter("{http://www.w3.org/2000/svg}path")]
+    assert [len(found) for found in boxes] == [1, 1, 1, 1, 3] * 2
+    (first_x, first), (_, second), (third_x, third) = boxes[4]
+    assert first == third != second, "sums at the same time are in lanes of their own"
+    assert float(boxes[1][0][0]) == float(first_x) < float(third_x)
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert sum("for 50% of their time" in (text or "") for text in texts) == 2
 
 
 def test_the_timeline_has_a_box_for_each_computation(pictures: ModuleType) -> None:

@@ -1,6 +1,6 @@
-"""Python calls of a traced step: flat in steps and in the world, linear in blocks and micro-batches.
+"""Python calls and recorded operations of a traced step: flat in steps and in the world, linear in blocks and batches.
 
-Calls are counted, not timed, so that the figures are those of any machine. Those inside torch and torch-xla do not
+Both are counted, not timed, so that the figures are those of any machine. Calls inside torch and torch-xla do not
 count: `xm.all_gather` looks at every group of the world. `tests/xla/test_graphs.py` counts the collectives of a block,
 and shows that graphs change neither with steps nor with ranks.
 """
@@ -34,11 +34,17 @@ CASES: dict[str, Mapping[str, int]] = {
     "64 worlds": {"world": 4096},
 }
 
+OPERATIONS = {"block": 788, "micro-batch": 639}
+"""Most operations that a block adds to a step of two micro-batches, and a micro-batch to one of two blocks.
+
+A change that records fewer gets its new number.
+"""
+
 OURS = (*nxtrain.__path__, *nxtrain_models.__path__)
 
 
 def traced(folder: Path) -> None:
-    """Write the numbers of calls in each step of each case."""
+    """Write the numbers of calls and of recorded operations in each step of each case."""
     from nxtrain.config.check import Resolved
     from nxtrain.config.schema import RunConfig
     from nxtrain.family import find_family
@@ -55,15 +61,25 @@ def traced(folder: Path) -> None:
             "parallel": {"tp": TP, "sequence_parallel": True},
         }
         plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
-        steps = list[int]()
+        steps = list[tuple[int, int]]()
         with mock.patch.object(trainer, "update", counting(trainer.update, steps)):
             trace(plan, of["world"], [0], steps=STEPS, hlo=None)
         found[name] = steps
     (folder / "calls.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def counting(step: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
-    """A function that appends the calls of and by nxtrain inside a step, without those of the tracing itself."""
+def operations() -> int:
+    """Operations that torch-xla has recorded in this process."""
+    from torch_xla.debug import metrics
+
+    return sum(metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("xla::"))
+
+
+def counting(step: Callable[..., Any], found: list[tuple[int, int]]) -> Callable[..., Any]:
+    """A function that appends the calls of and by nxtrain inside a step, without those of the tracing itself.
+
+    With them it appends the operations that the step records.
+    """
     boundary = TracingBackend.step_boundary
     calls = 0
 
@@ -78,39 +94,45 @@ def counting(step: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
 
     def counted(*args: Any) -> Any:
         nonlocal calls
-        calls = 0
+        calls, before = 0, operations()
         with mock.patch.object(TracingBackend, "step_boundary", uncounted):
             sys.setprofile(note)
             try:
                 return step(*args)
             finally:
                 sys.setprofile(None)
-                found.append(calls)
+                found.append((calls, operations() - before))
 
     return counted
 
 
+Counts = dict[str, list[list[int]]]
+"""Calls and operations of each step, by case."""
+
+
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """Calls of each step by case."""
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
     folder = tmp_path_factory.mktemp("budget")
     env = {**trace_environment(os.environ), "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
     done = start(traced, folder, env=env, log=folder / "log.txt").ended(250)
     assert done.code == 0, done.printed
-    found: dict[str, list[int]] = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
+    found: Counts = json.loads((folder / "calls.json").read_text(encoding="utf-8"))
     return found
 
 
-def test_no_step_costs_more_than_the_one_before(calls: dict[str, list[int]]) -> None:
-    for steps in calls.values():
+def test_no_step_costs_more_than_the_one_before(counts: Counts) -> None:
+    for steps in counts.values():
         assert steps[1:] == [steps[1]] * (STEPS - 1)
 
 
-def test_a_step_in_4096_ranks_costs_what_one_in_64_does(calls: dict[str, list[int]]) -> None:
-    assert calls["64 worlds"][-1] == calls["base"][-1]
+def test_a_step_in_4096_ranks_costs_what_one_in_64_does(counts: Counts) -> None:
+    assert counts["64 worlds"][-1] == counts["base"][-1]
 
 
 @pytest.mark.parametrize("part", ["block", "micro-batch"])
-def test_each_block_and_each_micro_batch_costs_the_same(part: str, calls: dict[str, list[int]]) -> None:
-    none, one, two = (calls[case][-1] for case in ("base", f"one more {part}", f"another {part}"))
-    assert 0 < one - none == two - one
+def test_each_block_and_each_micro_batch_costs_the_same(part: str, counts: Counts) -> None:
+    none, one, two = (counts[case][-1] for case in ("base", f"one more {part}", f"another {part}"))
+    added = [after - before for before, after in zip(none, one, strict=True)]
+    assert added == [after - before for before, after in zip(one, two, strict=True)]
+    assert added[0] > 0
+    assert 0.9 * OPERATIONS[part] < added[1] <= OPERATIONS[part]

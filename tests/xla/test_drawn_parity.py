@@ -8,7 +8,16 @@ import pytest
 
 from tests.support.drawn import SEED, Drawn, covering_array, draw, is_for_xla
 from tests.support.drawn_runs import error_of, failures, first_weights, wanted
-from tests.support.lora import DrawnAdapters, all_weights, draw_adapters, wanted_of_peft
+from tests.support.lora import (
+    DrawnAdapters,
+    all_weights,
+    draw_adapters,
+    wanted_of_one_rank,
+    wanted_of_peft,
+    with_dropout,
+    with_keys,
+)
+from tests.support.parity import Course
 from tests.support.xla_bodies import drawn_courses
 from tests.support.xla_engine import run_devices
 
@@ -21,8 +30,20 @@ ADAPTED = [
     for _index, _degrees in enumerate(LAYOUTS)
     if _index in {1, 2, 4}
 ]
-for _run in ADAPTED:
+DROPPED = [
+    with_keys(with_dropout(_run), train__global_batch=3 * _run.resolved.config.train.global_batch)
+    for _run in ADAPTED
+    if _run.degrees.tp == 2 or _run.degrees.pp == 2
+]
+for _run in (*ADAPTED, *DROPPED):
     GROUPS[f"{_run.degrees.world} devices"].append(_run)
+
+
+def expected(run: Drawn) -> Course:
+    """The course of the reference; of runs with masks, that of one CPU rank."""
+    if not isinstance(run, DrawnAdapters):
+        return wanted(run)
+    return wanted_of_one_rank(run) if run in DROPPED else wanted_of_peft(run)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -32,7 +53,7 @@ def test_drawn_runs_on_devices_equal_transformers(group: str, tmp_path: Path) ->
     cases = [(run, all_weights(run) if isinstance(run, DrawnAdapters) else first_weights(run)) for run in runs]
     by_rank = run_devices(runs[0].degrees.world, drawn_courses, cases, folder=tmp_path)
     courses = zip(*by_rank, strict=True)
-    wants = [wanted_of_peft(run) if isinstance(run, DrawnAdapters) else wanted(run) for run in runs]
+    wants = [expected(run) for run in runs]
     errors = [(run, error_of(found, want, run)) for run, found, want in zip(runs, courses, wants, strict=True)]
     assert not failures(errors), failures(errors)
 

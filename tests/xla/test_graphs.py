@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from nxtrain.config.check import Resolved
 from nxtrain.graphs.hlo import parse
+from tests.support.lora import adapters_of
 from tests.support.models import changed, weights_of
 from tests.support.parity import OPTIM, layout
 from tests.support.xla_bodies import Recorded, Steps, all_steps, recorded
@@ -22,17 +25,26 @@ SOUND: dict[str, dict[str, Any]] = {
     "bf16, accumulated": {"params": "bf16", "micro": 2},
     "stochastic": {"params": "bf16", "update": "bf16_stochastic"},
     "kahan": {"params": "bf16", "update": "bf16_kahan"},
+    "masks of adapters": {"params": "bf16", "micro": 1, "remat": "full"},
 }
+MASKS = {"method": "lora", "r": 2, "dropout": 0.5}
 MUTANTS = {"lr": [1e-3, 1.0], "read": [1e-3]}  # learning rates
+
+
+def weights(resolved: Resolved) -> dict[str, Tensor]:
+    """Whole weights, with those of adapters if the run trains them."""
+    base = weights_of(resolved)
+    return {**base, **adapters_of(resolved, base)} if resolved.config.finetune.adapts else base
 
 
 @pytest.fixture(scope="module")
 def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
     """Steps of sound runs and of mutants, one after the other in one process."""
     sound = [layout("gqa2", tp=1, **options) for options in SOUND.values()]
+    sound[-1] = changed(sound[-1], finetune=MASKS)
     runs = [(changed(run, precision={"state": run.config.precision.params}), RATES, "") for run in sound]
     runs += [(layout("gqa2", tp=1), rates, mutant) for mutant, rates in MUTANTS.items()]
-    cases = [(run, weights_of(run), rates, mutant) for run, rates, mutant in runs]
+    cases = [(run, weights(run), rates, mutant) for run, rates, mutant in runs]
     (found,) = run_devices(1, all_steps, cases, folder=tmp_path_factory.mktemp("one"))
     return dict(zip([*SOUND, *MUTANTS], found, strict=True))
 
@@ -59,12 +71,12 @@ def test_a_read_inside_the_step_would_be_noticed(on_one_device: dict[str, Steps]
 
 
 def record(
-    ranks: list[int], folder: Path, mutant: str = "", accumulation: int = 2, **options: Any
+    ranks: list[int], folder: Path, mutant: str = "", accumulation: int = 2, *, masks: bool = False, **options: Any
 ) -> list[list[Recorded]]:
     """The graphs of two steps of ranks of 4096: tp 8 with sequence parallelism, dp 512, 4 copies of the K/V heads."""
     resolved = layout("gqa2", tp=8, dp=512, sp=True, micro=1, **options)
-    resolved = changed(resolved, train={"global_batch": 512 * accumulation})
-    (found,) = run_devices(1, recorded, resolved, weights_of(resolved), 4096, ranks, mutant, folder=folder)
+    resolved = changed(resolved, train={"global_batch": 512 * accumulation}, finetune=MASKS if masks else {})
+    (found,) = run_devices(1, recorded, resolved, weights(resolved), 4096, ranks, mutant, folder=folder)
     return found  # type: ignore[no-any-return]
 
 
@@ -113,6 +125,15 @@ def test_all_ranks_of_4096_record_a_graph_per_micro_batch_and_one_to_update(tmp_
     # Mean gradients over dp: 1/512 stands in the graph, and 1/4096 does not.
     assert f"constant({1 / 512})" in update.text
     assert str(1 / 4096) not in update.text
+
+
+def test_masks_of_adapters_are_values_in_graphs_that_all_ranks_share(tmp_path: Path) -> None:
+    """No number of a rank, of a step or of a micro-batch is part of a graph."""
+    by_rank = record([0, 1, 8, 3001], tmp_path, masks=True, remat="full")
+    micro, _, update = by_rank[0][:3]
+    for graphs in by_rank:
+        assert hashes(graphs) == [micro.hash, micro.hash, update.hash] * 2
+    assert "f64[" not in micro.text + update.text
 
 
 def test_graphs_do_not_change_with_accumulation_and_are_one_without(tmp_path: Path) -> None:

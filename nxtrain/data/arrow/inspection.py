@@ -19,6 +19,7 @@ from nxtrain.data.arrow.work import Position
 from nxtrain.data.packing import best_fit_rows
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.errors import ConfigError, DataError
+from nxtrain.io.object_store import Location
 
 _EXACT = 1 << 20
 """Lengths below this are counted one by one, longer ones with 11 significant bits."""
@@ -28,6 +29,9 @@ _BITS = 11
 _SAMPLES = 3
 _SAMPLE_CHARS = 160
 _SAMPLE_IDS = 16
+
+_EXPECTED = 64
+"""Documents that are fetched at once from S3."""
 
 _BATCH_BYTES = 4 << 20
 _BATCH_DOCUMENTS = 1 << 16
@@ -117,29 +121,37 @@ class PackingWaste:
 
 
 def inspect_corpus(
-    path: Path, *, seq_len: int, tokenizer: Path | None = None, field: str = "text", lines: bool = False, only: str = ""
+    place: Location,
+    *,
+    seq_len: int,
+    tokenizer: Path | None = None,
+    field: str = "text",
+    lines: bool = False,
+    only: str = "",
+    cache: Path = Path(),
 ) -> dict[str, Any]:
     """Statistics of a prepared corpus, or of files that `prepare_corpus` reads, in one pass and bounded memory.
 
     Args:
-        path: The file or folder.
+        place: The file, folder, object or prefix.
         seq_len: Targets in a row, for the waste.
         tokenizer: Tokenizer that counts the tokens of text; None: text is measured in bytes.
         field: Field or column that holds the documents; of sources.
         lines: Each line of a text file is a document; of sources.
         only: Pattern that the names of a folder's files must match; of sources.
+        cache: Folder of this node for blocks of a prepared corpus in S3.
 
     Raises:
         ConfigError: There is no such path.
         DataError: A damaged file, an unknown format, or a tokenizer that did not make the ids.
         StorageError: The storage fails.
     """
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; give a prepared corpus, or files that data prepare reads")
+    if isinstance(place, Path) and not place.exists():
+        raise ConfigError(f"{place} does not exist; give a prepared corpus, or files that data prepare reads")
     known = open_tokenizer(tokenizer) if tokenizer else None
-    if is_prepared(path):
-        return _of_prepared(PreparedCorpus(path), seq_len, known)
-    return _of_sources(path, seq_len, known, field, lines, only)
+    if is_prepared(place):
+        return _of_prepared(PreparedCorpus(place, cache), seq_len, known)
+    return _of_sources(place, seq_len, known, field, lines, only)
 
 
 def _of_prepared(corpus: PreparedCorpus, seq_len: int, known: TextTokenizer | None) -> dict[str, Any]:
@@ -153,7 +165,7 @@ def _of_prepared(corpus: PreparedCorpus, seq_len: int, known: TextTokenizer | No
         width = corpus.ids(0).dtype.itemsize if len(corpus) else 0
         num_bytes = lengths.total * width
     else:
-        num_bytes = _add_documents(map(corpus.content, range(len(corpus))), known, lengths, packing)
+        num_bytes = _add_documents(_contents(corpus), known, lengths, packing)
     places = sorted({0, len(corpus) // 2, len(corpus) - 1}) if len(corpus) else []
     head: dict[str, Any] = {
         "path": str(corpus.path),
@@ -167,6 +179,14 @@ def _of_prepared(corpus: PreparedCorpus, seq_len: int, known: TextTokenizer | No
     }
 
 
+def _contents(corpus: PreparedCorpus) -> Iterator[bytes]:
+    """Texts of all documents, some of which are fetched ahead."""
+    for begin in range(0, len(corpus), _EXPECTED):
+        documents = range(begin, min(begin + _EXPECTED, len(corpus)))
+        corpus.expect(documents)
+        yield from map(corpus.content, documents)
+
+
 def _sample(corpus: PreparedCorpus, document: int, known: TextTokenizer | None) -> str | list[int]:
     if not corpus.is_ids:
         return corpus.text(document)[:_SAMPLE_CHARS]
@@ -175,9 +195,9 @@ def _sample(corpus: PreparedCorpus, document: int, known: TextTokenizer | None) 
 
 
 def _of_sources(
-    path: Path, seq_len: int, known: TextTokenizer | None, field: str, lines: bool, only: str
+    place: Location, seq_len: int, known: TextTokenizer | None, field: str, lines: bool, only: str
 ) -> dict[str, Any]:
-    sources = find_sources([path], only)
+    sources = find_sources([place], only)
     lengths, packing = Lengths(), PackingWaste(seq_len)
     skipped: Counter[str] = Counter()
     samples: list[dict[str, Any]] = []
@@ -194,7 +214,7 @@ def _of_sources(
 
     num_bytes = _add_documents(documents(), known, lengths, packing)
     head: dict[str, Any] = {
-        "path": str(path),
+        "path": str(place),
         "format": summary(sources),
         "files": len(sources),
         "file_bytes": sum(source.size for source in sources),

@@ -26,8 +26,10 @@ from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, Progress, Row, text
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
+from nxtrain.data.storage import open_file
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.errors import ConfigError, DataError, StoppedBySignal
+from nxtrain.io.object_store import Location
 
 BATCH_BYTES = 8 << 20
 """Bytes of text after which a batch ends."""
@@ -53,7 +55,7 @@ class Request:
     """Arguments of a preparation.
 
     Args:
-        sources: Files and folders.
+        sources: Files and folders, objects and prefixes of S3.
         out: File to write, or folder of shards; its name ends in `.arrow`.
         field: Field or column that holds the documents.
         lines: Each line of a text file is a document.
@@ -66,7 +68,7 @@ class Request:
         chat: The field holds conversations, which the tokenizer's chat template writes.
     """
 
-    sources: Sequence[Path]
+    sources: Sequence[Location]
     out: Path
     field: str = "text"
     lines: bool = False
@@ -273,11 +275,7 @@ def _bad_row(request: Request, source: Source, bad: BadRow, work: Work, watcher:
 
 def _refuse_changed(source: Source) -> None:
     """Refuse a file that changed while it was read."""
-    try:
-        found = source.path.stat()
-    except OSError as error:
-        raise DataError(f"{source.path} is gone since it was read: {error.strerror}; begin again") from error
-    if (found.st_size, found.st_mtime_ns) != (source.size, source.version):
+    if open_file(source.path, None).version() != source.version:
         raise DataError(f"{source.path} changed while it was read; begin again with --restart when nobody writes to it")
 
 
@@ -292,7 +290,7 @@ def _check(request: Request) -> None:
     if 0 < request.shard_bytes < MIN_SHARD_BYTES:
         raise ConfigError(f"--shard-bytes {request.shard_bytes} is below {MIN_SHARD_BYTES:,}; give more")
     out = request.out.resolve()
-    for source in request.sources:
+    for source in (each for each in request.sources if isinstance(each, Path)):
         if out == source.resolve() or (source.is_dir() and out.is_relative_to(source.resolve())):
             raise ConfigError(
                 f"--out {request.out} lies in the source {source}, and would be read as a part of it; move it"

@@ -34,10 +34,9 @@ from nxtrain.data.arrow.columns import (
 from nxtrain.data.arrow.rows import DEFECTS
 from nxtrain.data.arrow.work import read_summary, shard_name
 from nxtrain.data.files import unreadable
-from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summary_of
+from nxtrain.data.storage import DataFile, open_file, open_stream, read_exactly, shards, summary_of
 from nxtrain.errors import DataError
 from nxtrain.io.object_store import Location
-from nxtrain.io.regular import require_regular
 
 _METADATA_BYTES = 1 << 14
 """Most bytes of a batch's metadata, which come before its body; two columns take some 300."""
@@ -247,17 +246,15 @@ class PreparedCorpus:
             )
 
 
-def is_prepared(path: Path) -> bool:
-    """True if a path is a prepared file, or a folder whose first shard is there."""
-    first = next(iter(sorted(path.glob("*.arrow"))), None) if path.is_dir() else path
-    if first is None:
-        return False
+def is_prepared(place: Location) -> bool:
+    """True if a place is a prepared file, or a folder or prefix whose first shard is there."""
     try:
-        require_regular(first)
-        with pa.memory_map(str(first)) as mapped:
-            return FORMAT_KEY in (pa.ipc.open_file(mapped).schema.metadata or {})
-    except DEFECTS:
-        return False
+        for first in shards(place)[:1]:
+            with open_stream(first, _METADATA_BYTES) as file:
+                return FORMAT_KEY in (pa.ipc.open_file(pa.PythonFile(file, mode="r")).schema.metadata or {})
+    except (*DEFECTS, DataError):
+        pass
+    return False
 
 
 def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch]]:

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from nxtrain.data.arrow.sources import Source
 from nxtrain.data.files import unreadable
+from nxtrain.data.storage import open_stream
 from nxtrain.errors import DataError
-from nxtrain.io.regular import open_regular
 
 MAX_DOCUMENT_BYTES = 256 << 20
 """Longest document; a longer one would not fit the memory that a preparation promises."""
@@ -152,13 +152,12 @@ def text_rows(
     row, offset = start
     try:
         with _opened(source) as (file, raw):
-            _skip(file, source, offset)
             if source.kind == "text" and not lines:
                 if not row:
                     yield _whole(file)
                     progress.num_bytes = source.size
                 return
-            for line, end in split_lines(file, offset):
+            for line, end in _lines_behind(file, source, offset):
                 begin, offset = offset, end
                 progress.num_bytes = min(source.size, raw.tell())
                 try:
@@ -183,7 +182,7 @@ def text_rows(
 @contextmanager
 def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
     """Open a file that may be compressed: the uncompressed stream, and the file on the disk."""
-    with open(open_regular(source.path), "rb", buffering=0) as raw:
+    with open_stream(source.path) as raw:
         if not source.compression:
             yield raw, raw
             return
@@ -195,16 +194,22 @@ def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
                 file.close()
 
 
-def _skip(file: Any, source: Source, offset: int) -> None:
-    """Advance a stream to an offset: a plain file by a seek, a compressed one by reading."""
+def _lines_behind(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
+    """Lines behind an offset, as of `split_lines`: a plain file is entered there, a compressed one is read up to there.
+
+    Each start reads a compressed file in the same pieces. Otherwise the rows before a truncated end would depend on the
+    place of a kill, since the piece with that end is lost.
+    """
     if not source.compression:
         file.seek(offset)
+        yield from split_lines(file, offset)
         return
-    while offset:
-        passed = len(file.read(min(offset, CHUNK_BYTES)))
-        if not passed:
-            raise DataError(f"{source.path} is shorter than when its preparation began; begin again with --restart")
-        offset -= passed
+    last = 0
+    for line, last in split_lines(file, 0):
+        if last > offset:
+            yield line, last
+    if last < offset:
+        raise DataError(f"{source.path} is shorter than when its preparation began; begin again with --restart")
 
 
 def split_lines(

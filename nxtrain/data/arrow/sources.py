@@ -7,18 +7,20 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import pyarrow as pa
 
 from nxtrain.data.arrow.ipc import MAGIC
 from nxtrain.data.files import unreadable
+from nxtrain.data.storage import open_file, open_stream, read_exactly
 from nxtrain.data.walk import walk
 from nxtrain.errors import ConfigError, DataError
-from nxtrain.io.regular import open_regular, read_bytes
+from nxtrain.io.object_store import Location, S3Store, content_of
+from nxtrain.io.s3 import split
 
 Kind = Literal["text", "jsonl", "parquet", "arrow", "arrow stream"]
 
@@ -63,29 +65,29 @@ class Source:
     """A file of a corpus.
 
     Args:
-        path: The file.
+        path: Path or address of the file.
         name: Name that does not depend on the folder of the corpus, for the fingerprint.
         kind: Format.
         compression: Codec of pyarrow; empty for a plain file.
-        size: Bytes on the disk.
-        version: Time of the last change, in nanoseconds.
+        size: Bytes of the file.
+        version: Size and time of the last change of a file, tag of an object.
         sample: Hash of parts of the content.
     """
 
-    path: Path
+    path: Location
     name: str
     kind: Kind
     compression: str
     size: int
-    version: int
+    version: object
     sample: str
 
 
-def find_sources(arguments: Sequence[Path], only: str = "") -> list[Source]:
+def find_sources(arguments: Sequence[Location], only: str = "") -> list[Source]:
     """Find and recognise the files of a corpus, in the order of the arguments, those of a folder sorted by path.
 
     Args:
-        arguments: Files and folders. Hidden files of a folder are not read.
+        arguments: Files and folders, objects and prefixes of S3. Hidden files of a folder are not read.
         only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty: all.
 
     Raises:
@@ -94,11 +96,12 @@ def find_sources(arguments: Sequence[Path], only: str = "") -> list[Source]:
     """
     sources: list[Source] = []
     for argument in arguments:
-        if not os.path.lexists(argument):
-            raise ConfigError(f"{argument} does not exist; give {FORMATS}")
-        found = [_recognise(path, name) for path, name in _files(argument, only)]
-        if argument.is_dir():
-            _refuse_mixture(argument, found)
+        names = _listed(argument)
+        if names is None:
+            sources.append(_recognise(argument, argument.name))
+            continue
+        found = [_recognise(argument / name, name) for name in _chosen(argument, names, only)]
+        _refuse_mixture(argument, found)
         sources += found
     return sources
 
@@ -112,7 +115,7 @@ def fingerprint(sources: Sequence[Source]) -> str:
 
 
 def versions(sources: Sequence[Source]) -> str:
-    """Identity of the files on this machine: the times of their last changes."""
+    """Identity of the files where they are: the times of their last changes, and the tags of objects."""
     return hashlib.blake2b(repr([source.version for source in sources]).encode(), digest_size=16).hexdigest()
 
 
@@ -122,95 +125,109 @@ def summary(sources: Sequence[Source]) -> str:
     return ", ".join(f"{number:,} {kind}" for kind, number in sorted(kinds.items()))
 
 
-def _files(argument: Path, only: str) -> Iterator[tuple[Path, str]]:
-    """Files of an argument, each with its name in it."""
-    if not argument.is_dir():
-        yield argument, argument.name
-        return
-    found = walk(argument)
-    found.refuse_failed(f"{argument}")
-    names = {path.name for path in found.files if path.parent == argument}
-    if "dataset_dict.json" in names:
-        splits = sorted({f"{path.parent}" for path in found.files if path.name == "state.json"})
+def _listed(argument: Location) -> list[PurePosixPath] | None:
+    """Names of the files below a folder or a prefix, sorted; None for a file or an object."""
+    if isinstance(argument, Path):
+        if not os.path.lexists(argument):
+            raise ConfigError(f"{argument} does not exist; give {FORMATS}")
+        if not argument.is_dir():
+            return None
+        found = walk(argument)
+        found.refuse_failed(f"{argument}")
+        return [PurePosixPath(path.relative_to(argument).as_posix()) for path in found.files]
+    if split(argument)[1] and argument.is_file():
+        return None
+    keys = [key for key in S3Store(argument).sizes() if key and not key.endswith("/")]  # such objects stand for folders
+    if not keys:
+        raise ConfigError(f"{argument} does not exist; check it with: aws s3 ls {argument}")
+    names = sorted(map(PurePosixPath, keys))
+    return [name for name in names if not any(part.startswith(".") for part in name.parts)]
+
+
+def _chosen(argument: Location, names: Sequence[PurePosixPath], only: str) -> list[str]:
+    """Names of the files of a folder that hold documents, and match a pattern."""
+    states = [name for name in names if name.name == "state.json"]
+    if PurePosixPath("dataset_dict.json") in names:
+        splits = sorted({f"{argument / str(state.parent)}" for state in states})
         raise DataError(f"{argument} is a dataset of several splits; give one of them: {', '.join(splits)}")
-    of_datasets = {path.parent for path in found.files if path.name == "state.json" and _is_dataset(path)}
-    files = [path for path in found.files if not (path.parent in of_datasets and path.name in _OF_DATASETS)]
-    chosen = [path for path in files if not only or fnmatch.fnmatch(path.name, only)]
+    of_datasets = {state.parent for state in states if _is_dataset(argument / str(state), argument)}
+    files = [name for name in names if not (name.parent in of_datasets and name.name in _OF_DATASETS)]
+    chosen = [str(name) for name in files if not only or fnmatch.fnmatch(name.name, only)]
     if not chosen:
         what = f"no file that matches {only}" if only else "no file"
         raise ConfigError(f"{argument} holds {what}; give {FORMATS}")
-    yield from ((path, path.relative_to(argument).as_posix()) for path in chosen)
+    return chosen
 
 
-def _is_dataset(state: Path) -> bool:
+def _is_dataset(state: Location, folder: Location) -> bool:
     """True for the state of a folder of save_to_disk.
 
     Raises:
         DataError: The dataset selects rows by indices, which its files do not show.
     """
     try:
-        content = json.loads(read_bytes(state))
+        content = json.loads(content_of(state))
     except (OSError, RecursionError, ValueError):
         return False
     if not isinstance(content, dict) or "_data_files" not in content:
         return False
     if content.get("_indices_data_files"):
-        raise DataError(f"{state.parent} selects rows by indices; save it again after dataset.flatten_indices()")
+        raise DataError(f"{folder} selects rows by indices; save it again after dataset.flatten_indices()")
     return True
 
 
-def _refuse_mixture(folder: Path, found: Sequence[Source]) -> None:
+def _refuse_mixture(folder: Location, found: Sequence[Source]) -> None:
     """Refuse text beside tables and JSON lines, which is mostly a README and no document."""
     texts = [source for source in found if source.kind == "text"]
     if texts and len(texts) < len(found):
         other = next(source for source in found if source.kind != "text")
         raise DataError(
             f"{folder} holds {summary(found)}: {texts[0].name} would be a document beside the rows of {other.name}; "
-            f"choose files with --only, for example --only '*{Path(other.name).suffix}', or give them by name"
+            f"choose files with --only, for example --only '*{PurePosixPath(other.name).suffix}', or give them by name"
         )
 
 
-def _recognise(path: Path, name: str) -> Source:
+def _recognise(path: Location, name: str) -> Source:
     """Read a file's begin and sample.
 
     Raises:
         DataError: The format is unknown, or the file cannot be read.
         StorageError: The storage fails.
     """
+    file = open_file(path, None)
     try:
-        with open(open_regular(path), "rb") as file:
-            found = os.fstat(file.fileno())
-            head = file.read(_LOOK_BYTES)
-            digest = hashlib.blake2b(head[:_SAMPLE_BYTES], digest_size=16)
-            for place in (found.st_size // 2, found.st_size - _SAMPLE_BYTES):
-                if place >= _LOOK_BYTES:
-                    file.seek(place)
-                    digest.update(file.read(_SAMPLE_BYTES))
-                elif place >= 0:
-                    digest.update(head[place : place + _SAMPLE_BYTES])
+        head = bytes(read_exactly(file, _LOOK_BYTES, 0))
+        digest = hashlib.blake2b(head[:_SAMPLE_BYTES], digest_size=16)
+        for place in (file.num_bytes // 2, file.num_bytes - _SAMPLE_BYTES):
+            if place >= _LOOK_BYTES:
+                digest.update(read_exactly(file, _SAMPLE_BYTES, place))
+            elif place >= 0:
+                digest.update(head[place : place + _SAMPLE_BYTES])
     except OSError as error:
         raise unreadable(f"{path}", error) from error
     compression = next((codec for magic, codec in _COMPRESSIONS.items() if head.startswith(magic)), "")
-    compression = compression or _COMPRESSED_NAMES.get(path.suffix.lower(), "")
-    suffix = path.with_suffix("").suffix if path.suffix.lower() in _COMPRESSED_NAMES else path.suffix
+    plain, by_name = PurePosixPath(name), _COMPRESSED_NAMES.get(PurePosixPath(name).suffix.lower(), "")
+    compression, suffix = compression or by_name, (plain.with_suffix("") if by_name else plain).suffix
     kind = _kind(path, suffix.lower(), _uncompressed(path, compression) if compression else head)
     if compression and kind not in {"text", "jsonl"}:
         raise DataError(
             f"{path} is {_WORDS[kind]} inside {compression}; uncompress it, since it has compression inside"
         )
-    return Source(path, name, kind, compression, found.st_size, found.st_mtime_ns, digest.hexdigest())
+    return Source(path, name, kind, compression, file.num_bytes, file.version(), digest.hexdigest())
 
 
-def _uncompressed(path: Path, compression: str) -> bytes:
+def _uncompressed(path: Location, compression: str) -> bytes:
     """First bytes of a compressed file; empty if it is damaged, which reading reports."""
     try:
-        with pa.OSFile(str(path)) as file, pa.CompressedInputStream(file, compression) as stream:
-            return bytes(stream.read(_LOOK_BYTES))
+        with open_stream(path, _LOOK_BYTES) as raw:
+            file = pa.PythonFile(raw, mode="r")
+            with pa.CompressedInputStream(file, compression) as stream:
+                return bytes(stream.read(_LOOK_BYTES))
     except (OSError, pa.ArrowException):
         return b""
 
 
-def _kind(path: Path, suffix: str, head: bytes) -> Kind:
+def _kind(path: Location, suffix: str, head: bytes) -> Kind:
     """Format of a file by its first bytes, and by its suffix where these fit several."""
     if head.startswith(b"PAR1"):
         return "parquet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -27,10 +28,15 @@ from nxtrain.data.arrow.rows import (
 from nxtrain.data.arrow.sources import Source
 from nxtrain.data.arrow.values import document_bytes, is_binary, is_string
 from nxtrain.data.files import unreadable
+from nxtrain.data.storage import open_stream
+from nxtrain.io.object_store import Location
 from nxtrain.io.regular import require_regular
 
 _SLICE_ROWS = 256
 """Rows that are converted at once; documents are copied one by one."""
+
+_PARQUET_BYTES = 1 << 16
+"""Least bytes of a request for a part of a Parquet file; its columns come in requests of 1 MiB in any case."""
 
 _READ_AGAIN = "fetch or write the file again"
 
@@ -49,7 +55,8 @@ def table_rows(source: Source, fields: Fields, start: int, progress: Progress) -
     """
     row = start
     try:
-        require_regular(source.path)
+        if isinstance(source.path, Path):
+            require_regular(source.path)
         read = _parquet if source.kind == "parquet" else _arrow
         for found in read(source, fields, start, progress):
             row = found.row
@@ -64,7 +71,8 @@ def table_rows(source: Source, fields: Fields, start: int, progress: Progress) -
 
 def _parquet(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
     """Rows of a Parquet file; a damaged row group does not hide the next one."""
-    with pq.ParquetFile(source.path, pre_buffer=False, buffer_size=1 << 20) as file:
+    place = source.path if isinstance(source.path, Path) else open_stream(source.path, _PARQUET_BYTES)
+    with pq.ParquetFile(place, pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
         if defect := _field_defect(file.schema_arrow, fields):
             if start < total:
@@ -92,9 +100,9 @@ def _parquet(source: Source, fields: Fields, start: int, progress: Progress) -> 
 def _arrow(source: Source, fields: Fields, start: int, progress: Progress) -> Iterator[Row | BadRow]:
     """Rows of an Arrow IPC file or stream.
 
-    The file is mapped, so that a batch may be larger than the memory: single batches of terabytes are in use.
+    A file of a disk is mapped, so that a batch may be larger than the memory: single batches of terabytes are in use.
     """
-    with pa.memory_map(str(source.path)) as mapped:
+    with _mapped(source.path) as mapped:
         is_file = source.kind == "arrow" and mapped.read(6) == b"ARROW1"
         mapped.seek(0)
         reader = _opened(mapped, is_file)
@@ -117,6 +125,10 @@ def _arrow(source: Source, fields: Fields, start: int, progress: Progress) -> It
                     yield from _documents(parts, row, start, fields)
             begin = end
             progress.num_bytes = min(source.size, mapped.tell())
+
+
+def _mapped(place: Location) -> Any:
+    return pa.memory_map(str(place)) if isinstance(place, Path) else pa.PythonFile(open_stream(place), mode="r")
 
 
 def _opened(mapped: Any, is_file: bool, options: Any = None) -> Any:

@@ -440,11 +440,8 @@ def test_adapters_need_given_weights_and_our_layers_and_above_nf4_an_eager_devic
         assert "restores NF4 eagerly" in only(tmp_path, *given[:2], "finetune.method=qlora", override).reason
 
 
-def test_masks_of_adapters_are_refused_where_they_would_be_wrong_or_new_graphs(tmp_path: Path, hf: Path) -> None:
+def test_masks_of_adapters_are_drawn_on_every_layout_and_backend(tmp_path: Path, hf: Path) -> None:
     given = (f"model.hf={hf}", "model.init=hf", "finetune.method=lora", "finetune.dropout=0.1")
-    checked(tmp_path, *given, "parallel.tp=2", world=2)
     for override in ("parallel.pp=3", "backend.name=xla", "compile.torch_compile=true"):
-        problem = only(tmp_path, *given, override)
-        assert problem.key == "finetune.dropout"
-        assert override.removesuffix("=true") in problem.reason
+        assert checked(tmp_path, *given, override).config.finetune.dropout == 0.1
     assert only(tmp_path, *given[:3], "finetune.dropout=1.0").key == "finetune.dropout"

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -25,12 +26,12 @@ from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, Lanes, LocalLanes, Place, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers
-from nxtrain.errors import BackendError, DataError
+from nxtrain.errors import BackendError, DataError, StorageError
 from nxtrain.io import cached_object
 from nxtrain.io.cached_object import CachedObject
 from nxtrain.io.object_store import S3Path, S3Source
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
-from tests.support.s3 import BUCKET, s3, s3_variables
+from tests.support.s3 import BUCKET, Fault, failing_s3, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 
@@ -318,6 +319,33 @@ def test_an_object_that_changes_under_a_run_ends_it_with_its_address(
         says = "does not exist" if change is gone else "is no Arrow file|another corpus"
     with pytest.raises(DataError, match=f"{bucket}/{name}.*({says})"):
         batches(data, 60, workers, opened=lambda: change(s3, f"c/{name}"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_faults_of_ranges_change_no_row_of_a_worker_or_end_it_with_the_address(
+    corpora: Path,
+    bucket: str,
+    tmp_path: Path,
+    s3_variables: dict[str, str],
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker is no rank's thread: its error comes to the rank, and no replacement hides the fault."""
+    theirs = listed(batches(opened(tmp_path / "2", corpora, f"{corpora}", "text.arrow"), 8))
+    faults: list[Fault] = []
+    with failing_s3(s3_variables, lambda: faults.pop(0) if faults else "") as variables:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", variables["AWS_ENDPOINT_URL"])
+        data = opened(tmp_path, corpora, bucket, "text.arrow")
+        for name, found in (("torn", ["torn", "error", ""]), ("down", ["error"] * 99)):
+            source = replace(data.source.source, cache=tmp_path / name)  # type: ignore[union-attr,type-var]
+            each = replace(data, source=replace(data.source, source=source))  # type: ignore[type-var]
+            faults[:] = found  # type: ignore[assignment]
+            if name == "torn":
+                assert listed(batches(each, 8, workers)) == theirs
+                assert not faults
+            else:
+                with pytest.raises(StorageError, match=f"{bucket}/text.arrow: .*start again when it does"):
+                    batches(each, 8, workers)
 
 
 def test_mistakes_are_named(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from nxtrain.data import held_out, target_bytes, unigram_entropy
-from nxtrain.data.held_out import token_bytes
+from nxtrain.data.held_out import target_counts, token_bytes
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.tokenization import END_OF_TEXT, load_tokenizer, train_bpe
@@ -57,10 +57,10 @@ def test_unigram_entropy_is_that_of_the_targets(monkeypatch: pytest.MonkeyPatch)
     # Targets: half 1, a quarter 2, a quarter 70000; the first column is never a target.
     table = np.array([[1, 1, 1, 2, 70000]] * 6)
     expected = 0.5 * math.log(2) + 0.5 * math.log(4)
-    assert unigram_entropy(TableSamples(table)) == pytest.approx(expected, rel=1e-12)
+    assert unigram_entropy(target_counts(TableSamples(table))) == pytest.approx(expected, rel=1e-12)
     monkeypatch.setattr(held_out, "_CHUNK_TOKENS", 8)
     reversed_expected = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
-    assert unigram_entropy(TableSamples(table[:, ::-1])) == pytest.approx(reversed_expected, rel=1e-12)
+    assert unigram_entropy(target_counts(TableSamples(table[:, ::-1]))) == pytest.approx(reversed_expected, rel=1e-12)
 
 
 def test_the_bytes_of_all_tokens_of_a_text_are_the_bytes_of_the_text(tokenizer: Path) -> None:
@@ -84,8 +84,8 @@ def test_rows_that_cut_documents_and_characters_count_the_bytes_of_their_own_tar
         # The first token of the stream is no target, and neither are those after the last row.
         evaluated = stream[1 : 1 + min(num_rows, samples.num_rows) * seq_len]
         text = b"".join(bytes_of[number] for number in evaluated.tolist())
-        assert target_bytes(samples, tokenizer, num_rows) == len(text)
-    assert target_bytes(samples, tokenizer) == len(text)
+        assert target_bytes(target_counts(samples, num_rows), tokenizer) == len(text)
+    assert target_bytes(target_counts(samples), tokenizer) == len(text)
 
 
 def test_a_model_that_knows_nothing_needs_eight_bits_for_a_byte(tmp_path: Path, open_alone: OpenAlone) -> None:
@@ -103,6 +103,10 @@ def test_a_model_that_knows_nothing_needs_eight_bits_for_a_byte(tmp_path: Path, 
         assert (summary.val_tokens, summary.val_bytes) == (targets.size, targets.size - num_ends)
         assert summary.bits_per_byte == pytest.approx(8 * targets.size / (targets.size - num_ends), rel=1e-12)
         assert f"{summary.bits_per_byte:.4f} bits per byte" in str(summary)
+        inputs = data.validation.rows(np.arange(rows))[:, :-1]
+        masked = targets[inputs != 0]
+        found = Summary.of(math.log(256), data, num_rows, mask_end=0)
+        assert (found.val_tokens, found.val_bytes) == (masked.size, int(np.count_nonzero(masked)))
 
 
 def changed(tokenizer: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -133,7 +137,7 @@ def test_a_tokenizer_that_changes_text_has_no_bytes(
     tokenizer: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
     assert token_bytes(changed(tokenizer, change)) is None
-    assert target_bytes(TableSamples(np.ones((2, 3), np.int64)), tokenizer) is None
+    assert target_bytes(target_counts(TableSamples(np.ones((2, 3), np.int64))), tokenizer) is None
 
 
 def test_a_tokenizer_that_splits_text_first_as_that_of_llama_3_does_has_bytes(tokenizer: Path) -> None:
@@ -160,16 +164,16 @@ def test_added_tokens_count_their_own_text_and_special_ones_none(tokenizer: Path
 
 
 def test_ids_that_the_tokenizer_does_not_know_have_no_bytes(tokenizer: Path) -> None:
-    assert target_bytes(TableSamples(np.array([[1, 2, 299]])), tokenizer) is not None
-    assert target_bytes(TableSamples(np.array([[1, 2, 300]])), tokenizer) is None
+    assert target_bytes(target_counts(TableSamples(np.array([[1, 2, 299]]))), tokenizer) is not None
+    assert target_bytes(target_counts(TableSamples(np.array([[1, 2, 300]]))), tokenizer) is None
 
     def move_last(file: dict[str, Any]) -> None:
         vocabulary = file["model"]["vocab"]
         vocabulary[max(vocabulary, key=vocabulary.get)] = 310
 
     changed(tokenizer, move_last)
-    assert target_bytes(TableSamples(np.array([[1, 2, 310]])), tokenizer) is not None
-    assert target_bytes(TableSamples(np.array([[1, 2, 305]])), tokenizer) is None
+    assert target_bytes(target_counts(TableSamples(np.array([[1, 2, 310]]))), tokenizer) is not None
+    assert target_bytes(target_counts(TableSamples(np.array([[1, 2, 305]]))), tokenizer) is None
 
 
 def test_a_tokenizer_that_is_gone_or_damaged_at_the_end_has_no_bytes(tokenizer: Path) -> None:

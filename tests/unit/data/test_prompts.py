@@ -26,6 +26,7 @@ from nxtrain.data.loader import BatchShare, Loader, batch_of
 from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.errors import ConfigError, DataError
+from nxtrain.train.summary import Summary
 from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
 from tests.support.corpora import prepare, write_file, write_tokenizer
 
@@ -165,6 +166,7 @@ def test_an_evaluation_counts_answers_only(tmp_path: Path, tokenizer: TextTokeni
     assert batch.targets[batch.targets != IGNORE_INDEX].tolist() == counted
     assert batch.inputs.max() < VOCABULARY
     assert target_counts(data.validation).tolist() == np.bincount(counted).tolist()
+    assert Summary.of(1.0, data, 50).val_tokens == len(counted)
 
 
 def test_what_cannot_be_is_refused_and_bad_rows_are_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nxtrain.data.arrow import preparation, work
+from nxtrain.data.arrow import preparation, rows, work
 from nxtrain.data.arrow.preparation import Watcher
 from nxtrain.data.arrow.work import Counts
 from nxtrain.errors import DataError, StoppedBySignal
@@ -37,6 +37,7 @@ class Killing(Watcher):
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "BATCH_BYTES", 1000)
     monkeypatch.setattr(preparation, "MIN_SHARD_BYTES", 0)
+    monkeypatch.setattr(rows.split_lines, "__defaults__", (rows.MAX_DOCUMENT_BYTES, 700))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -17,11 +17,21 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from nxtrain.data import workers as data_workers
 from nxtrain.data.arrow import streams
 from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, BatchShare
-from nxtrain.data.stream_loader import LaneOrder, LaneRows, LocalLanes, Place, StreamLoader, merged, num_lanes
+from nxtrain.data.stream_loader import (
+    LaneOrder,
+    LaneRows,
+    LocalLanes,
+    Place,
+    StreamLoader,
+    merged,
+    num_lanes,
+    places_of,
+)
 from nxtrain.data.tokenization import load_tokenizer
 from nxtrain.data.workers import AHEAD, WorkerPolicy, Workers
 from nxtrain.errors import DataError, WorkerError
@@ -31,6 +41,10 @@ from tests.support.lanes import NumberedLanes
 SEQ_LEN, GLOBAL_BATCH, SEED, VOCABULARY = 24, 8, 7, 300
 ORDER = LaneOrder(num_lanes(GLOBAL_BATCH), SEED, True)
 IN_TIME_S = 20.0
+THREE_EPOCHS = 40
+"""Steps in which every lane of the corpus has begun its fourth epoch."""
+GRID = [(dp, workers) for workers in (0, 2, 4) for dp in (2, 1, 4)]
+"""Data parallel ranks, and workers of each."""
 Taken = tuple[list[Batch], list[dict[int, Place]]]
 
 
@@ -48,8 +62,8 @@ def policy(number: int = 2, restarts: int = 3, timeout_s: float = IN_TIME_S) -> 
     return WorkerPolicy(number, restarts, timeout_s, rank=6)
 
 
-def taken(source: CorpusLanes, workers: int, dp: tuple[int, int], steps: int) -> Taken:
-    """Batches of a rank, and the cursor behind each."""
+def taken(source: CorpusLanes, workers: int, dp: tuple[int, int], steps: int, places: Sequence[Place] = ()) -> Taken:
+    """Batches of a rank from some places on, and the cursor behind each."""
     local = partial(LocalLanes, partial(source.opened(), ORDER))
     each = StreamLoader(
         partial(Workers, source, ORDER, policy(workers)) if workers else local,
@@ -57,6 +71,7 @@ def taken(source: CorpusLanes, workers: int, dp: tuple[int, int], steps: int) ->
         BatchShare(GLOBAL_BATCH, 1, *dp),
         end_id=0,
         doc_mask=True,
+        places=places,
     )
     batches = each.prefetched(0)
     try:
@@ -64,6 +79,13 @@ def taken(source: CorpusLanes, workers: int, dp: tuple[int, int], steps: int) ->
     finally:
         batches.close()
     return [batch for batch, _ in found], [cursor for _, cursor in found]
+
+
+def joined(batches: Sequence[Batch]) -> tuple[list[list[int]], ...]:
+    """Inputs, targets and starts of the rows of all ranks."""
+    names = ("inputs", "targets", "starts")
+    found = ([vars(batch)[name].reshape(-1, SEQ_LEN) for batch in batches] for name in names)
+    return tuple(np.concatenate(each).tolist() for each in found)
 
 
 @pytest.mark.parametrize(("packing", "dp", "workers"), [("concat", 1, 4), ("best_fit", 2, 2), ("concat", 4, 2)])
@@ -79,6 +101,44 @@ def test_order_and_bits_depend_neither_on_workers_nor_on_ranks(
             assert np.concatenate([vars(each)[name] for each in ours]).tolist() == vars(batch)[name].tolist()
         assert sum(each.num_tokens for each in ours) == batch.num_tokens
         assert merged([found[step] for _, found in ranks]) == merged([cursors[step]])
+
+
+class LocalWorker:
+    """A worker's lanes in this process: what `Workers` deals out, without a process for each."""
+
+    def __init__(self, source: CorpusLanes, order: LaneOrder, places: dict[int, Place], rows_per_lane: int) -> None:
+        self._lanes = LocalLanes(partial(source.opened(), order), places, rows_per_lane)
+
+    def answer(self, timeout_s: float) -> LaneRows:
+        del timeout_s
+        return self._lanes.rows(0)
+
+    def stop(self) -> None:
+        """End nothing."""
+
+    close = stop
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_three_epochs_have_one_order_for_every_number_of_ranks_and_workers(
+    corpus: CorpusLanes, packing: Literal["concat", "best_fit"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From every step on, with the ranks and workers of the next place of the grid, each row exactly once."""
+    monkeypatch.setattr(data_workers, "Worker", LocalWorker)
+    monkeypatch.setattr(streams, "WINDOW_ROWS", 3)
+    source = CorpusLanes(**{**vars(corpus), "packing": packing})
+    straight, cursors = taken(source, 0, (0, 1), THREE_EPOCHS)
+    assert min(place[0] for place in cursors[-1].values()) * ORDER.lanes >= 3 * 40, "each lane has had three epochs"
+    for dp, workers in GRID:
+        ranks = [taken(source, workers, (rank, dp), THREE_EPOCHS)[0] for rank in range(dp)]
+        assert [joined(batches) for batches in zip(*ranks, strict=True)] == [joined([batch]) for batch in straight]
+    places: list[Place] = []
+    for step, whole in enumerate(straight):
+        dp, workers = GRID[step % len(GRID)]
+        found = [taken(source, workers, (rank, dp), 1, places) for rank in range(dp)]
+        assert joined([batches[0] for batches, _ in found]) == joined([whole])
+        places = places_of(merged([cursors[0] for _, cursors in found]), ORDER.lanes)
+        assert places == places_of(merged([cursors[step]]), ORDER.lanes)
 
 
 @pytest.fixture(autouse=True)

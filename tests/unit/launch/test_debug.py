@@ -10,6 +10,7 @@ import pytest
 
 from nxtrain.config.load import load
 from nxtrain.launch.debug import agent_settings, debug_variables, open_debug_folder
+from nxtrain.launch.environment import QUIET_PROFILER
 from nxtrain.launch.local import render
 from nxtrain.launch.neuron import reexec_with_environment
 from tests.unit.launch.test_neuron import ON_TRN2, TINY
@@ -57,6 +58,14 @@ def test_the_launcher_sets_them_and_its_agent_writes_a_file_of_each_rank(tmp_pat
     assert not any("log-dir" in word for word in alone.argv)
     silent = render(TINY, PAIR, None, {"OMP_NUM_THREADS": "1"})
     assert (silent.env, [word for word in silent.argv if "log-dir" in word or "tee" in word]) == ({}, [])
+
+
+def test_torchs_profiler_is_quiet_where_there_is_no_gpu() -> None:
+    profiled = ("metrics.profile_steps=[3,4]", *PAIR)
+    shell = {"OMP_NUM_THREADS": "1"}
+    assert render(TINY, profiled, None, shell).env == {QUIET_PROFILER.name: "5"}
+    assert render(TINY, profiled, None, {**shell, QUIET_PROFILER.name: "0"}).env == {QUIET_PROFILER.name: "0"}
+    assert render(TINY, [*profiled, "backend.name=cuda"], None, shell).env == {}
 
 
 def test_on_neuron_devices_the_runtime_writes_beside_the_rank(tmp_path: Path) -> None:

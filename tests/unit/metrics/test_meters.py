@@ -46,10 +46,11 @@ def test_eta_leaves_out_the_first_step_that_carried_compilation(clock: FakeClock
 
 
 def test_line_has_the_contract_keys_and_null_for_an_unknown_mfu() -> None:
-    record = StepRecord(7, 2.5, 1.25, 30.0, 0.5, 1e-3, Throughput(4096, 512.0, 0.125, None))
+    record = StepRecord(7, 2.5, 4000, 1.25, 30.0, 0.5, 1e-3, Throughput(4096, 512.0, 0.125, None))
     assert record.line() == {
         "step": 7,
         "loss": 2.5,
+        "targets": 4000,
         "grad_norm": 1.25,
         "param_norm": 30.0,
         "lost_update_frac": 0.5,
@@ -63,5 +64,5 @@ def test_line_has_the_contract_keys_and_null_for_an_unknown_mfu() -> None:
 
 def test_line_has_the_held_out_loss_only_when_it_was_measured() -> None:
     speed = Throughput(1, 1.0, 1.0, None)
-    assert "val_loss" not in StepRecord(1, 2.0, 1.0, 1.0, 0.0, 0.0, speed).line()
-    assert StepRecord(1, 2.0, 1.0, 1.0, 0.0, 0.0, speed, val_loss=0.0).line()["val_loss"] == 0.0
+    assert "val_loss" not in StepRecord(1, 2.0, 1, 1.0, 1.0, 0.0, 0.0, speed).line()
+    assert StepRecord(1, 2.0, 1, 1.0, 1.0, 0.0, 0.0, speed, val_loss=0.0).line()["val_loss"] == 0.0

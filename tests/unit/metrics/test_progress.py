@@ -23,6 +23,11 @@ def record(step: int, **more: float) -> dict[str, float | None]:
     return {"step": step, "loss": 5.0 - step / 100, "tokens_per_s": 12_345.0, "mfu": None, **more}
 
 
+MEASURED = {"mfu": 0.0123, "grad_norm": 1.234, "data_s": 0.001, "training_s": 0.3, "log_s": 0.1, "saved_step": 50}
+MEASURED |= {"forward_s": 0.1, "backward_s": 0.2, "peak_memory_bytes": 1 << 29, "goodput": 0.45}
+SECTIONS = "forward 25% backward 50% waiting 0%"
+
+
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
     with io.StringIO() as text:
@@ -59,6 +64,24 @@ def test_a_long_line_is_not_wrapped(log: io.StringIO, clock: FakeClock) -> None:
     lines = open_progress(10, 0, console=Console(file=log, width=20), clock=clock)
     lines.log(record(1))
     assert log.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, "MFU 1.2%  grad norm 1.23  data wait 0%"),
+        (130, "MFU 1.2%  grad norm 1.23  data wait 0%  0.5 GiB  saved 50"),
+        (200, f"MFU 1.2%  grad norm 1.23  data wait 0%  0.5 GiB  saved 50  goodput 45%  {SECTIONS}"),
+    ],
+)
+def test_a_line_has_the_most_important_numbers_that_fit(
+    log: io.StringIO, clock: FakeClock, width: int, shown: str
+) -> None:
+    lines = open_progress(50, 0, console=Console(file=log, width=width), clock=clock)
+    lines.log(record(50, val_loss=4.2345, **MEASURED))
+    line = log.getvalue().rstrip("\n")
+    assert line == f"step 50/50  loss 4.5000  val 4.2345  12.3k tokens/s  {shown}  0:00:00"
+    assert len(line) <= max(100, width)
 
 
 def test_a_terminal_gets_a_bar_with_step_loss_speed_and_time(log: io.StringIO, clock: FakeClock) -> None:

@@ -116,11 +116,27 @@ def test_a_window_that_is_not_used_is_no_window(family: str) -> None:
     assert found.check(config, tp=1, seq_len=8192) == []
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_in_use_limits_sequences_and_is_written_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
+    found, used = find_family(family), {**QWEN, "model_type": family, "use_sliding_window": True, "sliding_window": 64}
+    config = found.from_hf({**used, "max_window_layers": 1})
+    assert found.check(config, tp=1, seq_len=64) == []
+    (problem,) = found.check(config, tp=1, seq_len=65)
+    assert problem.reason.startswith("seq_len=65 exceeds model.config.sliding_window=64")
+    assert (problem.hint or "").startswith("shorten sequences to 64 tokens")
+    assert config.longest_sequence == ("sliding_window", 64)
+    theirs = transformers.CONFIG_MAPPING[family].from_dict(found.to_hf(config, "float32"))
+    assert (theirs.sliding_window, theirs.layer_types) == (64, ["full_attention", "sliding_attention"])
+    theirs.save_pretrained(tmp_path)
+    assert found.from_hf(json.loads((tmp_path / "config.json").read_text())) == config
+    no_layer = found.from_hf({**used, "max_window_layers": 2})
+    assert found.check(no_layer, tp=1, seq_len=8192) == []
+    assert found.to_hf(no_layer, "float32")["use_sliding_window"] is False
+
+
 @pytest.mark.parametrize(
     ("family", "change", "key", "message"),
     [
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window", "True is not supported; only False is"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window", "True is not supported; only False is"),
         ("qwen3", {"attention_bias": True}, "attention_bias", "True is not supported; only False is"),
         (
             "qwen2",

@@ -24,16 +24,17 @@ SHAPE: dict[str, Any] = {
 """A sequence of 1,024 tokens takes fused attention, which keeps the same tensors in torch and in C++."""
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_a_step_takes_the_predicted_memory(method: str, remat: str) -> None:
+def test_a_step_takes_the_predicted_memory(method: str, remat: str, dropout: float) -> None:
     resolved = plan(
         "mha",
         model={"config": SHAPE},
         parallel={"dp": 1},
         precision={"params": "bf16", "update": "fp32_master"},
         train={"seq_len": 1024, "micro_batch": 2, "global_batch": 4, "remat": remat, "loss_chunk_mib": 1},
-        finetune={"method": method, "r": 8},
+        finetune={"method": method, "r": 8, "dropout": dropout},
         backend={"name": "cpu"},
     )
     backend = CpuBackend()

@@ -1,4 +1,4 @@
-"""Start-up of a run: collections of garbage, imported packages, and their number."""
+"""Start-up of a run, of its agent and of a trace: collections of garbage, imported packages, and their number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support import tiny
 
 # Runs the command line beside records of collections. The modules that torch imports itself do not count.
 CODE = """
-import gc, json, sys
+import atexit, gc, json, sys
 gc.disable()
 import torch
 by_torch = {*sys.modules}
@@ -23,6 +23,9 @@ collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 from nxtrain.process import garbage
 usual, settle, found = gc.get_threshold(), garbage.settle, {}
+@atexit.register
+def report():
+    print(json.dumps({**found, "left": len(gc.get_objects())}))
 def observed():
     found["starting"] = gc.get_threshold()
     found["collections"] = len(collections)
@@ -36,10 +39,30 @@ try:
 except SystemExit as ended:
     found["code"] = ended.code
 found["usual"] = gc.get_threshold() == usual
-found["left"] = len(gc.get_objects())
 found["modules"] = sorted({*sys.modules} - by_torch)
-print(json.dumps(found))
 """
+
+# Runs a program, whose last line has the objects that are left at its end.
+PROGRAM = """
+import atexit, gc, json, runpy, sys
+found, collections = {"began": False}, []
+@atexit.register
+def report():
+    print(json.dumps({**found, "left": len(gc.get_objects())}))
+from nxtrain.process import garbage
+rarely, settle = garbage.collect_rarely, garbage.settle
+def began():
+    rarely()
+    found["began"] = True
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+def observed():
+    found["collections"], found["torch"] = len(collections), "torch" in sys.modules
+    settle()
+    found["settled"] = gc.get_threshold()[0] < garbage.STARTING
+garbage.collect_rarely, garbage.settle = began, observed
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+JOB = dict.fromkeys(("config", "overrides", "world", "ranks", "steps", "hlo", "layers", "instance"), "absent")
 
 PACKAGES = {"annotated_doc", "annotated_types", "cython_runtime", "nxtrain", "nxtrain_models", "numpy", "pydantic"}
 PACKAGES |= {"pydantic_core", "rich", "safetensors", "shellingham", "tokenizers", "torch", "typer", "typing_extensions"}
@@ -81,3 +104,16 @@ def test_the_first_step_imports_only_what_it_needs(found: dict[str, Any]) -> Non
     packages = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - PACKAGES
     assert {package for package in packages if not package.startswith("_")} == set()
     assert len(modules) < MOST_MODULES
+
+
+@pytest.mark.parametrize(
+    "program", [("nxtrain.launch.torchrun", "--help"), ("nxtrain.graphs.trace", json.dumps(JOB))], ids=lambda p: p[0]
+)
+def test_an_agent_and_a_trace_collect_nothing_while_they_are_imported(program: tuple[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *program], capture_output=True, text=True, timeout=120, check=False
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    left = found.pop("left")
+    assert found == {"began": True, "collections": 0, "torch": True, "settled": True}, done.stderr
+    assert left < 1000
