@@ -45,7 +45,7 @@ def commands(text: str) -> Iterator[str]:
     """The commands of a page in Markdown, with their variables filled in."""
     variables: dict[str, str] = {}
     for language, block in blocks(text):
-        for line in re.findall(r'(?:"[^"]*"|[^"\n])+', block if not language else ""):
+        for line in re.findall(r'(?:"[^"]*"|[^"\n])+', "" if language else block.replace("\\\n", " ")):
             if assigned := re.fullmatch(r'(\w+)="([^"]*)"', line):
                 variables[assigned[1]] = assigned[2]
             else:
