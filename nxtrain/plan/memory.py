@@ -7,7 +7,7 @@ and `optim/adamw.py`. Activations follow what autograd keeps: `nn/`, `parallel/l
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.moments import accumulated_bytes, moments_of, offloaded_bytes
@@ -24,8 +24,7 @@ GPU_WORKSPACE_BYTES = 5 * GIB // 2
 """The same on GPUs: context, cuBLAS, NCCL's channels, and what the allocator cannot give out again."""
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Device memory of one rank by kind, in bytes.
 
     Kinds are those of the moment of a step that needs most; other moments may need more of one kind.
@@ -59,7 +58,7 @@ class Bytes:
 
     def to_json(self) -> dict[str, int]:
         """All kinds and their sum."""
-        return {**asdict(self), "total": self.total}
+        return {**self._asdict(), "total": self.total}
 
 
 def rank_bytes(job: Job) -> tuple[int, Bytes]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from nxtrain.parallel.schedule import group_sizes, num_warmup
 from nxtrain.plan.activations import (
@@ -35,8 +36,7 @@ GROUPS = 6
 """Groups of micro-batches in which every state of an interleaved schedule occurs."""
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes of a rank at a moment, beside its training state.
 
     Args:

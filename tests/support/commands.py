@@ -120,6 +120,7 @@ def outcome(*argv: object) -> tuple[int, str, str]:
     with (
         mock.patch.dict(os.environ),
         mock.patch.object(sys, "argv", ["nxtrain", *map(str, argv)]),
+        mock.patch.object(sys, "excepthook", sys.__excepthook__),  # torch's process groups put rank numbers in front
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         pytest.raises(SystemExit) as end,
