@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -343,3 +344,16 @@ def cache_clean(
     from nxtrain.compile.commands import clean
 
     clean(where, max_gib, failed, stale)
+
+
+def _join_lines(commands: typer.Typer) -> None:
+    """Join the lines of each paragraph in the help of all commands, which the terminal breaks by its own width."""
+    for command in commands.registered_commands:
+        text = inspect.cleandoc(command.help or getattr(command.callback, "__doc__", "") or "")
+        command.help = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.split("\n\n"))
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            _join_lines(group.typer_instance)
+
+
+_join_lines(app)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from nxtrain.cli import main
 from nxtrain.cli.options import integer, number
 
 FEW = st.integers(-9, 9)
@@ -45,3 +46,11 @@ def test_a_number_is_taken_within_its_bounds(value: float, least: int, most: int
 @pytest.mark.parametrize("text", ["", "x", "1.5", "1e3", "nan", "0x10", "9" * 5000])
 def test_what_is_no_integer_is_refused(text: str) -> None:
     assert taken(int, text, 0, 10) is None
+
+
+def test_only_the_terminal_breaks_the_lines_of_a_paragraph_of_help() -> None:
+    wide = {"COLUMNS": "2000", "TERMINAL_WIDTH": "2000", "NO_COLOR": "1"}
+    for command in (("plan",), ("compile",), ("data", "prepare"), ("convert", "nxd-to-nxtrain")):
+        done = CliRunner().invoke(main.app, [*command, "--help"], env=wide)
+        about = done.output.partition("Usage:")[2].partition("╭")[0]
+        assert len([line for line in about.splitlines() if line.strip()]) == 3, "usage, summary and one paragraph"
