@@ -59,7 +59,7 @@ def key(number: int, flags: str = "abc") -> Key:
 
 
 def compiling(root: Path, of: Key, pause_s: float = 0.0, keep: int | None = None) -> subprocess.Popen[bytes]:
-    """Start to compile, in a process of its own.
+    """Start to compile, in a process of its own that leads a session.
 
     Args:
         root: The cache.
@@ -69,7 +69,8 @@ def compiling(root: Path, of: Key, pause_s: float = 0.0, keep: int | None = None
     """
     folder = str(root / of.compiler / of.module)
     env = {"FOLDER": folder, "COMPILER": _COMPILE, "PAUSE": str(pause_s)}
-    return subprocess.Popen([sys.executable, "-S", "-c", _RANK], env=env, pass_fds=() if keep is None else (keep,))
+    argv, fds = [sys.executable, "-S", "-c", _RANK], () if keep is None else (keep,)
+    return subprocess.Popen(argv, env=env, pass_fds=fds, start_new_session=True)
 
 
 def compile_now(folder: Path, pause_s: float = 0.0) -> None:

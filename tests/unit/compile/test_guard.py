@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from nxtrain.compile import miss_watch
 from nxtrain.compile.cache import Cache
 from nxtrain.compile.compile_key import build_of
 from nxtrain.compile.entries import LOCK, Key, State
-from nxtrain.compile.lock_owners import descends, naming, this_process
+from nxtrain.compile.lock_owners import naming, this_process
 from nxtrain.compile.manifest import Graph, Manifest, read_manifest, write_manifest
 from nxtrain.compile.miss_watch import Watch, watch_misses
 from nxtrain.config.check import Resolved, resolve_config
@@ -256,10 +255,6 @@ def add_locked_again(lock: Path) -> None:
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a stand-in rank and its compiler."""
-    compilers = [pid for pid in naming("neuronx-cc") if descends(pid, process.pid) and pid != process.pid]
-    process.kill()
+    """End a stand-in rank and its compiler, even one that starts at this moment."""
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for pid in compilers:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
