@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -19,6 +20,12 @@ from tests.support.layers import random
 from tests.support.xla_bodies import Counts
 
 TOKENS, WIDTH, INNER, MICRO_BATCHES, LR = 8, 6, 4, 3, 0.1
+
+_SEARCH = threading.Lock()
+"""Held from a search for a graph's tensors until that graph runs.
+
+A search holds the tensors of all devices for a moment. What another device deletes then would be in its next graph.
+"""
 
 
 def seen_by(mesh: Mesh, rank: int) -> Mesh:
@@ -83,10 +90,11 @@ class _Log:
 
         # To hash waits for the graph before, and holds Python's lock meanwhile, which the other devices need.
         xm.wait_device_ops(xm.xla_real_devices([self._backend.device]))
-        if computed := pending(self._backend.device):
-            text = str(torch_xla._XLAC._get_xla_tensors_hlo(computed)) if self._apart else ""
-            self.graphs.append(Graph(hash_of(computed), text))
-        self.sync()
+        with _SEARCH:
+            if computed := pending(self._backend.device):
+                text = str(torch_xla._XLAC._get_xla_tensors_hlo(computed)) if self._apart else ""
+                self.graphs.append(Graph(hash_of(computed), text))
+            self.sync()
 
 
 def stages(backend: Backend, layout: Mesh, steps: int) -> Played:
