@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError
 from nxtrain.metrics import trackers
 from nxtrain.metrics.sinks import open_sinks
+from tests.support.patience import patient_s
 
 RECORDS: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.5, "alarm": "spike: loss", "mfu": None},
@@ -67,33 +69,41 @@ def test_an_identity_is_made_once(tmp_path: Path) -> None:
 
 
 def blocks(content: bytes) -> Iterator[bytes]:
-    """Records of a file of Weights & Biases: LevelDB's log format behind seven bytes, here with whole records only."""
+    """Whole records of a file of Weights & Biases: LevelDB's log format behind seven bytes."""
     at = 7
-    while at < len(content):
+    while at + 7 <= len(content):
         _, length, kind = struct.unpack("<IHB", content[at : at + 7])
-        assert kind == 1, "a whole record"
-        yield content[at + 7 : at + 7 + length]
+        assert kind == 1, "not the part of a record"
         at += 7 + length
+        if at <= len(content):  # else the last is being written
+            yield content[at - length : at]
+
+
+def histories(file: Path) -> Iterator[dict[str, float]]:
+    """Rows of a run in a file of Weights & Biases."""
+    from wandb.proto import wandb_internal_pb2
+
+    for content in blocks(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        if record.HasField("history"):
+            items = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
+            yield {key: float(items[key]) for key in items if not key.startswith("_")}
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_weights_and_biases_gets_every_record_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="no wandb: pip install 'nxtrain[wandb]'")
-    from wandb.proto import wandb_internal_pb2
-
     run = config(tmp_path, wandb="offline")
     log(run, RECORDS[:2])
     log(run, RECORDS[2:], resume_step=2)
     files = sorted((tmp_path / "wandb").rglob("*.wandb"))
     assert len({file.name for file in files}) == 1, "of one run"
-    logged = []
-    for file in files:
-        for content in blocks(file.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(content)
-            if record.HasField("history"):
-                items = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
-                logged.append({key: float(items[key]) for key in items if not key.startswith("_")})
+    limit_s = time.monotonic() + patient_s(10)  # a process of its own writes the files
+    while len(logged := [row for file in files for row in histories(file)]) < len(RECORDS):
+        assert time.monotonic() < limit_s, (files, logged)
+        time.sleep(0.05)
+        files = sorted((tmp_path / "wandb").rglob("*.wandb"))
     assert logged == [{"step": 1.0, "loss": 2.5}, {"step": 2.0, "grad_norm": 0.5}, {"step": 3.0, "loss": 2.25}]
 
 

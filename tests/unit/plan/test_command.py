@@ -18,6 +18,7 @@ from nxtrain.family import family_names, find_family
 from nxtrain.plan.predict import INTERRUPTIONS_PER_DEVICE_S
 from nxtrain.plan.presets import DATASETS, SHAPES
 from nxtrain.plan.shapes import flops_per_token, num_params
+from tests.support.patience import patient_s
 
 SEVEN = "configs/llama2_7b_trn1.toml"
 SEVENTY = "configs/llama2_70b_trn1.toml"
@@ -75,7 +76,7 @@ def test_a_plan_takes_under_a_second_and_no_torch(argv: tuple[str, ...]) -> None
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
     spent = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    assert spent < MAX_CPU_S
+    assert spent < patient_s(MAX_CPU_S)
 
 
 def test_a_search_has_every_layout_once_fastest_first_with_reasons_for_the_others() -> None:
