@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.errors import DataError
+from nxtrain.metrics.work_meter import SECTIONS
 from nxtrain.run_folder import LOGS_DIR, PROFILES_DIR
-
-SECTIONS = ("forward", "backward", "reduce", "optimizer")
-"""Sections of a step, each a mark `nxtrain.SECTION` of the profile."""
 
 BACKWARD = "backward"
 
@@ -103,6 +101,7 @@ def read(file: Path) -> Profile:
     def named(pattern: str | re.Pattern[str]) -> list[tuple[str, Interval]]:
         return [(event["name"], _interval(event, base_s)) for event in events if re.search(pattern, event["name"])]
 
+    # The profiler marks each section of a step.
     sections = [(name.removeprefix("nxtrain."), when) for name, when in named(rf"^nxtrain\.({'|'.join(SECTIONS)})$")]
     backward = [when for name, when in sections if name == BACKWARD]
     profile = Profile(

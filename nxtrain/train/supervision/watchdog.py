@@ -290,7 +290,7 @@ class Watchdog(RunObserver):
         idle = self._late or waits(frame)
         where = point(frame)
         counted, spent = self._counted
-        return Beat(step, section, self._age(), idle, where, counted, spent, self._host)
+        return Beat(step, section, self._age(), waits=idle, point=where, counted=counted, spent=spent, host=self._host)
 
     def _look_at_others(self) -> None:
         """Publish this rank's heartbeat and read the other ranks' state, more often near the end of the limit."""
