@@ -61,7 +61,7 @@ class CpuBackend(C10dBackend):
         else:
             native = NativeKernels(library)
             self.kernels = self.host_kernels = native
-            self._notes["kernels"] = f"CPU kernels: C++, {native.products} for attention in bf16"
+            self._notes["kernels"] = f"CPU kernels: C++, bf16 products {native.products}"
 
     def choose_transport(self, wanted: str) -> None:
         if self.world == 1 or wanted == self._transport:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.cpu_attention import blocked_attention, is_short
+from nxtrain.backends.cpu_products import has_products
 from nxtrain.backends.document_attention import attention_by_document
 from nxtrain.backends.kernel_base import AdamStep, Rows
 from nxtrain.backends.kernels import FusedKernels, row_tiles
@@ -26,13 +27,20 @@ class CpuKernels(FusedKernels):
 
     host_may_look = True
 
+    def widens_products(self, dtype: torch.dtype) -> bool:
+        return not has_products(dtype)
+
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.widens_products(q.dtype):
+            return self.attention(q.float(), k.float(), v.float()).to(q.dtype)
         return blocked_attention(q, k, v) if is_short(q) else super().attention(q, k, v)
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return super().document_attention(q, k, v, starts)
-        return attention_by_document(self.attention, q, k, v, starts)
+        if not torch.compiler.is_compiling():
+            return attention_by_document(self.attention, q, k, v, starts)
+        if self.widens_products(q.dtype):
+            return super().document_attention(q.float(), k.float(), v.float(), starts).to(q.dtype)
+        return super().document_attention(q, k, v, starts)
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from nxtrain.backends.rounding import RoundingKey
@@ -73,6 +74,10 @@ class Kernels(ABC):
     rounds: bool = False
     rounds_on_host: bool = False
     widens_logits: bool = True
+
+    def widens_products(self, dtype: torch.dtype) -> bool:
+        """True if the device multiplies float32 copies of matrices of a type faster than the matrices."""
+        return False
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALO
         return _open_folder(merged_checkpoint(path)[1], backend, seq_len, mesh)
     family, config = meta.model()
     dtype = getattr(torch, meta.dtype)
-    layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype), backend.kernels)
+    layers = _layers(backend, mesh, dtype)
     model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
     materialize(model, backend.put, fill=None)
     load(path, {MODEL: dict(model.named_parameters())}, Layout(ParamTable.of(model), mesh))
@@ -95,12 +95,18 @@ def open_hf_model(path: Path, backend: Backend, seq_len: int, mesh: Mesh = _ALON
     return _open_folder(HfFolder(path), backend, seq_len, mesh)
 
 
+def _layers(backend: Backend, mesh: Mesh, dtype: torch.dtype) -> NativeLayers:
+    wide = backend.kernels.widens_products(dtype)
+    parallel = TensorParallel(mesh.tp, backend.collectives, dtype, wide_products=wide)
+    return NativeLayers(parallel, backend.kernels)
+
+
 def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
     family = find_family(str(folder.config.get("model_type")))
     config = family.from_hf(folder.config)
     # A CPU computes no float16 attention, and float32 holds it exactly.
     dtype = torch.float32 if folder.dtype == torch.float16 else folder.dtype
-    layers = NativeLayers(TensorParallel(mesh.tp, backend.collectives, dtype), backend.kernels)
+    layers = _layers(backend, mesh, dtype)
     model = family.build(config, BuildContext(layers, backend.kernels, dtype, seq_len))
     table = ParamTable.of(model)
     weights = HfWeights(folder, table, mesh.tp, table.global_shapes())

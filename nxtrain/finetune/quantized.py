@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.backends.nf4 import Packing, Part
@@ -22,6 +21,7 @@ from nxtrain.errors import ConfigError
 from nxtrain.family import CausalLM
 from nxtrain.nn.init import Fill
 from nxtrain.parallel.linear import ColumnLinear, RowLinear
+from nxtrain.parallel.products import linear, matmul
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import ShardSpec
 
@@ -30,15 +30,17 @@ class _RestoredProduct(torch.autograd.Function):
     """x @ weight.T of a packed weight, which alone is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, packing: Packing) -> Tensor:
-        ctx.packing = packing
+    def forward(ctx: Any, x: Tensor, packed: Tensor, packing: Packing, wide: bool) -> Tensor:
+        ctx.packing, ctx.wide = packing, wide
         ctx.save_for_backward(packed)
-        return F.linear(x, packing.restore(packed))
+        return linear(x, packing.restore(packed), wide=wide)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
         (packed,) = ctx.saved_tensors
-        return grad @ ctx.packing.restore(packed) if ctx.needs_input_grad[0] else None, None, None
+        return matmul(grad, ctx.packing.restore(packed), wide=ctx.wide), None, None, None
 
 
 def quantize(model: nn.Module, tp: TensorParallel) -> None:
@@ -58,7 +60,7 @@ def quantize(model: nn.Module, tp: TensorParallel) -> None:
             packing = _packing(layer.specs["weight"], name, tp)
             blank = torch.empty(packing.packed_shape, dtype=packing.dtype, device="meta")
             layer.weight = nn.Parameter(blank, requires_grad=False)
-            layer.restored = partial(_product, layer, packing)
+            layer.restored = partial(_product, layer, packing, tp.wide_products)
 
 
 def filling(model: nn.Module, read: Callable[[str], Tensor], fill: Fill) -> Fill:
@@ -88,8 +90,8 @@ def _quantized_layers(model: nn.Module) -> Iterator[tuple[str, tuple[ShardSpec, 
             yield f"{path}.weight", (layer.specs["weight"], cast(Any, layer.restored).args[1])
 
 
-def _product(layer: ColumnLinear | RowLinear, packing: Packing, x: Tensor) -> Tensor:
-    out: Tensor = _RestoredProduct.apply(x, layer.weight, packing)
+def _product(layer: ColumnLinear | RowLinear, packing: Packing, wide: bool, x: Tensor) -> Tensor:
+    out: Tensor = _RestoredProduct.apply(x, layer.weight, packing, wide)
     return out
 
 

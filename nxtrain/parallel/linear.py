@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nxtrain.parallel.products import linear, matmul
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import Init, Segment, ShardSpec
 
@@ -38,7 +39,7 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.tp = tp
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         whole = tp.comm.all_gather(x.contiguous(), tp.axis) if tp.sequence_parallel else x
-        return F.linear(whole, weight)
+        return linear(whole, weight, wide=tp.wide_products)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -47,31 +48,33 @@ class _ColumnProduct(torch.autograd.Function):
         gathers = tp.sequence_parallel and x is not None
         gathering = tp.comm.start_all_gather(x.contiguous(), tp.axis) if gathers else None
         reduce = tp.comm.start_reduce_scatter if tp.sequence_parallel else tp.comm.start_all_reduce
-        reducing = reduce(grad @ weight, tp.axis)
+        reducing = reduce(matmul(grad, weight, wide=tp.wide_products), tp.axis)
         if x is None:
             return reducing.wait(), None, None
         whole = gathering.wait() if gathering is not None else x
-        weight_grad = grad.flatten(0, -2).t() @ whole.flatten(0, -2)
+        weight_grad = _outer(grad, whole, wide=tp.wide_products)
         return reducing.wait(), weight_grad, None
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T that saves the weight untransposed, where torch's linear function saves the transposed weight.
+    """x @ weight.T that saves its arguments as they are.
 
-    On eager devices the transposed weight is a view. On a lazy device whose graph ends between forward and backward, it
-    would be a copy for each micro-batch.
+    Torch's linear function saves the transposed weight, which is a view on eager devices. On a lazy device whose graph
+    ends between forward and backward, it would be a copy for each micro-batch. Autograd would also save the float32
+    copies of wide products.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+        ctx.wide = wide
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        return F.linear(x, weight)
+        return linear(x, weight, wide=wide)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        x_grad = grad @ weight if ctx.needs_input_grad[0] else None
-        return x_grad, None if x is None else grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        x_grad = matmul(grad, weight, wide=ctx.wide) if ctx.needs_input_grad[0] else None
+        return x_grad, None if x is None else _outer(grad, x, wide=ctx.wide), None
 
 
 class _SplitProduct(torch.autograd.Function):
@@ -83,21 +86,21 @@ class _SplitProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel | None, postpone: Postpone) -> Tensor:
-        ctx.tp, ctx.postpone = tp, postpone
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel, enters: bool, postpone: Postpone) -> Tensor:
+        ctx.tp, ctx.enters, ctx.postpone = tp, enters, postpone
         ctx.save_for_backward(x, weight)
-        return F.linear(_whole(x, tp), weight)
+        return linear(_whole(x, tp) if enters else x, weight, wide=tp.wide_products)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
         tp = ctx.tp
-        ctx.postpone(partial(_weight_grad, grad, x, tp))
-        x_grad = grad @ weight
-        if tp is not None:
+        ctx.postpone(partial(_weight_grad, grad, x, tp, ctx.enters))
+        x_grad = matmul(grad, weight, wide=tp.wide_products)
+        if ctx.enters:
             reduce = tp.comm.reduce_scatter if tp.sequence_parallel else tp.comm.all_reduce
             x_grad = reduce(x_grad, tp.axis)
-        return x_grad, None, None, None
+        return x_grad, None, None, None, None
 
 
 class _Biased(torch.autograd.Function):
@@ -116,18 +119,25 @@ class _Biased(torch.autograd.Function):
         return grad, grad.flatten(0, -2).sum(0)
 
 
-def _weight_grad(grad: Tensor, x: Tensor, tp: TensorParallel | None) -> Tensor:
-    return grad.flatten(0, -2).t() @ _whole(x, tp).flatten(0, -2)
+def _weight_grad(grad: Tensor, x: Tensor, tp: TensorParallel, enters: bool) -> Tensor:
+    return _outer(grad, _whole(x, tp) if enters else x, wide=tp.wide_products)
 
 
-def _whole(x: Tensor, tp: TensorParallel | None) -> Tensor:
+def _outer(grad: Tensor, x: Tensor, *, wide: bool) -> Tensor:
+    """Gradient of a weight: (..., O), (..., I) to (O, I)."""
+    return matmul(grad.flatten(0, -2).t(), x.flatten(0, -2), wide=wide)
+
+
+def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
     """Input gathered over the sequence under sequence parallelism; else the input itself."""
-    return tp.comm.all_gather(x.contiguous(), tp.axis) if tp is not None and tp.sequence_parallel else x
+    return tp.comm.all_gather(x.contiguous(), tp.axis) if tp.sequence_parallel else x
 
 
 def product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
     """x @ weight.T, in the form that suits the device."""
-    out: Tensor = _Product.apply(x, weight) if tp.comm.lazy else F.linear(x, weight)
+    if not (tp.comm.lazy or tp.wide_products):
+        return F.linear(x, weight)
+    out: Tensor = _Product.apply(x, weight, tp.wide_products)
     return out
 
 
@@ -174,7 +184,7 @@ class ColumnLinear(SplitBackward):
 
     def _product(self, x: Tensor) -> Tensor:
         if self.postpone is not None:
-            return _SplitProduct.apply(x, self.weight.detach(), self._tp, self.postpone)  # type: ignore[no-any-return]
+            return _SplitProduct.apply(x, self.weight.detach(), self._tp, True, self.postpone)  # type: ignore[no-any-return]
         if self.restored is not None:
             return self.restored(self._tp.enter(x))
         if self._tp.axis.size == 1:
@@ -203,7 +213,7 @@ class RowLinear(SplitBackward):
     def forward(self, x: Tensor) -> Tensor:
         """(S, B, I/tp) to (S/tp, B, O)."""
         if self.postpone is not None:
-            return self._tp.exit(_SplitProduct.apply(x, self.weight.detach(), None, self.postpone))
+            return self._tp.exit(_SplitProduct.apply(x, self.weight.detach(), self._tp, False, self.postpone))
         if self.restored is not None:
             return self._tp.exit(self.restored(x))
         return self._tp.exit(product(x, self.weight, self._tp))

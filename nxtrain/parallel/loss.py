@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.backends.kernel_base import Kernels
+from nxtrain.parallel.products import linear, matmul
 from nxtrain.parallel.regions import TensorParallel
 from nxtrain.sharding import Init, ShardSpec
 from nxtrain.vocab import VocabColumns
@@ -49,7 +49,7 @@ class VocabHead(nn.Module):
         spec = ShardSpec((vocab_size, hidden_size), dim=0, init=init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
-        self._tp, self._chunk = tp, _chunk_of(kernels)
+        self._tp, self._chunk = tp, _chunk_of(kernels, wide=tp.wide_products)
         self._piece = spec.pieces(tp.axis)[0]
         self._vocab_size = vocab_size
         entry_bytes = 4 if kernels.widens_logits else self.weight.element_size()
@@ -96,14 +96,14 @@ class VocabHead(nn.Module):
         """(S/tp, B, D) to (S, B, vocab_size) float32, whole on every rank; not differentiable."""
         with torch.no_grad():
             whole = self._tp.enter(hidden)
-            local = F.linear(whole, self.weight).float().movedim(-1, 0).contiguous()
+            local = linear(whole, self.weight, wide=self._tp.wide_products).float().movedim(-1, 0).contiguous()
             return self._tp.comm.all_gather(local, self._tp.axis)[: self._vocab_size].movedim(0, -1)
 
 
 _Chunk = Callable[..., tuple[Tensor, "Tensor | None", "Tensor | None"]]
 
 
-def _chunk_of(kernels: Kernels) -> _Chunk:
+def _chunk_of(kernels: Kernels, *, wide: bool) -> _Chunk:
     """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None."""
 
     def chunk(
@@ -115,15 +115,16 @@ def _chunk_of(kernels: Kernels) -> _Chunk:
         is_trained: bool,
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        logits = F.linear(hidden, weight)
+        logits = linear(hidden, weight, wide=wide)
         # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
-        wide = logits if scale is None else logits.float()
-        loss, logits_grad = kernels.cross_entropy(wide, targets, columns, needs_grad=needs_grad)
+        scaled = logits if scale is None else logits.float()
+        loss, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad)
         if logits_grad is None:
             return loss, None, None
         if scale is not None:
             logits_grad = (logits_grad * scale).to(hidden.dtype)
-        return loss, logits_grad @ weight, logits_grad.t() @ hidden if is_trained else None
+        weight_grad = matmul(logits_grad.t(), hidden, wide=wide) if is_trained else None
+        return loss, matmul(logits_grad, weight, wide=wide), weight_grad
 
     return kernels.fuse(chunk)
 

@@ -74,12 +74,14 @@ class TensorParallel:
         comm: Collectives.
         dtype: Type of the weights.
         sequence_parallel: Between the layers, activations are sharded along the sequence.
+        wide_products: The device multiplies float32 copies of matrices of `dtype` faster than the matrices.
     """
 
     axis: Axis
     comm: Collectives
     dtype: torch.dtype
     sequence_parallel: bool = False
+    wide_products: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
         """Gather an activation for a layer in which each rank computes its own share from the whole activation.

@@ -147,7 +147,13 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
     dtype = Precision.of(run.precision).params
     if run.compile.torch_compile:
         backend.compile_kernels()
-    parallel = TensorParallel(mesh.tp, backend.collectives, dtype, run.parallel.sequence_parallel and mesh.tp.size > 1)
+    parallel = TensorParallel(
+        mesh.tp,
+        backend.collectives,
+        dtype,
+        sequence_parallel=run.parallel.sequence_parallel and mesh.tp.size > 1,
+        wide_products=backend.kernels.widens_products(dtype),
+    )
     native = NativeLayers(parallel, backend.kernels, loss_chunk_bytes=run.train.loss_chunk_mib << 20)
     context = BuildContext(
         layers=backend.binding.layers(native, mesh, dtype),
@@ -209,7 +215,8 @@ def _first_adapters(plan: Resolved, backend: Backend, mesh: Mesh, table: ParamTa
 def _build_whole(plan: Resolved, backend: Backend) -> tuple[nn.Module, TensorParallel]:
     """Build the whole model without storage, as one rank has it."""
     dtype = Precision.of(plan.config.precision).params
-    alone = TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype)
+    wide = backend.kernels.widens_products(dtype)
+    alone = TensorParallel(Mesh(1, 0).tp, backend.collectives, dtype, wide_products=wide)
     layers = NativeLayers(alone, backend.kernels)
     context = BuildContext(layers, backend.kernels, dtype, plan.config.train.seq_len)
     return plan.family.build(plan.model, context), alone

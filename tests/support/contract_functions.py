@@ -22,8 +22,8 @@ from nxtrain.backends.cpu_native.kernels import (
     _NativeRMSNorm,
     _NativeRotate,
     _NativeSwiGLU,
-    has_bf16_products,
 )
+from nxtrain.backends.cpu_products import has_bf16_products
 from nxtrain.backends.kernels import FusedKernels, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.backends.nf4 import whole_packing
 from nxtrain.bench.pipeline_rank import _Sleep
@@ -98,9 +98,10 @@ class Ranks:
     comm: Collectives
     axis: Axis
 
-    def parallel(self, dtype: torch.dtype, sequence_parallel: bool) -> TensorParallel:
+    def parallel(self, dtype: torch.dtype, sequence_parallel: bool, *, wide_products: bool = False) -> TensorParallel:
         """Context that layers are built with."""
-        return TensorParallel(self.axis, self.comm, dtype, sequence_parallel and self.axis.size > 1)
+        sequence_parallel = sequence_parallel and self.axis.size > 1
+        return TensorParallel(self.axis, self.comm, dtype, sequence_parallel, wide_products)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Parts of all ranks, one after the other; the gradient is that of this rank's part."""
@@ -189,7 +190,9 @@ def product(ranks: Ranks, rng: Random) -> Work:
     """A product with a weight."""
     shape = ranks.draw_shape(rng, rng.choice((1, 4)))
     operands = {"x": Operand(shape), "weight": Operand((rng.choice((1, 3)), shape[-1]))}
-    return Work(f"_Product on {shape}", operands, _Product.apply, F.linear, in_float64=True)
+    wide = rng.random() < 0.5
+    label = f"_Product on {shape}{' in float32' * wide}"
+    return Work(label, operands, lambda x, w: _Product.apply(x, w, wide), F.linear, in_float64=True)
 
 
 def biased(ranks: Ranks, rng: Random) -> Work:
@@ -206,16 +209,18 @@ def restored_product(ranks: Ranks, rng: Random) -> Work:
 
     def call(x: Tensor) -> Tensor:
         packing = whole_packing((rows, BLOCK), x.dtype)
-        out: Tensor = _RestoredProduct.apply(x, packing.pack([weight]), packing)
+        out: Tensor = _RestoredProduct.apply(x, packing.pack([weight]), packing, wide)
         return out
 
-    operands = {"x": Operand(shape)}
-    return Work(f"_RestoredProduct on {shape}", operands, call, lambda x: F.linear(x, weight.to(x.dtype)))
+    operands, wide = {"x": Operand(shape)}, rng.random() < 0.5
+    return Work(
+        f"_RestoredProduct on {shape}{' in float32' * wide}", operands, call, lambda x: F.linear(x, weight.to(x.dtype))
+    )
 
 
 def column_product(ranks: Ranks, rng: Random) -> Work:
     """A product of what all ranks need whole."""
-    tp = ranks.parallel(torch.float32, rng.random() < 0.5)
+    tp = ranks.parallel(torch.float32, rng.random() < 0.5, wide_products=rng.random() < 0.5)
     shape = ranks.draw_shape(rng, 4)
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -223,28 +228,29 @@ def column_product(ranks: Ranks, rng: Random) -> Work:
         return F.linear(ranks.gathered(x) if tp.sequence_parallel else x, weight)
 
     operands = {"x": Operand(shape), "weight": Operand((rng.choice((1, 3)), 4))}
-    label = f"_ColumnProduct on {shape}, tp {tp.axis.size}, sequence parallel {tp.sequence_parallel}"
+    label = f"_ColumnProduct on {shape}, {tp}"
     alone = tp.axis.size == 1
     return Work(label, operands, lambda x, w: _ColumnProduct.apply(x, w, tp), exact, in_float64=alone)
 
 
 def split_product(ranks: Ranks, rng: Random) -> Work:
     """A product whose weight gets its gradient later."""
-    tp = ranks.parallel(torch.float32, rng.random() < 0.5) if rng.random() < 0.7 else None
+    tp = ranks.parallel(torch.float32, rng.random() < 0.5, wide_products=rng.random() < 0.5)
+    enters = rng.random() < 0.7
     shape = ranks.draw_shape(rng, 4)
     postponed: list[Product] = []
 
     def call(x: Tensor, weight: Tensor) -> Tensor:
-        return _SplitProduct.apply(x, weight.detach(), tp, postponed.append)  # type: ignore[no-any-return]
+        return _SplitProduct.apply(x, weight.detach(), tp, enters, postponed.append)  # type: ignore[no-any-return]
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
-        if tp is not None:
+        if enters:
             x = ranks.heard(x)
             x = ranks.gathered(x) if tp.sequence_parallel else x
         return F.linear(x, weight)
 
     operands = {"x": Operand(shape, always=True), "weight": Operand((rng.choice((1, 3)), 4))}
-    label = f"_SplitProduct on {shape}, {tp}"
+    label = f"_SplitProduct on {shape}, entering {enters}, {tp}"
     return Work(label, operands, call, exact, later=lambda: {"weight": postponed.pop()()})
 
 
@@ -334,6 +340,7 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
     """Loss over a vocabulary that is cut over the ranks."""
     rows, vocab, width = rng.choice((1, 5, 8)), rng.choice((2, 5)), 4
     size, chunk_rows, padded = ranks.axis.size, rng.choice((1, 3, 100)), rng.random() < 0.5
+    wide = rng.random() < 0.5
     first = torch.tensor([ranks.axis.rank * vocab, vocab])
 
     def targets(generator: torch.Generator, shape: Shape) -> Tensor:
@@ -348,7 +355,7 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
 
     def call(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
         columns = VocabColumns(start, pad, ranks.comm, ranks.axis)
-        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(FusedKernels()))
+        given = (hidden, weight, target, columns, chunk_rows, _chunk_of(FusedKernels(), wide=wide))
         return _VocabCrossEntropy.apply(*given)  # type: ignore[no-any-return]
 
     def exact(hidden: Tensor, weight: Tensor, target: Tensor, start: Tensor, pad: Tensor | None = None) -> Tensor:
@@ -366,7 +373,9 @@ def cross_entropy(ranks: Ranks, rng: Random) -> Work:
     }
     if padded:
         operands["padding"] = Operand((vocab,), padding, torch.float32, (WHOLE,), has_gradient=False)
-    label = f"_VocabCrossEntropy on {rows} rows, {vocab} entries, chunks of {chunk_rows}, tp {size}"
+    label = (
+        f"_VocabCrossEntropy on {rows} rows, {vocab} entries, chunks of {chunk_rows}, tp {size}{', in float32' * wide}"
+    )
     return Work(label, operands, call, exact, once=True)
 
 

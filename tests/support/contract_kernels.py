@@ -349,5 +349,5 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
 }
 """By the operation's name."""
 
-TAKE_NO_TENSORS = {"fuse", "tiles"}
-"""Operations that are given shapes alone."""
+TAKE_NO_TENSORS = {"fuse", "tiles", "widens_products"}
+"""Operations that are given shapes, types or functions alone."""

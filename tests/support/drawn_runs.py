@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
@@ -48,7 +47,7 @@ def first_weights(drawn: Drawn) -> dict[str, Tensor]:
 
 def wanted(drawn: Drawn) -> Course:
     """The course of the reference."""
-    return reference(drawn.resolved, drawn.steps, torch.float64, data=drawn.batches(), weights=first_weights(drawn))
+    return reference(drawn.resolved, drawn.steps, data=drawn.batches(), weights=first_weights(drawn))
 
 
 def ours(backend: Backend, drawn: Drawn, weights: dict[str, Tensor]) -> Course:

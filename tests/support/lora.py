@@ -173,7 +173,7 @@ def wanted_of_peft(drawn: DrawnAdapters) -> Course:
                     parameter.copy_(weights[our_name(name)])
         return found
 
-    course = reference(drawn.resolved, drawn.steps, torch.float64, data=drawn.batches(), weights=weights, wrap=wrap)
+    course = reference(drawn.resolved, drawn.steps, data=drawn.batches(), weights=weights, wrap=wrap)
     return replace(course, weights={our_name(name): tensor for name, tensor in course.weights.items()})
 
 

@@ -127,7 +127,7 @@ RUN = (
     r"export OMP_NUM_THREADS=\d+",
     rf"{re.escape(sys.executable)} -m nxtrain\.launch\.torchrun .* -m nxtrain train .*",
     r"backend cpu \(backend\.name=cpu\); 2 ranks: tp 2, dp 1",
-    r"CPU kernels: (C\+\+, .* for attention in bf16|torch's, .*)",
+    r"CPU kernels: (C\+\+, bf16 products .*|torch's, .*)",
     r"CPU collectives: (shared memory, gloo between hosts|gloo, .*)",
     rf"parameter norm {NUMBER} at step 0; the initialization has {NUMBER} \+- {NUMBER}",
     rf"model llama, {NUMBER} parameters; data {NUMBER} rows of \d+ tokens; starts from scratch",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import load
+from nxtrain.backends.cpu_products import has_bf16_products, has_products
 from nxtrain.vocab import VocabColumns
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -36,16 +37,11 @@ _ATTENTION = {
 }
 
 
-def has_bf16_products() -> bool:
-    """True if oneDNN's products of bfloat16 with float32 sums run on this CPU, by AMX or avx512_bf16."""
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
 class NativeKernels(CpuKernels):
     """Kernels in C++ for the forward and backward passes and the norm of the gradient, and torch's for the rest.
 
     Attributes:
-        products: Instruction set of attention's matrix products in bfloat16.
+        products: Way in which this CPU computes matrix products of bfloat16.
 
     Args:
         library: `build.load()`.
@@ -60,9 +56,9 @@ class NativeKernels(CpuKernels):
         for name, types in _ATTENTION.items():
             _declare(library, name, types)
         self._has_products = has_bf16_products()
-        self.products = "torch's kernels"
+        self.products = "by torch" if has_products(torch.bfloat16) else "in float32"
         if self._has_products:
-            self.products = "AMX" if torch.cpu._is_amx_tile_supported() else "avx512_bf16"
+            self.products = "by AMX" if torch.cpu._is_amx_tile_supported() else "by avx512_bf16"
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self._has_products or q.dtype != torch.bfloat16 or not _alike(q, k, v) or q.shape[-1] % 2:

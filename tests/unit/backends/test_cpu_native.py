@@ -16,7 +16,8 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native import build
 from nxtrain.backends.cpu_native import kernels as native_kernels
-from nxtrain.backends.cpu_native.kernels import NativeKernels, has_bf16_products
+from nxtrain.backends.cpu_native.kernels import NativeKernels
+from nxtrain.backends.cpu_products import has_bf16_products
 from nxtrain.backends.kernels import sdpa
 from nxtrain.distributed.c10d_collectives import C10dCollectives
 from nxtrain.errors import BackendError

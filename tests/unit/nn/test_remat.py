@@ -18,7 +18,8 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.cpu_attention import BLOCK
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import load
-from nxtrain.backends.cpu_native.kernels import NativeKernels, has_bf16_products
+from nxtrain.backends.cpu_native.kernels import NativeKernels
+from nxtrain.backends.cpu_products import has_bf16_products
 from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.config.check import Resolved
