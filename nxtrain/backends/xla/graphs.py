@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import cast
 
 import torch
@@ -61,17 +62,20 @@ def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
     met = set(nodes)
     while nodes:
         node = nodes.pop()
-        for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                with suppress(RuntimeError):  # freed, since this part of the pass is over
-                    kept = getattr(node, name)
-                    yield from (
-                        x for x in (kept if isinstance(kept, tuple | list) else (kept,)) if isinstance(x, Tensor)
-                    )
+        for name in _saving_names(type(node)):
+            with suppress(RuntimeError):  # freed, since this part of the pass is over
+                kept = getattr(node, name)
+                yield from (x for x in (kept if isinstance(kept, tuple | list) else (kept,)) if isinstance(x, Tensor))
         for following, _ in node.next_functions:
             if following is not None and following not in met:
                 met.add(following)
                 nodes.append(following)
+
+
+@cache
+def _saving_names(node_type: type) -> tuple[str, ...]:
+    """Attributes under which the nodes of a type give what they saved."""
+    return tuple(name for name in dir(node_type) if name.startswith("_saved_") or name == "saved_tensors")
 
 
 def hash_of(tensors: list[Tensor]) -> str:
