@@ -189,9 +189,10 @@ def _stages(recording: Recording, hash_: str) -> str:
 
 def _recompilations(recording: Recording) -> Iterator[str]:
     """Parts that need more than one graph, on the first rank that shows it."""
-    for part in dict.fromkeys(part for _, part in recording.parts()):
+    parts = recording.parts()
+    for part in dict.fromkeys(part for _, part in parts):
         for rank in recording.ranks:
-            cuts = [cut for cut, of in recording.parts() if of == part and cut.rank == rank]
+            cuts = [cut for cut, of in parts if of == part and cut.rank == rank]
             number = len({cut.hash for cut in cuts})
             if number > 1:
                 again = next(cut for cut in cuts if cut.hash != cuts[0].hash)

@@ -28,7 +28,8 @@ from tests.support.parity import Course, check_course, layout, reference, run_ou
 from tests.support.ranks import RankPool
 from tests.support.runs import records, run_plan, token_file, train_rank
 
-STEPS = 4
+STEPS = 2
+"""The second starts from what the first has updated."""
 LAYERS = {"num_hidden_layers": 3}
 
 
@@ -44,14 +45,12 @@ def run(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> 
     "how",
     [
         {"tp": 1, "remat": "selective"},
-        {"tp": 2},
-        {"tp": 2, "sp": True, "remat": "full"},
         {"tp": 1, "dp": 2, "micro": 1},
         {"tp": 1, "dp": 2, "micro": 1, "shard": "zero1", "remat": "full"},
         {"tp": 1, "dp": 2, "micro": 1, "shard": "full", "remat": "selective"},
         {"tp": 2, "dp": 2, "micro": 2, "sp": True, "shard": "hybrid", "shard_size": 2},
-        {"tp": 2, "family": "qwen2", "remat": "full"},
-        {"tp": 2, "sp": True, "family": "qwen3"},
+        {"tp": 2, "family": "qwen2"},
+        {"tp": 2, "sp": True, "family": "qwen3", "remat": "full"},
     ],
     ids=str,
 )
@@ -84,7 +83,7 @@ def train_compiled(backend: Backend, resolved: Resolved) -> None:
         train_rank(backend, resolved)
 
 
-@pytest.mark.parametrize("shard", ["none", "zero1", "full"])
+@pytest.mark.parametrize("shard", ["zero1", "full"])
 def test_compiled_runs_and_plain_ones_go_on_from_each_others_checkpoints(
     ranks: RankPool, tmp_path: Path, shard: str
 ) -> None:

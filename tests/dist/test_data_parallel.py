@@ -12,7 +12,8 @@ from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
 
-STEPS = 5
+STEPS = 3
+"""The third starts from moments and weights that two updates have made."""
 
 
 @cache

@@ -145,7 +145,7 @@ def entries(state: TrainState) -> Entries:
     }
 
 
-STEPS = 6
+STEPS = 3
 OWN, SAME = range(1, 9), [7] * 8
 """Seeds of the hardware by rank: the worst that it may do, and what `nxtrain launch` asks for."""
 

@@ -26,7 +26,7 @@ from tests.support.nxd_golden import (
 from tests.support.ranks import RankPool
 from tests.support.runs import train_rank
 
-FEW = 6
+FEW = 4
 """Steps of a run, in all of which a wrong gradient, norm or update shows."""
 
 LONG = {"tp2_dp2_sp_zero1", "bf16_tp2_sp_zero1", "pp2_tied_interleaved_micro4"}

@@ -18,7 +18,7 @@ from tests.support.models import changed, weights_of
 from tests.support.parity import Course, batches, check_course, layout, local_batch, reference, run_ours, start
 from tests.support.ranks import RankPool
 
-STEPS, MANY = 5, 20
+STEPS, MANY = 3, 20
 LAYERS = 5
 """They divide by no number of chunks."""
 
@@ -53,7 +53,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp", "virtual_pp", "num_micro"), LAYOUTS)
-def test_five_steps_equal_transformers(
+def test_few_steps_equal_transformers(
     ranks: RankPool, tp: int, pp: int, dp: int, virtual_pp: int, num_micro: int
 ) -> None:
     resolved = layout(

@@ -23,7 +23,7 @@ from tests.support.ranks import RankPool
 from tests.support.runs import course, run_plan, token_file, train_rank
 
 ORDER = (0, 2, 1, 3)
-STEPS = 5
+STEPS = 3
 
 
 class Strided(Binding):

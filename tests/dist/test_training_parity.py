@@ -1,6 +1,6 @@
 """Training on any layout is that of transformers with torch's AdamW on one process, in float32.
 
-Five steps show a wrong gradient, norm or update. Twenty, on two layouts here and on a pipeline in `test_pipeline.py`,
+Three steps show a wrong gradient, norm or update. Twenty, on two layouts here and on a pipeline in `test_pipeline.py`,
 show that rounding does not grow.
 """
 
@@ -14,7 +14,7 @@ from tests.support.models import changed, weights_of
 from tests.support.parity import Course, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
 
-STEPS, MANY = 5, 20
+STEPS, MANY = 3, 20
 LONG = {(2, 2, True, 2), (4, 1, False, 1)}
 """Layouts and accumulations that train for many steps."""
 

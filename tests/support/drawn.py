@@ -32,11 +32,11 @@ SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
 MOST_TOKENS = 1536
 """Of a drawn global batch, as far as one row for each rank of the data axis allows; more rows repeat what few prove."""
 
-MOST_PASSES = 60
+MOST_PASSES = 20
 """Of micro-batches through blocks, in one step on all ranks; a run of more has the fewest steps of a draw."""
 
-STEPS = (3, 5)
-"""Fewest and most."""
+STEPS = (2, 4)
+"""Fewest and most. The loss of the second step and the last weights show a wrong gradient, update or state."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the drawn models, in turn."""
@@ -183,7 +183,10 @@ def _overrides(
     rows = max(1, MOST_TOKENS // (seq_len * degrees.dp))
     micro_batch = min(micro_batch, rows)
     accumulation = min(accumulation, rows // micro_batch)
-    passes = degrees.tp * degrees.dp * accumulation * model["num_hidden_layers"]
+    per_micro = degrees.tp * degrees.dp * model["num_hidden_layers"]
+    if degrees.pp > 1 and per_micro * accumulation > MOST_PASSES:
+        accumulation = min(accumulation, degrees.pp + 1)  # more micro-batches than stages repeat what one more proves
+    passes = per_micro * accumulation
     values: dict[str, Any] = {
         "backend.name": "xla" if xla else "cpu",
         "data.source": "tokens",

@@ -23,12 +23,10 @@ from nxtrain.parallel.grads import Gradients
 STEPS = 2
 
 
-def traced(
-    backend: Backend, world: int, ranks: Sequence[int], cases: Sequence[tuple[Resolved, str]]
-) -> list[dict[str, Any]]:
-    """The report of each case: a configuration and the name of a defect, or none."""
+def traced(backend: Backend, world: int, cases: Sequence[tuple[Resolved, str, Sequence[int]]]) -> list[dict[str, Any]]:
+    """The report of each case: a configuration, the name of a defect or none, and the ranks to trace."""
     found = []
-    for plan, mutant in cases:
+    for plan, mutant, ranks in cases:
         with (MUTANTS | PIPELINE_MUTANTS)[mutant]():
             found.append(trace(plan, world, ranks, STEPS, None))
     return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -69,12 +72,22 @@ def changed(resolved: Resolved, **sections: Mapping[str, Any]) -> Resolved:
     return replace(resolved, config=config.model_copy(update=changes))
 
 
+@cache
+def _transformers() -> Any:
+    """The package with its models, imported late: ranks that get their weights from elsewhere do without.
+
+    accelerate, which the models import, would import torch-xla, in three quarters of the time.
+    """
+    with patch.dict(os.environ, {"USE_TORCH_XLA": "0"}):
+        import transformers.modeling_utils
+    return transformers
+
+
 def hf_model(
     resolved: Resolved, seed: int = 0, std: float = 0.05, weights: Mapping[str, Tensor] | None = None
 ) -> transformers.PreTrainedModel:
     """transformers' model of the same shape with given weights or random float32 ones, norms included."""
-    import transformers  # takes seconds; ranks that get their weights from elsewhere do without
-
+    transformers = _transformers()
     config = transformers.CONFIG_MAPPING[resolved.family.name].from_dict(
         resolved.family.to_hf(resolved.model, "float32")
     )

@@ -30,7 +30,8 @@ PRELOADED = (
     "nxtrain_models.llama",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.placement_types",
-    "torch._dynamo",
+    "torch._dynamo.testing",
+    "torch._inductor.compile_fx",  # what compiles blocks imports it, in seconds of each rank
     "torch.distributed.run",
 )
 """Modules that the forked process imports: with them comes nearly all that bodies use."""

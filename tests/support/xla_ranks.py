@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,9 @@ from torch.distributed import TCPStore
 
 from nxtrain.process.placement import Placement
 from tests.support.patience import patient_s
-from tests.support.xla_processes import FAST, start
+from tests.support.xla_processes import FAST, Ended, nxtrain, start
 
 TIMEOUT_S = patient_s(200)
-AGENT = ("--standalone", "--local-addr=127.0.0.1")
 ONE_DEVICE = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1", "XLA_FLAGS": FAST}
 
 
@@ -41,24 +39,35 @@ def run_ranks(world: int, body: Callable[..., Any], *args: Any, folder: Path) ->
     job = folder / "job.pickle"
     job.write_bytes(pickle.dumps((body, args)))
     store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
-    shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    shared |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": "test"}
-    shared |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": "True", **ONE_DEVICE}
-    ranks = []
-    for rank in range(world):
-        place = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        ranks.append(start(_play, job, env={**os.environ, **place}, log=folder / f"log-{rank}.txt"))
+    environments = enumerate(_environments(world, store.port))
+    ranks = [start(_play, job, env=env, log=folder / f"log-{rank}.txt") for rank, env in environments]
     ended = [rank.ended(TIMEOUT_S) for rank in ranks]
     assert [each.code for each in ended] == [0] * world, "\n\n".join(each.printed[-6000:] for each in ended)
     return [json.loads((folder / f"result-{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 
-def torchrun(world: int, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run a program under torchrun on some ranks, each with a CPU device of its own."""
-    command = [sys.executable, "-m", "nxtrain.launch.torchrun", *AGENT, f"--nproc-per-node={world}", *argv]
-    env = {**os.environ, **ONE_DEVICE}
-    root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+def command_ranks(world: int, *argv: object, folder: Path) -> list[Ended]:
+    """Run a command of nxtrain on some ranks, each with a CPU device of its own; the end of each.
+
+    Args:
+        world: Processes.
+        argv: Arguments of the command.
+        folder: For what the ranks print.
+    """
+    store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+    environments = enumerate(_environments(world, store.port))
+    ranks = [nxtrain(*argv, env=env, log=folder / f"log-{rank}.txt") for rank, env in environments]
+    return [rank.ended(TIMEOUT_S) for rank in ranks]
+
+
+def _environments(world: int, port: int) -> list[dict[str, str]]:
+    """Variables of each rank: those of torchrun's agent, and one CPU device."""
+    shared: dict[str, object] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": "test"}
+    shared |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": "True", **ONE_DEVICE}
+    places = ({**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world))
+    return [{**os.environ, **{name: str(value) for name, value in place.items()}} for place in places]
 
 
 def pretend(place: Placement) -> None:

@@ -158,7 +158,7 @@ def test_evaluation_is_one_graph_of_one_micro_batch_however_many_there_are(tmp_p
         changed(small, train={"global_batch": 512 * number, "micro_batch": 1, "eval_every": 1, "eval_batches": 2})
         for number in (2, 3)
     ]
-    (found,) = run_devices(1, traced, 4096, [0], [(plan, "") for plan in plans], folder=tmp_path)
+    (found,) = run_devices(1, traced, 4096, [(plan, "", [0]) for plan in plans], folder=tmp_path)
     two, three = ([graph for graph in each["graphs"] if graph["name"] == "evaluation"] for each in found)
     assert two == three
     assert len(two) == 1
@@ -172,8 +172,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     plan = changed(small, train={"global_batch": 1024, "micro_batch": 1}, optim={"warmup_steps": 0})
     flat = [changed(plan, optim={"lr": lr, "min_lr": lr, "weight_decay": 0.1}) for lr in RATES]
     rising = changed(plan, optim={"lr": 1.0, "warmup_steps": 2})  # 0.5, then 1.0, which is a constant as a number
-    cases = [*((run, "") for run in flat), *((rising, mutant) for mutant in MUTANTS if mutant)]
-    (found,) = run_devices(1, traced, 4096, [0, 1], cases, folder=tmp_path_factory.mktemp("mutants"))
+    cases = [*((run, "", [0, 1]) for run in flat), *((rising, mutant, [0, 1]) for mutant in MUTANTS if mutant)]
+    (found,) = run_devices(1, traced, 4096, cases, folder=tmp_path_factory.mktemp("mutants"))
     return dict(zip([*map(str, RATES), *filter(None, MUTANTS)], found, strict=True))
 
 

@@ -15,7 +15,7 @@ from tests.support.xla_engine import run_devices
 from tests.support.xla_pipelines import Piped, evaluated, piped
 
 LAYERS = {"num_hidden_layers": 4}
-STEPS = 4
+STEPS = 3
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Several processes of PyTorch/XLA under torchrun: one world or a clear refusal, and the same graphs or none.
+"""Several processes of PyTorch/XLA as under torchrun: one world or a clear refusal, and the same graphs or none.
 
 XLA:CPU joins no processes. They pretend the world (see `tests.support.xla_ranks`), so that groups, hosts and graphs are
 those of a cluster, and nothing can be executed.
@@ -6,7 +6,6 @@ those of a cluster, and nothing can be executed.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,9 @@ from nxtrain.errors import BackendError
 from tests.support.models import changed
 from tests.support.parity import layout
 from tests.support.xla_rank_bodies import RANK_MUTANTS, on_a_fake_neuron_machine, outcomes
-from tests.support.xla_ranks import run_ranks, torchrun
+from tests.support.xla_ranks import command_ranks, run_ranks
 
+CONFIG = Path(__file__).parents[2] / "configs/tiny_cpu.toml"
 STEPS = 3
 CASES = ["", "rank", *RANK_MUTANTS]
 
@@ -90,10 +90,9 @@ def test_the_neuron_backend_joins_the_ranks_and_leaves_them(tmp_path: Path) -> N
 
 def test_processes_that_the_devices_do_not_join_are_refused(tmp_path: Path) -> None:
     overrides = ["backend.name=xla", f"run.dir={tmp_path / 'run'}", "train.micro_batch=8"]
-    done = torchrun(2, "-m", "nxtrain", "train", "configs/tiny_cpu.toml", *overrides)
-    assert done.returncode == BackendError.exit_code
-    # torchrun ends the others when the first has ended, so that one of them may say nothing.
-    assert re.search(r"torchrun started rank [01] of 2, but PyTorch/XLA on CPU is rank 0 of 1", done.stderr)
-    assert "Use backend.name=cpu for several ranks" in done.stderr
-    assert "Traceback" not in done.stderr
+    for rank, done in enumerate(command_ranks(2, "train", CONFIG, *overrides, folder=tmp_path)):
+        assert done.code == BackendError.exit_code, done.printed
+        assert f"torchrun started rank {rank} of 2, but PyTorch/XLA on CPU is rank 0 of 1" in done.printed
+        assert "Use backend.name=cpu for several ranks" in done.printed
+        assert "Traceback" not in done.printed
     assert not (tmp_path / "run").exists()

@@ -21,7 +21,7 @@ from tests.support.xla_processes import FAST
 
 POLICIES = ("none", "selective", "full")
 BLOCKS = 2
-STEPS = 3
+STEPS = 2
 
 
 def record_each(backend: Backend, cases: Sequence[tuple[Resolved, Mapping[str, Tensor]]]) -> list[list[list[Recorded]]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import cast
 
 import torch
@@ -42,16 +42,18 @@ def pending(device: torch.device) -> list[Tensor]:
     return computed
 
 
-def tensors_on(device: torch.device, objects: Iterable[object]) -> list[Tensor]:
+def tensors_on(device: torch.device, objects: Sequence[object]) -> list[Tensor]:
     """Tensors of a device among some objects, without those that another thread is freeing."""
     found: list[Tensor] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some modules warn when their type is read
-        for tensor in (cast(Tensor, each) for each in objects if issubclass(type(each), Tensor)):
-            # The collector lists a tensor until its memory is gone; in between, the tensor has no device.
-            with suppress(RuntimeError):
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+        for tensor in (cast(Tensor, each) for each in objects if type(each) in kinds):
+            try:
                 if tensor.device == device:
                     found.append(tensor)
+            except RuntimeError:  # the collector lists a tensor until its memory is gone; then, there is no device
+                continue
     return found
 
 
@@ -61,17 +63,25 @@ def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
     met = set(nodes)
     while nodes:
         node = nodes.pop()
-        for name in dir(node):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                with suppress(RuntimeError):  # freed, since this part of the pass is over
-                    kept = getattr(node, name)
-                    yield from (
-                        x for x in (kept if isinstance(kept, tuple | list) else (kept,)) if isinstance(x, Tensor)
-                    )
+        for name in _saving_names(type(node)):
+            try:
+                kept = getattr(node, name)
+            except RuntimeError:  # freed, since this part of the pass is over
+                continue
+            if isinstance(kept, Tensor):
+                yield kept
+            elif isinstance(kept, tuple | list):
+                yield from (x for x in kept if isinstance(x, Tensor))
         for following, _ in node.next_functions:
             if following is not None and following not in met:
                 met.add(following)
                 nodes.append(following)
+
+
+@cache
+def _saving_names(node_type: type) -> tuple[str, ...]:
+    """Attributes under which the nodes of a type give what they saved."""
+    return tuple(name for name in dir(node_type) if name.startswith("_saved_") or name == "saved_tensors")
 
 
 def hash_of(tensors: list[Tensor]) -> str:
