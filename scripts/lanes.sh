@@ -2,8 +2,8 @@
 #
 # Lanes come one after the other, and each keeps the cores busy: `unit` and `dist` with a test per core, `train` with one
 # more, since its tests wait for processes, and `faults` with two, since its tests also wait for limits. `xla` computes
-# on one core, so it runs behind `dist` and what follows, which then takes one test less, but never less than two. Tests
-# marked `alone` come last, with nothing beside.
+# on one core, so it runs behind `dist` and what follows. Lanes that begin meanwhile take one test less, but never less
+# than two. Tests marked `alone` come last, with nothing beside.
 
 cores=$(getconf _NPROCESSORS_ONLN)
 at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes, each of half a gigabyte
@@ -32,7 +32,7 @@ lint() {
 at_once() {
     local workers=$1 word
     shift
-    [ -z "$xla" ] || workers=$((workers > 2 ? workers - 1 : workers))
+    if [ -n "$xla" ] && [ ! -e "$log.end" ]; then workers=$((workers > 2 ? workers - 1 : workers)); fi
     for word in "$@"; do
         case $word in --pdb | --trace | -s | --capture=no) workers=0 ;; esac
     done
