@@ -69,7 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if choice := config.getoption("--alone"):
         alone = [item for item in items if item.get_closest_marker("alone")]
         if hidden := {str(item.path) for item in alone if not _names_alone(item.path)}:
-            raise pytest.UsageError(f"--alone=only would not find the marker in {hidden}; write pytest.mark.alone there")
+            raise pytest.UsageError(
+                f"--alone=only would not find the marker in {hidden}; write pytest.mark.alone there"
+            )
         _keep(config, items, lambda item: bool(item.get_closest_marker("alone")) == (choice == "only"))
     if config.getoption("--quick"):
         known = _durations()
