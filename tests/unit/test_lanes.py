@@ -148,6 +148,18 @@ def test_a_lane_that_runs_behind_counts_like_the_others(house: Path, codes: list
     assert verdicts(done)["xla"] == verdict
 
 
+def test_lint_runs_behind_and_is_judged_when_it_has_ended(house: Path) -> None:
+    """Alone it runs as any lane does, and its messages come before the verdicts either way."""
+    (house / ".venv/bin/mypy").write_text("#!/bin/sh\necho an error of types\nexit 1\n", encoding="utf-8")
+    for lanes in ((), ("lint", "train"), ("lint",)):
+        done = run(house, *lanes)
+        assert done.returncode == 1
+        found = verdicts(done)
+        assert found.pop("lint") == "FAILED"
+        assert set(found.values()) <= {"passed"}
+        assert done.stdout.index("an error of types") < done.stdout.index("FAILED")
+
+
 def test_an_interrupt_ends_everything(house: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal, whatever ignores it here
     script = subprocess.Popen(
