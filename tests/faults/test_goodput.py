@@ -14,21 +14,16 @@ from nxtrain.metrics.goodput import account
 from nxtrain.metrics.start_log import read
 from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import write_config
-from tests.support.commands import command
 from tests.support.runs import records
 
 STEPS, STEP_S = 36, 0.03
 
 
-def start(folder: Path, fault: str, *overrides: str, forks: bool) -> tuple[int, str]:
-    """Exit code and standard error of a run in an interpreter of its own, or in a fork that has imported everything."""
-    values, faults = ("parallel.dp=1", *overrides), {"NXTRAIN_FAULTS": f"{fault},sleep@0:1:pre_step:{STEP_S}"}
-    argv = ("train", str(folder / "config.toml"), *values)
-    if forks:
-        return command(folder, *argv, environ=faults)
-    own, environ = (sys.executable, "-m", "nxtrain", *argv), {**os.environ, **faults}
-    done = subprocess.run(own, capture_output=True, text=True, timeout=120, check=False, env=environ)
-    return done.returncode, done.stderr
+def start(folder: Path, fault: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    values = ("parallel.dp=1", *overrides)
+    command = (sys.executable, "-m", "nxtrain", "train", str(folder / "config.toml"), *values)
+    environ = {**os.environ, "NXTRAIN_FAULTS": f"{fault},sleep@0:1:pre_step:{STEP_S}"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
 
 
 @pytest.mark.alone
@@ -37,13 +32,12 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
     write_config(tmp_path, steps=STEPS, every=10)
     logs = f"metrics.log_every={log_every}"
     began = time.monotonic()
-    forks = log_every > 1  # imports belong to the start of a process, and count in the other case
-    code, said = start(tmp_path, "kill@0:26:pre_step", logs, "checkpoint.async=false", forks=forks)
-    assert code == -9, said
+    killed = start(tmp_path, "kill@0:26:pre_step", logs, "checkpoint.async=false")
+    assert killed.returncode == -9, killed.stderr
     time.sleep(1.0)
-    code, said = start(tmp_path, "kill@0:99:pre_step", logs, "checkpoint.async=false", forks=forks)
+    resumed = start(tmp_path, "kill@0:99:pre_step", logs, "checkpoint.async=false")
     elapsed_s = time.monotonic() - began
-    assert code == 0, said
+    assert resumed.returncode == 0, resumed.stderr
 
     found = account(read(tmp_path / "run" / LOGS_DIR))
     spent_s = (found.productive_s, found.start_s, found.lost_s, found.detect_s, found.restart_s)
@@ -66,6 +60,6 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
         assert 0 <= found.lost_steps <= 5  # what was finished when the state was last written
     assert found.detect_s < 1.5
     assert [line["goodput"] for line in records(tmp_path / "run")][-1] == pytest.approx(found.goodput, rel=0.2)
-    lines = [line for line in said.splitlines() if line.startswith("goodput ")]
+    lines = [line for line in resumed.stderr.splitlines() if line.startswith("goodput ")]
     assert lines[-1] == str(found)
     assert len(lines) == 2
