@@ -2,8 +2,9 @@
 #
 # Lanes come one after the other, and each keeps the cores busy: `unit` and `dist` with a test per core, `train` with one
 # more, since its tests wait for processes, and `faults` with two, since its tests also wait for limits. `xla` computes
-# on one core, so it runs behind `dist` and what follows, which then takes one test less, but never less than two. Tests
-# marked `alone` come last, with nothing beside.
+# on one core, so it runs behind `dist` and what follows. Lanes that begin meanwhile take one test less, but never less
+# than two. `lint` is mostly mypy, on one core, and runs behind the first lanes. Tests marked `alone` come last, with
+# nothing beside.
 
 cores=$(getconf _NPROCESSORS_ONLN)
 at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes, each of half a gigabyte
@@ -32,7 +33,7 @@ lint() {
 at_once() {
     local workers=$1 word
     shift
-    [ -z "$xla" ] || workers=$((workers > 2 ? workers - 1 : workers))
+    if is_behind xla; then workers=$((workers > 2 ? workers - 1 : workers)); fi
     for word in "$@"; do
         case $word in --pdb | --trace | -s | --capture=no) workers=0 ;; esac
     done
@@ -105,54 +106,68 @@ timed() {  # lane, function, pytest's arguments
     judge "$1" $((SECONDS - begin)) $code
 }
 
-xla="" log=build/xla.log
-start_xla() {
+behind=()
+is_behind() { [[ " ${behind[*]-} " == *" $1 "* ]]; }
+pid_of() { local of="pid_$1" && echo "${!of}"; }
+
+# Start a lane behind those that follow: lane, pytest's arguments.
+start_behind() {
+    local lane=$1 log=build/$1.log
     mkdir -p build && rm -f "$log.end"
-    say "=== xla runs behind the lanes that follow; its output comes after them, and is in $log meanwhile"
+    say "=== $lane runs behind the lanes that follow; its output comes after them, and is in $log meanwhile"
     set -m  # a process group of its own, which one signal ends, and which takes an interrupt
     (
         begin=$SECONDS code=0
-        run_lane xla "$@" || code=$?
+        run_lane "$@" || code=$?
         echo $((SECONDS - begin)) $code >"$log.end"
     ) >"$log" 2>&1 </dev/null &
-    xla=$!
+    printf -v "pid_$lane" %d $!
     set +m
+    behind+=("$lane")
 }
 
-finish_xla() {
-    say "=== xla"
-    local seconds code
-    wait "$xla" || true
-    xla=""
-    cat "$log"
-    read -r seconds code <"$log.end"
-    judge xla "$seconds" "$code"
+# Judge lanes that run behind, as soon as they have ended: `all`, after waiting for them, or `ended`.
+finish_behind() {
+    local lane seconds code left=()
+    for lane in ${behind[@]+"${behind[@]}"}; do
+        if [ "$1" = ended ] && [ ! -e "build/$lane.log.end" ]; then left+=("$lane") && continue; fi
+        say "=== $lane"
+        wait "$(pid_of "$lane")" || true
+        cat "build/$lane.log"
+        read -r seconds code <"build/$lane.log.end"
+        judge "$lane" "$seconds" "$code"
+    done
+    behind=(${left[@]+"${left[@]}"})
 }
 
 # End what runs behind, with its ranks: an interrupt first, so that tests end their processes.
-end_xla() {
-    [ -n "$xla" ] || return 0
-    local waited
-    kill -INT -- "-$xla" 2>/dev/null || true
-    for waited in {1..50}; do
-        kill -0 -- "-$xla" 2>/dev/null || return 0
-        sleep 0.1
+end_behind() {
+    local lane pid waited
+    for lane in ${behind[@]+"${behind[@]}"}; do
+        pid=$(pid_of "$lane")
+        kill -INT -- "-$pid" 2>/dev/null || continue
+        for waited in {1..50}; do
+            kill -0 -- "-$pid" 2>/dev/null || break
+            sleep 0.1
+        done
+        kill -KILL -- "-$pid" 2>/dev/null || true
     done
-    kill -KILL -- "-$xla" 2>/dev/null || true
 }
 
 # Run all lanes: pytest's arguments.
 run_lanes() {
     local lane
-    trap end_xla EXIT
+    trap end_behind EXIT
     trap 'say "interrupted"; exit 130' INT TERM  # pytest ends itself at an interrupt, and no lane must start after it
     for lane in "${lanes[@]}"; do
-        if [ "$lane" = dist ] && has_lane xla; then start_xla "$@"; fi
-        if [ "$lane" = xla ] && [ -n "$xla" ]; then continue; fi
+        if [ "$lane" = lint ] && [ ${#lanes[@]} -gt 1 ]; then start_behind lint; fi
+        if [ "$lane" = dist ] && has_lane xla; then start_behind xla "$@"; fi
+        if is_behind "$lane"; then continue; fi
         say "=== $lane"
         timed "$lane" run_lane "$@"
+        finish_behind ended
     done
-    [ -z "$xla" ] || finish_xla
+    finish_behind all
     for lane in "${lanes[@]}"; do
         case $lane in
             unit | dist | train | faults)

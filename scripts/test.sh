@@ -65,6 +65,7 @@ elif [ ${#lanes[@]} -eq 0 ]; then
     if [ -n "$nxd_src" ]; then lanes+=(nxd); else left_out=$(nxd_left_out); fi
 fi
 
+unset PYTHONDONTWRITEBYTECODE  # each worker would compile all tests, and each started command all of nxtrain
 NXTRAIN_TEST_SKIPS="$(mktemp)" && export NXTRAIN_TEST_SKIPS  # lanes append what they skip, and why
 run_lanes ${slow[@]+"${slow[@]}"} "$@"
 

@@ -46,6 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Durations())
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without the marker `alone` where only such tests run: imports of all files take seconds."""
+    if config.getoption("--alone") != "only" or collection_path.suffix != ".py":
+        return None
+    return None if _names_alone(collection_path) else True
+
+
+def _names_alone(file: Path) -> bool:
+    return b"mark.alone" in file.read_bytes()
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage as usual, without visiting what was imported."""
     gc.freeze()
@@ -56,6 +67,11 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Ask each kind of device once, and only when a test needs it: the answer imports torch."""
     if choice := config.getoption("--alone"):
+        alone = [item for item in items if item.get_closest_marker("alone")]
+        if hidden := {str(item.path) for item in alone if not _names_alone(item.path)}:
+            raise pytest.UsageError(
+                f"--alone=only would not find the marker in {hidden}; write pytest.mark.alone there"
+            )
         _keep(config, items, lambda item: bool(item.get_closest_marker("alone")) == (choice == "only"))
     if config.getoption("--quick"):
         known = _durations()

@@ -114,7 +114,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_says_otherwise(
     tmp_path: Path, under: tuple[str, ...], goes_on: bool
 ) -> None:
     write_config(tmp_path, every=1000)
-    with launched(tmp_path, under=under) as run:
+    with launched(tmp_path, "parallel.dp=1", under=under) as run:  # of several ranks, Ctrl-C is told
         run.await_step(3)
         os.killpg(run.agent.pid, signal.SIGHUP)
         if goes_on:

@@ -7,7 +7,7 @@ a batch has two tokens, farther than our runs in float32 are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,9 +45,10 @@ def first_weights(drawn: Drawn) -> dict[str, Tensor]:
     return weights_of(resolved, std=0.4 / math.sqrt(resolved.model.hidden_size))
 
 
-def wanted(drawn: Drawn) -> Course:
-    """The course of the reference."""
-    return reference(drawn.resolved, drawn.steps, data=drawn.batches(), weights=first_weights(drawn))
+def wanted(drawn: Drawn, weights: Mapping[str, Tensor] | None = None) -> Course:
+    """The course of the reference; None: from the first weights of the draw."""
+    first = first_weights(drawn) if weights is None else weights
+    return reference(drawn.resolved, drawn.steps, data=drawn.batches(), weights=first)
 
 
 def ours(backend: Backend, drawn: Drawn, weights: dict[str, Tensor]) -> Course:

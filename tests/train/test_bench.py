@@ -30,6 +30,7 @@ from nxtrain.bench.peers import transformers_step
 from nxtrain.bench.train import SHAPE, Workload
 from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, WaitClock
 from nxtrain.family import find_family
+from tests.support.commands import command as forked_command
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
 BATCH, SEQ_LEN = 2, 64
@@ -207,8 +208,18 @@ def test_an_update_moves_no_more_memory_than_it_did(case: optim.Case) -> None:
     assert 0.95 * TRAFFIC[case.name] < per_param <= TRAFFIC[case.name]
 
 
-def test_bench_optim_measures_every_rule_and_counts_its_bytes() -> None:
-    rules = command("optim", "--layers", "1", "--rounds", "1")["rules"]
+def _of_small_models() -> None:
+    vars(optim)["SHAPE"] = SMALL
+
+
+def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) -> None:
+    """A small model has the same types, and so the same bytes per parameter."""
+    argv = ("bench", "optim", "--layers", "1", "--rounds", "1", "--json")
+    code, told = forked_command(tmp_path, *argv, first=_of_small_models)
+    assert code == 0, told
+    found = json.loads(told)  # a library prints no line of its own
+    assert found["num_params"] < 1_000_000
+    rules = found["rules"]
     assert all(rule["ns_per_param"] > 0 and rule["ratio"] > 0 for rule in rules.values())
     assert {name: round(rule["bytes_per_param"]) for name, rule in rules.items()} == {
         "torch.optim.AdamW(fused=True)": 12,

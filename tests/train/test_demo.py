@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from nxtrain.metrics.loss_chart import ASCII, BRAILLE, loss_chart
+from nxtrain.metrics.progress import LINE_EVERY_S
 from nxtrain.train.generate import Sampling
 from tests.support.text_models import continued
+from tests.train.test_screen import EXPORT, NUMBER, RUN, assert_all_ours
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +54,19 @@ def test_the_demo_trains_writes_and_exports() -> None:
     assert any(done.stdout.endswith(f"\n{chart}\n") for chart in charts), done.stdout
     assert "\nreport: runs/demo-short/report.html\n" in done.stderr
     assert "Gradient norm" in (run / "report.html").read_text(encoding="utf-8")
+    _check_lines_are_ours(done, text)
     _check_next_commands(done.stderr)
+
+
+def _check_lines_are_ours(done: subprocess.CompletedProcess[str], text: str) -> None:
+    """Every line of the run and of the export is nxtrain's own, and a pipe gets no control sequences."""
+    _, trained, exported, *_ = re.split(r"^=== .*\n", done.stderr, flags=re.MULTILINE)
+    assert_all_ours(trained.splitlines(), (*RUN, rf"step \d+/20  loss {NUMBER}  {NUMBER} tokens/s  .*"))
+    steps = [int(re.findall(r"\d+", line)[0]) for line in trained.splitlines() if line.startswith("step ")]
+    assert (steps[0], steps[-1]) == (1, 20)
+    assert len(steps) < 20, f"a line in {LINE_EVERY_S} seconds is enough for a log"
+    written = done.stdout.partition(f"{text}\n")[0].splitlines()
+    assert_all_ours([*exported.splitlines(), *filter(None, written)], EXPORT)
 
 
 def _check_next_commands(shown: str) -> None:

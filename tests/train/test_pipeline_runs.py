@@ -108,7 +108,7 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
     """By the commands that people type, from and to the folder of one run, which evaluates after every step."""
     texts = tmp_path / "texts"
     texts.mkdir()
-    for source in sorted(Path(__file__).parents[1].glob("unit/*/*.py")):
+    for source in sorted(Path(__file__).parents[1].glob("unit/data/*.py")):
         (texts / f"{source.parent.name}-{source.name}.txt").write_bytes(source.read_bytes())
     config = write_toml(
         tmp_path,

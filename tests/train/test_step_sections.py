@@ -73,7 +73,6 @@ def test_sections_add_up_to_the_step_and_show_where_time_is_lost(
         assert last["waiting_s"] > 0
 
 
-@pytest.mark.alone
 def test_a_run_without_sections_has_none_and_the_same_numbers(ranks: RankPool, tmp_path: Path) -> None:
     plans = [runs(tmp_path, name, 1, metrics={"step_sections": name}) for name in ("auto", "off")]
     for plan in plans:

@@ -29,7 +29,10 @@ def backend() -> Iterator[Backend]:
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_drawn_runs_equal_transformers_in_float32(backend: Backend, batch: int) -> None:
     runs = [draw("process", SEED, index) for index in range(batch * EACH, (batch + 1) * EACH)]
-    errors = [(run, error_of([ours(backend, run, weights_of(run))], wanted(run), run)) for run in runs]
+    errors = []
+    for run in runs:
+        weights = weights_of(run)
+        errors.append((run, error_of([ours(backend, run, weights)], wanted(run, weights), run)))
     assert not failures(errors), failures(errors)
 
 

@@ -28,11 +28,22 @@ case "$1" in
     -V) echo "Python 3.11.0" && exit ;;
     -c) echo 2.9.0 && exit ;;
 esac
+if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then echo "each process compiles all it imports" && exit 1; fi
 shift 2
 echo "$OMP_NUM_THREADS $*" >>calls
 if [[ -n "${HANGS:-}" && "$*" =~ $HANGS ]]; then
     echo $$ >>hangs
     exec sleep 600
+fi
+if [ -n "${IN_STEP:-}" ]; then  # xla goes on until train has begun, and ends before train does
+    for _ in {1..1000}; do
+        case "$*" in
+            tests/xla*) ! grep -q tests/train calls || break ;;
+            *tests/train*without*) [ ! -e build/xla.log.end ] || break ;;
+            *) break ;;
+        esac
+        sleep 0.02
+    done
 fi
 while read -r code words; do
     if [[ "$*" == *"$words"* ]]; then exit "$code"; fi
@@ -63,14 +74,16 @@ def house(tmp_path: Path) -> Path:
 def environ(house: Path, **variables: str) -> dict[str, str]:
     left_out = {"PYTHON", "NXTRAIN_TORCH", "OMP_NUM_THREADS", SKIPS_FILE}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**kept, "PATH": f"{house / 'bin'}:{os.environ['PATH']}", **variables}
+    path = f"{house / 'bin'}:{os.environ['PATH']}"
+    return {**kept, "PATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables}
 
 
-def run(house: Path, *words: str, codes: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def run(house: Path, *words: str, codes: Sequence[str] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """The script, where the stand-in ends with the first code whose words its arguments have."""
     (house / "codes").write_text("".join(f"{line}\n" for line in codes), encoding="utf-8")
     argv = ["bash", "scripts/test.sh", *words]
-    return subprocess.run(argv, cwd=house, env=environ(house), capture_output=True, text=True, timeout=60, check=False)
+    env = environ(house, **variables)
+    return subprocess.run(argv, cwd=house, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 def calls(house: Path) -> list[str]:
@@ -84,14 +97,14 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) -> None:
-    done = run(house, "--", "-k", "mesh")
+    done = run(house, "--", "-k", "mesh", IN_STEP="1")
     assert done.returncode == 0, done.stderr
     assert verdicts(done) == dict.fromkeys(("lint", *LANES), "passed")
     found = calls(house)
     behind = "1 tests/xla -k mesh"
     together = "1 -n {} --dist loadfile --no-loadscope-reorder tests/{} --alone=without -k mesh"
-    # One less than without xla behind them.
-    workers = {"unit": 2, "dist": 2, "train": 2, "faults": 3}
+    # Train has one less than without xla, which has ended before faults begin.
+    workers = {"unit": 2, "dist": 2, "train": 2, "faults": 4}
     expected = ["tests/device -k mesh", *(together.format(number, lane) for lane, number in workers.items())]
     expected += [f"tests/{lane} --alone=only -k mesh" for lane in workers]
     assert [call for call in found if call != behind] == expected
@@ -133,6 +146,18 @@ def test_a_lane_that_runs_behind_counts_like_the_others(house: Path, codes: list
     assert done.returncode == code, done.stdout
     verdict = {"0": "passed", "1": "FAILED", "5": "no test selected"}[codes[0][0]]
     assert verdicts(done)["xla"] == verdict
+
+
+def test_lint_runs_behind_and_is_judged_when_it_has_ended(house: Path) -> None:
+    """Alone it runs as any lane does, and its messages come before the verdicts either way."""
+    (house / ".venv/bin/mypy").write_text("#!/bin/sh\necho an error of types\nexit 1\n", encoding="utf-8")
+    for lanes in ((), ("lint", "train"), ("lint",)):
+        done = run(house, *lanes)
+        assert done.returncode == 1
+        found = verdicts(done)
+        assert found.pop("lint") == "FAILED"
+        assert set(found.values()) <= {"passed"}
+        assert done.stdout.index("an error of types") < done.stdout.index("FAILED")
 
 
 def test_an_interrupt_ends_everything(house: Path) -> None:
@@ -203,15 +228,16 @@ def test_passes(): pass
 @pytest.mark.parametrize(
     ("options", "outcome", "skipped"),
     [
-        (("-n", "2", "--alone=without"), "1 passed, 2 skipped", ["repeats a proof", "why so"]),
+        (("-n", "2", "--alone=without"), "2 passed, 2 skipped", ["repeats a proof", "why so"]),
         (("--alone=only",), "1 passed, 3 deselected", []),
-        (("--slow",), "3 passed, 1 skipped", ["why so"]),
+        (("--slow",), "4 passed, 1 skipped", ["why so"]),
     ],
 )
 def test_choices_among_tests_and_one_summary_of_skips(
     tmp_path: Path, options: Sequence[str], outcome: str, skipped: list[str]
 ) -> None:
     (tmp_path / "test_marked.py").write_text(MARKED, encoding="utf-8")
+    (tmp_path / "test_other.py").write_text("def test_of_a_file_without_the_marker(): pass", encoding="utf-8")
     settings = ("-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p", "tests.conftest", "-p", "no:cacheprovider")
     argv = [sys.executable, "-m", "pytest", tmp_path, "-q", *settings, *options]
     env = {**os.environ, SKIPS_FILE: str(tmp_path / "skips"), "PYTHONPATH": str(ROOT)}

@@ -101,6 +101,7 @@ TRIED = {
     "value = 1 + 1\n": "survived",
     "value = 1 * 1\n": "killed",
     "import time\nvalue = 1 - 1\ntime.sleep(90 if value else 0)\n": "timeout",
+    "value = 7 + 0\n": "no measure",
 }
 """A module and the fate of its arithmetic mutant; its test wants a value from 0 to 1 or equal to 2."""
 
@@ -109,22 +110,44 @@ import json, sys
 from pathlib import Path
 import pytest  # once, and not in each fork
 from tests.support import mutation
-folder, root = Path(sys.argv[1]), Path(sys.argv[2])
 mutation.CARRIED = ("nxtrain", "tests", "pyproject.toml")
-tree = mutation.Tree(root, folder)
 stages = (("tests/test_one.py",), ("tests/test_two.py",))
-tree.check(stages)
-(drawn,) = mutation.draw(root, ["nxtrain/module.py"], 1, 1, ["arithmetic"])
-found = tree.outcome(drawn, stages, [30.0, 12.0])
-copy = (tree.path / "nxtrain/module.py").read_text()
-print(json.dumps([found.kind, found.by, copy]))
+for name, limit_s in json.loads(sys.argv[2]):
+    folder, root = Path(sys.argv[1], name, "folder"), Path(sys.argv[1], name, "root")
+    tree = mutation.Tree(root, folder)
+    try:
+        tree.check(stages)
+    except RuntimeError as error:
+        print(json.dumps(["no measure", str(error), ""]))
+        continue
+    (drawn,) = mutation.draw(root, ["nxtrain/module.py"], 1, 1, ["arithmetic"])
+    found = tree.outcome(drawn, stages, [30.0, limit_s])
+    copy = (tree.path / "nxtrain/module.py").read_text()
+    print(json.dumps([found.kind, found.by, copy]))
 """
 
 
-def tried(tmp_path: Path, module: str) -> subprocess.CompletedProcess[str]:
-    """Try the arithmetic mutant of a package of one module."""
-    root, folder = tmp_path / "root", tmp_path / "folder"
-    for each in (root / "nxtrain", root / "tests", folder):
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Outcomes of the arithmetic mutant of each package of one module, tried by one process: kind, test, and copy."""
+    base = tmp_path_factory.mktemp("tried")
+    # The mutant that never ends needs no patience; the others end in moments, but on a busy machine too.
+    cases = [(str(number), 2.0 if fate == "timeout" else 30.0) for number, fate in enumerate(TRIED.values())]
+    for (name, _), module in zip(cases, TRIED, strict=True):
+        write_package(base / name, module)
+    argv = [sys.executable, "-c", TRY, str(base), json.dumps(cases)]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the tests of the module need none
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    for (name, _), module in zip(cases, TRIED, strict=True):
+        assert (base / name / "root/nxtrain/module.py").read_text() == module
+    return dict(zip(TRIED, map(json.loads, done.stdout.splitlines()[-len(cases) :]), strict=True))
+
+
+def write_package(folder: Path, module: str) -> None:
+    """Write a package of one module with its tests, and make the folder for its copy."""
+    root = folder / "root"
+    for each in (root / "nxtrain", root / "tests", folder / "folder"):
         each.mkdir(parents=True)
     (root / "nxtrain/__init__.py").touch()
     (root / "nxtrain/module.py").write_text(module)
@@ -132,18 +155,13 @@ def tried(tmp_path: Path, module: str) -> subprocess.CompletedProcess[str]:
     (root / "tests/test_one.py").write_text("def test_always():\n    assert True\n")
     test = "from nxtrain.module import value\n\n\ndef test_value():\n    assert value in (0, 2) or str(value) == '1'\n"
     (root / "tests/test_two.py").write_text(test)
-    argv = [sys.executable, "-c", TRY, str(folder), str(root)]
-    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the tests of the module need none
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert (root / "nxtrain/module.py").read_text() == module
-    return done
 
 
-@pytest.mark.parametrize("module", TRIED)
-def test_mutants_are_killed_survive_or_time_out_and_the_source_is_never_touched(tmp_path: Path, module: str) -> None:
-    done = tried(tmp_path, module)
-    assert done.returncode == 0, done.stderr
-    kind, by, copy = json.loads(done.stdout.splitlines()[-1])
+@pytest.mark.parametrize("module", [module for module, fate in TRIED.items() if fate != "no measure"])
+def test_mutants_are_killed_survive_or_time_out_and_the_source_is_never_touched(
+    tried: dict[str, list[str]], module: str
+) -> None:
+    kind, by, copy = tried[module]
     assert kind == TRIED[module]
     assert (
         by
@@ -156,10 +174,10 @@ def test_mutants_are_killed_survive_or_time_out_and_the_source_is_never_touched(
     assert copy == module, "the next mutant begins with the sound source"
 
 
-def test_tests_that_fail_without_a_defect_are_no_measure(tmp_path: Path) -> None:
-    done = tried(tmp_path, "value = 7 + 0\n")
-    assert done.returncode != 0
-    assert "RuntimeError: tests/test_two.py::test_value fails without any defect" in done.stderr
+def test_tests_that_fail_without_a_defect_are_no_measure(tried: dict[str, list[str]]) -> None:
+    kind, error, _ = tried["value = 7 + 0\n"]
+    assert kind == "no measure"
+    assert error.startswith("tests/test_two.py::test_value fails without any defect")
 
 
 def test_the_command_lists_what_it_would_try() -> None:

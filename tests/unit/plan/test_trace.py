@@ -46,6 +46,9 @@ def draw(seed: int, *, adapted: bool = False) -> tuple[Resolved, Job, int, Atten
         "max_position_embeddings": 8192,
     }
     micro_batch = rng.choice([1, 2, 4])
+    most = (
+        6 if pp > 1 else 2
+    )  # without stages, later micro-batches repeat the second, and a trace takes seconds for each
     resolved = plan(
         "mha",
         model={"config": shape, "fused_qkv": rng.random() < 0.6, "fused_gate_up": rng.random() < 0.6},
@@ -69,7 +72,7 @@ def draw(seed: int, *, adapted: bool = False) -> tuple[Resolved, Job, int, Atten
         train={
             "seq_len": rng.choice([256, 512]),
             "micro_batch": micro_batch,
-            "global_batch": dp * micro_batch * rng.choice([2, 3, 4, 6]),
+            "global_batch": dp * micro_batch * min(rng.choice([2, 3, 4, 6]), most),
             "remat": remat,
             "loss_chunk_mib": rng.choice([1, 64]),
         },
