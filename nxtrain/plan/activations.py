@@ -59,9 +59,10 @@ def _untracked_bytes(job: Job, remat: str) -> int:
     free += size + job.sequence_rows * FLOAT
     if recomputed and _is_long(job):
         return free
-    if names := {layer.name for layer in _adapted(job, MLP_IN)}:
-        # Unfused, a frozen gate keeps no input of its activation, and a frozen other part no result of it.
-        return free + _product_bytes(job) * {("up_proj",): 2, ("gate_proj",): 1}.get(tuple(names), 0)
+    if names := [layer.name for layer in _adapted(job, MLP_IN)]:
+        # Unfused, a frozen gate keeps no input of its activation, and beside a frozen other part no result is kept.
+        frozen_parts = {"up_proj": 2, "gate_proj": 1}
+        return free + _product_bytes(job) * (frozen_parts.get(names[0], 0) if len(names) == 1 else 0)
     return free + _mlp_bytes(job) - _input_bytes(job, MLP_OUT, _product_bytes(job))
 
 

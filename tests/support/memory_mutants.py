@@ -74,7 +74,7 @@ _PEAK = (
      "first_working_bytes(job) if _is_first_block(job, stage) else working_bytes(job)", "working_bytes(job)"),
     ("a first block without a forward pass", "moments", "    if _is_first_block(job, stage):\n        others",
      "    if False:\n        others"),
-    ("a frozen gate that keeps its activation", "activations", '{("up_proj",): 2, ("gate_proj",): 1}', "{}"),
+    ("a frozen gate that keeps its activation", "activations", '{"up_proj": 2, "gate_proj": 1}', "{}"),
     ("layer at work left out", "moments", "work = _working(job, stage) + (",
      "work = 0 + ("),
     ("full remat ignored", "activations", 'if job.config.train.remat == "full":', "if False:"),

@@ -95,7 +95,7 @@ def draw_first_block(seed: int) -> tuple[Resolved, Job, int, Attention]:
     targets = rng.choice([*places, ("o_proj", "down_proj"), ("q_proj",), ()])
     parallel = drawn.config.parallel
     finetune = FinetuneConfig(method="lora", r=Random(seed).choice([4, 16]), targets=targets)
-    model = replace(drawn.model, num_hidden_layers=parallel.pp * parallel.virtual_pp)
+    model = drawn.model.model_copy(update={"num_hidden_layers": parallel.pp * parallel.virtual_pp})
     resolved = replace(drawn, model=model, config=drawn.config.model_copy(update={"finetune": finetune}))
     job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
     job.__dict__["attention"] = attention
