@@ -159,22 +159,25 @@ def all_weights(drawn: DrawnAdapters) -> dict[str, Tensor]:
     return {**base, **adapters_of(drawn.resolved, base)}
 
 
-def wanted_of_peft(drawn: DrawnAdapters) -> Course:
-    """The course of PEFT, in float64, beside restored weights if the run quantizes them."""
+def wanted_of_peft(drawn: DrawnAdapters, dtype: torch.dtype = torch.float64) -> Course:
+    """The course of PEFT, beside restored weights if the run quantizes them; weights have a doubt, see `Course`."""
     weights = all_weights(drawn)
     if drawn.resolved.config.finetune.method == "qlora":
         weights = restored(weights)
 
     def wrap(model: nn.Module) -> nn.Module:
-        found = adapted(drawn.resolved, model).double()
+        found = adapted(drawn.resolved, model).to(dtype)
         with torch.no_grad():
             for name, parameter in found.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(weights[our_name(name)])
         return found
 
-    course = reference(drawn.resolved, drawn.steps, torch.float64, data=drawn.batches(), weights=weights, wrap=wrap)
-    return replace(course, weights={our_name(name): tensor for name, tensor in course.weights.items()})
+    course = reference(
+        drawn.resolved, drawn.steps, dtype, data=drawn.batches(), weights=weights, wrap=wrap, doubts=True
+    )
+    named = ({our_name(name): tensor for name, tensor in each.items()} for each in (course.weights, course.doubt))
+    return Course(course.losses, course.norms, *named)
 
 
 def described(drawn: DrawnAdapters) -> str:
