@@ -101,11 +101,16 @@ def test_a_drawn_run_above_quantized_weights_equals_peft_above_restored_ones(ran
     assert abs(wanted_of_peft(whole_base).losses[0] - want.losses[0]) > 100 * LOSS
 
 
-@pytest.mark.parametrize(("seed", "index"), [(467, 0), (163, 2)])
-def test_a_weight_is_in_doubt_where_adam_divides_a_tiny_gradient(seed: int, index: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "index", "degrees"),
+    [
+        (467, 0, Degrees(tp=3, dp=2, shard="hybrid")),
+        (163, 2, Degrees(tp=3, pp=2, virtual_pp=2, shard="hybrid")),
+    ],
+)
+def test_a_weight_is_in_doubt_where_adam_divides_a_tiny_gradient(seed: int, index: int, degrees: Degrees) -> None:
     """PEFT itself, in float32, leaves its float64 course there by a hundred roundings; few weights are in doubt."""
-    kinds = ({"dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "virtual_pp": 2})
-    run = draw_adapters("lora", seed, index, Degrees(tp=3, shard="hybrid", **kinds[index]))
+    run = draw_adapters("lora", seed, index, degrees)
     want, narrow = wanted_of_peft(run), wanted_of_peft(run, torch.float32)
     errors = torch.cat([(narrow.weights[name] - want.weights[name]).abs().flatten() for name in want.weights])
     doubts = torch.cat([want.doubt[name].flatten() for name in want.weights])

@@ -71,7 +71,8 @@ def test_a_wrong_constant_is_seen_in_rows_that_chose_none(
     monkeypatch: pytest.MonkeyPatch, constant: str, value: float
 ) -> None:
     """Of them, the first is the rate of GPUs at 500 W for all GPUs; see docs/planning.md."""
-    monkeypatch.setitem(SPEEDS, "hopper", replace(SPEEDS["hopper"], **{constant: value}))
+    changed: dict[str, Any] = {constant: value}
+    monkeypatch.setitem(SPEEDS, "hopper", replace(SPEEDS["hopper"], **changed))
     held_out.cache_clear()
     try:
         rows = [found for found in held_out() if found.job.machine.kind == "hopper"]
