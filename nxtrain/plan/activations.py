@@ -30,7 +30,7 @@ def boundary_bytes(job: Job) -> int:
 
 
 def _whole_block_bytes(job: Job, remat: str) -> int:
-    skips_mlp = remat == "selective" and job.config.train.seq_len >= LONG_SEQUENCE
+    skips_mlp = remat == "selective" and _is_long(job)
     # Each of two norms keeps its input and a number per row, and the column layer after it keeps its own input.
     norms = 2 * (boundary_bytes(job) + job.sequence_rows * FLOAT)
     inputs = _input_bytes(job, ATTENTION_IN, boundary_bytes(job))
@@ -42,10 +42,14 @@ def _whole_block_bytes(job: Job, remat: str) -> int:
 @once_per_job
 def untracked_bytes(job: Job) -> int:
     """Bytes that the model's first block does not keep: nothing has a gradient before the first adapter."""
-    train = job.config.train
-    if job.adapters is None or train.remat == "full":
+    remat = job.config.train.remat
+    return 0 if remat == "full" else _untracked_bytes(job, remat)
+
+
+def _untracked_bytes(job: Job, remat: str) -> int:
+    if job.adapters is None:
         return 0
-    recomputed, size = train.remat == "selective", boundary_bytes(job)
+    recomputed, size = remat == "selective", boundary_bytes(job)
     free = size + job.sequence_rows * FLOAT  # input of the first norm
     if _adapted(job, ATTENTION_IN):
         return free
@@ -53,8 +57,12 @@ def untracked_bytes(job: Job) -> int:
     if _adapted(job, ATTENTION_OUT):
         return free
     free += size + job.sequence_rows * FLOAT
-    if _adapted(job, MLP_IN) or (recomputed and train.seq_len >= LONG_SEQUENCE):
+    if recomputed and _is_long(job):
         return free
+    if names := [layer.name for layer in _adapted(job, MLP_IN)]:
+        # Unfused, a frozen gate keeps no input of its activation, and beside a frozen other part no result is kept.
+        frozen_parts = {"up_proj": 2, "gate_proj": 1}
+        return free + _product_bytes(job) * (frozen_parts.get(names[0], 0) if len(names) == 1 else 0)
     return free + _mlp_bytes(job) - _input_bytes(job, MLP_OUT, _product_bytes(job))
 
 
@@ -156,20 +164,68 @@ def working_bytes(job: Job) -> int:
     In the feed-forward: the gradients of the product, of the gate, of both together, and a factor; unfused, those of
     the product and of both parts. The product itself is free by then. Backward recomputes one part at a time.
     """
-    train, size = job.config.train, job.params_size
-    inner = -(-job.decoder.intermediate_size // job.config.parallel.tp)
-    gated = 5 if job.config.model.fused_gate_up else 3
-    freed = job.decoder.gated and _keeps_input(job, MLP_OUT) and not job.postpones
-    mlp = ((gated if job.decoder.gated else 2) - freed) * inner * job.micro_tokens * size
-    attention = attention_work_bytes(job)
+    train = job.config.train
+    mlp, attention = _mlp_work_bytes(job), attention_work_bytes(job)
     if train.remat == "selective":
         attention += _attention_bytes(job, recomputed=False) - _attention_bytes(job, recomputed=True)
-        if train.seq_len >= LONG_SEQUENCE:
+        if _is_long(job):
             return max(mlp + _mlp_bytes(job), attention)
     # Then the feed-forward's tensors are free, but postponed weight gradients keep as many.
     later = max(attention, norm_work_bytes(job)) + (boundary_bytes(job) if job.postpones else -_mlp_bytes(job))
     work = max(mlp, later)
     return work + (_whole_block_bytes(job, "none") - boundary_bytes(job) if train.remat == "full" else 0)
+
+
+def _mlp_work_bytes(job: Job) -> int:
+    gated = 5 if job.config.model.fused_gate_up else 3
+    freed = job.decoder.gated and _keeps_input(job, MLP_OUT) and not job.postpones
+    return ((gated if job.decoder.gated else 2) - freed) * _product_bytes(job)
+
+
+@once_per_job
+def first_working_bytes(job: Job) -> int:
+    """As `working_bytes`, of the model's first block, whose backward pass ends at its first adapter."""
+    train = job.config.train
+    if job.adapters is None or _adapted(job, ATTENTION_IN) or (train.remat == "selective" and _is_long(job)):
+        return working_bytes(job)
+    work = boundary_bytes(job)
+    if _adapted(job, ATTENTION_OUT):
+        work = max(_mlp_work_bytes(job), norm_work_bytes(job) - _mlp_bytes(job))
+    elif _adapted(job, MLP_IN):
+        work = _mlp_work_bytes(job)
+    if train.remat != "full":
+        return work
+    kept = _whole_block_bytes(job, "none") - _untracked_bytes(job, "none")
+    return max(work + kept, forward_working_bytes(job) - boundary_bytes(job))
+
+
+@once_per_job
+def forward_working_bytes(job: Job) -> int:
+    """Largest tensors of a block's forward pass if nothing is kept, the stream and its norm included.
+
+    In the feed-forward: gate, up, and the product. In attention: queries, keys and values as projected and as rotated,
+    the output, and what the kernel works with. Fused layers with adapters have their result four times: of the matrix,
+    of each adapter, of these together, and the sum. Others have it thrice.
+    """
+    train, width, size, tokens = job.config.train, job.decoder.head_size, job.params_size, job.micro_tokens
+    queries, keys = job.local_heads * width, job.local_kv_heads * width
+    heads, rows = train.micro_batch * job.local_heads, min(CPU_BLOCK, train.seq_len)
+    attention = (2 * queries + 3 * keys) * tokens * size + _out_bytes(job) + _core_bytes(job)
+    if job.attention == "blocked":  # keys in float32, scores before and after softmax, and copies with the heads first
+        copies = (queries + 2 * keys) * size if train.micro_batch > 1 else 0  # of one sequence these are views
+        attention += (copies + keys * FLOAT) * tokens + 2 * heads * rows * train.seq_len * FLOAT
+    elif job.attention == "fused" and job.local_heads > job.local_kv_heads > 1:
+        attention += 2 * queries * tokens * size
+    elif job.attention == "scores":
+        attention += heads * train.seq_len**2 * FLOAT
+    parts = 3 if job.decoder.gated else 2
+    if _adapted(job, MLP_IN):
+        parts = 4 * 2 if job.config.model.fused_gate_up and job.decoder.gated else 4
+    return 2 * boundary_bytes(job) + max(attention, parts * _product_bytes(job))
+
+
+def _is_long(job: Job) -> bool:
+    return job.config.train.seq_len >= LONG_SEQUENCE
 
 
 @once_per_job

@@ -136,7 +136,7 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
     own = read_machines(question.hardware) if question.hardware else {}
     name = question.instance or config.cluster.instance or next(iter(own), "")
     note, nodes = "", question.nodes or config.cluster.nodes
-    machine = find_machine(name or ASSUMED, own)
+    machine = find_machine(name or ASSUMED, own, "--instance" if question.instance else "cluster.instance")
     if not name:
         parallel = config.parallel
         note = f"no instance is named, so {ASSUMED} is assumed; name one by --instance"

@@ -64,7 +64,7 @@ class Failures:
         assert min(self.stall_s, self.write_s, self.detect_s, self.restart_s) >= 0, "time runs one way"
 
     def wall_s(self, interval_s: float) -> float:
-        """Expected seconds from one commit to the next.
+        """Expected seconds from one commit to the next; infinite where failures leave no time for an interval.
 
         The first attempt lasts `interval_s + stall_s`; one after a failure also repeats what was trained while the last
         checkpoint was written. Summed over attempts, that lag is as if every restart took `write_s` longer.
@@ -79,8 +79,11 @@ class Failures:
         assert interval_s > 0, "something is trained between checkpoints"
         assert interval_s >= self.write_s, "the one before is still being written"
         mtbf_s = self.mtbf_s
-        again = math.exp((self.restart_s + self.write_s) / mtbf_s)
-        return (mtbf_s + self.detect_s) * again * math.expm1((interval_s + self.stall_s) / mtbf_s)
+        try:
+            again = math.exp((self.restart_s + self.write_s) / mtbf_s)
+            return (mtbf_s + self.detect_s) * again * math.expm1((interval_s + self.stall_s) / mtbf_s)
+        except OverflowError:
+            return math.inf
 
     def shares(self, interval_s: float) -> Shares:
         """Shares of the time with a checkpoint after every `interval_s` seconds of training."""

@@ -218,12 +218,13 @@ ALIASES = {
 """Short names of instances."""
 
 
-def find_machine(name: str, own: Mapping[str, Machine] | None = None) -> Machine:
+def find_machine(name: str, own: Mapping[str, Machine] | None = None, key: str = "cluster.instance") -> Machine:
     """Machine of a name, short names included.
 
     Args:
         name: Name of the instance.
         own: Machines of a file, which win over the table.
+        key: Key or option that gave the name, for messages.
 
     Raises:
         ConfigError: No such machine; the message has the nearest names.
@@ -234,7 +235,7 @@ def find_machine(name: str, own: Mapping[str, Machine] | None = None) -> Machine
         return found
     close = get_close_matches(name, [*machines, *ALIASES], n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(machines)}"
-    raise ConfigError([Problem("cluster.instance", f"{name!r} is no instance that nxtrain knows", hint=hint)])
+    raise ConfigError([Problem(key, f"{name!r} is no instance that nxtrain knows", hint=hint)])
 
 
 _NUMBERS = {

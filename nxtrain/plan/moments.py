@@ -18,6 +18,8 @@ from nxtrain.plan.activations import (
     block_bytes,
     boundary_bytes,
     chunk_bytes,
+    first_working_bytes,
+    forward_working_bytes,
     kept_logits_bytes,
     norm_work_bytes,
     postponed_block_bytes,
@@ -68,14 +70,34 @@ def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     flights, chunks = in_flight(job, stage), job.config.parallel.virtual_pp
     kept, logits = kept_bytes(job, stage), _logits(job, stage)
     yield Moment(_earlier_grads(job, stage, accumulated), _held(job, stage, kept), logits)
+    yield from _forward(job, stage, accumulated)
     if not _repeats(job, stage) and flights > 1:
         yield Moment(accumulated // chunks, _held(job, stage, kept * (flights - 1) // flights), logits)
         if chunks > 1:
             yield Moment(accumulated, _held(job, stage, kept // chunks), logits)
     if job.num_micro == 1:
-        yield Moment(accumulated, working_bytes(job))
+        yield Moment(accumulated, _working(job, stage))
     if job.postpones:
         yield Moment(accumulated, _split_bytes(job, stage))
+
+
+def _forward(job: Job, stage: int, accumulated: int, gathered: int = 0) -> Iterator[Moment]:
+    """The forward pass of a rank whose only block is the model's first, which may keep little of it beside adapters."""
+    if _is_first_block(job, stage):
+        others = _kept_of_blocks(job, stage) * (in_flight(job, stage) - 1) // in_flight(job, stage)
+        work = forward_working_bytes(job) + job.frozen(stage).largest_matrix
+        kept = _on_device(job, others) + _beside_blocks(job, stage) + work
+        yield Moment(_earlier_grads(job, stage, accumulated), kept, 0, gathered)
+
+
+def _is_first_block(job: Job, stage: int) -> bool:
+    """True if a rank has the model's first block alone, beside adapters."""
+    kind = job.stage(stage)
+    return job.adapters is not None and kind.first and sum(kind.blocks) == 1
+
+
+def _working(job: Job, stage: int) -> int:
+    return first_working_bytes(job) if _is_first_block(job, stage) else working_bytes(job)
 
 
 def _repeats(job: Job, stage: int) -> bool:
@@ -139,12 +161,19 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     whole = num_blocks if parallel.shard == "grad_op" else min(num_blocks, unit * (1 + ahead))
     gathered = units.rest + units.block * whole
     grads = _earlier_grads(job, stage, accumulated)
-    kept, own = kept_bytes(job, stage), block_bytes(job)
+    kept, own = kept_bytes(job, stage), min(_kept_of_chunks(job, stage))
     yield Moment(grads, _held(job, stage, kept), _logits(job, stage), gathered)
+    # A forward pass frees the buffer of a gathered unit when it needs the next.
+    yield from _forward(job, stage, accumulated, gathered + (unit * units.block if whole == num_blocks else 0))
     block_grad = unit * units.block_trained * (job.params_size + reduce)
-    yield Moment(grads, kept - own + attention_work_bytes(job), _kept_logits(job, stage), gathered + block_grad)
+    yield Moment(
+        grads,
+        kept - min(own, block_bytes(job)) + attention_work_bytes(job),
+        _kept_logits(job, stage),
+        gathered + block_grad,
+    )
     rest_grad = units.rest_trained * (job.params_size + reduce)
-    yield Moment(accumulated, working_bytes(job), 0, gathered + rest_grad)
+    yield Moment(accumulated, _working(job, stage), 0, gathered + rest_grad)
 
 
 @dataclass(frozen=True)
@@ -182,7 +211,7 @@ def unit_blocks(job: Job, stage: int) -> int:
 def _held(job: Job, stage: int, kept: int) -> int:
     """Kept bytes, and those of the layer at work beyond the chunk of logits, which is free by then."""
     last = job.stage(stage).last
-    work = working_bytes(job) + (job.frozen(stage).largest_matrix if job.adapters else 0)
+    work = _working(job, stage) + (job.frozen(stage).largest_matrix if job.adapters else 0)
     return kept + (max(0, max(work, norm_work_bytes(job)) - chunk_bytes(job)) if last else work)
 
 
@@ -201,15 +230,19 @@ def kept_bytes(job: Job, stage: int) -> int:
 
 
 def _kept_of_blocks(job: Job, stage: int) -> int:
-    parallel, blocks = job.config.parallel, job.stage(stage).blocks
-    free = untracked_bytes(job) if job.stage(stage).first else 0
+    parallel, kept = job.config.parallel, _kept_of_chunks(job, stage)
     if parallel.virtual_pp > 1:
-        most = most_blocks(parallel.pp, job.num_micro, stage, blocks)
-        return most * block_bytes(job) - in_flight(job, stage) // parallel.virtual_pp * free
+        return most_kept(parallel.pp, job.num_micro, stage, kept)
     postponed = _postponed(job, stage)
-    whole = in_flight(job, stage) - postponed
     waiting = postponed_block_bytes(job) if job.postpones else 0
-    return whole * (blocks[0] * block_bytes(job) - free) + postponed * blocks[0] * waiting
+    return (in_flight(job, stage) - postponed) * kept[0] + postponed * job.stage(stage).blocks[0] * waiting
+
+
+def _kept_of_chunks(job: Job, stage: int) -> tuple[int, ...]:
+    """Bytes that the blocks of each chunk keep of a micro-batch."""
+    free = untracked_bytes(job) if job.stage(stage).first else 0
+    first, *others = (number * block_bytes(job) for number in job.stage(stage).blocks)
+    return first - free, *others
 
 
 def offloaded_bytes(job: Job, stage: int) -> int:
@@ -224,10 +257,10 @@ def _on_device(job: Job, of_blocks: int) -> int:
 
 def last_kept_bytes(job: Job, stage: int) -> int:
     """Activations kept when the backward passes of the last micro-batch begin."""
-    parallel, blocks = job.config.parallel, job.stage(stage).blocks
+    parallel, kept = job.config.parallel, _kept_of_chunks(job, stage)
     others = (parallel.virtual_pp - 1) * group_sizes(parallel.pp, job.num_micro)[-1]
-    number = blocks[-1] + others * max(blocks[:-1], default=0)
-    return _on_device(job, number * block_bytes(job)) + _beside_blocks(job, stage)
+    of_blocks = kept[-1] + others * max(kept[:-1], default=0)
+    return _on_device(job, of_blocks) + _beside_blocks(job, stage)
 
 
 def _beside_blocks(job: Job, stage: int) -> int:
@@ -254,21 +287,21 @@ def _postponed(job: Job, stage: int) -> int:
 
 
 @lru_cache(maxsize=65_536)
-def most_blocks(pp: int, num_micro: int, rank: int, blocks: tuple[int, ...]) -> int:
-    """Most blocks of an interleaved rank, all chunks together, whose forward is done and whose backward is to come.
+def most_kept(pp: int, num_micro: int, rank: int, kept: tuple[int, ...]) -> int:
+    """Most bytes of an interleaved rank, all chunks together, whose forward is done and whose backward is to come.
 
     Args:
         pp: Ranks of the pipeline.
         num_micro: Micro-batches.
         rank: The rank.
-        blocks: Blocks of each chunk.
+        kept: Bytes that each chunk keeps of a micro-batch.
     """
     sizes = group_sizes(pp, num_micro)[:GROUPS]
-    chunks = range(len(blocks))
-    forwards = [blocks[chunk] for size in sizes for chunk in chunks for _ in range(size)]
-    backwards = [blocks[chunk] for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    chunks = range(len(kept))
+    forwards = [kept[chunk] for size in sizes for chunk in chunks for _ in range(size)]
+    backwards = [kept[chunk] for size in sizes for chunk in reversed(chunks) for _ in range(size)]
     begun, done = [0, *accumulate(forwards)], [0, *accumulate(backwards)]
-    first = min(len(forwards), num_warmup(pp, len(blocks), num_micro, rank) + 1)
+    first = min(len(forwards), num_warmup(pp, len(kept), num_micro, rank) + 1)
     return max(begun[first + ended] - done[ended] for ended in range(len(forwards) - first + 1))
 
 

@@ -32,6 +32,9 @@ RESTART_S = 600.0
 COPY_BYTES_S = 5e9
 """Bytes per second of a copy from the devices of one machine to its memory, during which training waits."""
 
+LEAST_GOODPUT = 1e-6
+"""Share of the time below which a run does not end."""
+
 COMPILE_BYTES = 64 * GIB
 """Host memory of one compilation at a time, as `nxtrain compile --workers` reckons."""
 
@@ -213,7 +216,7 @@ class Prediction:
             **({} if self.job.adapters is None else {"flops_4nd": 4.0 * params * tokens}),
             "flops": model_flops_per_token(self.job) * tokens,
             "chinchilla_tokens": CHINCHILLA * params,
-            "days_with_failures": self.days / goodput,
+            "days_with_failures": self.days / goodput if goodput > LEAST_GOODPUT else None,
         }
 
     def _compile_json(self) -> dict[str, Any]:

@@ -74,13 +74,17 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         ("goodput", f"{checkpoint['goodput']:.1%}", "at this interval"),
         ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
         ("Chinchilla", f"{run['chinchilla_tokens']:.3g} tokens", "20 per parameter"),
-        ("time", f"{found.days:,.2f} days", f"{run['days_with_failures']:,.2f} days with failures"),
+        ("time", f"{found.days:,.2f} days", _with_failures(run["days_with_failures"])),
     ]
     cost = found.cost_usd
     rows.append(("cost", "none" if cost is None else f"{cost:,.0f} USD", data["cost_note"]))
     if graphs["graphs"]:
         rows.append(("graphs", str(graphs["graphs"]), f"{graphs['host_bytes'] / GIB:,.0f} GiB of host to compile"))
     return rows
+
+
+def _with_failures(days: float | None) -> str:
+    return "failures leave no time for a step and its checkpoint" if days is None else f"{days:,.2f} days with failures"
 
 
 def show_found(found: Found, note: str, top: int) -> None:

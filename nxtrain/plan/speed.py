@@ -15,7 +15,7 @@ from nxtrain.plan.moments import reduced_bytes
 from nxtrain.plan.pipeline import PipelineCosts
 from nxtrain.plan.shapes import column_params
 from nxtrain.plan.traffic import Links, Traffic, gather_bytes, link_of, pp_bytes, ring_s, sync_bytes, tp_bytes
-from nxtrain.plan.work import model_flops_per_token, passes_flops, restored_bytes
+from nxtrain.plan.work import Work, model_flops_per_token, passes, restored_bytes
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Speed:
     """Constants of a kind of chip.
 
     Args:
-        compute: Share of the peak that a compiled model reaches, communication apart.
-        eager: The same without a compiler.
+        products: Share of the peak that matrix products reach.
+        attention: Share of the peak that causal attention reaches.
         link: Share of the bandwidth between devices that collectives reach.
         network: Share of the network's bandwidth that collectives reach.
         overlap: Largest share of a transfer that is hidden by the computations that the code runs beside it.
         basis: Origin of the constants.
     """
 
-    compute: float
-    eager: float
+    products: float
+    attention: float
     link: float
     network: float
     overlap: float
@@ -40,19 +40,22 @@ class Speed:
 
 
 SPEEDS = {
-    "trn1": Speed(0.47, 0.47, 0.31, 0.8, 0.0, "calibrated on published runs on trn1"),
-    "trn2": Speed(0.47, 0.47, 0.31, 0.8, 0.0, "those of trn1: no training throughput is published for this chip"),
-    "trn3": Speed(0.47, 0.47, 0.31, 0.8, 0.0, "those of trn1: no training throughput is published for this chip"),
-    "a100": Speed(0.66, 0.57, 0.6, 0.7, 0.9, "calibrated on published runs on A100"),
-    "hopper": Speed(0.39, 0.34, 0.6, 0.7, 0.9, "calibrated on published runs on H100"),
+    "trn1": Speed(0.50, 0.30, 0.35, 0.8, 0.0, "calibrated on published runs on trn1"),
+    "trn2": Speed(0.50, 0.30, 0.35, 0.8, 0.0, "those of trn1: no training throughput is published for this chip"),
+    "trn3": Speed(0.50, 0.30, 0.35, 0.8, 0.0, "those of trn1: no training throughput is published for this chip"),
+    "a100": Speed(0.80, 0.50, 0.6, 0.7, 0.9, "calibrated on published runs on A100"),
+    "hopper": Speed(0.58, 0.30, 0.7, 0.7, 0.9, "calibrated on published runs on H100"),
 }
 """Constants by kind of chip."""
 
-OTHER = Speed(0.45, 0.38, 0.6, 0.7, 0.9, "between those of A100 and H100: nothing published was compared")
+OTHER = Speed(0.69, 0.40, 0.65, 0.7, 0.9, "between those of A100 and H100: nothing published was compared")
 """Constants of other chips."""
 
 MEMORY_SHARE = 0.75
-"""Share of the memory's bandwidth that the update reaches, which reads and writes all state once."""
+"""Share of the memory's bandwidth that passes over tensors reach: the update, and all between products."""
+
+COMPILED_PASSES, EAGER_PASSES = 2.5, 4.5
+"""Times that kernels move each tensor between products, where one read and one write would do."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,11 @@ def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
     speed = SPEEDS.get(job.machine.kind, OTHER)
     links = Links(job.machine.link_bytes_s * speed.link, job.machine.network_bytes_s * speed.network)
     parallel = job.config.parallel
-    compiled = job.is_trainium or job.config.compile.torch_compile
-    rate = parallel.tp * job.machine.device_flops * (speed.compute if compiled else speed.eager)
+    rates = Rates.of(job, speed)
 
     overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices start transfers after the computations
 
-    forward_s, backward_s, exposed_tp_s = _parts(job, links, overlap if hides_tp else 0.0, rate)
+    forward_s, backward_s, exposed_tp_s = _parts(job, links, overlap if hides_tp else 0.0, rates)
     busy = [sum(f + b for f, b in _own(job, forward_s, backward_s, rank)) for rank in range(parallel.pp)]
     slowest = max(range(parallel.pp), key=lambda rank: busy[rank])
 
@@ -137,14 +139,40 @@ def _own(job: Job, forward_s: list[float], backward_s: list[float], rank: int) -
     return list(zip(_own_values(job, forward_s, rank), _own_values(job, backward_s, rank), strict=True))
 
 
-def _parts(job: Job, links: Links, tp_overlap: float, rate: float) -> tuple[list[float], list[float], list[float]]:
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a tensor parallel group, and of the memory of each rank.
+
+    Args:
+        products, attention: Operations per second.
+        moved: Bytes per second between products.
+    """
+
+    products: float
+    attention: float
+    moved: float
+
+    @staticmethod
+    def of(job: Job, speed: Speed) -> Rates:
+        """Rates of a run."""
+        peak = job.config.parallel.tp * job.machine.device_flops
+        compiled = job.is_trainium or job.config.compile.torch_compile
+        moved = job.machine.memory_bytes_s * MEMORY_SHARE / (COMPILED_PASSES if compiled else EAGER_PASSES)
+        return Rates(peak * speed.products, peak * speed.attention, moved)
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of a pass."""
+        return work.products / self.products + work.attention / self.attention + work.moved / self.moved
+
+
+def _parts(job: Job, links: Links, tp_overlap: float, rates: Rates) -> tuple[list[float], list[float], list[float]]:
     """Seconds of every part for a micro-batch: forward, backward, and of both the transfers that show."""
     costs_of: dict[tuple[int, bool], tuple[float, float, float]] = {}
     parts = [own[chunk] for chunk in range(job.config.parallel.virtual_pp) for own in job.parts]
     for blocks, last in {(len(part.blocks), part.last) for part in parts}:
-        forward, backward = (flops / rate for flops in passes_flops(job, blocks, has_head=last))
+        forward, backward = map(rates.seconds, passes(job, blocks, has_head=last))
         restore_s = restored_bytes(job, blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
-        tp = _tp_seconds(job, blocks, links, tp_overlap, rate)
+        tp = _tp_seconds(job, blocks, links, tp_overlap, rates.products)
         again_s = restore_s * (2 if job.config.train.remat == "full" else 1)
         forward_s = forward + tp.forward + restore_s
         costs_of[blocks, last] = forward_s, backward + tp.exposed_backward + again_s, tp.forward + tp.exposed_backward

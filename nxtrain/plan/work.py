@@ -1,26 +1,65 @@
-"""Operations of a run's passes: with everything trained, or with adapters beside a frozen model.
+"""Operations of a run's passes, and the bytes that they move: with everything trained, or with adapters.
 
 A matrix takes two operations per entry and token forward, two for the gradient of its input, and two for its own. A
-frozen matrix needs no gradient of its own: of six operations four are left.
+frozen matrix needs no gradient of its own: of six operations four are left. Norms, rotations, activations and sums
+have few operations, and take the time in which the memory moves their tensors.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from nxtrain.plan.adapters import NF4_BYTES, adapters_of_block, is_matrix
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.shapes import block_entries, block_specs, costs, flops_per_token
 
 
-def passes_flops(job: Job, num_blocks: int, *, has_head: bool) -> tuple[float, float]:
-    """Operations of a part's forward and backward pass for a micro-batch, over all tensor parallel ranks."""
-    per_token = costs(job.decoder, job.config.train.seq_len)
-    block, head = per_token.block * num_blocks, per_token.head if has_head else 0
+class Work(NamedTuple):
+    """Work of a pass for a micro-batch.
+
+    Args:
+        products: Operations of matrix products, over all tensor parallel ranks.
+        attention: Operations of causal attention, over all tensor parallel ranks.
+        moved: Bytes that a rank reads and writes between products, each operand and each result once.
+    """
+
+    products: float
+    attention: float
+    moved: float
+
+
+def passes(job: Job, num_blocks: int, *, has_head: bool) -> tuple[Work, Work]:
+    """Work of a part's forward and backward pass for a micro-batch, recomputation included."""
+    per_token, tokens = costs(job.decoder, job.config.train.seq_len), job.micro_tokens
     attention = attention_flops(job) * num_blocks
-    adapters = 2 * adapter_params(job) * num_blocks
-    forward = block + head + adapters
-    backward = 2 * (block + head) if job.adapters is None else block + attention + head + 2 * adapters
-    again = {"none": 0, "selective": attention, "full": block + adapters}[job.config.train.remat]
-    return job.micro_tokens * forward, job.micro_tokens * (backward + again)
+    matrices, head = per_token.block * num_blocks - attention, per_token.head if has_head else 0
+    adapters, moved = 2 * adapter_params(job) * num_blocks, _moved_bytes(job) * num_blocks
+    logits = _moved_by_logits(job) if has_head else 0
+    backward = 2 * (matrices + head) if job.adapters is None else matrices + head + 2 * adapters
+    remat = job.config.train.remat
+    again = matrices + adapters if remat == "full" else 0
+    attended = (2 if remat == "none" else 3) * attention
+    forward = Work(tokens * (matrices + head + adapters), tokens * attention, moved + logits)
+    return forward, Work(tokens * (backward + again), tokens * attended, moved * (3 if remat == "full" else 2))
+
+
+def _moved_bytes(job: Job) -> int:
+    """Bytes that the forward pass of a block moves between products, if the compiler fuses what has no product between.
+
+    Two norms read and write the residual stream, and two sums read two tensors and write one. Rotations read and write
+    queries and keys. An activation reads its inputs and writes its result. The backward pass moves twice as much.
+    """
+    decoder, tp = job.decoder, job.config.parallel.tp
+    stream = 10 * job.sequence_rows * decoder.hidden_size
+    rotated = 0 if decoder.positions else 2 * (job.local_heads + job.local_kv_heads) * decoder.head_size
+    activated = (3 if decoder.gated else 2) * -(-decoder.intermediate_size // tp)
+    return (stream + job.micro_tokens * (rotated + activated)) * job.params_size
+
+
+def _moved_by_logits(job: Job) -> int:
+    """Bytes that the loss moves: logits in the type of the model and in float32, and their gradient."""
+    rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
+    return job.micro_tokens * rows * (3 * job.params_size + 3 * SIZES["fp32"])
 
 
 def attention_flops(job: Job) -> int:

@@ -121,6 +121,24 @@ RUNS: dict[str, Tables] = {
         "precision": MASTER,
         "model": {"num_hidden_layers": 2},
     },
+    "lora of a last layer, one block": {
+        "finetune": {"method": "lora", "r": 16, "targets": ("down_proj",)},
+        "precision": MASTER,
+        "model": {"num_hidden_layers": 1, "vocab_size": 100},
+    },
+    "lora of a last layer, one block, full remat": {
+        "finetune": {"method": "lora", "r": 16, "targets": ("down_proj",)},
+        "precision": MASTER,
+        "model": {"num_hidden_layers": 1, "vocab_size": 100, "intermediate_size": 1024},
+        "train": {"remat": "full"},
+    },
+    "lora beside a frozen gate, chunks": {
+        "finetune": {"method": "lora", "r": 16, "targets": ("up_proj",)},
+        "precision": MASTER,
+        "parallel": {"pp": 2, "virtual_pp": 2},
+        "model": {"intermediate_size": 1024, "fused_gate_up": False},
+        "train": {"global_batch": 12, "remat": "selective"},
+    },
     "qlora": {"finetune": {"method": "qlora", "r": 16}, "precision": MASTER, "train": {"seq_len": 32}},
     "qlora, tp": {
         "finetune": {"method": "qlora", "r": 8},

@@ -21,7 +21,7 @@ from nxtrain.config.show import keys
 from nxtrain.plan.presets import DATASETS, SHAPES
 from nxtrain.plan.shapes import num_params
 from nxtrain.plan.speed import OTHER, SPEEDS
-from tests.support.published import Compared, compared
+from tests.support.published import Compared, compared, held_out, summary
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -93,11 +93,11 @@ def constants() -> str:
     """Table of the constants of predicted speed."""
     lines = [
         "",
-        "| chip | compiled | eager | device link | network | overlap | basis |",
+        "| chip | products | attention | device link | network | overlap | basis |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind, speed in {**SPEEDS, "other": OTHER}.items():
-        shares = (speed.compute, speed.eager, speed.link, speed.network, speed.overlap)
+        shares = (speed.products, speed.attention, speed.link, speed.network, speed.overlap)
         lines.append(f"| {kind} | {' | '.join(f'{share:g}' for share in shares)} | {_cell(speed.basis)} |")
     return "\n".join([*lines, ""])
 
@@ -116,12 +116,23 @@ def outliers() -> str:
     return "\n".join([*lines, *(_published(found) for found in compared() if found.row["use"] == "outlier"), ""])
 
 
+def not_used() -> str:
+    """Table of published rows that chose no constant, and the distribution of their errors."""
+    lines = ["", "| rows | number | median error | within 25% | lowest | highest |", "|---|---|---|---|---|---|"]
+    lines += [f"| {name} | {' | '.join(figures)} |" for name, *figures in summary(held_out())]
+    lines += ["", "| run | devices | layout | published | predicted | error | added | source |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    return "\n".join([*lines, *map(_published, held_out()), ""])
+
+
 def _published(found: Compared) -> str:
     row, parallel = found.row, found.job.config.parallel
-    layout = f"tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, {parallel.shard}, {row['seq_len']} tokens"
+    chunks = f"pp {parallel.pp}" + (f" x {parallel.virtual_pp}" if parallel.virtual_pp > 1 else "")
+    layout = f"tp {parallel.tp}, {chunks}, dp {parallel.dp}, {parallel.shard}, {row['seq_len']} tokens"
     devices = f"{found.job.nodes} x {row['instance']}"
     rates = f"{found.published:,.0f} | {found.predicted:,.0f} | {found.error:+.1%}"
-    return f"| {row['name']} | {devices} | {layout} | {rates} | {row.get('why', row['use'])} | {row['source']} |"
+    use = row.get("why") or row.get("use") or row.get("added", "before the constants")
+    return f"| {row['name']} | {devices} | {layout} | {rates} | {use} | {row['source']} |"
 
 
 def shapes() -> str:
@@ -141,6 +152,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("planning.md", "constants"): constants,
     ("planning.md", "published"): published,
     ("planning.md", "outliers"): outliers,
+    ("planning.md", "held_out"): not_used,
     ("planning.md", "shapes"): shapes,
 }
 

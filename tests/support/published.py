@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from nxtrain.config.schema import RunConfig
-from nxtrain.family import find_family
-from nxtrain.plan.hardware import find_machine
+from nxtrain.family import Decoder, find_family
+from nxtrain.plan.hardware import GB, GIGABIT, Machine, find_machine
 from nxtrain.plan.job import Job
 from nxtrain.plan.presets import SHAPES
 from nxtrain.plan.shapes import flops_per_token
 from nxtrain.plan.speed import step_time
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "published_throughput.json"
+GOLDEN = Path(__file__).parents[1] / "golden"
+PUBLISHED = GOLDEN / "published_throughput.json"
+HELD_OUT = GOLDEN / "held_out_throughput.json"
+"""Rows that chose no constant."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,8 @@ class Compared:
 
 
 def job_of(row: dict[str, Any]) -> Job:
-    machine = find_machine(row["instance"])
-    family = find_family("llama")
-    name = row["model"]
-    decoder = SHAPES[name].decoder if name in SHAPES else family.decoder(family.preset(name))
+    machine = _machine(row)
+    decoder = _decoder(row["model"])
     dp = row.get("dp", machine.devices * row["nodes"] // (row["tp"] * row["pp"]))
     update = row.get("update", "fp32_master")
     narrow = "bf16" if update == "bf16_stochastic" else "fp32"
@@ -48,8 +51,9 @@ def job_of(row: dict[str, Any]) -> Job:
                 "tp": row["tp"],
                 "pp": row["pp"],
                 "dp": dp,
+                "virtual_pp": row.get("virtual_pp", 1),
                 "shard": row["shard"],
-                "sequence_parallel": row["tp"] > 1,
+                "sequence_parallel": row.get("sequence_parallel", row["tp"] > 1),
             },
             "train": {
                 "seq_len": row["seq_len"],
@@ -71,19 +75,73 @@ def job_of(row: dict[str, Any]) -> Job:
     return Job(decoder, machine, row["nodes"], config.model_copy(update={"finetune": finetune}))
 
 
+def _machine(row: dict[str, Any]) -> Machine:
+    """Instance of a row, with what the publication says of its own machines."""
+    units = {"network_gbps": ("network_bytes_s", GIGABIT), "device_tflops": ("device_flops", 1e12)}
+    units["memory_gb_s"] = ("memory_bytes_s", GB)
+    own = {field: row[key] * unit for key, (field, unit) in units.items() if key in row}
+    return replace(find_machine(row["instance"]), **own)
+
+
+def as_its_instance(row: dict[str, Any]) -> dict[str, Any]:
+    """The row on the instance that it names, as a plan without a file of machines sees it."""
+    return {key: value for key, value in row.items() if key not in ("network_gbps", "device_tflops", "memory_gb_s")}
+
+
+def _decoder(name: str) -> Decoder:
+    if name in SHAPES:
+        return SHAPES[name].decoder
+    if name in (own := _own_models()):
+        return own[name]
+    family = find_family("llama")
+    return family.decoder(family.preset(name))
+
+
+@cache
+def _own_models() -> dict[str, Decoder]:
+    models = json.loads(HELD_OUT.read_text(encoding="utf-8"))["models"]
+    return {name: Decoder(**dimensions) for name, dimensions in models.items()}
+
+
 @cache
 def compared() -> tuple[Compared, ...]:
-    """All rows of the golden file."""
-    found = []
-    for row in json.loads(GOLDEN.read_text(encoding="utf-8"))["rows"]:
-        job = job_of(row)
-        time = step_time(job, hides_tp=row.get("hides_tp", True))
-        seq_len = row["seq_len"]
-        if "sequences_per_s" in row:
-            published = row["sequences_per_s"] * seq_len / job.world
-        elif "mfu" in row:
-            published = row["mfu"] * job.machine.device_flops / flops_per_token(job.decoder, seq_len)
-        else:
-            published = row["tokens_per_s_device"]
-        found.append(Compared(row, job, published, job.tokens_per_step / time.step_s / job.world, time.mfu))
-    return tuple(found)
+    """All rows of the golden file, of which some chose the constants."""
+    return _compared(PUBLISHED)
+
+
+@cache
+def held_out() -> tuple[Compared, ...]:
+    """All rows that chose no constant."""
+    return _compared(HELD_OUT)
+
+
+def _compared(path: Path) -> tuple[Compared, ...]:
+    return tuple(map(compare, json.loads(path.read_text(encoding="utf-8"))["rows"]))
+
+
+def compare(row: dict[str, Any]) -> Compared:
+    """A row with its prediction."""
+    job, seq_len = job_of(row), row["seq_len"]
+    time = step_time(job, hides_tp=row.get("hides_tp", True))
+    if "sequences_per_s" in row:
+        published = row["sequences_per_s"] * seq_len / job.world
+    elif "flops_per_s_device" in row:
+        published = row["flops_per_s_device"] / flops_per_token(job.decoder, seq_len)
+    else:
+        published = row["tokens_per_s_device"]
+    return Compared(row, job, published, job.tokens_per_step / time.step_s / job.world, time.mfu)
+
+
+def summary(rows: Sequence[Compared]) -> Iterator[tuple[str, ...]]:
+    """Distribution of errors: of all rows, of those added after the constants, and by chip."""
+    yield _distribution("all", rows)
+    yield _distribution("added after the constants", [found for found in rows if "added" in found.row])
+    for kind in dict.fromkeys(found.job.machine.kind for found in rows):
+        yield _distribution(kind, [found for found in rows if found.job.machine.kind == kind])
+
+
+def _distribution(name: str, rows: Sequence[Compared]) -> tuple[str, ...]:
+    errors = [found.error for found in rows]
+    within = sum(abs(error) <= 0.25 for error in errors)
+    middle = median(map(abs, errors))
+    return name, str(len(errors)), f"{middle:.1%}", str(within), f"{min(errors):+.1%}", f"{max(errors):+.1%}"

@@ -15,7 +15,7 @@ from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.predict import Assumptions, Prediction
 from nxtrain.plan.shapes import block_matmul_params, num_params
 from nxtrain.plan.speed import MEMORY_SHARE, step_time
-from nxtrain.plan.work import adapter_params, model_flops_per_token, passes_flops
+from nxtrain.plan.work import adapter_params, model_flops_per_token, passes
 from tests.support.published import job_of
 from tests.unit.plan.test_command import answer
 
@@ -93,7 +93,7 @@ def test_state_belongs_to_adapters_alone(tp: int, r: int, targets: set[str], sha
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_a_frozen_matrix_takes_four_operations_and_an_adapter_six(method: str) -> None:
     one, whole = job(method, remat="none"), job("full", remat="none")
-    forward, backward = passes_flops(one, 32, has_head=True)
+    forward, backward = (sum(each[:2]) for each in passes(one, 32, has_head=True))
     assert (forward + backward) / one.micro_tokens == model_flops_per_token(one)
     adapters, attention = 32 * adapter_params(one), 32 * 2 * 4096 * 2048
     frozen = 32 * block_matmul_params(one.decoder) + 128256 * 4096
@@ -107,8 +107,8 @@ def test_quantized_matrices_are_restored_in_both_passes() -> None:
     lora, qlora = (step_time(job(method)).step_s for method in ("lora", "qlora"))
     one = job("qlora")
     moved = 32 * block_matmul_params(one.decoder) * (NF4_BYTES + 2)
-    passes = 3  # forward, again for backward, and backward
-    expected = one.num_micro * passes * moved / (one.machine.memory_bytes_s * MEMORY_SHARE)
+    restored = 3  # forward, again for backward, and backward
+    expected = one.num_micro * restored * moved / (one.machine.memory_bytes_s * MEMORY_SHARE)
     assert qlora - lora == pytest.approx(expected, rel=1e-6)
 
 

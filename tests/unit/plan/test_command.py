@@ -209,3 +209,54 @@ def test_presets_of_every_family_can_be_planned() -> None:
             found = answer(SEVEN, "--model", preset, "--instance", "p5", *layout)
             if preset != "tiny":
                 assert found["params"] == family.num_params(family.preset(preset))
+
+
+def refuse(constant: str) -> Any:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+MACHINE = """[box]
+devices = 8
+device_bytes = 80_000_000_000
+device_flops = {rate}
+memory_bytes_s = {rate}
+link_bytes_s = {rate}
+network_bytes_s = {rate}
+host_bytes = 1_000
+host_threads = 1
+price_usd_h = {price}
+"""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--mtbf-h", "1e-12"),
+        ("--mtbf-h", "1e9", "--store-gb-s", "1e6"),
+        ("--store-gb-s", "1e-3", "--tokens", "1e18", "--price", "1e9"),
+        ("--tokens", "1e-6", "--price", "0"),
+    ],
+)
+@pytest.mark.parametrize(("rate", "price"), [("1e-3", "0"), ("1e12", "20.5"), ("1e200", "1e9")])
+def test_extreme_values_give_numbers_that_any_reader_of_json_knows(
+    tmp_path: Path, argv: tuple[str, ...], rate: str, price: str
+) -> None:
+    hardware = tmp_path / "machines.toml"
+    hardware.write_text(MACHINE.format(rate=rate, price=price), encoding="utf-8")
+    own = ("--hardware", str(hardware), "--instance", "box", "--nodes", "2", "parallel.dp=2", "parallel.tp=8")
+    result = CliRunner().invoke(app, ["plan", SEVEN, *own, *argv, "--json"])
+    assert result.exception is None
+    found = json.loads(result.output, parse_constant=refuse)
+    days = found["run"]["days_with_failures"]
+    assert (days is None) == (found["checkpoint"]["goodput"] <= 1e-6)
+    assert days is None or days >= found["days"]
+    shown = CliRunner().invoke(app, ["plan", SEVEN, *own, *argv])
+    assert shown.exception is None
+    assert ("failures leave no time" in " ".join(shown.output.split())) == (days is None)
+
+
+def test_a_message_names_the_option_or_the_key_that_gave_the_machine() -> None:
+    with pytest.raises(ConfigError, match=r"--instance: 'p6' is no instance"):
+        answer(SEVEN, "--instance", "p6")
+    with pytest.raises(ConfigError, match=r"cluster\.instance: 'p6' is no instance"):
+        answer(SEVEN, "cluster.instance=p6")

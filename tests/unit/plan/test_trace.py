@@ -22,6 +22,9 @@ from tests.support.models import plan
 from tests.unit.plan.test_command import SEVEN, answer
 
 DRAWN, ADAPTED = 12, 10
+FIRST_BLOCK = (2, 5, 7, 13, 15, 18, 21, 30, 36)
+"""Draws of ranks with the model's first block, whose adapters stand in every place."""
+
 TOLERANCE = 0.1
 RANKS_PER_NODE = 8
 
@@ -87,11 +90,35 @@ def draw(seed: int, *, adapted: bool = False) -> tuple[Resolved, Job, int, Atten
     return resolved, job, rng.randrange(pp), attention
 
 
+def draw_first_block(seed: int) -> tuple[Resolved, Job, int, Attention]:
+    """A layout with one block in each chunk of a rank, and adapters in some layers of each block."""
+    drawn, _, _, attention = draw(seed * 1000, adapted=True)
+    places = [("o_proj",), ("o_proj", "up_proj"), ("down_proj",), ("gate_proj", "down_proj"), ("up_proj",)]
+    rng = Random(seed)
+    targets = rng.choice([*places, ("o_proj", "down_proj"), ("q_proj",), ()])
+    parallel = drawn.config.parallel
+    finetune = FinetuneConfig(method="lora", r=Random(seed).choice([4, 16]), targets=targets)
+    model = drawn.model.model_copy(update={"num_hidden_layers": parallel.pp * parallel.virtual_pp})
+    resolved = replace(drawn, model=model, config=drawn.config.model_copy(update={"finetune": finetune}))
+    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    job.__dict__["attention"] = attention
+    return resolved, job, 0, attention
+
+
+@pytest.mark.parametrize("seed", FIRST_BLOCK)
+def test_memory_of_a_first_block_beside_adapters_is_within_a_tenth_of_a_traced_step(seed: int) -> None:
+    _hold(*draw_first_block(seed))
+
+
 @pytest.mark.parametrize(
     ("seed", "adapted"), [*((seed, False) for seed in range(DRAWN)), *((seed, True) for seed in range(ADAPTED))]
 )
 def test_memory_of_drawn_ranks_is_within_a_tenth_of_a_traced_step(seed: int, adapted: bool) -> None:
-    resolved, job, stage, attention = draw(seed, adapted=adapted)
+    _hold(*draw(seed, adapted=adapted))
+
+
+def _hold(resolved: Resolved, job: Job, stage: int, attention: Attention) -> None:
+    """Compare the prediction for a rank with its traced step."""
     parallel = resolved.config.parallel
     rank = stage * parallel.tp * parallel.dp
     traced = trace_rank(resolved, job.world, rank, RANKS_PER_NODE, attention)
