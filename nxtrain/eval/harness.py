@@ -108,16 +108,20 @@ def is_installed() -> bool:
     return True
 
 
+OWN_TASKS = Path(__file__).parent / "tasks"
+"""Folder of nxtrain's tasks in the harness's YAML."""
+
+
 def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
-    """Registry of tasks: those of a folder, and those of the harness if the folder has not all that are wanted.
+    """Registry of tasks: nxtrain's, those of a folder, and those of the harness if others are wanted.
 
     Args:
         wanted: Names of tasks.
         folder: Folder of the user's own tasks, in the harness's YAML; None: there is none.
     """
     # The harness has thousands of files, which take seconds to read.
-    own = _registry(folder, own_only=True) if folder else None
-    return own if own and set(wanted) <= set(own.all_tasks) else _registry(folder, own_only=False)
+    own = _registry(folder, own_only=True)
+    return own if set(wanted) <= set(own.all_tasks) else _registry(folder, own_only=False)
 
 
 @cache
@@ -125,7 +129,8 @@ def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
     logging.getLogger(PACKAGE).setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(folder) if folder else None, include_defaults=not own_only)
+    folders = [str(place) for place in (OWN_TASKS, folder) if place]
+    return TaskManager(include_path=folders, include_defaults=not own_only)
 
 
 def adapter(scorer: Scorer) -> Any:

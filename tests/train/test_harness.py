@@ -203,7 +203,8 @@ NAMES = {task for suite in RECIPE.values() for task in suite}
 
 def test_files_of_the_harness_name_the_tasks_of_the_recipe() -> None:
     folder = Path(importlib.util.find_spec("lm_eval").submodule_search_locations[0], "tasks")  # type: ignore[union-attr,index]
-    texts = (file.read_text(encoding="utf-8") for part in FOLDERS for file in (folder / part).rglob("*.yaml"))
+    folders = (*(folder / part for part in FOLDERS), harness.OWN_TASKS)
+    texts = (file.read_text(encoding="utf-8") for each in folders for file in each.rglob("*.yaml"))
     named = {name for text in texts for name in re.findall(r"^(?:task|group): ([\w-]+)$", text, re.MULTILINE)}
     assert NAMES - named == set()
 
