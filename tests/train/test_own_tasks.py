@@ -65,7 +65,9 @@ class FakeScorer:
         self.table = table
         self.asked: list[tuple[str, int, Sampling]] = []
 
-    def continuations(self, requests: Sequence[tuple[str, int, tuple[str, ...]]], sampling: Sampling) -> list[str]:
+    def continuations(
+        self, requests: Sequence[tuple[str, int, tuple[str, ...]]], sampling: Sampling, *, seed: int = 0
+    ) -> list[str]:
         seen: dict[str, Iterator[str]] = {text: iter(answers) for text, answers in self.table.items()}
         self.asked += [(text, count, sampling) for text, count, _ in requests]
         return [next(seen[text]) for text, _, _ in requests]
