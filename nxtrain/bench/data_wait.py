@@ -52,7 +52,9 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
             first = at[TOKENS_PER_S]()
             if workers == numbers[-1]:
                 shares[name] = first
-            below = (rate for rate in _rates()[1:] if at[rate]() < MOST_WAITING)
+            # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
+            most = 1.25 * (1 - first) * TOKENS_PER_S
+            below = (rate for rate in _rates()[1:] if rate <= most and at[rate]() < MOST_WAITING)
             kept[name][workers] = TOKENS_PER_S if first < MOST_WAITING else next(below, 0.0)
     return {"tokens_per_s": TOKENS_PER_S, "workers": numbers[-1], "shares": shares, "kept": kept}
 
