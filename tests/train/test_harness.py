@@ -202,7 +202,7 @@ def test_a_task_that_has_changed_is_another_question(tmp_path: Path, tasks: Path
     (folder / "own.py").write_text("X = 1\n")
     found.append(harness.definition_of("own_choice", folder))
     assert len(set(found)) == 4
-    identities = {harness.HarnessTask("own_choice", 0, 0, 0, Any, each).identity for each in found}  # type: ignore[arg-type]
+    identities = {harness.HarnessTask("own_choice", 0, 0, 0, Any, each).identity for each in found}
     assert len(identities) == 4
     assert harness.definition_of("quac", None) and not harness.definition_of("hellaswag", folder)
 

@@ -19,7 +19,7 @@ from nxtrain.eval import harness
 from nxtrain.eval.tasks import passes, quac
 from nxtrain.train.generate import Sampling
 
-PROBLEMS = [
+PROBLEMS: list[dict[str, Any]] = [
     {
         "task_id": f"local/{name}",
         "prompt": f"def {name}(x):\n",
@@ -32,7 +32,7 @@ PROBLEMS = [
 PASSING = {"twice": 3, "square": 120}
 """Samples of each problem that are right, out of 200."""
 
-DIALOGUE = {
+DIALOGUE: dict[str, Any] = {
     "dialogue_id": "a",
     "wikipedia_page_title": "Snow",
     "background": "",
@@ -120,7 +120,7 @@ def test_two_hundred_samples_give_the_unbiased_estimates(
 
     offline.setattr(evaluate, "load", lambda metric: {"code_eval": FakeCodeEval()}[metric])
     offline.setenv(harness.CODE_VARIABLE, "1")
-    table = {}
+    table: dict[str, Sequence[str]] = {}
     for problem in PROBLEMS:
         right = PASSING[problem["entry_point"]]
         table[problem["prompt"]] = [problem["canonical_solution"]] * right + ["    return None\n"] * (200 - right)
@@ -159,7 +159,7 @@ def test_answers_of_a_dialogue_are_scored_over_their_words(offline: pytest.Monke
     head = f"TITLE: Snow - Colour\nPARAGRAPH: {DIALOGUE['context']}\n\n"
     first = "Q: What colour is snow?\n\nA: Fresh snow is white\n\n"
     second = "Q: And old snow?\n\nA: Old snow is grey.\n\n"
-    table = {
+    table: dict[str, Sequence[str]] = {
         f"{head}Q: What colour is snow?\n\nA:": [" The snow, white"],
         f"{head}{first}Q: And old snow?\n\nA:": [" old snow is GREY\nQ: and"],
         f"{head}{first}{second}Q: Is it warm?\n\nA:": [" no"],
