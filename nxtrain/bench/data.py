@@ -20,6 +20,7 @@ from rich.table import Table
 
 from nxtrain.bench.data_peers import Side, absent, ids_sides
 from nxtrain.bench.data_streams import measure_streams
+from nxtrain.bench.data_wait import MOST_WAITING
 from nxtrain.bench.turns import machine, machine_line, median_ratio
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.dataset import open_data
@@ -122,17 +123,22 @@ def _show(result: Mapping[str, Any]) -> None:
     )
     console.print(table)
     text, start, wait = result["text"], result["start"], result["wait"]
-    table = Table(title=f"{result['text_mib']} MiB of text, {text['tokens']:,} tokens", title_style="bold")
-    for name in ("", "million tokens per CPU second", "of the bare tokenizer"):
+    table = Table(title=f"{result['text_mib']} MiB of text, {text['documents']:,} documents", title_style="bold")
+    for name in ("", "million tokens per CPU second", "the bare tokenizer", "of it", "inside the tokenizer"):
         table.add_column(name, justify="right" if name else "left")
     for row in text["rows"]:
-        ratio = text["ratios"].get(row["name"], 1.0)
-        table.add_row(row["name"], f"{row['value'] / 1e6:.2f}", f"{ratio:.2f}")
+        name, inside = row["name"], text["inside"].get(row["name"])
+        speeds = f"{row['value'] / 1e6:.2f}", f"{median(row['bare']) / 1e6:.2f}", f"{text['ratios'][name]:.2f}"
+        table.add_row(name, *speeds, "" if inside is None else f"{inside:.1%}")
+    table.caption = "the bare tokenizer gets the documents that each side tokenized, in turns with the side"
     console.print(table)
     listed = ", ".join(f"{share:.1%} with {name}" for name, share in wait["shares"].items())
     console.print(
         f"wait for data in steps at {wait['tokens_per_s']:,} tokens/s with {wait['workers']} workers: {listed}"
     )
+    for name, kept in wait["kept"].items():
+        rates = ", ".join(f"{rate:,.0f} with {workers}" for workers, rate in kept.items())
+        console.print(f"most tokens/s of {name} at a wait below {MOST_WAITING:.0%}, by workers: {rates}")
     console.print(
         f"a corpus of {start['mib']:,.0f} MiB, {start['documents']:,} documents, opens in a fresh process in "
         f"{start['wall_s']:.2f} s, {start['cpu_s']:.2f} CPU s and {start['rss_mib']:.0f} MiB"

@@ -1,4 +1,4 @@
-"""Speed of tokenization and packing during training beside the bare tokenizer, and the start on a large corpus.
+"""Measurements of corpora: tokenization and packing beside the bare tokenizer, waits, and the start on a large one.
 
 The text is Python's standard library, the tokenizer a BPE that is trained on it. All of its threads count as CPU time.
 The file of the start has holes in place of its documents, so that a disk need not hold them.
@@ -11,100 +11,64 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from nxtrain.bench.data_peers import text_sides
+from nxtrain.bench.data_turns import Turn, encode_all, packing_turns, take_text_turns
 from nxtrain.bench.data_wait import measure_wait
-from nxtrain.bench.turns import median_ratio
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
 from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.preparation import BATCH_BYTES, Request, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.streams import WINDOW_ROWS
 from nxtrain.data.corpora import stdlib_corpus
-from nxtrain.data.stream_loader import BEGIN, LaneOrder
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import BackendError
-from nxtrain.vocab import IGNORE_INDEX
 
-TOKENIZER, CONCAT, BEST_FIT, WORKER = "tokenizer", "concat", "best_fit", "best_fit in a worker"
+CONCAT, BEST_FIT, WORKER = "concat", "best_fit", "best_fit in a worker"
 
 VOCAB = 4096
 
 _TRAINED_BYTES = 2 << 20
-_GROUP_CHARS = 1 << 20
 _DOCUMENT_BYTES = 4096
 
 
 def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Tokens per CPU second of the bare tokenizer, of each way to pack and of peers, medians over rounds.
+    """Tokens per CPU second of each way to pack and of peers, beside the bare tokenizer on the same documents.
 
     Args:
         mib: MiB of text.
         seq_len: Targets in a row.
-        rounds: Turns of each side, after one that warms up.
+        rounds: Times that each side runs, after one that warms up.
         folder: Folder for the corpus and its tokenizer.
     """
     source, tokenizer = _write_corpus(mib << 20, seq_len, folder)
     corpus = PreparedCorpus(source.paths[0])
     texts = [corpus.text(number) for number in range(len(corpus))]
-
-    def pack(packing: Literal["concat", "best_fit"], mark: Callable[[str], None] | None = None) -> Callable[[], int]:
-        # Opened once, as in a run: the tokenizer's file takes as long as many documents.
-        open_lane = replace(source, packing=packing).opened(mark)
-
-        def act() -> int:
-            lane, packed = open_lane(LaneOrder(1, 0, True), 0, BEGIN), 0
-            while packed < num_tokens or (packing == "best_fit" and lane.place[1]):  # whole windows
-                packed += np.count_nonzero(lane.row()[1:] != IGNORE_INDEX)
-            return packed
-
-        return act
-
-    def encode() -> int:
-        return sum(len(ids) + 1 for group in _groups(texts) for ids in tokenizer.encode(group))
-
-    num_tokens = encode()
-    sides: dict[str, Callable[[], int]] = {
-        TOKENIZER: encode,
-        CONCAT: pack("concat"),
-        BEST_FIT: pack("best_fit"),
-        WORKER: pack("best_fit", lambda name: None),
-        **text_sides(texts, tokenizer, seq_len, folder),
+    num_tokens = encode_all(tokenizer, texts)
+    number = max(1, num_tokens // (WINDOW_ROWS * (seq_len + 1)))
+    fitted = replace(source, packing="best_fit")
+    sides = {
+        CONCAT: packing_turns(source, number),
+        BEST_FIT: packing_turns(fitted, number),
+        WORKER: packing_turns(fitted, number, lambda name: None),
     }
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds + 1):
-        for name, act in sides.items():
-            began = time.process_time()
-            tokens = act()
-            found[name].append(tokens / (time.process_time() - began))
-    kept = {name: turns[1:] for name, turns in found.items()}
-    return {
-        "tokens": num_tokens,
-        "rows": [
-            {"name": name, "value": median(rates), "unit": "tokens/s", "rounds": rates} for name, rates in kept.items()
-        ],
-        "ratios": {name: median_ratio(kept[name], kept[TOKENIZER]) for name in kept if name != TOKENIZER},
-    }
+    for name, side in text_sides(texts, tokenizer, seq_len, folder).items():
+        sides[name] = [Turn(partial(_timeless, side), texts)]
+    return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, tokenizer, rounds)}
 
 
-def _groups(texts: Sequence[str]) -> list[list[str]]:
-    """Texts in groups that the tokenizer's threads share."""
-    groups, num_chars = [list[str]()], 0
-    for text in texts:
-        if num_chars > _GROUP_CHARS:
-            groups.append([])
-            num_chars = 0
-        groups[-1].append(text)
-        num_chars += len(text)
-    return groups
+def _timeless(side: Callable[[], int]) -> float:
+    """Run a peer, whose time inside of the tokenizer is unknown."""
+    side()
+    return 0.0
 
 
 def _write_corpus(num_bytes: int, seq_len: int, folder: Path) -> tuple[CorpusLanes, TextTokenizer]:

@@ -44,6 +44,14 @@ class Packing:
     capacity: int
 
     @property
+    def begins(self) -> Counts:
+        """(p,) position of each piece in its row: the pieces of a row lie end to end."""
+        before = np.cumsum(self.lengths) - self.lengths
+        first = np.searchsorted(self.rows, self.rows)
+        begins: Counts = before - before[first]
+        return begins
+
+    @property
     def waste(self) -> float:
         """Share of the rows' positions without a token."""
         return 1 - int(self.lengths.sum()) / (self.num_rows * self.capacity) if self.num_rows else 0.0

@@ -33,7 +33,7 @@ class Lane(Protocol):
         """Place of the next row."""
         ...
 
-    def row(self) -> NDArray[np.int64]:
+    def row(self) -> NDArray[np.int32]:
         """Next row: (S + 1,) ids, `IGNORE_INDEX` behind the last document."""
         ...
 
@@ -140,7 +140,7 @@ class LocalLanes:
         return {number: self._rows_of(lane) for number, lane in self._lanes.items()}
 
     def _rows_of(self, lane: Lane) -> tuple[NDArray[np.int32], Place]:
-        rows = np.stack([lane.row() for _ in range(self._rows_per_lane)]).astype(np.int32)
+        rows = np.stack([lane.row() for _ in range(self._rows_per_lane)])
         return rows, lane.place
 
     def stop(self) -> None:
@@ -229,7 +229,7 @@ class StreamLoader:
         for _ in range(left_out(self._skips, step, step)):
             lanes.rows(step)
         found = lanes.rows(step)
-        rows = np.concatenate([rows for rows, _ in found.values()]).astype(np.int64)
+        rows = np.concatenate([rows for rows, _ in found.values()], dtype=np.int64)
         skipped = self._first - min(found) * self._rows_per_lane
         mine = rows[skipped : skipped + self._share.num_rows]
         batch = batch_of(mine, self._share.micro_batch, end_id=self._end_id, doc_mask=self._doc_mask)

@@ -116,10 +116,10 @@ class Worker:
         (size,) = LENGTH.unpack_from(self._held)
         while len(self._held) < LENGTH.size + size:
             self._receive(timeout_s)
-        content = bytes(memoryview(self._held)[LENGTH.size : LENGTH.size + size])
+        with memoryview(self._held) as held:  # read in place: a step of a large batch has megabytes
+            found: Answer = pickle.loads(held[LENGTH.size : LENGTH.size + size])
         del self._held[: LENGTH.size + size]
         self._request(b"\0")
-        found: Answer = pickle.loads(content)
         return found
 
     def signal(self, number: int) -> None:

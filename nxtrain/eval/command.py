@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.mirror import Mirror
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import ConfigError
-from nxtrain.eval.harness import HarnessTask
+from nxtrain.eval.harness import HarnessTask, definition_of
 from nxtrain.eval.offline import offline_task
 from nxtrain.eval.record import Record
 from nxtrain.eval.scorer import Scorer
@@ -98,6 +99,34 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         backend.close()
 
 
+PROGRESS_S = 10.0
+"""Seconds between two lines of progress of a task."""
+
+
+class Progress:
+    """Lines of progress of a task that takes long.
+
+    Args:
+        note: Prints a line for the user.
+        task: Name of the task.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, note: Callable[[str], None], task: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._note, self._task, self._clock, self._since_s = note, task, clock, clock()
+
+    def __call__(self, done: int, number: int) -> None:
+        """Print a line if the last one is long ago.
+
+        Args:
+            done: Rows that this rank has scored or continued.
+            number: All of its rows in this pass.
+        """
+        if self._clock() - self._since_s >= PROGRESS_S and done < number:
+            self._since_s = self._clock()
+            self._note(f"{self._task}: {done:,} of {number:,} rows of this rank")
+
+
 @dataclass(frozen=True)
 class _Evaluator:
     """Evaluates one checkpoint after the other on open devices."""
@@ -121,6 +150,7 @@ class _Evaluator:
             if done is None:
                 scorer = scorer or Scorer(model, self.backend, self.ranks)
                 self.note(f"{model.place}: {task.name}")
+                scorer.tell = Progress(self.note, task.name)
                 done = self._run(task, scorer, run)
                 self.ranks.on_leader(
                     partial(record.add, model, task.name, task.identity, done), f"cannot record the result in {run}"
@@ -137,7 +167,8 @@ class _Evaluator:
             if not choice.is_local:
                 assert self.registry is not None
                 numbers = (choice.num_shots, self.options.limit, self.options.seed)
-                tasks.append(HarnessTask(choice.name, *numbers, self.registry))
+                definition = definition_of(choice.name, self.options.folder)
+                tasks.append(HarnessTask(choice.name, *numbers, self.registry, definition))
                 continue
             task = offline_task(choice.name, texts, self.options.seed, self.options.limit or DEFAULT_LIMIT)
             if task.requests:

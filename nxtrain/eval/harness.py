@@ -43,6 +43,7 @@ class HarnessTask:
         limit: Most requests of each task; 0: all.
         seed: Seed of the examples.
         registry: Registry that knows the task.
+        definition: Digest of the files that define the task, as `definition_of` gives it.
     """
 
     name: str
@@ -50,12 +51,14 @@ class HarnessTask:
     limit: int
     seed: int
     registry: TaskManager
+    definition: str = ""
 
     @property
     def identity(self) -> str:
         """Name of the requests: results with equal identities answer the same questions."""
         shots = "own" if self.num_shots is None else self.num_shots
-        return f"{PACKAGE}-{version(PACKAGE)} shots={shots} limit={self.limit} seed={self.seed}"
+        own = f" definition={self.definition}" if self.definition else ""
+        return f"{PACKAGE}-{version(PACKAGE)} shots={shots} limit={self.limit} seed={self.seed}{own}"
 
     def run(self, scorer: Scorer, answers: Path | None) -> Metrics:
         """Run the task; every rank calls this.
@@ -71,7 +74,7 @@ class HarnessTask:
 
         try:
             found = simple_evaluate(
-                adapter(scorer),
+                adapter(scorer, self.seed),
                 tasks=[self.name],
                 num_fewshot=self.num_shots,
                 limit=self.limit or None,
@@ -108,16 +111,43 @@ def is_installed() -> bool:
     return True
 
 
+OWN_TASKS = Path(__file__).parent / "tasks"
+"""Folder of nxtrain's tasks in the harness's YAML."""
+
+
 def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
-    """Registry of tasks: those of a folder, and those of the harness if the folder has not all that are wanted.
+    """Registry of tasks: nxtrain's, those of a folder, and those of the harness if others are wanted.
 
     Args:
         wanted: Names of tasks.
         folder: Folder of the user's own tasks, in the harness's YAML; None: there is none.
     """
     # The harness has thousands of files, which take seconds to read.
-    own = _registry(folder, own_only=True) if folder else None
-    return own if own and set(wanted) <= set(own.all_tasks) else _registry(folder, own_only=False)
+    own = _registry(folder, own_only=True)
+    return own if set(wanted) <= set(own.all_tasks) else _registry(folder, own_only=False)
+
+
+def definition_of(name: str, folder: Path | None) -> str:
+    """Digest of the files that define a task of nxtrain or of a folder; empty for others, which the version names.
+
+    Data of the folder count by their sizes and times.
+
+    Args:
+        name: Name of the task.
+        folder: Folder of the user's own tasks; None: there is none.
+    """
+    if name not in _registry(folder, own_only=True).all_tasks:
+        return ""
+    parts = []
+    for root in (OWN_TASKS, *([folder] if folder else ())):
+        for file in sorted(root.rglob("*")):
+            if not file.is_file() or "__pycache__" in file.parts:
+                continue
+            stat = file.stat()
+            is_code = file.suffix in (".yaml", ".py")
+            content = file.read_bytes() if is_code else f"{stat.st_size} {stat.st_mtime_ns}".encode()
+            parts += [str(file.relative_to(root)).encode(), content]
+    return fingerprint(parts)
 
 
 @cache
@@ -125,11 +155,17 @@ def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
     logging.getLogger(PACKAGE).setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(folder) if folder else None, include_defaults=not own_only)
+    folders = [str(place) for place in (OWN_TASKS, folder) if place]
+    return TaskManager(include_path=folders, include_defaults=not own_only)
 
 
-def adapter(scorer: Scorer) -> Any:
-    """Model of the harness that asks a scorer."""
+def adapter(scorer: Scorer, seed: int = 0) -> Any:
+    """Model of the harness that asks a scorer.
+
+    Args:
+        scorer: The model.
+        seed: Seed of sampled answers.
+    """
     from lm_eval.api.model import LM
 
     class ScoredLM(LM):  # type: ignore[misc, unused-ignore]
@@ -146,7 +182,7 @@ def adapter(scorer: Scorer) -> Any:
             return [each.nats for each in scorer.rolling([text for (text,) in texts], keep)]
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            return _continued(scorer, [request.args for request in requests], self.cache_hook.add_partial)
+            return _continued(scorer, [request.args for request in requests], self.cache_hook.add_partial, seed)
 
         def _keeper(self, kind: str, asked: Sequence[Any], answer: Callable[[Likelihood], object]) -> Any:
             return lambda number, found: self.cache_hook.add_partial(kind, asked[number], answer(found))
@@ -154,7 +190,9 @@ def adapter(scorer: Scorer) -> Any:
     return ScoredLM()
 
 
-def _continued(scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None]) -> list[str]:
+def _continued(
+    scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
+) -> list[str]:
     """Continuations of texts; those with the same rule of sampling are made together."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -168,7 +206,8 @@ def _continued(scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep
         requests.append((text, int(found["max_gen_toks"]), tuple(stop for stop in found["until"] if stop)))
     texts = [""] * len(asked)
     for sampling, numbers in groups.items():
-        for number, text in zip(numbers, scorer.continuations([requests[n] for n in numbers], sampling), strict=True):
+        found_texts = scorer.continuations([requests[n] for n in numbers], sampling, seed=seed)
+        for number, text in zip(numbers, found_texts, strict=True):
             texts[number] = text
             if sampling.temperature == 0:
                 keep("generate_until", asked[number], text)

@@ -72,6 +72,7 @@ class Scorer:
         model: The model.
         length: Tokens of the longest sequence.
         prefix: Tokens that begin a text.
+        tell: Called behind each batch with the rows that this rank has done, and with all of its rows.
     """
 
     def __init__(self, model: Trained, backend: Backend, ranks: Ranks) -> None:
@@ -84,6 +85,7 @@ class Scorer:
         model.refuse_foreign(max(model.tokenizer.get_vocab(with_added_tokens=True).values()))
         self._decoder = Decoder(model.open(backend, self.length, ranks.mesh), backend.put)
         self._put = backend.put
+        self.tell: Callable[[int, int], None] = lambda done, number: None
         self._reports = ranks.mesh.tp.rank == 0
 
     def likelihoods(
@@ -130,7 +132,12 @@ class Scorer:
         return list(windows([*known, *scored], len(scored), self.length))
 
     def continuations(
-        self, requests: Sequence[tuple[str, int, tuple[str, ...]]], sampling: Sampling, done: Done = lambda number: None
+        self,
+        requests: Sequence[tuple[str, int, tuple[str, ...]]],
+        sampling: Sampling,
+        done: Done = lambda number: None,
+        *,
+        seed: int = 0,
     ) -> list[str]:
         """Continue texts until a stop text, the model's end token, or a number of tokens.
 
@@ -140,13 +147,16 @@ class Scorer:
             requests: Text, most tokens to add, and stop texts. Of a text that is too long, the end is used.
             sampling: Rule by which each token is drawn.
             done: Called with each number of a request that this group has finished, on its first rank.
+            seed: Seed of the draws; equal texts draw from adjacent streams.
         """
         tokenizer, ends = self.model.tokenizer, self.model.ends
         texts, seen = [], Counter[str]()
         for prompt, wanted, stops in requests:
             count = min(wanted, self.length - 1)
             ids = tokenizer.encode(prompt).ids[-(self.length - count) :] or [self.prefix]
-            texts.append(Continuation(ids, count, tokenizer, ends, stops=stops, seed=seen[prompt]))
+            texts.append(
+                Continuation(ids, count, tokenizer, ends, stops=stops, seed=(seed << 20) % (1 << 62) + seen[prompt])
+            )
             seen.update([prompt])
         mine: dict[int, str] = {}
         for batch in self._shared([len(text.ids) for text in texts]):
@@ -185,7 +195,11 @@ class Scorer:
         size = min(MAX_ROWS, self._chunk())
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         mesh = self._ranks.mesh
-        yield from batches[mesh.dp.rank :: mesh.dp.size]
+        mine, done = batches[mesh.dp.rank :: mesh.dp.size], 0
+        for batch in mine:
+            yield batch
+            done += len(batch)
+            self.tell(done, sum(map(len, mine)))
 
     def _chunk(self) -> int:
         """Tokens whose logits are computed at once."""

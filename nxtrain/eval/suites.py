@@ -29,11 +29,12 @@ RECIPE: Mapping[str, Mapping[str, int]] = {
         "commonsense_qa": 0,
     },
     "knowledge": {"nq_open": 5, "triviaqa": 5},
-    "reading": {"squadv2": 0, "boolq": 0},
+    "reading": {"squadv2": 0, "quac": 0, "boolq": 0},
     "math": {"gsm8k": 8, "hendrycks_math": 4},
     "code": {"humaneval": 0, "mbpp": 3},
+    "samples": {"humaneval_pass_at_1": 0, "humaneval_pass_at_k": 0},
 }
-"""Tasks of the lm-evaluation-harness by field, with the number of solved examples before each question."""
+"""Tasks by field, of the lm-evaluation-harness or ours in its YAML, with the solved examples before each question."""
 
 SUITES = ("offline", "recipe", *RECIPE)
 """Names of suites."""

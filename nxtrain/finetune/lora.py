@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from nxtrain.config.decode import nearest
 from nxtrain.config.schema import FinetuneConfig
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.family import CausalLM
@@ -53,18 +54,22 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
         dropout: Masks of the adapters' inputs; None: inputs are whole.
 
     Raises:
-        ConfigError: A target is no linear layer of the blocks.
+        ConfigError: A target is no linear layer of the blocks, or the rank is larger than every adapted layer.
     """
     model.requires_grad_(False)
-    found = set[str]()
+    found, widest = set[str](), 0
     paths = {id(module): path for path, module in model.named_modules()}
     blocks = cast(CausalLM, model).blocks
     for layer in (module for block in blocks for module in block.modules()):
         if isinstance(layer, ColumnLinear | RowLinear):
             found.update(_adapt_layer(layer, paths[id(layer)], config, tp, dropout))
+            widest = max(widest, *(layer.specs["weight"].shape if A in layer.specs else ()), 0)
     if missing := sorted({*config.targets} - found):
         reason = f"{', '.join(missing)}: no linear layer of the model's blocks has this name"
-        raise ConfigError([Problem("finetune.targets", reason, hint="leave it empty for every linear layer")])
+        raise ConfigError([Problem("finetune.targets", reason, hint=nearest(missing[0], sorted(found)))])
+    if config.r > widest:
+        reason = f"{config.r:,} is larger than every adapted layer, which have up to {widest:,} features"
+        raise ConfigError([Problem("finetune.r", reason, hint=f"use {widest} at most; 8 to 64 are usual")])
     if tp.comm.lazy:
         # torch-xla recomputes a block only if an input of the block has a gradient, and the embedding is frozen.
         blocks[0].register_forward_pre_hook(_require_gradient)

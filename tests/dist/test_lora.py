@@ -18,12 +18,14 @@ from nxtrain.config.check import Resolved
 from nxtrain.finetune.dropout import Dropout
 from nxtrain.finetune.lora import is_adapter, scale_of
 from nxtrain.mesh import Mesh
+from nxtrain.nn import offload
 from nxtrain.train.adapters import save_adapter
 from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.step import eval_step, train_step
 from tests.support.drawn import SEED, Degrees, covering_array
 from tests.support.drawn_runs import LOSS, error_of, failures, ours
 from tests.support.lora import (
+    DrawnAdapters,
     adapters_of,
     all_weights,
     described,
@@ -36,7 +38,7 @@ from tests.support.lora import (
     with_keys,
 )
 from tests.support.models import changed, weights_of
-from tests.support.parity import batches, layout, local_batch, run_ours, start, whole
+from tests.support.parity import Course, batches, layout, local_batch, run_ours, start, whole
 from tests.support.ranks import RankPool
 
 _ALL = covering_array(SEED, 64)
@@ -99,6 +101,41 @@ def test_a_drawn_run_above_quantized_weights_equals_peft_above_restored_ones(ran
     assert not failures(errors), (failures(errors), described(run))
     whole_base = replace(run, finetune=(*run.finetune, ("method", "lora")))
     assert abs(wanted_of_peft(whole_base).losses[0] - want.losses[0]) > 100 * LOSS
+
+
+ON_HOST = [Degrees(), Degrees(pp=2), Degrees(dp=2, shard="full"), Degrees(tp=2, sequence_parallel=True)]
+
+
+def of_copies(backend: Backend, run: DrawnAdapters, given: dict[str, Tensor]) -> tuple[Course, list[torch.Size]]:
+    """The course of a rank whose host memory is apart from the device's, and the shapes of what went there."""
+    shapes: list[torch.Size] = []
+
+    def copy(x: Tensor) -> Tensor:
+        shapes.append(x.shape)
+        return x.detach().clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "to_host", copy)
+        return ours(backend, run, given), shapes
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("index", range(len(ON_HOST)), ids=lambda index: f"{index}-{ON_HOST[index]}")
+def test_activations_on_the_host_change_no_bit_and_frozen_weights_stay(
+    ranks: RankPool, index: int, method: str
+) -> None:
+    drawer = draw_quantized if method == "qlora" else draw_adapters
+    run = with_keys(drawer("on the host", SEED, index, ON_HOST[index]), parallel__offload=[])
+    run = with_dropout(run) if index % 2 else run
+    given, world = all_weights(run), run.degrees.world
+    plain = ranks.run(world, ours, run, given)
+    moved = ranks.run(world, of_copies, with_keys(run, parallel__offload=["activations"]), given)
+    for course, (found, shapes) in zip(plain, moved, strict=True):
+        assert shapes
+        assert (course.losses, course.norms) == (found.losses, found.norms)
+        assert all(torch.equal(course.weights[name], tensor) for name, tensor in found.weights.items())
+        # Whole packed weights are one column of bytes; no activation has that shape.
+        assert not any(shape[1:] == (1,) for shape in shapes)
 
 
 def test_the_layouts_sum_gradients_in_every_way() -> None:

@@ -26,14 +26,14 @@ class NumberedLane:
         """Place of the next row."""
         return self._row, 0
 
-    def row(self) -> NDArray[np.int64]:
+    def row(self) -> NDArray[np.int32]:
         """Next row; the poisonous one ends the process."""
         if self._mark:
             self._mark(f"numbers.arrow, document {self._row}")
         if self._row == self._poison:
             os.kill(os.getpid(), signal.SIGSEGV)
         self._row += 1
-        return np.full(WIDTH, 1000 * self._lane + self._row)
+        return np.full(WIDTH, 1000 * self._lane + self._row, np.int32)
 
 
 @dataclass(frozen=True)

@@ -43,16 +43,17 @@ def test_the_loader_is_measured_beside_numpy() -> None:
     assert list(ids) == ["numpy", *({"mosaicml-streaming"} - found["absent"].keys())]
     assert min(loader, *ids.values()) > 0
     assert found["ratios"] == {name: pytest.approx(loader / value) for name, value in ids.items()}
-    text = {row["name"]: row["value"] for row in found["text"]["rows"]}
-    bare = text.pop("tokenizer")
+    text = {row["name"]: row for row in found["text"]["rows"]}
     peers = [name for name in ("datasets.map", "torchtitan") if name not in found["absent"]]
     assert list(text) == ["concat", "best_fit", "best_fit in a worker", *peers]
-    assert found["text"]["ratios"] == {name: pytest.approx(value / bare) for name, value in text.items()}
-    assert all(value > 0 for value in (bare, *text.values()))
+    ratios = {name: pytest.approx(row["value"] / row["bare"][0]) for name, row in text.items()}
+    assert found["text"]["ratios"] == ratios
+    assert all(0 < found["text"]["inside"][name] < 1 for name in ("concat", "best_fit", "best_fit in a worker"))
     wait = found["wait"]
     assert (wait["tokens_per_s"], set(wait["shares"])) == (1_000_000, {"text", "ids"})
     # Cores that tokenize half a million tokens a second each keep 1 million waiting; ids are packed much faster.
     assert 0 <= wait["shares"]["ids"] < wait["shares"]["text"] < 1
+    assert wait["kept"]["ids"][str(wait["workers"])] > wait["kept"]["text"]["1"] >= 0
     # A start that reads the documents would take their memory: the file is larger than the limit.
     assert found["start"]["mib"] >= 256
     assert found["start"]["rss_mib"] < 200

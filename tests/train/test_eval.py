@@ -20,7 +20,7 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.convert.hf import hf_to_nxtrain
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import CheckpointError, ConfigError
-from nxtrain.eval import harness, scorer
+from nxtrain.eval import command, harness, scorer
 from nxtrain.eval.offline import OFFLINE
 from nxtrain.eval.scorer import Likelihood, Row, Scorer
 from nxtrain.eval.task import Task
@@ -261,9 +261,27 @@ def test_code_that_a_model_writes_runs_by_consent_only(monkeypatch: pytest.Monke
     pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
     asked = mock.Mock(return_value={"results": {"t": {}}, "n-samples": {}})
     monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", asked)
-    monkeypatch.setattr(harness, "adapter", lambda scorer: None)
+    monkeypatch.setattr(harness, "adapter", lambda scorer, seed: None)
     task = harness.HarnessTask("t", None, 0, 0, registry=None)
     for value, allowed in (("0", False), ("1", True)):
         monkeypatch.setenv(harness.CODE_VARIABLE, value)
         task.run(None, None)  # type: ignore[arg-type]
         assert asked.call_args.kwargs["confirm_run_unsafe_code"] is allowed
+
+
+def test_a_long_task_tells_its_progress_every_ten_seconds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = iter([0.0, 4.0, 11.0, 11.0, 12.0, 22.0, 22.0, 40.0]), list[str]()
+    progress = command.Progress(said.append, "cloze", lambda: next(now))
+    for done in (32, 64, 96, 128, 160):
+        progress(done, 160)
+    assert said == ["cloze: 64 of 160 rows of this rank", "cloze: 128 of 160 rows of this rank"]
+    monkeypatch.setattr(command, "PROGRESS_S", 0.0)
+    code, _, err = in_process("eval", run, "--tasks", "arithmetic", "--limit", "20")
+    assert code == 0 and "arithmetic: 32 of 80 rows of this rank" in err
+
+
+def test_other_seeds_draw_other_samples_of_a_text(hf: Path) -> None:
+    scorer, asked = open_scorer(hf), [("the ", 8, ())] * 3
+    first, again, other = (scorer.continuations(asked, Sampling(1.0, 0, 1.0), seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert not set(first) & set(other)

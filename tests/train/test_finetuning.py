@@ -311,6 +311,9 @@ def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path
     assert code == 4 and "an adapter of other weights" in " ".join(err.split())
     assert "finetune is {}" in folder.train("full", *LORA, code=4)
     assert "no linear layer of the model" in folder.train("none", *LORA, 'finetune.targets=["query"]', code=2)
+    assert "did you mean q_proj?" in folder.train("none", *LORA, 'finetune.targets=["q_prj"]', code=2)
+    said = folder.train("none", "finetune.method=lora", "finetune.r=1000", code=2)
+    assert "finetune.r" in said and "1,000 is larger than every adapted layer" in said
     code, _, err = in_process("convert", "nxtrain-to-nxd", folder.path / "lora", tmp_path / "nxd")
     assert code == 2 and "holds an adapter" in " ".join(err.split())
 

@@ -6,8 +6,10 @@ import importlib.util
 import json
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,8 +109,8 @@ def test_the_harness_gets_our_scores_which_are_those_of_transformers(
     answered: dict[tuple[str, str], float] = {}
     make = harness.adapter
 
-    def spied(scorer: Scorer) -> object:
-        model = make(scorer)
+    def spied(scorer: Scorer, seed: int) -> object:
+        model = make(scorer, seed)
         ask = model.loglikelihood
 
         def loglikelihood(requests: list[object]) -> list[tuple[float, bool]]:
@@ -186,6 +188,25 @@ def test_own_tasks_run_by_the_command_and_go_on_after_a_kill(hf: Path, tasks: Pa
     assert (code, json.loads(out)) == (0, first)
 
 
+def test_a_task_that_has_changed_is_another_question(tmp_path: Path, tasks: Path) -> None:
+    folder = tmp_path / "tasks"
+    shutil.copytree(tasks, folder)
+    found = [harness.definition_of("own_choice", folder)]
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "own.pyc").touch()
+    assert harness.definition_of("own_choice", folder) == found[0] != ""
+    (folder / "choice.yaml").write_text((folder / "choice.yaml").read_text() + "# another\n")
+    found.append(harness.definition_of("own_choice", folder))
+    (folder / "data.jsonl").write_text("{}\n")
+    found.append(harness.definition_of("own_choice", folder))
+    (folder / "own.py").write_text("X = 1\n")
+    found.append(harness.definition_of("own_choice", folder))
+    assert len(set(found)) == 4
+    identities = {harness.HarnessTask("own_choice", 0, 0, 0, Any, each).identity for each in found}
+    assert len(identities) == 4
+    assert harness.definition_of("quac", None) and not harness.definition_of("hellaswag", folder)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_an_unknown_task_is_named_with_the_nearest(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_registry = harness._registry
@@ -203,7 +224,8 @@ NAMES = {task for suite in RECIPE.values() for task in suite}
 
 def test_files_of_the_harness_name_the_tasks_of_the_recipe() -> None:
     folder = Path(importlib.util.find_spec("lm_eval").submodule_search_locations[0], "tasks")  # type: ignore[union-attr,index]
-    texts = (file.read_text(encoding="utf-8") for part in FOLDERS for file in (folder / part).rglob("*.yaml"))
+    folders = (*(folder / part for part in FOLDERS), harness.OWN_TASKS)
+    texts = (file.read_text(encoding="utf-8") for each in folders for file in each.rglob("*.yaml"))
     named = {name for text in texts for name in re.findall(r"^(?:task|group): ([\w-]+)$", text, re.MULTILINE)}
     assert NAMES - named == set()
 

@@ -48,7 +48,7 @@ class MixedLane:
         """Place of the next row."""
         return self._given, *(number for part in self._parts for number in part.place)
 
-    def row(self) -> NDArray[np.int64]:
+    def row(self) -> NDArray[np.int32]:
         """Next row: (S + 1,) ids, `IGNORE_INDEX` behind the last document."""
         lanes = self._order.lanes
         position = np.array([self._given * lanes + self._lane])

@@ -161,10 +161,10 @@ class ConcatLane:
         """Place of the next row."""
         return self._place
 
-    def row(self) -> NDArray[np.int64]:
+    def row(self) -> NDArray[np.int32]:
         """Next row: (S + 1,) ids."""
         capacity = self._seq_len + 1
-        row, filled = np.empty(capacity, np.int64), 0
+        row, filled = np.empty(capacity, np.int32), 0
         start, number = self._place[1], 0
         while True:
             if number == len(self._held):
@@ -203,11 +203,11 @@ class BestFitLane:
         """Place of the next row."""
         return self._begin, self._given
 
-    def row(self) -> NDArray[np.int64]:
+    def row(self) -> NDArray[np.int32]:
         """Next row: (S + 1,) ids, `IGNORE_INDEX` behind the last document."""
         if not len(self._rows):
             self._fill()
-        row: NDArray[np.int64] = self._rows[self._given].astype(np.int64)
+        row: NDArray[np.int32] = self._rows[self._given]
         self._given += 1
         if self._given == len(self._rows):
             self._begin, self._given, self._rows = self._next, 0, self._rows[:0]
@@ -223,17 +223,16 @@ class BestFitLane:
             num_tokens += ids.size
             self._next = ordinal + 1
         packing = best_fit(np.array([ids.size for ids in window], np.int64), self._capacity)
-        table = np.full((packing.num_rows, self._capacity), IGNORE_INDEX, np.int32)
-        filled = np.zeros(packing.num_rows, np.int64)
-        pieces = zip(packing.documents, packing.starts, packing.lengths, packing.rows, strict=True)
-        for document, start, length, row in pieces:
-            begin = filled[row]
-            table[row, begin : begin + length] = window[document][start : start + length]
-            filled[row] = begin + length
-        order = np.arange(packing.num_rows)
+        places = np.arange(packing.num_rows)
         if self._seed is not None:
-            order = shuffled(order, packing.num_rows, self._seed + self._begin)
-        self._rows = table[order]
+            places[shuffled(places, packing.num_rows, self._seed + self._begin)] = places.copy()
+        table = np.full((packing.num_rows, self._capacity), IGNORE_INDEX, np.int32)
+        flat, begins = table.reshape(-1), places[packing.rows] * self._capacity + packing.begins
+        # One copy for each piece: an index for each token would take longer than the copies.
+        pieces = zip(*(x.tolist() for x in (packing.documents, packing.starts, packing.lengths, begins)), strict=True)
+        for document, start, length, begin in pieces:
+            flat[begin : begin + length] = window[document][start : start + length]
+        self._rows = table
 
 
 def open_lane(

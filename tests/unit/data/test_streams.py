@@ -129,7 +129,7 @@ def test_concat_is_one_stream_per_lane_whose_rows_share_a_token(documents: Docum
         assert lane.row().tolist() == stream[number * SEQ_LEN : (number + 1) * SEQ_LEN + 1]
 
 
-def pieces(row: NDArray[np.int64], end_id: int) -> list[list[int]]:
+def pieces(row: NDArray[np.int32], end_id: int) -> list[list[int]]:
     """Documents of a row, each with its end; the last one may be a whole row without one."""
     found: list[list[int]] = [[]]
     for token in row[row != IGNORE_INDEX].tolist():

@@ -1,0 +1,85 @@
+"""Questions of QuAC, and F1 of their answers as its authors count them.
+
+Source: Choi et al. 2018 (arXiv:1808.07036) section 5.1, and their `scorer.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+NO_ANSWER = "CANNOTANSWER"
+"""Answer to a question that the section does not answer; each section ends with this word."""
+
+LEAST_AGREEMENT = 0.4
+"""F1 of people among themselves below which a question does not count."""
+
+
+def turns(docs: Any) -> Any:
+    """Questions of dialogues, one a row, each with the questions and answers before it.
+
+    Args:
+        docs: Data set of dialogues, with the columns of `allenai/quac`.
+
+    Returns:
+        Data set of the questions on which people agree.
+    """
+    return docs.map(_questions, batched=True, batch_size=100, remove_columns=docs.column_names)
+
+
+def _questions(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Rows of the questions of a batch of dialogues."""
+    rows: dict[str, list[Any]] = {name: [] for name in ("title", "section", "context", "dialogue", "question")}
+    rows["answers"] = []
+    names = ("wikipedia_page_title", "section_title", "context", "questions", "answers", "orig_answers")
+    for title, section, context, questions, answers, own in zip(*(batch[name] for name in names), strict=True):
+        dialogue = ""
+        for question, texts, answer in zip(questions, answers["texts"], own["texts"], strict=True):
+            found = _majority(texts)
+            if agreement(found) >= LEAST_AGREEMENT:
+                for name, value in zip(rows, (title, section, context, dialogue, question, found), strict=True):
+                    rows[name].append(value)
+            dialogue += f"Q: {question}\n\nA: {answer}\n\n"
+    return rows
+
+
+def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """F1 of an answer against those of people."""
+    answer = results[0].strip().partition("\n")[0]
+    return {"f1": _without_one(doc["answers"], lambda rest, left: _best(answer, rest or [left]))}
+
+
+def agreement(answers: Sequence[str]) -> float:
+    """F1 of people among themselves: of each answer against the others, in the mean; 1 for a single answer."""
+    return _without_one(answers, lambda rest, left: _best(left, rest) if rest else 1.0)
+
+
+def f1(found: str, wanted: str) -> float:
+    """F1 of two answers over their words, without case, punctuation and articles."""
+    a, b = _words(found), _words(wanted)
+    same = sum((Counter(a) & Counter(b)).values())
+    return 2 * same / (len(a) + len(b)) if same else 0.0
+
+
+def _without_one(answers: Sequence[str], value: Callable[[list[str], str], float]) -> float:
+    """Mean over the answers of a value of the others and of the one that is left out."""
+    return fmean(value([*answers[:at], *answers[at + 1 :]], left) for at, left in enumerate(answers))
+
+
+def _best(found: str, answers: Sequence[str]) -> float:
+    return max(f1(found, each) for each in answers)
+
+
+def _majority(texts: Sequence[str]) -> list[str]:
+    """Answers of those people who are more: with an answer, or without one."""
+    known = [text for text in texts if text != NO_ANSWER]
+    return known if 2 * len(known) > len(texts) else [NO_ANSWER]
+
+
+def _words(text: str) -> list[str]:
+    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()

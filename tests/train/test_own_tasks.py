@@ -1,0 +1,193 @@
+"""Our own tasks of the harness: pass@k of sampled programs, and QuAC; on local rows with the columns of the hub's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
+
+from nxtrain.errors import DataError
+from nxtrain.eval import harness
+from nxtrain.eval.tasks import passes, quac
+from nxtrain.train.generate import Sampling
+
+PROBLEMS: list[dict[str, Any]] = [
+    {
+        "task_id": f"local/{name}",
+        "prompt": f"def {name}(x):\n",
+        "canonical_solution": right,
+        "test": f"def check(candidate):\n    assert candidate(3) == {value}\n",
+        "entry_point": name,
+    }
+    for name, right, value in (("twice", "    return 2 * x\n", 6), ("square", "    return x * x\n", 9))
+]
+PASSING = {"twice": 3, "square": 120}
+"""Samples of each problem that are right, out of 200."""
+
+DIALOGUE: dict[str, Any] = {
+    "dialogue_id": "a",
+    "wikipedia_page_title": "Snow",
+    "background": "",
+    "section_title": "Colour",
+    "context": "Fresh snow is white. Old snow is grey. CANNOTANSWER",
+    "turn_ids": ["a0", "a1", "a2", "a3"],
+    "questions": ["What colour is snow?", "And old snow?", "Is it warm?", "Which words?"],
+    "followups": [2, 2, 2, 2],
+    "yesnos": [2, 2, 2, 2],
+    "answers": {
+        "texts": [
+            ["white", "Fresh snow is white"],
+            ["Old snow is grey."],
+            ["CANNOTANSWER", "CANNOTANSWER", "white"],
+            ["one two", "three four"],
+        ],
+        "answer_starts": [[14, 0], [21], [40, 40, 14], [0, 0]],
+    },
+    "orig_answers": {
+        "texts": ["Fresh snow is white", "Old snow is grey.", "CANNOTANSWER", "one two"],
+        "answer_starts": [0, 21, 40, 0],
+    },
+}
+
+
+class FakeScorer:
+    """A fake of the model: texts by a table, the same for equal texts in order."""
+
+    def __init__(self, table: dict[str, Sequence[str]]) -> None:
+        self.table = table
+        self.asked: list[tuple[str, int, Sampling]] = []
+
+    def continuations(
+        self, requests: Sequence[tuple[str, int, tuple[str, ...]]], sampling: Sampling, *, seed: int = 0
+    ) -> list[str]:
+        seen: dict[str, Iterator[str]] = {text: iter(answers) for text, answers in self.table.items()}
+        self.asked += [(text, count, sampling) for text, count, _ in requests]
+        return [next(seen[text]) for text, _, _ in requests]
+
+
+class FakeCodeEval:
+    """A fake of the hub's metric `code_eval`, which has no copy on this machine: programs of the table run here."""
+
+    def compute(self, references: list[str], predictions: list[list[str]], k: list[int]) -> Any:
+        assert (len(references), len(predictions), k) == (1, 1, [1])
+        found = []
+        for number, program in enumerate(predictions[0]):
+            passed = False
+            with suppress(Exception):
+                exec(f"{program}\n{references[0]}", {})
+                passed = True
+            found.append((number, {"passed": passed, "completion_id": number}))
+        return {"pass@1": 0.0}, {0: found}
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A hub that is never asked, and a cache of data sets that goes with the test."""
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return monkeypatch
+
+
+def local(folder: Path, name: str, splits: Sequence[str], rows: Sequence[dict[str, Any]]) -> harness.HarnessTask:
+    """Our task on rows of a file: its YAML is included, and the place of the data is another."""
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    yaml = f"include: {harness.OWN_TASKS}/{name}.yaml\ntask: local_{name}\ndataset_path: json\n"
+    files = ", ".join(f"{each}: {folder}/rows.jsonl" for each in splits)
+    yaml += f"dataset_kwargs: {{data_files: {{{files}}}}}\n"
+    (folder / "local.yaml").write_text(yaml, encoding="utf-8")
+    names = [f"local_{name}"]
+    return harness.HarnessTask(names[0], 0, 0, 0, harness.open_registry(names, folder))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the harness and of what it imports
+@pytest.mark.parametrize(
+    ("name", "temperature", "ks"), [("humaneval_pass_at_1", 0.1, (1,)), ("humaneval_pass_at_k", 0.8, (1, 10, 100))]
+)
+def test_two_hundred_samples_give_the_unbiased_estimates(
+    offline: pytest.MonkeyPatch, tmp_path: Path, name: str, temperature: float, ks: tuple[int, ...]
+) -> None:
+    import evaluate
+
+    offline.setattr(evaluate, "load", lambda metric: {"code_eval": FakeCodeEval()}[metric])
+    offline.setenv(harness.CODE_VARIABLE, "1")
+    table: dict[str, Sequence[str]] = {}
+    for problem in PROBLEMS:
+        right = PASSING[problem["entry_point"]]
+        table[problem["prompt"]] = [problem["canonical_solution"]] * right + ["    return None\n"] * (200 - right)
+    model: Any = FakeScorer(table)
+    found = local(tmp_path, name, ["test"], PROBLEMS).run(model, None)
+    for k in ks:
+        # Equation 1, by its product.
+        wanted = [1 - math.prod(1 - k / i for i in range(200 - c + 1, 201)) for c in PASSING.values()]
+        assert found[f"pass@{k}_programs"] == pytest.approx(sum(wanted) / 2)
+    assert found["n"] == len(PROBLEMS)
+    assert len(model.asked) == 400
+    assert {(count, sampling) for _, count, sampling in model.asked} == {(1024, Sampling(temperature, 0, 0.95))}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_programs_are_refused_until_the_user_allows_them(offline: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    offline.delenv(harness.CODE_VARIABLE, raising=False)
+    model: Any = FakeScorer({})
+    with pytest.raises(DataError, match="unsafe"):
+        local(tmp_path, "humaneval_pass_at_k", ["test"], PROBLEMS).run(model, None)
+    assert not model.asked
+
+
+def test_the_estimate_is_the_mean_over_all_draws() -> None:
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(combinations([True] * c + [False] * (n - c), k))
+                assert passes.estimate(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    with pytest.raises(ValueError, match=r"pass@10 needs 10 samples"):
+        passes.estimate(9, 9, 10)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_answers_of_a_dialogue_are_scored_over_their_words(offline: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    head = f"TITLE: Snow - Colour\nPARAGRAPH: {DIALOGUE['context']}\n\n"
+    first = "Q: What colour is snow?\n\nA: Fresh snow is white\n\n"
+    second = "Q: And old snow?\n\nA: Old snow is grey.\n\n"
+    table: dict[str, Sequence[str]] = {
+        f"{head}Q: What colour is snow?\n\nA:": [" The snow, white"],
+        f"{head}{first}Q: And old snow?\n\nA:": [" old snow is GREY\nQ: and"],
+        f"{head}{first}{second}Q: Is it warm?\n\nA:": [" no"],
+    }
+    model: Any = FakeScorer(table)
+    found = local(tmp_path, "quac", ["train", "validation"], [DIALOGUE]).run(model, None)
+    # People agree by 0.4 on the first question, and by nothing on the last one, which does not count.
+    assert [text for text, _, _ in model.asked] == list(table)
+    assert found["n"] == 3
+    assert found["f1"] == pytest.approx(((2 / 3 + 2 / 3) / 2 + 1 + 0) / 3)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "value"),
+    [
+        ("The snow, white!", "white snow", 1.0),
+        ("it's an old snow", "its old snow.", 1.0),
+        ("snow snow", "snow", 2 / 3),
+        ("grey", "white", 0.0),
+        ("", "white", 0.0),
+        ("CANNOTANSWER", "CANNOTANSWER", 1.0),
+    ],
+)
+def test_f1_counts_words_without_case_punctuation_and_articles(found: str, wanted: str, value: float) -> None:
+    assert quac.f1(found, wanted) == quac.f1(wanted, found) == pytest.approx(value)
+
+
+def test_people_without_an_answer_need_half_of_them() -> None:
+    assert quac.agreement(["white"]) == 1
+    assert quac._majority(["CANNOTANSWER", "white"]) == ["CANNOTANSWER"]
+    assert quac._majority(["CANNOTANSWER", "white", "grey"]) == ["white", "grey"]
