@@ -16,7 +16,6 @@ set -euo pipefail
 here=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
-unset PYTHONDONTWRITEBYTECODE  # else each process compiles nxtrain and its tests anew, for seconds
 source scripts/nxd.sh
 source scripts/lanes.sh
 

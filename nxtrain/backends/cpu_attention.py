@@ -15,6 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxtrain.backends.cpu_products import has_products
+from nxtrain.backends.kernels import repeat_heads
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 BLOCK = 128
 """Queries that are computed together; half a block per row is computed and masked."""
 
@@ -34,12 +40,21 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def wide_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`Kernels.attention` by torch's flash kernel in float32, for 16-bit types that this CPU does not multiply."""
+    repeats = q.shape[2] // k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if repeats > 1:
+        k, v = (repeat_heads(x, repeats) for x in (k, v))
+    out: Tensor = _WideFlashAttention.apply(q, k, v)
+    return out.permute(2, 0, 1, 3)
+
+
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        num_kv_heads, scale = k.shape[2], 1.0 / math.sqrt(q.shape[3])
-        queries, keys, values = _grouped(q, num_kv_heads), _flat(k), _flat(v)
-        keys32 = keys.float()
+        num_kv_heads, scale, dtype = k.shape[2], 1.0 / math.sqrt(q.shape[3]), _product_type(q)
+        queries, keys32, values = _grouped(q, num_kv_heads), _flat(k).float(), _flat(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         kept = []
         for rows, start, end in _blocks(queries):
@@ -48,7 +63,7 @@ class _BlockedAttention(torch.autograd.Function):
             scores.unflatten(1, (-1, end - start))[..., start:end].masked_fill_(ahead, float("-inf"))
             probabilities = torch.softmax(scores, dim=-1).to(q.dtype)
             view = _block(out, num_kv_heads, start, end)
-            view.copy_(torch.bmm(probabilities, values[:, :end]).view(view.shape))
+            view.copy_(torch.bmm(probabilities.to(dtype), values[:, :end].to(dtype)).view(view.shape))
             kept.append(probabilities)
         ctx.save_for_backward(q, k, v, out, *kept)
         return out
@@ -56,22 +71,50 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, *kept = ctx.saved_tensors
-        num_kv_heads, scale = k.shape[2], 1.0 / math.sqrt(q.shape[3])
-        queries, keys, values = _grouped(q, num_kv_heads), _flat(k), _flat(v)
-        grads, values32 = _grouped(grad, num_kv_heads), values.float()
+        num_kv_heads, scale, dtype = k.shape[2], 1.0 / math.sqrt(q.shape[3]), _product_type(q)
+        queries, keys, values32 = _grouped(q, num_kv_heads), _flat(k), _flat(v).float()
+        grads = _grouped(grad, num_kv_heads)
         inner = _grouped((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
         q_grad = torch.empty(q.shape, dtype=q.dtype)
-        k_grad, v_grad = (torch.zeros(x.shape, dtype=torch.float32) for x in (keys, values))
+        k_grad, v_grad = (torch.zeros(x.shape, dtype=torch.float32) for x in (keys, values32))
         for (rows, start, end), probabilities in zip(_blocks(queries), kept, strict=True):
             out_grad = grads[:, :, start:end].flatten(1, 2)
             score_grad = torch.bmm(out_grad.float(), values32[:, :end].transpose(1, 2))
             score_grad = score_grad.sub_(inner[:, :, start:end].flatten(1, 2)).mul_(probabilities).mul_(scale)
-            score_grad = score_grad.to(q.dtype)
+            score_grad = score_grad.to(dtype)
             view = _block(q_grad, num_kv_heads, start, end)
-            view.copy_(torch.bmm(score_grad, keys[:, :end]).view(view.shape))
-            k_grad[:, :end].add_(torch.bmm(score_grad.transpose(1, 2), rows))
-            v_grad[:, :end].add_(torch.bmm(probabilities.transpose(1, 2), out_grad))
+            view.copy_(torch.bmm(score_grad, keys[:, :end].to(dtype)).view(view.shape))
+            k_grad[:, :end].add_(torch.bmm(score_grad.transpose(1, 2), rows.to(dtype)))
+            v_grad[:, :end].add_(torch.bmm(probabilities.to(dtype).transpose(1, 2), out_grad.to(dtype)))
         return q_grad, _unflat(k_grad, k), _unflat(v_grad, v)
+
+
+class _WideFlashAttention(torch.autograd.Function):
+    """torch's flash kernel in float32 on 16-bit heads, (B, N, S, H); saves what the kernel of 16 bits saves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        wide, log_sums = _FLASH(*map(_float_rows, (q, k, v)), 0.0, True)
+        out: Tensor = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        *saved, log_sums = ctx.saved_tensors
+        grads = _FLASH_BACKWARD(*map(_float_rows, (grad, *saved)), log_sums, 0.0, True)
+        q_grad, k_grad, v_grad = (x.to(grad.dtype) for x in grads)
+        return q_grad, k_grad, v_grad
+
+
+def _float_rows(x: Tensor) -> Tensor:
+    """Contiguous float32 copy: the kernel takes rows of other strides for contiguous ones (torch 2.9)."""
+    return x.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _product_type(x: Tensor) -> torch.dtype:
+    """Type in which this CPU multiplies matrices of a type."""
+    return x.dtype if has_products(x.dtype) else torch.float32
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.cpu_attention import blocked_attention, is_short
+from nxtrain.backends.cpu_attention import blocked_attention, is_short, wide_flash_attention
 from nxtrain.backends.cpu_products import has_products
 from nxtrain.backends.document_attention import attention_by_document
 from nxtrain.backends.kernel_base import AdamStep, Rows
@@ -31,9 +31,9 @@ class CpuKernels(FusedKernels):
         return not has_products(dtype)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.widens_products(q.dtype):
-            return self.attention(q.float(), k.float(), v.float()).to(q.dtype)
-        return blocked_attention(q, k, v) if is_short(q) else super().attention(q, k, v)
+        if is_short(q):
+            return blocked_attention(q, k, v)
+        return wide_flash_attention(q, k, v) if self.widens_products(q.dtype) else super().attention(q, k, v)
 
     def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nxtrain.backends.cpu_products import has_products
 from nxtrain.bench.clocks import Clocks
 
 ON_HOST = ((2048, 512, 512), (2048, 512, 2816), (2048, 2048, 2048))
@@ -21,11 +22,13 @@ def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], d
 
     Args:
         clocks: The device.
-        dtype: Type of the matrices.
+        dtype: Type of the matrices; on a CPU without instructions for this type, float32 is the faster one.
         on_host: The device is a CPU.
     """
     device = clocks.device
     shapes = ON_HOST if on_host else ON_ACCELERATOR
+    if on_host and not has_products(dtype):
+        dtype = torch.float32
     pairs = [
         (torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device))
         for m, k, n in shapes

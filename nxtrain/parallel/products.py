@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK_ENTRIES = 1 << 21
-"""Most entries of a block of a float32 copy, 8 MiB, so that a product finds the copy in the cache."""
+BLOCK_ENTRIES = 1 << 19
+"""Most entries of a block of a float32 copy, 2 MiB, so that a product finds the copy in the cache."""
 
 
 def linear(x: Tensor, weight: Tensor, *, wide: bool) -> Tensor:
@@ -27,32 +27,37 @@ def matmul(a: Tensor, b: Tensor, *, wide: bool) -> Tensor:
     """a @ b: (..., K), (K, N) to (..., N); the arguments are those of `linear`."""
     if not wide:
         return a @ b
-    dtype = torch.promote_types(a.dtype, torch.float32)
     if torch.compiler.is_compiling():
+        dtype = _wide(a)
         return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
-    rows = a.flatten(0, -2)
-    out = rows.new_empty(len(rows), b.shape[1])
-    _fill(out, rows, b, dtype)
-    return out.view(*a.shape[:-1], b.shape[1])
+    return _by_blocks(a, b)
 
 
-def _fill(out: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
-    """Write a @ b, (M, K) and (K, N), in blocks of the longest dimension."""
-    (m, k), n = a.shape, b.shape[1]
+def _by_blocks(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, (..., K) and (K, N), in blocks of the longest dimension."""
+    dtype, left, n = _wide(a), a.flatten(0, -2), b.shape[1]
+    # No view of a matrix: a sum over the ranks may overwrite the result, and autograd allows that of no view.
+    out = a.new_empty(*a.shape[:-1], n)
+    flat, (m, k) = out.view(-1, n), left.shape
     if k >= max(m, n):
         size = _block_size(m, n)
-        total = out.new_zeros(m, n, dtype=dtype)
-        for columns, rows in zip(a.split(size, 1), b.split(size), strict=True):
+        total = torch.zeros(m, n, dtype=dtype, device=a.device)
+        for columns, rows in zip(left.split(size, 1), b.split(size), strict=True):
             total.addmm_(columns.to(dtype), rows.to(dtype))
-        out.copy_(total)
+        flat.copy_(total)
     elif m >= n:
         size, right = _block_size(k, n), b.to(dtype)
-        for part, rows in zip(out.split(size), a.split(size), strict=True):
+        for part, rows in zip(flat.split(size), left.split(size), strict=True):
             part.copy_(rows.to(dtype) @ right)
     else:
-        size, left = _block_size(m, k), a.to(dtype)
-        for part, columns in zip(out.split(size, 1), b.split(size, 1), strict=True):
-            part.copy_(left @ columns.to(dtype))
+        size, whole = _block_size(m, k), left.to(dtype)
+        for part, columns in zip(flat.split(size, 1), b.split(size, 1), strict=True):
+            part.copy_(whole @ columns.to(dtype))
+    return out
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _block_size(*others: int) -> int:

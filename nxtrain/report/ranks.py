@@ -54,7 +54,7 @@ def rank_times(run: Run) -> tuple[Table | None, str]:
     if len(rates) < 2:  # noqa: PLR2004 - a rank and another
         return None, ""
     kinds = [kind for kind in KINDS if any(rate.get(kind, 0.0) >= 5e-7 for rate in rates.values())]  # noqa: PLR2004
-    own_s = {rank: sum(rate.values()) - rate.get("waiting", 0.0) for rank, rate in rates.items()}
+    own_s = {rank: sum(s for kind, s in rate.items() if kind != "waiting") for rank, rate in rates.items()}
     shown = sorted(rates, key=lambda rank: (-own_s[rank], rank))[:SHOWN]
 
     def row(name: str, of: Mapping[str, float]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.cpu_attention import _BlockedAttention
+from nxtrain.backends.cpu_attention import _BlockedAttention, _WideFlashAttention, wide_flash_attention
 from nxtrain.backends.cpu_native.kernels import (
     _NativeAttention,
     _NativeRMSNorm,
@@ -184,6 +184,15 @@ def attention(ranks: Ranks, rng: Random) -> Work:
     q, kv = (length, batch, kv_heads * repeats, width), (length, batch, kv_heads, width)
     operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}
     return Work(f"_BlockedAttention on {q} and {kv}", operands, _BlockedAttention.apply, exact_attention)
+
+
+def wide_flash(ranks: Ranks, rng: Random) -> Work:
+    """Attention by torch's flash kernel in float32."""
+    length, batch, width = rng.choice(LENGTHS), rng.choice((1, 2)), rng.choice((2, 4))
+    kv_heads, repeats = rng.choice((1, 2)), rng.choice((1, 1, 2))
+    q, kv = (length, batch, kv_heads * repeats, width), (length, batch, kv_heads, width)
+    operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}
+    return Work(f"_WideFlashAttention on {q} and {kv}", operands, wide_flash_attention, exact_attention)
 
 
 def product(ranks: Ranks, rng: Random) -> Work:
@@ -384,6 +393,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Rotate: rotate,
     _RMSNorm: norm,
     _BlockedAttention: attention,
+    _WideFlashAttention: wide_flash,
     _NativeSwiGLU: native_swiglu,
     _NativeRotate: native_rotate,
     _NativeRMSNorm: native_norm,

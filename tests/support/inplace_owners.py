@@ -35,7 +35,10 @@ OWNERS: dict[str, dict[str, str]] = {
         "_Bodiless.read: self._position +=": "host: number",
     },
     "nxtrain/data/arrow/streams.py": {
-        "BestFitLane._fill: table[row, begin:begin + length] =": "fresh: `np.full` above, before the loop",
+        "BestFitLane._fill: flat[begin:begin + length] =": "fresh: a view of `np.full` right above",
+    },
+    "nxtrain/parallel/products.py": {
+        "_by_blocks: part.copy_": "fresh: a part of `new_empty` above",
     },
     "nxtrain/distributed/heartbeats.py": {
         "HeartbeatStore.answers: found[rank] =": "host: dictionary",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxtrain.backends import cpu_kernels, cpu_products
+from nxtrain.backends import cpu_attention, cpu_kernels, cpu_products
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.parallel import products
 
@@ -67,19 +69,33 @@ def test_sums_of_a_wide_product_are_float32(monkeypatch: pytest.MonkeyPatch) -> 
         assert (error <= half_ulp * exact.abs() + 1e-6 * sums).all()
 
 
-def test_a_cpu_without_instructions_computes_attention_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[torch.dtype]()
+class Multiplied(TorchDispatchMode):
+    """Types of the matrices that torch multiplies, by any kernel of attention."""
 
-    def noted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen.append(q.dtype)
-        return q + 0 * (k.sum() + v.sum())
+    def __init__(self) -> None:
+        super().__init__()
+        self.types = set[torch.dtype]()
 
-    monkeypatch.setattr(cpu_kernels, "blocked_attention", noted)
-    for has_products in (True, False):
-        monkeypatch.setattr(cpu_kernels, "has_products", lambda dtype, has=has_products: has or dtype == torch.float32)
-        q, k, v = (torch.randn(4, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3))
-        assert CpuKernels().attention(q, k, v).dtype == torch.bfloat16
-    assert seen == [torch.bfloat16, torch.float32]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in ("bmm", "flash_attention")):
+            self.types.update(x.dtype for x in args if isinstance(x, Tensor) and x.dtype != torch.float32)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+@pytest.mark.parametrize("has_products", [True, False])
+def test_a_cpu_without_instructions_multiplies_no_16_bit_matrices_in_attention(
+    has_products: bool, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (cpu_kernels, cpu_attention):
+        monkeypatch.setattr(module, "has_products", lambda dtype: has_products or dtype == torch.float32)
+    monkeypatch.setattr(cpu_kernels, "is_short", lambda q: is_short)
+    q, k, v = (torch.randn(8, 1, n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+    with Multiplied() as seen:
+        out = CpuKernels().attention(q, k, v)
+        out.sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert seen.types == ({torch.bfloat16} if has_products else set())
 
 
 def test_float32_needs_no_copies() -> None:
