@@ -43,7 +43,7 @@ def _by_blocks(a: Tensor, b: Tensor) -> Tensor:
         size = _block_size(m, n)
         total = torch.zeros(m, n, dtype=dtype, device=a.device)
         for columns, rows in zip(left.split(size, 1), b.split(size), strict=True):
-            total.addmm_(columns.to(dtype), rows.to(dtype))
+            torch.addmm(total, columns.to(dtype), rows.to(dtype), out=total)
         flat.copy_(total)
     elif m >= n:
         size, right = _block_size(k, n), b.to(dtype)

@@ -35,7 +35,7 @@ def seen_by(mesh: Mesh, rank: int) -> Mesh:
 
 def weights(stage: int) -> tuple[Tensor, Tensor]:
     """Of a stage, whole."""
-    return random(WIDTH, INNER, seed=stage, scale=0.5), random(INNER, WIDTH, seed=100 + stage, scale=0.5)
+    return random(WIDTH, INNER, seed=stage, scale=0.25), random(INNER, WIDTH, seed=100 + stage, scale=0.25)
 
 
 def inputs(micro_batch: int) -> Tensor:
@@ -225,13 +225,13 @@ def sent_by_the_first(dtype: torch.dtype) -> list[Tensor]:
 
 
 def expected(num_stages: int, steps: int) -> tuple[list[float], list[float]]:
-    """Losses and norms of the same steps, on whole tensors in one process."""
-    params = [x.clone().requires_grad_() for stage in range(num_stages) for x in weights(stage)]
+    """Losses and norms of the same steps in float64, on whole tensors in one process."""
+    params = [x.double().requires_grad_() for stage in range(num_stages) for x in weights(stage)]
     losses, norms = [], []
     for _ in range(steps):
         loss = torch.zeros(())
         for micro_batch in range(MICRO_BATCHES):
-            y = inputs(micro_batch)
+            y = inputs(micro_batch).double()
             for stage in range(num_stages):
                 for _ in range(stage + 1):
                     y = y + torch.tanh(y @ params[2 * stage]) @ params[2 * stage + 1]

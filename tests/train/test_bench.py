@@ -72,7 +72,8 @@ def test_both_sides_of_bench_train_compute_the_products_that_the_formula_counts(
         counted(step),
         counted(transformers_step(work, Clocks(torch.device("cpu")), fused=True, compiled=False)),
     )
-    assert ours["aten.mm"] == peer["aten.mm"] == products
+    # Without instructions for bf16, long products are sums of float32 products.
+    assert ours["aten.mm"] + ours.get("aten.addmm", 0) == peer["aten.mm"] == products
     # A short sequence is one block, which is computed whole. The products of a kernel in C++ are not torch's.
     hidden = 2 * attention if precision == "bf16" else 0
     assert ours.get("aten.bmm", hidden) == 2 * attention

@@ -66,7 +66,7 @@ def _check_lines_are_ours(done: subprocess.CompletedProcess[str], text: str) -> 
     assert (steps[0], steps[-1]) == (1, 20)
     assert len(steps) < 20, f"a line in {LINE_EVERY_S} seconds is enough for a log"
     written = done.stdout.partition(f"{text}\n")[0].splitlines()
-    assert_all_ours([*exported.splitlines(), *filter(None, written)], EXPORT)
+    assert_all_ours([*exported.splitlines(), *filter(None, written)], (*RUN, *EXPORT))
 
 
 def _check_next_commands(shown: str) -> None:

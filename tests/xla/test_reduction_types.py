@@ -30,8 +30,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, st
     plans = []
     for shard, params, reduce in TRACED:
         plan = layout("gqa2", tp=8, dp=512, sp=True, micro=1, batch=512, params=params, shard=shard)
-        plans.append((changed(plan, precision={"reduce": reduce}), ""))
-    (found,) = run_devices(1, traced, 4096, [0], plans, folder=tmp_path_factory.mktemp("traced"))
+        plans.append((changed(plan, precision={"reduce": reduce}), "", [0]))
+    (found,) = run_devices(1, traced, 4096, plans, folder=tmp_path_factory.mktemp("traced"))
     return dict(zip(TRACED, found, strict=True))
 
 
