@@ -98,6 +98,18 @@ def test_a_cpu_without_instructions_multiplies_no_16_bit_matrices_in_attention(
     assert seen.types == ({torch.bfloat16} if has_products else set())
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compilers_trace_products_and_attention_without_a_break(dtype: torch.dtype) -> None:
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        heads = products.linear(x, weight, wide=True).unflatten(-1, (2, 8))
+        return products.matmul(CpuKernels().attention(heads, heads, heads).flatten(2), weight, wide=True)
+
+    x, weight = torch.randn(8, 1, 12).to(dtype), torch.randn(16, 12).to(dtype)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight), block(x, weight), rtol=0.02, atol=0.02)
+
+
 def test_float32_needs_no_copies() -> None:
     assert cpu_products.has_products(torch.float32) and cpu_products.has_products(torch.float64)
     assert not CpuKernels().widens_products(torch.float32)
