@@ -108,8 +108,9 @@ class _WideFlashAttention(torch.autograd.Function):
 
 
 def _float_rows(x: Tensor) -> Tensor:
-    """Contiguous float32 copy: the kernel takes rows of other strides for contiguous ones (torch 2.9)."""
-    return x.to(torch.float32, memory_format=torch.contiguous_format)
+    """Copy in float32 with contiguous rows: the kernel takes other rows for contiguous ones (torch 2.9)."""
+    wide = x.float()
+    return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
 def _product_type(x: Tensor) -> torch.dtype:
