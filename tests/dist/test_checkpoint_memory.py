@@ -5,7 +5,6 @@ Blocks, pieces and batches have a quarter of their sizes here, and so has the la
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from nxtrain.io import checksummed_file
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
 from tests.support.checkpoints import blank, cut, meta, same, save, table, whole
+from tests.support.memory import returns_pages, rise_bytes
 from tests.support.parity import layout as layout_of
 from tests.support.ranks import RankPool
 
@@ -38,20 +38,6 @@ LARGEST_BYTES = 32000 * 1024 * 2
 TOTAL_BYTES = 2 * LARGEST_BYTES + 4 * (3 * 4096 + 2 * 1024 + 2 * 256) * 1024 * 2
 SCALE = 4
 BOUND = 1.2
-
-
-def rise_bytes(act: Callable[[], object]) -> int:
-    """Rise of this process's resident memory above its present size while a function runs."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak so far is the present size
-    before = _status("VmRSS")
-    act()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields[field].split()[0]) * 1024
 
 
 class Scaled:
@@ -81,6 +67,7 @@ def load_measured(backend: Backend, path: Path) -> tuple[int, bool]:
     specs = table("gqa2", mesh, config=MODEL)
     wanted = cut(specs, mesh, KINDS)
     shards, held = blank(wanted), Layout(specs, mesh)
+    returns_pages()
     with Scaled():
         rise = rise_bytes(lambda: load(path, shards, held))
     return rise, same(shards, wanted)
@@ -88,6 +75,7 @@ def load_measured(backend: Backend, path: Path) -> tuple[int, bool]:
 
 def export_measured(backend: Backend, path: Path, small: Path, out: Path) -> int:
     nxtrain_to_hf(small, out.with_name("small"))  # imports what only a first export does
+    returns_pages()
     with Scaled():
         return rise_bytes(lambda: nxtrain_to_hf(path, out))
 

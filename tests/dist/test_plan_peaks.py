@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +14,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.parallel import products
 from nxtrain.plan.memory import stage_bytes
 from nxtrain.train.build import mesh_of
+from tests.support.memory import returns_pages, rise_bytes
 from tests.support.memory_formula import TOLERANCE, Defect, Measured, job_of, with_defect
 from tests.support.memory_mutants import DEFECTS
 from tests.support.models import plan
@@ -211,26 +210,11 @@ LARGE: Tables = {
 def growth(backend: C10dBackend, large: Resolved, small: Resolved) -> int:
     """Most bytes by which the memory of this process grows in a run, once the small run has loaded the libraries.
 
-    The process returns freed pages, as glibc does by default; the heap of `keep_heap` has holes on top.
+    The process returns freed pages, as glibc does by default.
     """
     returns_pages()
     memory_of_rank(backend, small)
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
-    memory_of_rank(backend, large)
-    return resident("VmHWM") - before
-
-
-def returns_pages() -> None:
-    """Undo `backends/cpu.py:keep_heap`: large blocks are mappings of their own, and free pages go back."""
-    mmap_max, trim_threshold, mmap_threshold = -4, -1, -3  # of malloc.h
-    for option, value in ((mmap_max, 1 << 16), (trim_threshold, 1 << 17), (mmap_threshold, 1 << 17)):
-        ctypes.CDLL("libc.so.6").mallopt(option, value)
-
-
-def resident(field: str) -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(dict(line.split(":", 1) for line in status.splitlines())[field].removesuffix("kB")) << 10
+    return rise_bytes(lambda: memory_of_rank(backend, large))
 
 
 @pytest.mark.alone

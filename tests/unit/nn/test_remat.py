@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.nn.remat import LONG_SEQUENCE
 from nxtrain.precision import DTYPES
 from nxtrain.train.build import build_model
+from tests.support.memory import forget_peak, returns_pages
 from tests.support.models import our_model, plan, tokens, weights_of
 from tests.support.parity import Gradient, layout, rank_gradient
 from tests.support.ranks import RankPool
@@ -212,9 +211,8 @@ def test_policies_leave_names_and_evaluation_alone(backend: CpuBackend) -> None:
 
 def peaks(backend: Backend, plans: Sequence[Resolved]) -> list[int]:
     """Most memory that the process has held by the end of a backward pass of each, one after the other."""
-    # What the process has freed before would be used again, and what it has held before would hide what it holds.
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    returns_pages()
+    forget_peak()
     found = []
     for resolved in plans:
         model = build_model(resolved, backend, Mesh.build(1, 0), init="zeros")
@@ -236,5 +234,5 @@ def test_the_peak_of_the_process_falls_by_what_is_no_longer_kept() -> None:
     (found,) = pool.run(1, peaks, plans)
     pool.close()
     for (less, more), (stricter, looser) in zip(pairwise(found), pairwise(plans), strict=True):
-        # Of one block everything exists at the peak, whatever the policy; the rest is the allocator's.
+        # Of one block everything exists at the peak, whatever the policy.
         assert more - less > 0.75 * (expected_bytes(looser, 1) - expected_bytes(stricter, 1))
