@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SKIPS_FILE = "NXTRAIN_TEST_SKIPS"
 """Variable with the file to which each lane appends what it skipped; `scripts/test.sh` prints it at its end."""
@@ -41,6 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Record durations where that is asked for; workers report theirs to the controller."""
+    # Limits of time per drawn input would fail by what else the machine does: the first one imports libraries.
+    settings.register_profile("nxtrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("nxtrain")
     gc.set_threshold(1_000_000, *_USUAL[1:])  # while modules are imported, little is garbage, and visits take seconds
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())

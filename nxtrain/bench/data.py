@@ -127,10 +127,12 @@ def _show(result: Mapping[str, Any]) -> None:
     for name in ("", "million tokens per CPU second", "the bare tokenizer", "of it", "inside the tokenizer"):
         table.add_column(name, justify="right" if name else "left")
     for row in text["rows"]:
-        name, inside = row["name"], text["inside"].get(row["name"])
+        name = row["name"]
         speeds = f"{row['value'] / 1e6:.2f}", f"{median(row['bare']) / 1e6:.2f}", f"{text['ratios'][name]:.2f}"
-        table.add_row(name, *speeds, "" if inside is None else f"{inside:.1%}")
-    table.caption = "the bare tokenizer gets the documents that each side tokenized, in turns with the side"
+        table.add_row(name, *speeds, f"{text['inside'][name]:.1%}")
+    table.caption = (
+        "the bare tokenizer gets each text that a side tokenizes, right before or behind the side"
+    )
     console.print(table)
     listed = ", ".join(f"{share:.1%} with {name}" for name, share in wait["shares"].items())
     console.print(

@@ -7,6 +7,7 @@ datasets 5.2.0, torchtitan 0.3.0 and mosaicml-streaming 0.13.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from nxtrain.data.tokenization import TextTokenizer
+from tokenizers import Tokenizer
 
 MAP, TITAN, STREAMING = "datasets.map", "torchtitan", "mosaicml-streaming"
 
@@ -26,6 +26,9 @@ _BATCH = 32
 
 Side = Callable[[], int]
 """One turn of an implementation; returns the targets that the turn has read."""
+
+TextSide = Callable[[Tokenizer], int]
+"""One turn of an implementation that tokenizes text; returns the targets of the turn."""
 
 
 def absent() -> dict[str, str]:
@@ -39,12 +42,12 @@ def absent() -> dict[str, str]:
     }
 
 
-def text_sides(texts: Sequence[str], tokenizer: TextTokenizer, seq_len: int, folder: Path) -> dict[str, Side]:
+def text_sides(texts: Sequence[str], end_id: int, seq_len: int, folder: Path) -> dict[str, TextSide]:
     """Peers that tokenize documents, and give rows of seq_len + 1 ids.
 
     Args:
         texts: The documents.
-        tokenizer: Tokenizer of all sides.
+        end_id: Id of the token that ends a document.
         seq_len: Targets in a row.
         folder: Folder for what the peers write.
     """
@@ -55,40 +58,42 @@ def text_sides(texts: Sequence[str], tokenizer: TextTokenizer, seq_len: int, fol
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": list(texts)}).save_to_disk(str(folder / "datasets"))
     corpus = datasets.load_from_disk(str(folder / "datasets"))
-    makers: Mapping[str, Callable[[Any, TextTokenizer, int], Side]] = {MAP: _mapped, TITAN: _titan}
-    return {name: make(corpus, tokenizer, seq_len) for name, make in makers.items() if name not in absent()}
+    makers: Mapping[str, Callable[[Any, int, int], TextSide]] = {MAP: _mapped, TITAN: _titan}
+    return {name: make(corpus, end_id, seq_len) for name, make in makers.items() if name not in absent()}
 
 
-def _mapped(corpus: Any, tokenizer: TextTokenizer, seq_len: int) -> Side:
+def _mapped(corpus: Any, end_id: int, seq_len: int) -> TextSide:
     """Batches of 1,000 documents tokenized and cut by `map` into a file, whose rows are then read in order."""
 
-    def cut(batch: Mapping[str, list[str]]) -> dict[str, list[list[int]]]:
-        encoded = tokenizer.tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
-        stream = list(chain.from_iterable([*each.ids, tokenizer.end_id] for each in encoded))
-        width = seq_len + 1
-        return {"ids": [stream[begin : begin + width] for begin in range(0, len(stream) - width + 1, width)]}
+    def act(tokenizer: Tokenizer) -> int:
+        def cut(batch: Mapping[str, list[str]]) -> dict[str, list[list[int]]]:
+            encoded = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
+            stream = list(chain.from_iterable([*each.ids, end_id] for each in encoded))
+            width = seq_len + 1
+            return {"ids": [stream[begin : begin + width] for begin in range(0, len(stream) - width + 1, width)]}
 
-    def act() -> int:
         rows = corpus.map(cut, batched=True, remove_columns=["text"], load_from_cache_file=False)
         return sum(batch["ids"][:, 1:].size for batch in rows.with_format("numpy").iter(_BATCH))
 
     return act
 
 
-def _titan(corpus: Any, tokenizer: TextTokenizer, seq_len: int) -> Side:
+def _titan(corpus: Any, end_id: int, seq_len: int) -> TextSide:
     """torchtitan's dataset, which tokenizes one document at a time and keeps lists of ids."""
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
+    @dataclass
     class Titan:
+        tokenizer: Tokenizer
+
         def encode(self, text: str, *_: object, **__: object) -> list[int]:
-            return [*tokenizer.tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.end_id]
+            return [*self.tokenizer.encode(text, add_special_tokens=False).ids, end_id]
 
     DATASETS["nxtrain"] = DatasetConfig("nxtrain", lambda path: corpus, lambda sample: sample["text"])
-    rows = HuggingFaceTextDataset("nxtrain", None, Titan(), seq_len)
 
-    def act() -> int:
-        rows.load_state_dict({"sample_idx": 0, "inputs_buffer": [], "labels_buffer": [], "positions_buffer": []})
+    def act(tokenizer: Tokenizer) -> int:
+        rows = HuggingFaceTextDataset("nxtrain", None, Titan(tokenizer), seq_len)
         return sum(labels.numel() for _, labels in rows)
 
     return act

@@ -11,16 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from nxtrain.bench.data_peers import text_sides
-from nxtrain.bench.data_turns import Turn, encode_all, packing_turns, take_text_turns
+from nxtrain.bench.data_turns import Turn, packing_turns, take_text_turns
 from nxtrain.bench.data_wait import measure_wait
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
@@ -52,7 +51,7 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
     source, tokenizer = _write_corpus(mib << 20, seq_len, folder)
     corpus = PreparedCorpus(source.paths[0])
     texts = [corpus.text(number) for number in range(len(corpus))]
-    num_tokens = encode_all(tokenizer, texts)
+    num_tokens = sum(ids.size + 1 for ids in tokenizer.encode(texts))
     number = max(1, num_tokens // (WINDOW_ROWS * (seq_len + 1)))
     fitted = replace(source, packing="best_fit")
     sides = {
@@ -60,15 +59,9 @@ def measure_text(mib: int, seq_len: int, rounds: int, folder: Path) -> dict[str,
         BEST_FIT: packing_turns(fitted, number),
         WORKER: packing_turns(fitted, number, lambda name: None),
     }
-    for name, side in text_sides(texts, tokenizer, seq_len, folder).items():
-        sides[name] = [Turn(partial(_timeless, side), texts)]
-    return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, tokenizer, rounds)}
-
-
-def _timeless(side: Callable[[], int]) -> float:
-    """Run a peer, whose time inside of the tokenizer is unknown."""
-    side()
-    return 0.0
+    for name, side in text_sides(texts, tokenizer.end_id, seq_len, folder).items():
+        sides[name] = [Turn(side, tokenizer.tokenizer)]
+    return {"documents": len(texts), "corpus_tokens": num_tokens, **take_text_turns(sides, rounds)}
 
 
 def _write_corpus(num_bytes: int, seq_len: int, folder: Path) -> tuple[CorpusLanes, TextTokenizer]:

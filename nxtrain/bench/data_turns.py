@@ -1,8 +1,11 @@
 """Turns of tokenization and packing, each beside the bare tokenizer on the very documents that the turn tokenized.
 
-A turn makes the rows of one window of `best_fit`, and takes a fraction of a second. The bare tokenizer gets its
-documents at once, before or behind the turn in alternation. So neither the documents nor the drift of the machine's
-speed divide both. Documents that lie in the packer at the end of a turn count as well: they were tokenized.
+A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a group of documents, the bare tokenizer
+gets the same group at once, before or behind the turn's own call in alternation. A group takes some 30 ms. So neither
+the documents nor the drift of the machine's speed divide both. Documents that lie in the packer at the end of a turn
+count as well: they were tokenized.
+
+A turn of a peer is the whole corpus. The bare tokenizer gets each of the peer's groups in the same way.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
-from typing import Any, cast
+from functools import partial
+from statistics import geometric_mean, median
+from typing import Any, TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer
 
@@ -20,33 +24,71 @@ from nxtrain.data.arrow.streams import WINDOW_ROWS, open_lane
 from nxtrain.data.stream_loader import BEGIN, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
 
-GROUP_CHARS = 1 << 20
-"""Text that the bare tokenizer gets at once, so that its threads have work."""
+Result = TypeVar("Result")
+
+
+@dataclass
+class Spent:
+    """CPU seconds of all threads in a turn, and the tokens of the turn's documents.
+
+    Attributes:
+        own_s: The side's own, that inside of its tokenizer among them.
+        inside_s: Inside of the side's tokenizer.
+        bare_s: The bare tokenizer on the same documents.
+        calls: For each call, the bare tokenizer's time over that of the side's, and true if the bare one began.
+        tokens: Tokens of the documents, each with the end of text.
+    """
+
+    own_s: float = 0.0
+    inside_s: float = 0.0
+    bare_s: float = 0.0
+    tokens: int = 0
+    calls: list[tuple[float, bool]] = field(default_factory=list)
 
 
 @dataclass
 class WatchedTokenizer:
-    """A tokenizer that notes the texts that it gets, and its CPU time.
+    """A tokenizer that counts its CPU time, and that of the bare tokenizer on the same texts.
 
     Args:
         tokenizer: The tokenizer.
 
     Attributes:
-        texts: Texts so far.
-        cpu_s: CPU seconds so far, of all threads.
+        spent: Counts so far; without `own_s`.
+        bare_first: The bare tokenizer begins at the next call; the order alternates from there.
     """
 
     tokenizer: Tokenizer
-    texts: list[str] = field(default_factory=list)
-    cpu_s: float = 0.0
+    spent: Spent = field(default_factory=Spent)
+    bare_first: bool = False
 
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoding]:
         """Encode texts by the tokenizer."""
+        encode = partial(self.tokenizer.encode_batch_fast, add_special_tokens=add_special_tokens)
+        return self._counted(partial(encode, texts), texts)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
+        """Encode a text by the tokenizer."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return self._counted(partial(encode, text), [text])
+
+    def _counted(self, encode: Callable[[], Result], texts: list[str]) -> Result:
+        bare_s = self._encode_bare(texts) if self.bare_first else 0.0
         began = time.process_time()
-        found: list[Encoding] = self.tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        self.cpu_s += time.process_time() - began
-        self.texts += texts
+        found = encode()
+        inside_s = time.process_time() - began
+        bare_s = bare_s or self._encode_bare(texts)
+        self.spent.bare_s += bare_s
+        self.spent.inside_s += inside_s
+        self.spent.calls.append((bare_s / inside_s, self.bare_first))
+        self.bare_first = not self.bare_first
         return found
+
+    def _encode_bare(self, texts: list[str]) -> float:
+        began = time.process_time()
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        self.spent.tokens += sum(len(each.ids) + 1 for each in encoded)
+        return time.process_time() - began
 
 
 @dataclass(frozen=True)
@@ -54,12 +96,20 @@ class Turn:
     """Part of a side's work.
 
     Args:
-        act: Does the work; returns the CPU seconds that went into the tokenizer, 0 if they are unknown.
-        texts: Texts that the work tokenizes.
+        act: Does the work by the tokenizer that is handed in.
+        tokenizer: The tokenizer.
     """
 
-    act: Callable[[], float]
-    texts: Sequence[str]
+    act: Callable[[Tokenizer], object]
+    tokenizer: Tokenizer
+
+    def take(self, bare_first: bool) -> Spent:
+        """Do the work; returns the CPU seconds."""
+        watched = WatchedTokenizer(self.tokenizer, bare_first=bare_first)
+        began = time.process_time()
+        self.act(cast("Tokenizer", watched))
+        watched.spent.own_s = time.process_time() - began - watched.spent.bare_s
+        return watched.spent
 
 
 def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[Turn]:
@@ -74,75 +124,57 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
     assert documents.tokenizer is not None
     known: TextTokenizer = documents.tokenizer
 
-    def window(place: Place) -> tuple[Place, WatchedTokenizer]:
-        watched = WatchedTokenizer(known.tokenizer)
-        own = replace(documents, tokenizer=replace(known, tokenizer=cast("Tokenizer", watched)))
+    def window(place: Place, tokenizer: Tokenizer) -> Place:
+        own = replace(documents, tokenizer=replace(known, tokenizer=tokenizer))
         lane = open_lane(own, source.packing, source.seq_len, LaneOrder(1, 0, True), 0, place)
         lane.row()
         made = 1
         while lane.place[1] if source.packing == "best_fit" else made < WINDOW_ROWS:
             lane.row()
             made += 1
-        return lane.place, watched
+        return lane.place
 
     turns, place = [], BEGIN
     for _ in range(number):
-        behind, watched = window(place)
-        turns.append(Turn(lambda place=place: window(place)[1].cpu_s, watched.texts))  # type: ignore[misc]
-        place = behind
+        turns.append(Turn(partial(window, place), known.tokenizer))
+        place = window(place, known.tokenizer)
     return turns
 
 
-def encode_all(tokenizer: TextTokenizer, texts: Sequence[str]) -> int:
-    """Encode texts, and read the ids in the form that the tokenizer gives them; returns the number of tokens."""
-    groups, num_chars = [list[str]()], 0
-    for text in texts:
-        if num_chars > GROUP_CHARS:
-            groups.append([])
-            num_chars = 0
-        groups[-1].append(text)
-        num_chars += len(text)
-    encode = tokenizer.tokenizer.encode_batch_fast
-    return sum(len(each.ids) + 1 for group in groups for each in encode(group, add_special_tokens=False))
-
-
-def take_text_turns(sides: Mapping[str, Sequence[Turn]], tokenizer: TextTokenizer, rounds: int) -> dict[str, Any]:
+def take_text_turns(sides: Mapping[str, Sequence[Turn]], rounds: int) -> dict[str, Any]:
     """Speed of each side beside the bare tokenizer on the same documents.
 
     Args:
         sides: Turns of each side.
-        tokenizer: The bare tokenizer.
         rounds: Times that each turn runs, after one round that warms up.
 
     Returns:
-        `rows`: tokens per CPU second of each side and of the bare tokenizer beside each, in every round. `ratios`:
-        medians of both over each other. `inside`: share of a side's CPU time inside of the tokenizer, where known.
+        `tokens`: those of each side's documents. `rows`: tokens per CPU second of each side and of the bare tokenizer
+        beside each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
+        side over that of the bare tokenizer, by `speed_ratio`.
     """
-    num_tokens = {
-        name: encode_all(tokenizer, [text for turn in turns for text in turn.texts]) for name, turns in sides.items()
-    }
-    own, bare, inside = ({name: list[float]() for name in sides} for _ in range(3))
+    found: dict[str, list[list[Spent]]] = {name: [] for name in sides}
     for each in range(rounds + 1):
         for name, turns in sides.items():
-            spent = [0.0, 0.0, 0.0]
-            for number, turn in enumerate(turns):
-                for part in ((0, 1), (1, 0))[(each + number) % 2]:
-                    began = time.process_time()
-                    if part:
-                        encode_all(tokenizer, turn.texts)
-                    else:
-                        spent[2] += turn.act()
-                    spent[part] += time.process_time() - began
-            if each:
-                own[name].append(num_tokens[name] / spent[0])
-                bare[name].append(num_tokens[name] / spent[1])
-                inside[name].append(spent[2] / spent[0])
-    return {
-        "tokens": num_tokens,
-        "rows": [
-            {"name": name, "value": median(own[name]), "unit": "tokens/s", "rounds": own[name], "bare": bare[name]}
-            for name in sides
-        ],
-        "ratios": {name: median(a / b for a, b in zip(own[name], bare[name], strict=True)) for name in sides},
-        "inside": {name: median(found) for name, found in inside.items() if any(found)},
-    }
+            found[name].append([turn.take((each + number) % 2 == 1) for number, turn in enumerate(turns)])
+    result: dict[str, Any] = {"tokens": {}, "rows": [], "inside": {}, "ratios": {}}
+    for name, taken in found.items():
+        tokens = sum(spent.tokens for spent in taken[0])
+        own = [tokens / sum(spent.own_s for spent in turns) for turns in taken[1:]]
+        bare = [tokens / sum(spent.bare_s for spent in turns) for turns in taken[1:]]
+        counted = [spent for turns in taken[1:] for spent in turns]
+        result["tokens"][name] = tokens
+        result["rows"].append({"name": name, "value": median(own), "unit": "tokens/s", "rounds": own, "bare": bare})
+        result["inside"][name] = median(spent.inside_s / spent.own_s for spent in counted)
+        result["ratios"][name] = speed_ratio(counted)
+    return result
+
+
+def speed_ratio(turns: Sequence[Spent]) -> float:
+    """Speed of a side over that of the bare tokenizer: both times of each call, and the share outside of calls.
+
+    Sums of times follow the machine's speed at the time. The ratio of both times of a call does not, nor does the share
+    of a turn outside of the calls. Who comes second finds the text in the caches, so both orders count the same.
+    """
+    by_order = [[ratio for turn in turns for ratio, first in turn.calls if first == bare] for bare in (False, True)]
+    return geometric_mean(map(median, filter(None, by_order))) * median(turn.inside_s / turn.own_s for turn in turns)

@@ -47,6 +47,8 @@ FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BLOCKS = ".layers."
 """Part of the names of a block's weights, by which matrices in NF4 are told from embedding and head."""
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
+_FINGERPRINT = "base_fingerprint"
+"""Key of the weights' metadata, which PEFT does not read."""
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -75,11 +77,13 @@ class Adapter:
         config: Rank, scale and layers.
         tensors: Both matrices of each layer, whole, by parameter name such as `model.layers.0.mlp.up_proj.lora_A`.
         base: Folder of the weights below; empty if unknown.
+        base_fingerprint: Fingerprint of the weights below; empty if unknown, as in folders that PEFT wrote.
     """
 
     config: FinetuneConfig
     tensors: Mapping[str, Tensor]
     base: str = ""
+    base_fingerprint: str = ""
 
     @property
     def weights(self) -> set[str]:
@@ -92,6 +96,22 @@ class Adapter:
         a, b = (self.tensors[f"{layer}.{leaf}"].float() for leaf in (A, B))
         a, b = (a.narrow(1, start, length), b) if dim else (a, b.narrow(0, start, length))
         return (b @ a) * scale_of(self.config)
+
+    def require_base(self, base: HfFolder, origin: str) -> None:
+        """Check that a folder holds the weights that the adapter was trained beside, as far as that is known.
+
+        Args:
+            base: The folder.
+            origin: The adapter, for messages.
+
+        Raises:
+            ConfigError: The folder holds other weights.
+        """
+        if self.base_fingerprint and (found := base.fingerprint()) != self.base_fingerprint:
+            raise ConfigError(
+                f"{origin} was trained beside other weights than those in {base.path}: their fingerprint is "
+                f"{self.base_fingerprint!r} there and {found!r} here; give the folder that was trained, {self.base}"
+            )
 
 
 class MergedFolder(HfFolder):
@@ -148,9 +168,10 @@ class AdapterWeights:
         table: Sharding of the parameters of this rank's stage.
         axis: Tensor parallel axis.
         wanted: Whole shape of every adapter matrix of the whole model, by name.
+        base: Folder of the weights below.
 
     Raises:
-        ConfigError: The folder is unreadable, or its rank, scale or layers are not the run's.
+        ConfigError: The folder is unreadable, or its rank, scale, layers or base are not the run's.
     """
 
     def __init__(
@@ -160,6 +181,7 @@ class AdapterWeights:
         table: ParamTable,
         axis: Axis,
         wanted: Mapping[str, tuple[int, ...]],
+        base: Path,
     ) -> None:
         adapter = read_adapter(src)
         self._tensors, self._table, self._axis = adapter.tensors, table, axis
@@ -173,6 +195,7 @@ class AdapterWeights:
         if problems := mismatches(wanted, {name: tuple(t.shape) for name, t in adapter.tensors.items()}):
             hint = f"the layers there are {toml_value(adapter.config.targets)}"
             raise ConfigError([Problem("finetune.adapter", f"{src} does not fit: {p}", hint=hint) for p in problems])
+        adapter.require_base(HfFolder(base), f"the adapter in finetune.adapter={src}")
         finiteness = Finiteness(src)
         for name, tensor in adapter.tensors.items():
             finiteness.note(name, tensor)
@@ -197,6 +220,7 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         require_regular(folder / WEIGHTS)
         with safe_open(folder / WEIGHTS, framework="pt") as file:
+            about = file.metadata() or {}
             for name in file.keys():  # noqa: SIM118 - no mapping
                 tensors[name.removeprefix(_PREFIX).removesuffix(_SUFFIX)] = file.get_tensor(name)
     except (OSError, SafetensorError) as error:
@@ -221,7 +245,7 @@ def read_adapter(folder: Path) -> Adapter:
         )
     except (ValidationError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {error}") from error
-    return Adapter(shape, tensors, str(config.get("base_model_name_or_path") or ""))
+    return Adapter(shape, tensors, str(config.get("base_model_name_or_path") or ""), about.get(_FINGERPRINT, ""))
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
@@ -243,14 +267,15 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
         "inference_mode": True,
     }
     tensors = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in sorted(adapter.tensors.items())}
-    write_durably(folder / WEIGHTS, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    about = {"format": "pt"} | ({_FINGERPRINT: adapter.base_fingerprint} if adapter.base_fingerprint else {})
+    write_durably(folder / WEIGHTS, lambda file: save_file(tensors, file, metadata=about))
     write_durably(folder / CONFIG, partial(_write_json, content))
 
 
 def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:
     """Adapter of a run from its whole matrices."""
     config = FinetuneConfig.model_validate({"method": "lora", **meta.adapter})
-    return Adapter(config, tensors, meta.base)
+    return Adapter(config, tensors, meta.base, meta.base_fingerprint)
 
 
 def read_checkpoint(place: Location) -> tuple[Meta, Adapter]:
@@ -306,13 +331,14 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
         base: Folder of the base weights; None: that which the adapter names.
 
     Raises:
-        ConfigError: A folder is unreadable, or both do not fit.
+        ConfigError: A folder is unreadable, or both do not fit, or the adapter was trained beside other weights.
     """
     adapter = read_adapter(folder)
     path = base or Path(adapter.base)
     if not (base or adapter.base) or not path.is_dir():
         named = adapter.base or "nothing"
         raise ConfigError(f"{folder} is an adapter of {named}, which is no folder of this machine; give --base DIR")
+    adapter.require_base(HfFolder(path), f"the adapter in {folder}")
     return MergedFolder(path, adapter)
 
 

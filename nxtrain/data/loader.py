@@ -11,9 +11,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nxtrain.data.mixture import MixedSamples, drawn
+from nxtrain.data.mixture import MixedSamples
+from nxtrain.data.order import shuffled
 from nxtrain.data.samples import Samples
 from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
+
+_PERMUTED_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Loader:
         self._samples, self._share = samples, share
         self._seed, self._shuffle = seed, shuffle
         self._origin, self._past_end, self._mask_end, self._skips = origin, past_end, mask_end, skips
+        self._permuted: tuple[int, NDArray[np.int64]] = -1, np.empty((0, 0), np.int64)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -135,14 +139,12 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """Batch of this rank for a step, counted from 0."""
-        share = self._share
-        start = self._begin(step) + share.dp_rank * share.num_rows
-        positions = np.arange(start, start + share.num_rows)
+        share, positions = self._share, self._positions(step)
         samples, num_rows, end = self._samples, self._samples.num_rows, self._mask_end
         if isinstance(samples, MixedSamples):
             rows = samples.drawn(positions, self._seed, shuffle=self._shuffle)
         else:
-            rows = drawn(samples, positions, self._seed, shuffle=self._shuffle)
+            rows = samples.rows(self._numbers(samples, step) if self._shuffle else positions % num_rows)
         batch = batch_of(rows, share.micro_batch, end_id=end or 0, doc_mask=end is not None)
         if self._past_end == "pad" and (positions >= num_rows).any():
             is_past = (positions >= num_rows).reshape(-1, share.micro_batch, 1)
@@ -157,9 +159,23 @@ class Loader:
         passed = step + left_out(self._skips, 0, step - 1)
         return self._samples.progress(self._origin + passed * self._share.global_batch)
 
-    def _begin(self, step: int) -> int:
-        """First position of a step, counted from 0."""
-        return self._origin + (step + left_out(self._skips, 0, step)) * self._share.global_batch
+    def _positions(self, step: int) -> NDArray[np.int64]:
+        """Positions of this rank's rows in a step, counted from 0."""
+        passed = step + left_out(self._skips, 0, step)
+        start = self._origin + passed * self._share.global_batch + self._share.dp_rank * self._share.num_rows
+        return np.arange(start, start + self._share.num_rows)
+
+    def _numbers(self, samples: Samples, step: int) -> NDArray[np.int64]:
+        """Numbers of a step's rows in the random order, permuted for several steps at once: numpy's calls cost most."""
+        begin, numbers = self._permuted  # read once: two threads may ask for steps that are far apart
+        if begin != step - step % _PERMUTED_STEPS:
+            begin = step - step % _PERMUTED_STEPS
+            steps = range(begin, begin + _PERMUTED_STEPS)
+            positions = np.concatenate([self._positions(each) for each in steps])
+            numbers = shuffled(positions, samples.num_rows, self._seed).reshape(_PERMUTED_STEPS, -1)
+            self._permuted = begin, numbers
+        found: NDArray[np.int64] = numbers[step - begin]
+        return found
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
         """Endless batches from `start_step` on; a thread reads up to `depth` ahead of the consumer.

@@ -209,7 +209,8 @@ def _first_adapters(plan: Resolved, backend: Backend, mesh: Mesh, table: ParamTa
     config = plan.config.finetune
     if not config.adapter:
         return None
-    return AdapterWeights(Path(config.adapter), config, table, mesh.tp, _adapter_shapes(plan, backend))
+    wanted, base = _adapter_shapes(plan, backend), Path(plan.config.model.hf)
+    return AdapterWeights(Path(config.adapter), config, table, mesh.tp, wanted, base)
 
 
 def _build_whole(plan: Resolved, backend: Backend) -> tuple[nn.Module, TensorParallel]:

@@ -314,7 +314,14 @@ def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path
     assert "the fingerprint of model.hf is" in said
     code, _, err = in_process("convert", "nxtrain-to-hf", folder.path / "lora", tmp_path / "hf", "--base", other)
     assert code == 4 and "an adapter of other weights" in " ".join(err.split())
-    assert "finetune is {}" in folder.train("full", *LORA, code=4)
+    adapter = folder.path / "lora" / ADAPTER_DIR
+    said = folder.train("again", *LORA, f"model.hf={other}", f"finetune.adapter={adapter}", code=2)
+    assert "trained beside other weights" in said
+    code, _, err = in_process("convert", "peft-to-hf", adapter, tmp_path / "hf", "--base", other)
+    assert code == 2 and "trained beside other weights" in " ".join(err.split())
+    folder.train("again", *LORA, f"finetune.adapter={adapter}", "train.steps=1")
+    folder.train("every_weight", "train.steps=1")
+    assert "finetune is {}" in folder.train("every_weight", *LORA, code=4)
     assert "no linear layer of the model" in folder.train("none", *LORA, 'finetune.targets=["query"]', code=2)
     assert "did you mean q_proj?" in folder.train("none", *LORA, 'finetune.targets=["q_prj"]', code=2)
     said = folder.train("none", "finetune.method=lora", "finetune.r=1000", code=2)

@@ -270,13 +270,13 @@ def survives(*argv: str) -> None:
     assert len(said) < 20_000, (argv, len(said))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(overrides=OVERRIDES, command=st.sampled_from([("config", "show"), ("launch", "--dry-run"), ("config", "show")]))
 def test_any_override_ends_in_a_result_or_in_a_message(overrides: list[str], command: tuple[str, ...]) -> None:
     survives(*command, TINY, "--", *overrides)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lines=st.lists(
         st.one_of(st.builds("{} = {}".format, NAMES, TEXTS), st.sampled_from(["[run]", "[[x]]", "["])), max_size=5

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -32,13 +32,11 @@ def taken(kind: type, text: str, least: int, most: int) -> float | None:
     return found[0] if found else None
 
 
-@settings(deadline=None)
 @given(value=st.integers() | FEW, least=FEW, most=FEW)
 def test_an_integer_is_taken_within_its_bounds(value: int, least: int, most: int) -> None:
     assert taken(int, str(value), least, most) == (value if least <= value <= most else None)
 
 
-@settings(deadline=None)
 @given(value=st.floats() | st.floats(-9, 9), least=FEW, most=FEW)
 def test_a_number_is_taken_within_its_bounds(value: float, least: int, most: int) -> None:
     assert taken(float, str(value), least, most) == (value if least <= value <= most else None)

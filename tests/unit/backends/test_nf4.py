@@ -41,7 +41,7 @@ def matrix(seed: int, shape: tuple[int, int], dtype: torch.dtype = torch.float32
     return drawn.to(dtype)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 99), st.integers(1, 40), st.integers(1, 600), DTYPES)
 def test_a_matrix_is_restored_as_by_bitsandbytes(seed: int, blocks: int, rows: int, dtype: torch.dtype) -> None:
     """Of rows that are no whole blocks, too."""
@@ -71,7 +71,7 @@ def test_values_are_the_nearest_of_the_papers_table(seed: int) -> None:
     assert (found[0] == 0).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 99), st.sampled_from([2, 4]), st.integers(1, 5), st.integers(1, 5), DTYPES)
 def test_parts_of_ranks_are_those_of_the_whole(seed: int, ranks: int, rows: int, cols: int, dtype: torch.dtype) -> None:
     """Rows of two stacked matrices, and columns of one; groups end inside parts."""

@@ -26,8 +26,7 @@ def test_a_peer_without_its_package_is_left_out_with_the_way_to_get_it(
     installed.clear()
     wanted |= {"datasets.map": "pip install datasets", "torchtitan": "pip install datasets torchtitan"}
     assert data_peers.absent() == wanted
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t"), 300)
-    assert data_peers.text_sides(documents(3), tokenizer, 8, tmp_path) == {}
+    assert data_peers.text_sides(documents(3), 0, 8, tmp_path) == {}
     assert data_peers.ids_sides(np.zeros((3, 9), np.uint16), tmp_path) == {}
     assert not (tmp_path / "datasets").exists()
 
@@ -53,7 +52,8 @@ class Rows:
 def test_rows_of_the_mapped_side_are_the_stream_of_each_batch(tmp_path: Path) -> None:
     tokenizer, texts = load_tokenizer(write_tokenizer(tmp_path / "t"), 300), documents(60)
     streams = [sum(len(ids) + 1 for ids in tokenizer.encode(texts[at : at + 20])) for at in range(0, 60, 20)]
-    assert data_peers._mapped(Rows({"text": texts}), tokenizer, 8)() == sum(length // 9 * 8 for length in streams)
+    act = data_peers._mapped(Rows({"text": texts}), tokenizer.end_id, 8)
+    assert act(tokenizer.tokenizer) == sum(length // 9 * 8 for length in streams)
 
 
 def test_the_streaming_side_reads_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from nxtrain.bench import data_turns
-from nxtrain.bench.data_turns import Turn, packing_turns, take_text_turns
+from nxtrain.bench.data_turns import Spent, WatchedTokenizer, packing_turns, speed_ratio, take_text_turns
 from nxtrain.bench.data_wait import MOST_WAITING, share_waiting
 from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.prepared import PreparedCorpus
@@ -36,28 +36,46 @@ def test_the_bare_tokenizer_gets_the_documents_of_the_turn(
     identity = PreparedCorpus(tmp_path / "o.arrow").identity
     options = (tokenizer.path, tokenizer.end, 300, 0.0)
     source = CorpusLanes((tmp_path / "o.arrow",), (identity,), None, *options, packing=packing, seq_len=24)
-    seen: dict[str, list[list[str]]] = {"side": [], "bare": []}
-    encode, watch = data_turns.encode_all, data_turns.WatchedTokenizer.encode_batch_fast
+    bare, sided = list[str](), list[str]()
+    encode_bare, counted = WatchedTokenizer._encode_bare, WatchedTokenizer._counted
 
-    def encode_all(tokenizer: Any, texts: Any) -> int:
-        seen["bare"].append(list(texts))
-        return encode(tokenizer, texts)
+    def note_bare(self: WatchedTokenizer, texts: list[str]) -> float:
+        bare.extend(texts)
+        return encode_bare(self, texts)
 
-    def watched(self: Any, texts: list[str], **options: Any) -> Any:
-        seen["side"][-1] += texts
-        return watch(self, texts, **options)
+    def note_side(self: WatchedTokenizer, encode: Any, texts: list[str]) -> Any:
+        sided.extend(texts)
+        return counted(self, encode, texts)
 
-    seen["side"].append([])
     turns = packing_turns(source, 3, lambda name: None)
-    monkeypatch.setattr(data_turns, "encode_all", encode_all)
-    monkeypatch.setattr(data_turns.WatchedTokenizer, "encode_batch_fast", watched)
-    acts = [Turn(lambda act=turn.act: (seen["side"].append([]), act())[1], turn.texts) for turn in turns]  # type: ignore[misc,func-returns-value]
-    found = take_text_turns({"ours": acts}, tokenizer, 2)
-    told = [text for turn in turns for text in turn.texts]
-    assert seen["bare"][0] == told and sorted(map(tuple, seen["side"][1:])) == sorted(map(tuple, seen["bare"][1:]))
-    assert len(seen["bare"]) == 1 + 3 * 3
-    assert found["tokens"]["ours"] == encode(tokenizer, told)
+    monkeypatch.setattr(WatchedTokenizer, "_encode_bare", note_bare)
+    monkeypatch.setattr(WatchedTokenizer, "_counted", note_side)
+    found = take_text_turns({"ours": turns}, 2)
+    assert bare == sided and len(bare) % 3 == 0  # each of three rounds has the same documents
+    once = sum(ids.size + 1 for ids in tokenizer.encode(bare[: len(bare) // 3]))
+    assert found["tokens"]["ours"] == once
     assert 0 < found["inside"]["ours"] < 1 and len(found["rows"][0]["rounds"]) == 2
+
+
+@pytest.mark.parametrize(("slower", "outside", "expected"), [(1.0, 0.0, 1.0), (1.25, 0.0, 0.8), (1.0, 0.2, 0.8)])
+@pytest.mark.parametrize("number", [4, 5])
+def test_the_ratio_follows_neither_the_machine_nor_the_order(
+    slower: float, outside: float, expected: float, number: int
+) -> None:
+    """The machine is 1 to 9 times as slow from call to call, and the second of each call takes 0.8 of the first."""
+    turns = []
+    for turn in range(6):
+        spent = Spent()
+        for call in range(number):
+            bare_first = (turn + call) % 2 == 1
+            speed = 1 + (7 * turn + 5 * call) % 9
+            bare_s, inside_s = speed * (1.0 if bare_first else 0.8), speed * slower * (0.8 if bare_first else 1.0)
+            spent.bare_s += bare_s
+            spent.inside_s += inside_s
+            spent.calls.append((bare_s / inside_s, bare_first))
+        spent.own_s = spent.inside_s / (1 - outside)
+        turns.append(spent)
+    assert speed_ratio(turns) == pytest.approx(expected)
 
 
 class SlowLane:

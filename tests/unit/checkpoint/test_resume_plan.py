@@ -194,7 +194,7 @@ def worlds(draw: st.DrawFn) -> World:
 REQUESTS = st.builds(
     Request, st.sampled_from(["auto", "auto", "never", "/other"]), st.booleans(), st.sampled_from(["", "7"])
 )
-drawn = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+drawn = settings(max_examples=200, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 def stays(world: World, where: int) -> int:

@@ -87,7 +87,7 @@ TALKS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TALKS, st.sampled_from(["chatml", "trimmed"]))
 def test_drawn_conversations_are_written_as_transformers_writes_them(
     folder: Path, talk: list[dict[str, str]], name: str

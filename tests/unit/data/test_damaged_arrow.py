@@ -58,7 +58,7 @@ def damaged(content: bytes, damage: Sequence[tuple[float, bytes]]) -> bytes:
     return bytes(changed)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(TEXTS, st.sampled_from(TYPES), st.sampled_from([None, None, "zstd", "lz4"]), st.booleans(), DAMAGE)
 def test_drawn_damage_of_every_type_of_text(
     texts: list[str | None], kind: Any, compression: str | None, is_file: bool, damage: list[tuple[float, bytes]]
@@ -73,7 +73,7 @@ def test_drawn_damage_of_every_type_of_text(
         check(source, Path(folder) / "o.arrow")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TEXTS, st.sampled_from(["none", "snappy", "zstd", "lz4"]), st.booleans(), DAMAGE)
 def test_drawn_damage_of_parquet(
     texts: list[str | None], compression: str, dictionary: bool, damage: list[tuple[float, bytes]]
@@ -94,7 +94,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return (folder / "o.arrow").read_bytes()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(DAMAGE, st.floats(0.3, 1))
 def test_drawn_damage_of_a_prepared_corpus(prepared: bytes, damage: list[tuple[float, bytes]], share: float) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,6 @@ def in_folder(work: Callable[[Path], None]) -> None:
         work(Path(folder))
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(SUFFIXES))
 @example(b"", ".jsonl")
 @example(b"x", ".txt")
@@ -71,7 +70,6 @@ def test_any_bytes_under_any_name(content: bytes, suffix: str) -> None:
     in_folder(work)
 
 
-@settings(deadline=None)
 @given(st.lists(LINES, max_size=8))
 @example([b'{"text": "' + b"x" * 3_000_000 + b'"}'])
 @example([b'{"text": "x"}', b"{" * 100_000])
@@ -83,7 +81,7 @@ def test_any_lines_of_json(lines: list[bytes]) -> None:
     in_folder(work)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.sampled_from([name for name in FORMATS if name not in {"text", "save_to_disk"}]),
     st.lists(st.text(max_size=30), min_size=1, max_size=30),

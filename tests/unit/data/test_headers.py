@@ -60,7 +60,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, shape: str, descr: str) -
         header(LocalFile(tmp_path / "a.npy"))  # of a file that was replaced since: no other exception
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.lists(st.integers(-(2**65), 2**65), max_size=3).map(lambda sizes: repr(tuple(sizes))),
     noise=st.binary(max_size=12),

@@ -43,7 +43,7 @@ def mixture_of(weights: list[float]) -> Mixture:
     return Mixture.of([f"{number}" for number in range(len(weights))], weights)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(WEIGHTS, st.integers(0, 10**12))
 def test_before_every_row_each_corpus_is_within_one_row_of_its_share(weights: list[float], far: int) -> None:
     exact = [Fraction(repr(weight)) for weight in weights]
@@ -122,7 +122,7 @@ def lanes_of(mixture: Mixture, lanes: int, places: dict[int, Place]) -> LocalLan
     return LocalLanes(open_lane, places, 1)
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 12).map(float), min_size=1, max_size=5), st.sampled_from([1, 2, 4, 8]))
 def test_lanes_keep_the_shares_at_every_step_and_go_on_from_any(weights: list[float], lanes: int) -> None:
     mixture = mixture_of(weights)

@@ -11,14 +11,14 @@ from nxtrain.data.order import shuffled
 
 
 @given(num_rows=st.integers(1, 4000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 10**6))
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_every_epoch_holds_every_row_once(num_rows: int, seed: int, epoch: int) -> None:
     rows = shuffled(np.arange(num_rows) + epoch * num_rows, num_rows, seed)
     np.testing.assert_array_equal(np.sort(rows), np.arange(num_rows))
 
 
 @given(num_rows=st.integers(1, 2**40), start=st.integers(0, 2**45), seed=st.integers(0, 9))
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_a_position_means_the_same_row_in_any_company(num_rows: int, start: int, seed: int) -> None:
     together = shuffled(np.arange(start, start + 12), num_rows, seed)
     alone = [int(shuffled(np.array([start + i]), num_rows, seed)[0]) for i in range(12)]

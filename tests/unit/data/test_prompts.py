@@ -94,7 +94,7 @@ def test_documents_of_every_source_know_their_prompts(
 FLAGGED = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=25)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FLAGGED, st.sampled_from(["concat", "best_fit"]), st.booleans())
 def test_targets_are_the_answers_and_no_other_token(
     lengths: list[tuple[int, int]], packing: str, doc_mask: bool

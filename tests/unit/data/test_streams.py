@@ -139,7 +139,7 @@ def pieces(row: NDArray[np.int32], end_id: int) -> list[list[int]]:
     return [piece for piece in found if piece]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.sampled_from([None, 3]))
 def test_best_fit_gives_every_token_once_and_cuts_only_documents_above_a_row(
     lengths: list[int], seed: int | None

@@ -124,7 +124,7 @@ def texts_and_paths(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(name=NASTY, folder=TEXTS, image=NASTY, claim=NASTY)
 def test_every_text_is_itself_in_manifests_and_no_field_appears(name: str, folder: str, image: str, claim: str) -> None:
     overrides = (f"run.name={toml_value(name)}", f"compile.cache_dir={toml_value(f'/{folder}')}")
@@ -153,7 +153,7 @@ def _loaded(text: str) -> dict[str, Any]:
         file.unlink()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(NASTY)
 def test_kubernetes_expands_nothing_in_an_argument(text: str) -> None:
     assert expanded(kubernetes.literal(text)) == text
@@ -163,7 +163,7 @@ def test_kubernetes_would_expand_what_is_not_escaped() -> None:
     assert expanded("$(HOME) $$ $(NONE) $HOME") == "/root $ $(NONE) $HOME"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from("abc"), NASTY, min_size=1))
 def test_yaml_reads_back(table: dict[str, str]) -> None:
     assert yaml.safe_load(dump_yaml([table])) == table
@@ -182,7 +182,7 @@ def in_bash(script: str, *argv: str, folder: Path, **environ: str) -> subprocess
 
 
 def test_slurms_script_has_arguments_as_they_were_given(tmp_path: Path) -> None:
-    @settings(deadline=None, max_examples=25)
+    @settings(max_examples=25)
     @given(st.lists(NASTY, min_size=1, max_size=4), NASTY)
     def check(names: list[str], path: str) -> None:
         run = job(*(f"run.name={toml_value(name)}" for name in names))
@@ -201,7 +201,7 @@ def test_slurms_script_has_arguments_as_they_were_given(tmp_path: Path) -> None:
     check()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(name=NASTY, image=NASTY)
 def test_the_sagemaker_script_calls_the_estimator_with_the_texts(name: str, image: str) -> None:
     run = job(f"run.name={toml_value(name)}", "checkpoint.mirror=s3://a/b", options=Options(image=image))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nxtrain.metrics.spikes import WINDOW, NormSpikes
@@ -31,7 +31,6 @@ def brute_force(norms: list[float], threshold: float) -> tuple[list[tuple[int, i
     return spikes, means
 
 
-@settings(deadline=None)
 @given(norms=NORMS, threshold=THRESHOLD, every=st.integers(1, 130))
 def test_spikes_and_means_are_those_of_brute_force_however_often_they_are_taken(
     norms: list[float], threshold: float, every: int
@@ -49,7 +48,6 @@ def test_spikes_and_means_are_those_of_brute_force_however_often_they_are_taken(
 LONG_SPIKE = [1.0] * WINDOW + [9.0, 9.0, 9.0, 0.0]
 
 
-@settings(deadline=None)
 @given(norms=NORMS, threshold=THRESHOLD, saved=st.integers(0, 120))
 @example(norms=LONG_SPIKE, threshold=0.1, saved=WINDOW + 2)
 def test_a_resumed_detector_goes_on_as_if_it_had_not_stopped(norms: list[float], threshold: float, saved: int) -> None:

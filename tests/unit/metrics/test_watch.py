@@ -48,7 +48,7 @@ def test_the_verdict_is_about_several_records(tmp_path: Path) -> None:
     assert "evaluation-bound" in Followed(alone).line()[0]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_the_newest_whole_record_is_shown_however_the_file_grows(tmp_path: Path, data: st.DataObject) -> None:
     """Bytes arrive in pieces; a resume drops the records after some step and writes others."""

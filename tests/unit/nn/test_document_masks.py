@@ -66,7 +66,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.integers(0, 1 << 32), st.sampled_from(["mha", "gqa2", "llama3-rope"]))
 def test_packed_documents_are_those_alone(
     models: dict[tuple[str, str], nn.Module], kernels: str, seed: int, shape: str

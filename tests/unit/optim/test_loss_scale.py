@@ -11,7 +11,7 @@ from nxtrain.optim.loss_scale import LossScale
 from nxtrain.train.health.step_history import PastStep
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     first=st.sampled_from([2.0**-20, 1.0, 1000.0, 65536.0, 2.0**126]),
     every=st.integers(1, 4),

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -141,7 +141,6 @@ def test_each_block_gathers_those_behind_it_forward_and_those_before_it_backward
         }
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), fewest=st.integers(0, 40))
 def test_units_cover_the_blocks_in_order_and_are_as_small_as_the_least_size_allows(
     sizes: list[int], fewest: int

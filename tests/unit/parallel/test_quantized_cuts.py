@@ -39,7 +39,7 @@ def holds_whole_blocks(spec: ShardSpec, at: Axis) -> bool:
     return True
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SIZES, SIZES, st.sampled_from([0, 1]), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_a_cut_is_allowed_where_every_rank_holds_whole_blocks(
     rows: int, columns: int, dim: int, size: int, fused: bool

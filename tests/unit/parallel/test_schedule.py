@@ -39,7 +39,7 @@ cases: st.SearchStrategy[Case] = st.sampled_from(list(KINDS)).flatmap(
     lambda kind: st.sampled_from([(shape, kind) for shape in SHAPES if shape[1] == 1 or kind is not zero_bubble])
 )
 
-for_any = settings(deadline=None, derandomize=True)
+for_any = settings(derandomize=True)
 
 
 def stage_of(action: Action, rank: int, p: int) -> int:
@@ -135,7 +135,6 @@ def test_both_ranks_of_a_pair_see_the_same_transfers(case: Case) -> None:
 
 
 @given(cases)
-@settings(deadline=None)
 def test_what_is_joined_at_one_end_is_joined_at_the_other(case: Case) -> None:
     """And nothing is lost, moved or joined that is no send beside a receive of the same two ranks."""
     shape, kind = case

@@ -54,7 +54,7 @@ def test_trained_parameters_are_those_that_peft_prints(
     assert found.checkpoint_bytes == 14 * trained
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tp=st.sampled_from([1, 2, 4, 8]),
     r=st.integers(1, 64),

@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(**SIZES)
 def test_a_plan_refuses_what_a_run_refuses(backend: CpuBackend, tp: int, **drawn: Any) -> None:
     shape = {

@@ -18,7 +18,7 @@ from tests.support.run_folders import record, write_run
 TIMES = st.fixed_dictionaries({key: st.integers(0, 50) for key in (*KINDS_S, *SECTIONS_S)})
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(TIMES, min_size=1, max_size=5), st.booleans())
 def test_shares_are_those_of_the_sums(tmp_path: Path, drawn: list[dict[str, int]], divided: bool) -> None:
     records = []

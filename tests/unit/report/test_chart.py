@@ -18,7 +18,6 @@ VALUES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(values=VALUES, buckets=st.integers(1, 20))
 def test_a_thinned_curve_keeps_the_extremes_of_every_bucket(values: list[float], buckets: int) -> None:
     series = np.array(values)
@@ -33,7 +32,7 @@ def test_a_thinned_curve_keeps_the_extremes_of_every_bucket(values: list[float],
             assert (inside.min(), inside.max()) == (series[a:b].min(), series[a:b].max())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(values=VALUES, first=st.integers(0, 2**52), zero=st.booleans(), kind=st.sampled_from(["line", "dots"]))
 def test_curves_and_ticks_lie_inside_the_plot(values: list[float], first: int, zero: bool, kind: str) -> None:
     series = np.array(values)

@@ -72,7 +72,7 @@ def plainly(content: bytes) -> tuple[dict[int, dict[str, float]], int]:
     return found, damaged
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(LINE, max_size=12), is_torn=st.booleans(), block=st.sampled_from([40, 200, 1 << 25]))
 def test_columns_are_those_of_a_plain_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[bytes], is_torn: bool, block: int

@@ -88,7 +88,7 @@ def benign(tmp_path_factory: pytest.TempPathFactory) -> Elements:
     return parsed(page_with(tmp_path_factory.mktemp("benign"), "benign"))
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=HOSTILE)
 def test_no_text_of_a_user_becomes_an_element_or_an_attribute(tmp_path: Path, benign: Elements, text: str) -> None:
     page = page_with(tmp_path, text)
@@ -196,7 +196,7 @@ def test_every_kind_of_folder_renders_and_says_what_is_missing(
         assert any(said in line for line in done.lines)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_render(tmp_path: Path, data: Any) -> None:
     folder = write_run(tmp_path / "run")

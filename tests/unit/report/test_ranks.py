@@ -27,7 +27,7 @@ def written(folder: Path, content: object) -> Path:
     return folder
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(RATES)
 def test_drawn_ranks_are_ordered_by_their_own_time(tmp_path: Path, rates: list[dict[str, int]]) -> None:
     in_s = {rank: {kind: ms / 1e3 for kind, ms in rate.items()} for rank, rate in enumerate(rates)}

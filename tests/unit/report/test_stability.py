@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nxtrain.report.columns import Columns
@@ -27,7 +27,6 @@ def shown_of(run: Run) -> dict[str, str]:
     return {row[0]: row[1] for row in stability([run]).rows}
 
 
-@settings(deadline=None)
 @given(
     steps=st.lists(st.integers(0, 5000), min_size=FEWEST_FITTED, max_size=120, unique=True).map(sorted),
     seed=st.integers(0, 999),

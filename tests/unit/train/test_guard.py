@@ -163,7 +163,7 @@ def course(folder: Path, norms: list[float], reads: list[tuple[int, bool]]) -> t
     return spikes, [line for line in screen.getvalue().splitlines() if "spike" in line or "diverging" in line]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     norms=st.lists(
         st.one_of(st.floats(0.5, 0.55), st.floats(0.5, 0.55), st.floats(0.5, 40.0)), min_size=2, max_size=90
