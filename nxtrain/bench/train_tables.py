@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -23,14 +23,15 @@ def show(result: Mapping[str, Any]) -> None:
     for note in dict.fromkeys(note for row in result["rows"] for note in row.get("notes", ())):
         console.print(note, markup=False)
     console.print(_speeds(result))
-    console.print(_ratios(result))
+    if peers := [row["name"] for row in result["rows"] if "mfu" in row and row["name"] not in result["ratios_of"]]:
+        console.print(_ratios(result, peers))
     for name, parts in result["breakdown"].items():
         console.print(_parts(name, parts))
 
 
 def _speeds(result: Mapping[str, Any]) -> Table:
     table = Table(title=f"tokens/s, {result['precision']}, {result['threads']} threads", title_style="bold")
-    table.add_column("candidate")
+    table.add_column("candidate", overflow="fold")
     for clock in result["rows"][0]["by_clock"]:
         table.add_column(CLOCKS[clock], justify="right")
     for head in ("MFU", "compile s", "loss"):
@@ -51,12 +52,11 @@ def _speeds(result: Mapping[str, Any]) -> Table:
     return table
 
 
-def _ratios(result: Mapping[str, Any]) -> Table:
+def _ratios(result: Mapping[str, Any], peers: Sequence[str]) -> Table:
     table = Table(title=f"ratios of {CLOCKS[result['clock']]}", title_style="bold")
     table.add_column("over")
     for ours in result["ratios_of"]:
         table.add_column(ours, justify="right")
-    peers = [row["name"] for row in result["rows"] if "mfu" in row and row["name"] not in result["ratios_of"]]
     for peer in peers:
         table.add_row(peer, *(_cell(ratios[peer]) for ratios in result["ratios_of"].values()))
     table.caption = "medians of the ratios inside each round, and their range"
