@@ -7,13 +7,14 @@ counts `data_s` of a run.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
 from nxtrain.bench.turns import num_cores
 from nxtrain.data.arrow.lanes import CorpusLanes
-from nxtrain.data.loader import BatchShare
+from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LaneSource, StreamLoader, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers
 from nxtrain.metrics.work_meter import WorkMeter
@@ -45,17 +46,17 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
     shares: dict[str, float] = {}
     kept: dict[str, dict[int, float]] = {}
     for name, source in sources.items():
-        order = LaneOrder(num_lanes(ROWS), 0, True)
         kept[name] = {}
         for workers in numbers:
-            at = {rate: partial(share_waiting, source, order, workers, source.seq_len / rate) for rate in _rates()}
-            first = at[TOKENS_PER_S]()
+            with open_batches(source, LaneOrder(num_lanes(ROWS), 0, True), workers) as batches:
+                at = {rate: partial(share_waiting, batches, source.seq_len / rate) for rate in _rates()}
+                first = at[TOKENS_PER_S]()
+                # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
+                most = 1.25 * (1 - first) * TOKENS_PER_S
+                below = (rate for rate in _rates()[1:] if rate <= most and at[rate]() < MOST_WAITING)
+                kept[name][workers] = TOKENS_PER_S if first < MOST_WAITING else next(below, 0.0)
             if workers == numbers[-1]:
                 shares[name] = first
-            # Workers that are waited for give what they can: far above that, no rate is worth a measurement.
-            most = 1.25 * (1 - first) * TOKENS_PER_S
-            below = (rate for rate in _rates()[1:] if rate <= most and at[rate]() < MOST_WAITING)
-            kept[name][workers] = TOKENS_PER_S if first < MOST_WAITING else next(below, 0.0)
     return {"tokens_per_s": TOKENS_PER_S, "workers": numbers[-1], "shares": shares, "kept": kept}
 
 
@@ -63,31 +64,36 @@ def _rates() -> list[float]:
     return [part * TOKENS_PER_S for part in LADDER]
 
 
-def share_waiting(
-    source: LaneSource, order: LaneOrder, workers: int, row_s: float, *, steps: int = STEPS, rows: int = ROWS
-) -> float:
-    """Share of the time of steps in which a device that computes for a fixed time waits for data.
+@contextmanager
+def open_batches(source: LaneSource, order: LaneOrder, workers: int, rows: int = ROWS) -> Iterator[Iterator[Batch]]:
+    """Batches of a run.
 
     Args:
         source: Opens the lanes.
         order: Order of the documents of all lanes.
         workers: Worker processes.
-        row_s: Time of a row on the device.
-        steps: Steps that count, behind `WARMUP_STEPS`.
         rows: Rows of a step.
     """
     lanes = partial(Workers, source, order, WorkerPolicy(workers, 0, TIMEOUT_S))
-    batches = StreamLoader(lanes, order.lanes, BatchShare(rows, rows), end_id=0).prefetched(0)
+    with closing(StreamLoader(lanes, order.lanes, BatchShare(rows, rows), end_id=0).prefetched(0)) as batches:
+        yield batches
+
+
+def share_waiting(batches: Iterator[Batch], row_s: float, *, steps: int = STEPS) -> float:
+    """Share of the time of steps in which a device that computes for a fixed time waits for data.
+
+    Args:
+        batches: Batch of each step.
+        row_s: Time of a row on the device.
+        steps: Steps that count, behind `WARMUP_STEPS`.
+    """
     meter = WorkMeter()
-    try:
-        for step in range(WARMUP_STEPS + steps):
-            if step == WARMUP_STEPS:
-                meter.begin(step)
-            meter.enter(step, "data")
-            next(batches)
-            meter.enter(step, "training")
-            time.sleep(rows * row_s)
-        spent = meter.measure(WARMUP_STEPS + steps)
-    finally:
-        batches.close()
+    for step in range(WARMUP_STEPS + steps):
+        if step == WARMUP_STEPS:
+            meter.begin(step)
+        meter.enter(step, "data")
+        batch = next(batches)
+        meter.enter(step, "training")
+        time.sleep(batch.targets.shape[0] * batch.targets.shape[1] * row_s)
+    spent = meter.measure(WARMUP_STEPS + steps)
     return spent["data_s"] / (spent["data_s"] + spent["training_s"])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nxtrain.bench import data_turns
 from nxtrain.bench.data_turns import Spent, WatchedTokenizer, packing_turns, speed_ratio, take_text_turns
-from nxtrain.bench.data_wait import MOST_WAITING, share_waiting
+from nxtrain.bench.data_wait import MOST_WAITING, open_batches, share_waiting
 from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
@@ -108,8 +108,10 @@ class SlowLanes:
 @pytest.mark.alone
 def test_the_rate_without_a_wait_grows_with_the_workers() -> None:
     """A row of the device takes a quarter of a worker's: eight keep it busy, and each halving below four waits."""
-    order = LaneOrder(8, 0, True)
-    shares = {n: share_waiting(SlowLanes(), order, n, ROW_S / 4, steps=20, rows=8) for n in (1, 2, 8)}
+    shares = {}
+    for workers in (1, 2, 8):
+        with open_batches(SlowLanes(), LaneOrder(8, 0, True), workers, rows=8) as batches:
+            shares[workers] = share_waiting(batches, ROW_S / 4, steps=20)
     assert shares[8] < MOST_WAITING
     assert shares[2] == pytest.approx(1 / 2, abs=0.1)
     assert shares[1] == pytest.approx(3 / 4, abs=0.1)
