@@ -130,9 +130,7 @@ def _show(result: Mapping[str, Any]) -> None:
         name = row["name"]
         speeds = f"{row['value'] / 1e6:.2f}", f"{median(row['bare']) / 1e6:.2f}", f"{text['ratios'][name]:.2f}"
         table.add_row(name, *speeds, f"{text['inside'][name]:.1%}")
-    table.caption = (
-        "the bare tokenizer gets each text that a side tokenizes, right before or behind the side"
-    )
+    table.caption = "the bare tokenizer gets each text that a side tokenizes, right before or behind the side"
     console.print(table)
     listed = ", ".join(f"{share:.1%} with {name}" for name, share in wait["shares"].items())
     console.print(

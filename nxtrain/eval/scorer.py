@@ -169,7 +169,7 @@ class Scorer:
         return [merged[number] for number in range(len(texts))]
 
     def _totals(self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
-        """Sums over the rows of each group; the rows of a group are scored together."""
+        """Sums over the rows of each group; a group whose rows several ranks score is not told to `done`."""
         flat = [(number, row) for number, rows in enumerate(groups) for row in rows]
         left = [len(rows) for rows in groups]
         totals = [Likelihood(0.0, True) for _ in groups]
