@@ -70,9 +70,12 @@ class HarnessTask:
 
         Raises:
             DataError: The task's data cannot be had, or its files are at fault, or it measures nothing.
+            OSError: The folder of answers cannot be made.
         """
         from lm_eval.evaluator import simple_evaluate
 
+        if answers:
+            answers.mkdir(parents=True, exist_ok=True)  # a failure is of the folder, and not of the task
         try:
             found = simple_evaluate(
                 adapter(scorer, self.seed),
@@ -203,7 +206,14 @@ def adapter(scorer: Scorer, seed: int = 0) -> Any:
 def _continued(
     scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
 ) -> list[str]:
-    """Continuations of texts; those with the same rule of sampling are made together."""
+    """Continuations of texts; those with the same rule of sampling are made together.
+
+    Args:
+        scorer: The model.
+        asked: Texts with their options of the harness.
+        keep: Stores an answer as soon as the answer is known; samples are not answers for another run.
+        seed: Seed of samples.
+    """
     from lm_eval.models.utils import normalize_gen_kwargs
 
     groups: dict[Sampling, list[int]] = {}
@@ -216,11 +226,14 @@ def _continued(
         requests.append((text, int(found["max_gen_toks"]), tuple(stop for stop in found["until"] if stop)))
     texts = [""] * len(asked)
     for sampling, numbers in groups.items():
-        found_texts = scorer.continuations([requests[n] for n in numbers], sampling, seed=seed)
+
+        def done(number: int, text: str, sampling: Sampling = sampling, numbers: Sequence[int] = numbers) -> None:
+            if sampling.temperature == 0:
+                keep("generate_until", asked[numbers[number]], text)
+
+        found_texts = scorer.continuations([requests[n] for n in numbers], sampling, done, seed=seed)
         for number, text in zip(numbers, found_texts, strict=True):
             texts[number] = text
-            if sampling.temperature == 0:
-                keep("generate_until", asked[number], text)
     return texts
 
 

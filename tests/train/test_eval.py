@@ -111,7 +111,7 @@ def test_each_token_of_a_continuation_is_scored_whatever_the_tokenizer_joins(hf:
 
 def scored_by_rank(backend: Backend, place: Path, tp: int = 1) -> tuple[list[Likelihood], list[str], int, list[int]]:
     """Scores and continuations on one rank, batches that it has computed, and texts that it has reported."""
-    ours, batches, reported = open_scorer(place, backend, tp), 0, list[int]()
+    ours, batches, reported = open_scorer(place, backend, tp), 0, dict[int, str]()
     compute = ours._score
 
     def counted(rows: Any) -> list[Likelihood]:
@@ -122,7 +122,8 @@ def scored_by_rank(backend: Backend, place: Path, tp: int = 1) -> tuple[list[Lik
     ours._score = counted  # type: ignore[method-assign]
     found = ours.likelihoods(PAIRS)
     requests = [(context, 6, ("x",)) for context, _ in PAIRS if context]
-    texts = ours.continuations(requests, Sampling(0.0), reported.append)
+    texts = ours.continuations(requests, Sampling(0.0), reported.__setitem__)
+    assert all(texts[number] == text for number, text in reported.items())
     return found, texts, batches, sorted(reported)
 
 

@@ -21,6 +21,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.convert.hf import hf_to_nxtrain
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.eval import harness
+from nxtrain.eval import scorer as scorers
 from nxtrain.eval.scorer import Scorer, windows
 from nxtrain.eval.suites import RECIPE
 from nxtrain.mesh import Mesh
@@ -273,6 +274,36 @@ def test_a_task_at_fault_is_told_without_a_traceback(
     said = " ".join(err.split())
     assert (code, "--tasks own_choice: the harness cannot run it: " in said) == (3, True), err
     assert words in said and "check the task's files" in said, err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_answers_that_cannot_be_made_is_named(hf: Path, tasks: Path, tmp_path: Path) -> None:
+    (tmp_path / "evaluations").touch()
+    task = harness.HarnessTask("own_choice", None, 0, 0, harness.open_registry(["own_choice"], tasks))
+    with pytest.raises(FileExistsError, match="evaluations"):
+        task.run(open_scorer(hf), tmp_path / "evaluations")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_text_that_a_killed_task_has_written_is_not_written_again(
+    hf: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extend, written = scorers.extend, list[str]()
+
+    def dying(decoder: Any, texts: Any, sampling: Any) -> Iterator[tuple[int, str]]:
+        if len(written) == 2:
+            written.append("killed")
+            raise KeyboardInterrupt
+        written.extend(text.prompt for text in texts)
+        return extend(decoder, texts, sampling)
+
+    monkeypatch.setattr(scorers, "MAX_ROWS", 1)
+    monkeypatch.setattr(scorers, "extend", dying)
+    task = harness.HarnessTask("own_writing", None, 0, 0, harness.open_registry(["own_writing"], tasks))
+    with pytest.raises(KeyboardInterrupt):
+        task.run(open_scorer(hf), tmp_path)
+    task.run(open_scorer(hf), tmp_path)
+    assert len(written) == len(set(written)) == len(QUESTIONS) + 1
 
 
 @pytest.mark.filterwarnings("ignore")
