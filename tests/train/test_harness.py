@@ -25,6 +25,7 @@ from nxtrain.eval import scorer as scorers
 from nxtrain.eval.scorer import Scorer, windows
 from nxtrain.eval.suites import RECIPE
 from nxtrain.mesh import Mesh
+from nxtrain.train.generate import extend
 from nxtrain.train.trained import Trained
 from tests.support.commands import in_process
 from tests.support.text_models import LENGTH, TEXT, text_model
@@ -288,7 +289,7 @@ def test_a_folder_of_answers_that_cannot_be_made_is_named(hf: Path, tasks: Path,
 def test_a_text_that_a_killed_task_has_written_is_not_written_again(
     hf: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extend, written = scorers.extend, list[str]()
+    written = list[str]()
 
     def dying(decoder: Any, texts: Any, sampling: Any) -> Iterator[tuple[int, str]]:
         if len(written) == 2:
