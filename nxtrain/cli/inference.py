@@ -12,6 +12,7 @@ import typer
 from nxtrain.cli.bench import AsJson
 from nxtrain.cli.options import integer, number
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
+from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
 from nxtrain.process.placement import Placement
 
@@ -121,12 +122,14 @@ def evaluate(
     Results are added to evaluations.jsonl of the run folder; what is there already is not computed again. Under
     torchrun, the ranks share the requests, or with --tp the model, and the first one prints.
     """
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    if not names:
+        raise ConfigError(f"--tasks {tasks!r} names no task; give NAME,..., or leave it out for the offline suite")
     place = _place(visible_cores)
     from nxtrain.eval.command import Options, table
     from nxtrain.eval.command import evaluate as evaluate_checkpoints
     from nxtrain.process.console import standard_error
 
-    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     found = evaluate_checkpoints(checkpoint, Options(names, every, seed, limit, task_dir, tp), standard_error().print)
     if not place.is_leader:
         return

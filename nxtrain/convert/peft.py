@@ -337,7 +337,8 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
     path = base or Path(adapter.base)
     if not (base or adapter.base) or not path.is_dir():
         named = adapter.base or "nothing"
-        raise ConfigError(f"{folder} is an adapter of {named}, which is no folder of this machine; give --base DIR")
+        given = f", and --base {base} is no folder" if base else ", which is no folder of this machine; give --base DIR"
+        raise ConfigError(f"{folder} is an adapter of {named}{given}; the base is a Hugging Face folder")
     adapter.require_base(HfFolder(path), f"the adapter in {folder}")
     return MergedFolder(path, adapter)
 

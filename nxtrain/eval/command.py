@@ -82,14 +82,22 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         note: Prints a line for the user.
 
     Raises:
-        ConfigError: A task is unknown, the model carries no tokenizer, or tp does not divide it or the world.
+        ConfigError: A task is unknown, the limit is too high, the model carries no tokenizer, or tp does not divide
+            it or the world.
         CheckpointError: A checkpoint is absent or damaged.
         DivergedError: The model's scores are not finite.
     """
     chosen, registry = choose_tasks(options.tasks, options.folder)
+    if any(choice.is_local for choice in chosen) and options.limit > MAX_LIMIT:
+        raise ConfigError(f"--limit {options.limit:,} is too high: local tasks draw {MAX_LIMIT:,} requests at most")
     places = _kept(address) if options.every else [address]
     backend = open_backend(choose("auto")[0])
     try:
+        if backend.world % options.tp:
+            raise ConfigError(
+                f"--tp {options.tp} does not divide the {backend.world} ranks; start a multiple of {options.tp} by "
+                f"torchrun --nproc-per-node N -m nxtrain eval, or give another --tp"
+            )
         ranks = Ranks(Mesh.build(backend.world, backend.rank, tp=options.tp), backend.host_group)
         backend.lay_out(ranks.mesh)
         say = note if ranks.is_leader else lambda line: None
@@ -187,6 +195,9 @@ class _Evaluator:
 
 DEFAULT_LIMIT = 200
 """Requests of a local task."""
+
+MAX_LIMIT = 1_000_000
+"""Most requests of a local task, all of which are in memory; most tasks could go on without end."""
 
 
 def _kept(address: str) -> list[str]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from nxtrain.checkpoint.meta import fingerprint
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, NxtrainError
 from nxtrain.eval.scorer import Likelihood, Scorer
 from nxtrain.eval.task import Metrics
 from nxtrain.train.generate import Sampling
@@ -68,10 +69,13 @@ class HarnessTask:
             answers: Folder in which answers are kept, by which a killed evaluation goes on; None: keep none.
 
         Raises:
-            DataError: The task's data cannot be had.
+            DataError: The task's data cannot be had, or its files are at fault, or it measures nothing.
+            OSError: The folder of answers cannot be made.
         """
         from lm_eval.evaluator import simple_evaluate
 
+        if answers:
+            answers.mkdir(parents=True, exist_ok=True)  # a failure is of the folder, and not of the task
         try:
             found = simple_evaluate(
                 adapter(scorer, self.seed),
@@ -83,19 +87,28 @@ class HarnessTask:
                 log_samples=False,
                 task_manager=self.registry,
                 random_seed=self.seed,
-                numpy_random_seed=self.seed,
+                numpy_random_seed=self.seed % (1 << 32),  # numpy takes no other seeds
                 torch_random_seed=self.seed,
                 fewshot_random_seed=self.seed,
                 confirm_run_unsafe_code=os.environ.get(CODE_VARIABLE) == "1",
             )
-        except (ImportError, OSError, ValueError) as error:
+        except Exception as error:  # files of tasks hold expressions and code, which raise anything
+            if isinstance(error, NxtrainError | MemoryError) or _is_of_the_scorer(error):
+                raise
             reason = (str(error).strip() or repr(error)).splitlines()[0]
-            raise DataError(f"--tasks {self.name}: the harness cannot run it: {reason}") from error
+            hint = "check the task's files, its data and the number of solved examples"
+            kind = type(error).__name__
+            raise DataError(f"--tasks {self.name}: the harness cannot run it: {kind}: {reason}; {hint}") from error
         return _metrics(self.name, found)
 
     def _cache_name(self, scorer: Scorer) -> str:
         """Name of the file of answers, without its ending: answers of other weights, or of other examples, differ."""
         return fingerprint([scorer.model.identity.encode(), self.name.encode(), self.identity.encode()])
+
+
+def _is_of_the_scorer(error: Exception) -> bool:
+    """True if the model raised an error, and not the harness or a task."""
+    return any(frame.f_globals.get("__name__") == Scorer.__module__ for frame, _ in walk_tb(error.__traceback__))
 
 
 _BOOTSTRAPS = 1000
@@ -193,7 +206,14 @@ def adapter(scorer: Scorer, seed: int = 0) -> Any:
 def _continued(
     scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
 ) -> list[str]:
-    """Continuations of texts; those with the same rule of sampling are made together."""
+    """Continuations of texts; those with the same rule of sampling are made together.
+
+    Args:
+        scorer: The model.
+        asked: Texts with their options of the harness.
+        keep: Stores an answer as soon as the answer is known; samples are not answers for another run.
+        seed: Seed of samples.
+    """
     from lm_eval.models.utils import normalize_gen_kwargs
 
     groups: dict[Sampling, list[int]] = {}
@@ -206,17 +226,36 @@ def _continued(
         requests.append((text, int(found["max_gen_toks"]), tuple(stop for stop in found["until"] if stop)))
     texts = [""] * len(asked)
     for sampling, numbers in groups.items():
-        found_texts = scorer.continuations([requests[n] for n in numbers], sampling, seed=seed)
+
+        def done(number: int, text: str, sampling: Sampling = sampling, numbers: Sequence[int] = numbers) -> None:
+            if sampling.temperature == 0:
+                keep("generate_until", asked[numbers[number]], text)
+
+        found_texts = scorer.continuations([requests[n] for n in numbers], sampling, done, seed=seed)
         for number, text in zip(numbers, found_texts, strict=True):
             texts[number] = text
-            if sampling.temperature == 0:
-                keep("generate_until", asked[number], text)
     return texts
 
 
 def _metrics(name: str, found: Any) -> Metrics:
-    """Metrics of a task; `stderr` is of the first, and the others have theirs under names of their own."""
-    results: dict[str, Any] = found["results"][name]
+    """Metrics of a task; `stderr` is of the first, and the others have theirs under names of their own.
+
+    A group without a result of its own, or a tag, has those of its tasks, as `TASK_METRIC`.
+    """
+    results: dict[str, dict[str, Any]] = found["results"]
+    metrics, stderr = _numbers(results.get(name, {}))
+    if not metrics:
+        for task in found["n-samples"]:
+            of_task, error = _numbers(results.get(task, {}))
+            stderr = stderr if metrics else error
+            metrics |= {f"{task}_{metric}": value for metric, value in of_task.items()}
+    if not metrics:
+        raise DataError(f"--tasks {name}: none of its metrics is a finite number; check the task's files and its data")
+    return {**metrics, "stderr": stderr, "n": sum(each["effective"] for each in found["n-samples"].values())}
+
+
+def _numbers(results: Mapping[str, Any]) -> tuple[dict[str, float | int], float | None]:
+    """Metrics of the harness that are finite numbers, and the standard error of the first if known."""
     metrics: dict[str, float | int] = {}
     first = ""
     for key, value in results.items():
@@ -226,5 +265,4 @@ def _metrics(name: str, found: Any) -> Metrics:
             metrics[metric if filtered == "none" else f"{metric}_{filtered}"] = value
             first = first or key
     stderr = results.get(first.replace(",", "_stderr,"))
-    known = stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None
-    return {**metrics, "stderr": known, "n": sum(each["effective"] for each in found["n-samples"].values())}
+    return metrics, stderr if isinstance(stderr, int | float) and math.isfinite(stderr) else None

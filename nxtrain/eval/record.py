@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,4 +54,16 @@ class Record:
 def _is_whole(line: Mapping[str, Any]) -> bool:
     """True if a line is of this file, and not of another program."""
     named = all(isinstance(line.get(name), str) for name in ("weights", "task", "question"))
-    return named and isinstance(line.get("metrics"), dict)
+    metrics = line.get("metrics")
+    return named and isinstance(metrics, dict) and _is_result(metrics)
+
+
+def _is_result(metrics: Mapping[str, object]) -> bool:
+    """True if metrics are as `Metrics` describes them, so that they can be shown."""
+    if next(iter(metrics), "n") in ("stderr", "n") or not metrics.keys() >= {"stderr", "n"}:
+        return False
+    return all(_is_number(value) or (name == "stderr" and value is None) for name, value in metrics.items())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

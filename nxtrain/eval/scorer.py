@@ -28,8 +28,6 @@ LOGITS = 1 << 25
 MAX_ROWS = 32
 """Most rows of a batch."""
 
-Done = Callable[[int], None]
-
 
 @dataclass(frozen=True)
 class Row:
@@ -71,7 +69,7 @@ class Scorer:
     Attributes:
         model: The model.
         length: Tokens of the longest sequence.
-        prefix: Tokens that begin a text.
+        prefix: Token that begins a text.
         tell: Called behind each batch with the rows that this rank has done, and with all of its rows.
     """
 
@@ -135,7 +133,7 @@ class Scorer:
         self,
         requests: Sequence[tuple[str, int, tuple[str, ...]]],
         sampling: Sampling,
-        done: Done = lambda number: None,
+        done: Callable[[int, str], None] = lambda number, text: None,
         *,
         seed: int = 0,
     ) -> list[str]:
@@ -146,7 +144,7 @@ class Scorer:
         Args:
             requests: Text, most tokens to add, and stop texts. Of a text that is too long, the end is used.
             sampling: Rule by which each token is drawn.
-            done: Called with each number of a request that this group has finished, on its first rank.
+            done: Called with each text that this tensor parallel group has continued, on its first rank.
             seed: Seed of the draws; equal texts draw from adjacent streams.
         """
         tokenizer, ends = self.model.tokenizer, self.model.ends
@@ -164,12 +162,12 @@ class Scorer:
                 pass
             mine |= {number: texts[number].text for number in batch}
             for number in batch if self._reports else ():
-                done(number)
+                done(number, mine[number])
         merged = {number: text for found in self._ranks.gather(mine) for number, text in found.items()}
         return [merged[number] for number in range(len(texts))]
 
     def _totals(self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
-        """Sums over the rows of each group; the rows of a group are scored together."""
+        """Sums over the rows of each group; a group whose rows several ranks score is not told to `done`."""
         flat = [(number, row) for number, rows in enumerate(groups) for row in rows]
         left = [len(rows) for rows in groups]
         totals = [Likelihood(0.0, True) for _ in groups]

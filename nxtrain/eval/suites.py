@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,8 +68,10 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
         The tasks, and the registry of those of the harness.
 
     Raises:
-        ConfigError: A name is unknown, or the harness is not installed.
+        ConfigError: A name is unknown, a task is wanted twice, the folder is none, or the harness is not installed.
     """
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--task-dir {folder} is no folder; give the folder that holds the tasks' YAML files")
     found: list[Choice] = []
     problems: list[Problem] = []
     for name in names or ("offline",):
@@ -82,21 +86,51 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
             task, colon, shots = name.partition(":")
             if colon and not shots.isdecimal():
                 problems.append(Problem("--tasks", f"{name}: {shots!r} is no number", hint="write NAME:SHOTS"))
+                continue
             found.append(Choice(task, False, int(shots) if shots.isdecimal() else None))
     found = list(dict.fromkeys(found))
+    problems += _named_twice(found)
     wanted = [choice.name for choice in found if not choice.is_local]
-    if wanted and not is_installed():
-        # A mistyped name of a local task is as likely as a task of the harness.
-        names_here = [*OFFLINE, *SUITES]
-        hint = f'{nearest(wanted[0], names_here)} Others need: pip install "nxtrain[eval]"'
-        reason = f"{', '.join(wanted)}: no local task, and the lm-evaluation-harness is not installed"
-        raise ConfigError([*problems, Problem("--tasks", reason, hint=hint)])
-    registry = open_registry(wanted, folder) if wanted else None
+    registry = open_registry(wanted, folder) if wanted and is_installed() else None
     known = set(registry.all_tasks) if registry else set()
-    for name in wanted:
-        if name not in known:
-            hint = nearest(name, [*OFFLINE, *SUITES, *sorted(known)])
-            problems.append(Problem("--tasks", f"{name} is no task of nxtrain or of the harness", hint=hint))
+    missing = [name for name in wanted if name not in known]
+    ours = [name for name in missing if name in OFFLINE or name in SUITES]
+    problems += [
+        Problem("--tasks", f"{name} takes no number of solved examples", hint=f"write {name}") for name in ours
+    ]
+    others = [name for name in missing if name not in ours]
+    if registry is not None:
+        problems += [_unknown(name, sorted(known)) for name in others]
+    elif others:
+        # A mistyped name of a local task is as likely as a task of the harness.
+        hint = f'{nearest(others[0], _NAMES)} Others need: pip install "nxtrain[eval]"'
+        reason = f"{', '.join(others)}: no local task, and the lm-evaluation-harness is not installed"
+        problems.append(Problem("--tasks", reason, hint=hint))
     if problems:
         raise ConfigError(problems)
     return found, registry
+
+
+_NAMES = tuple(dict.fromkeys((*OFFLINE, *SUITES)))
+
+
+def _named_twice(found: Sequence[Choice]) -> Iterator[Problem]:
+    """Tasks that are wanted in two ways: results are known by the name alone."""
+    for name, choices in groupby(sorted(found, key=lambda choice: choice.name), lambda choice: choice.name):
+        ways = [_way(choice) for choice in choices]
+        if len(ways) > 1:
+            yield Problem("--tasks", f"{name} is wanted {' and '.join(ways)}", hint="give each in a command of its own")
+
+
+def _way(choice: Choice) -> str:
+    if choice.is_local:
+        return "as the local task"
+    shots = "its own number of" if choice.num_shots is None else choice.num_shots
+    return f"with {shots} solved examples"
+
+
+def _unknown(name: str, known: Sequence[str]) -> Problem:
+    # All names of the harness would fill many screens.
+    close = get_close_matches(name, [*_NAMES, *known], n=1)
+    hint = nearest(name, close or _NAMES) + ("" if close else "; of the harness: lm_eval ls tasks")
+    return Problem("--tasks", f"{name} is no task of nxtrain or of the harness", hint=hint)

@@ -147,7 +147,8 @@ class SplitBackward(nn.Module):
     Attributes:
         weight: Parameter of the layer.
         postpone: Stores the product that computes the gradient; None: the backward pass computes it.
-        restored: Product of a whole input with a frozen weight that is kept in another form; None: `weight` is it.
+        restored: Product with a frozen weight that is kept in another form, of an input that needs no gathering; None:
+            `weight` is the weight.
     """
 
     weight: nn.Parameter

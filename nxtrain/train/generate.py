@@ -92,7 +92,7 @@ class Continuation:
         self.ids, self.count, self._ends = tuple(ids), count, ends
         self._detokenizer, self._stops = Detokenizer(tokenizer), Stops(stops)
         self.generator = torch.Generator().manual_seed(seed)
-        self.prompt = self._detokenizer.add(self.ids)
+        self.prompt = self._detokenizer.add(self.ids, is_whole=True)
         self.added: list[int] = []
         self.text, self.ending = "", _NONE
 

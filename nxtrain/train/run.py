@@ -306,9 +306,10 @@ def _announce_start(context: RunContext, data: Data, meta: Meta) -> None:
         if isinstance(data.source, Streams)
         else f"{data.source.num_rows:,}"
     )
+    origin = f"the weights of model.hf={context.config.model.hf}" if context.config.model.init == "hf" else "scratch"
     context.print_line(
         f"model {family.name}, {num_params:,} parameters; data {rows} rows of {seq_len} tokens; "
-        + (f"continues after step {meta.step}" if meta.step else "starts from scratch")
+        + (f"continues after step {meta.step}" if meta.step else f"starts from {origin}")
     )
 
 

@@ -24,11 +24,16 @@ class Detokenizer:
         self._ids: list[int] = []
         self._context = self._shown = 0
 
-    def add(self, ids: Sequence[int]) -> str:
-        """Append tokens and return the new whole characters."""
+    def add(self, ids: Sequence[int], *, is_whole: bool = False) -> str:
+        """Append tokens and return the new whole characters.
+
+        Args:
+            ids: The tokens.
+            is_whole: No further token belongs to the last character, which may be `_UNFINISHED` itself.
+        """
         self._ids += ids
         text = self._new_text()
-        if not text or text.endswith(_UNFINISHED):
+        if not text or (text.endswith(_UNFINISHED) and not is_whole):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
         return text

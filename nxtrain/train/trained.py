@@ -15,6 +15,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import fingerprint, read_meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.convert.hf_folder import CONFIG
+from nxtrain.convert.peft import CONFIG as ADAPTER_CONFIG
 from nxtrain.convert.verify_export import open_hf_model, open_model
 from nxtrain.data.tokenization import end_ids
 from nxtrain.errors import ConfigError, DamagedError
@@ -58,7 +59,7 @@ class Trained:
 
         Raises:
             CheckpointError: The checkpoint is absent or damaged.
-            ConfigError: The place carries no tokenizer, or its configuration is none of a model.
+            ConfigError: The place carries no tokenizer, or is an adapter, or its configuration is none of a model.
         """
         place = place_of(address)
         if isinstance(place, Path) and _is_hf_folder(place):
@@ -66,6 +67,9 @@ class Trained:
             family, config, declared = _read_hf(place)
             identity = fingerprint([str(place.resolve()).encode(), content_of(place / CONFIG)])
             return Trained(place, True, family, config, tokenizer, declared | end_ids(tokenizer), identity=identity)
+        if isinstance(place, Path) and _is_adapter(place):
+            hint = f"make a whole model of it: nxtrain convert peft-to-hf {place} DST --base DIR"
+            raise ConfigError(f"{place} holds an adapter in PEFT's format and no model; {hint}")
         place = locate_checkpoint(address)
         tokenizer, meta = _open_tokenizer(place), read_meta(place)
         family, config = meta.model()
@@ -111,6 +115,13 @@ class Trained:
 def _is_hf_folder(place: Path) -> bool:
     try:
         return (place / CONFIG).is_file() and not directory.is_checkpoint(place)
+    except OSError:  # reported by the code that reads the folder
+        return False
+
+
+def _is_adapter(place: Path) -> bool:
+    try:
+        return (place / ADAPTER_CONFIG).is_file() and not directory.is_checkpoint(place)
     except OSError:  # reported by the code that reads the folder
         return False
 

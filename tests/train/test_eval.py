@@ -111,7 +111,7 @@ def test_each_token_of_a_continuation_is_scored_whatever_the_tokenizer_joins(hf:
 
 def scored_by_rank(backend: Backend, place: Path, tp: int = 1) -> tuple[list[Likelihood], list[str], int, list[int]]:
     """Scores and continuations on one rank, batches that it has computed, and texts that it has reported."""
-    ours, batches, reported = open_scorer(place, backend, tp), 0, list[int]()
+    ours, batches, reported = open_scorer(place, backend, tp), 0, dict[int, str]()
     compute = ours._score
 
     def counted(rows: Any) -> list[Likelihood]:
@@ -122,7 +122,8 @@ def scored_by_rank(backend: Backend, place: Path, tp: int = 1) -> tuple[list[Lik
     ours._score = counted  # type: ignore[method-assign]
     found = ours.likelihoods(PAIRS)
     requests = [(context, 6, ("x",)) for context, _ in PAIRS if context]
-    texts = ours.continuations(requests, Sampling(0.0), reported.append)
+    texts = ours.continuations(requests, Sampling(0.0), reported.__setitem__)
+    assert all(texts[number] == text for number, text in reported.items())
     return found, texts, batches, sorted(reported)
 
 
@@ -235,6 +236,12 @@ def test_a_killed_evaluation_goes_on_with_the_same_numbers(run: Path, tmp_path: 
         (("--tasks", "recip"), 2, "did you mean recipe?"),
         (("--tasks", "piqa"), 2, 'pip install "nxtrain[eval]"'),
         (("--tasks", "piqa:few"), 2, "'few' is no number"),
+        (("--tasks", "cloze:3,recipe:5"), 2, "cloze takes no number of solved examples write cloze error"),
+        (("--tasks", "cloze:3,recipe:5"), 2, "recipe takes no number of solved examples write recipe"),
+        (("--tasks", " , "), 2, "--tasks ' , ' names no task; give NAME,..., or leave it out for the offline suite"),
+        (("--tasks", "cloze", "--task-dir", "/nowhere"), 2, "--task-dir /nowhere is no folder"),
+        (("--limit", 1_000_001), 2, "--limit 1,000,001 is too high: local tasks draw 1,000,000 requests at most"),
+        (("--tp", 2), 2, "--tp 2 does not divide the 1 ranks; start a multiple of 2 by torchrun"),
         (("--visible-cores", "0-1"), 5, "--visible-cores is for Neuron devices"),
     ],
 )
@@ -257,9 +264,38 @@ def test_places_without_a_model_or_a_tokenizer_are_refused(hf: Path, run: Path, 
     assert (code, "carries no tokenizer.json" in err) == (ConfigError.exit_code, True)
 
 
+@pytest.mark.parametrize("command", [("eval",), ("generate", "--prompt", "x")])
+def test_an_adapter_is_told_from_a_model(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    code, _, err = in_process(*command, tmp_path)
+    assert (code, f"nxtrain convert peft-to-hf {tmp_path} DST" in " ".join(err.split())) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {},
+        {"accuracy": 0.5},
+        {"accuracy": 0.5, "n": 2},
+        {"stderr": None, "n": 2},
+        {"accuracy": None, "stderr": None, "n": 2},
+        {"accuracy": "x", "stderr": None, "n": 2},
+        {"accuracy": math.nan, "stderr": None, "n": 2},
+        {"accuracy": 0.5, "stderr": "x", "n": 2},
+    ],
+)
+def test_a_spoilt_result_is_measured_again(run: Path, metrics: dict[str, object]) -> None:
+    argv = ("eval", run, "--tasks", "cloze", "--limit", 2)
+    whole, file = in_process(*argv)[1], run / EVALUATIONS_FILE
+    line = json.loads(file.read_text())
+    file.write_text(json.dumps({**line, "metrics": metrics}) + "\n")
+    code, out, err = in_process(*argv)
+    assert (code, out, err.endswith("cloze\n")) == (0, whole, True), err
+
+
 def test_code_that_a_model_writes_runs_by_consent_only(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
-    asked = mock.Mock(return_value={"results": {"t": {}}, "n-samples": {}})
+    asked = mock.Mock(return_value={"results": {"t": {"acc,none": 0.5}}, "n-samples": {}})
     monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", asked)
     monkeypatch.setattr(harness, "adapter", lambda scorer, seed: None)
     task = harness.HarnessTask("t", None, 0, 0, registry=None)

@@ -161,7 +161,8 @@ def assert_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
 
 def test_the_run_begins_as_the_base_and_learns(folder: Folder) -> None:
     """B is zero at first, so that the first loss is that of full fine-tuning, bit for bit."""
-    folder.train("full", "train.steps=1")
+    said = folder.train("full", "train.steps=1")
+    assert f"starts from the weights of model.hf={folder.base}" in said
     losses = folder.losses("lora")
     assert not (folder.path / "full" / ADAPTER_DIR).exists()
     assert losses[0] == folder.losses("full")[0]
@@ -317,6 +318,8 @@ def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path
     adapter = folder.path / "lora" / ADAPTER_DIR
     said = folder.train("again", *LORA, f"model.hf={other}", f"finetune.adapter={adapter}", code=2)
     assert "trained beside other weights" in said
+    code, _, err = in_process("convert", "peft-to-hf", adapter, tmp_path / "hf", "--base", tmp_path / "none")
+    assert code == 2 and f"--base {tmp_path / 'none'} is no folder" in " ".join(err.split())
     code, _, err = in_process("convert", "peft-to-hf", adapter, tmp_path / "hf", "--base", other)
     assert code == 2 and "trained beside other weights" in " ".join(err.split())
     folder.train("again", *LORA, f"finetune.adapter={adapter}", "train.steps=1")

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from nxtrain.checkpoint import directory
 from nxtrain.convert.hf import hf_to_nxtrain
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.eval import harness
+from nxtrain.eval import scorer as scorers
 from nxtrain.eval.scorer import Scorer, windows
 from nxtrain.eval.suites import RECIPE
 from nxtrain.mesh import Mesh
+from nxtrain.train.generate import extend
 from nxtrain.train.trained import Trained
 from tests.support.commands import in_process
 from tests.support.text_models import LENGTH, TEXT, text_model
@@ -217,6 +220,106 @@ def test_an_unknown_task_is_named_with_the_nearest(hf: Path, tasks: Path, monkey
     assert "own_choise is no task of nxtrain or of the harness" in err
     assert "did you mean own_choice?" in err
     assert "did you mean cloze?" in err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_like_none_get_no_list_of_thousands(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [f"zz{number}" for number in range(5000)]
+    monkeypatch.setattr(harness, "_registry", lambda folder, own_only: mock.Mock(all_tasks=known))
+    code, _, err = in_process("eval", hf, "--tasks", "quite_another")
+    assert code == 2
+    assert "known: held_out, cloze" in err and "of the harness: lm_eval ls tasks" in " ".join(err.split())
+    assert len(err) < 500
+    code, _, err = in_process("eval", hf, "--tasks", "zz3,zz4:1,zz3:2")
+    assert (code, "zz3 is wanted with its own number of solved examples and with 2 solved" in err) == (2, True), err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_groups_and_tags_without_a_mean_have_the_metrics_of_their_tasks(hf: Path, tasks: Path, tmp_path: Path) -> None:
+    for file in tasks.iterdir():
+        shutil.copy(file, tmp_path)
+    text = (tmp_path / "choice.yaml").read_text()
+    (tmp_path / "tagged.yaml").write_text(text.replace("own_choice", "own_tagged") + "tag: own_tag\n")
+    (tmp_path / "group.yaml").write_text("group: own_group\ntask: [own_choice, own_writing]\n")
+    names = "own_choice,own_writing,own_tag,own_group"
+    code, out, err = in_process("eval", hf, "--tasks", names, "--task-dir", tmp_path, "--json")
+    assert code == 0, err
+    found = json.loads(out)["tasks"]
+    choice, writing = found["own_choice"], found["own_writing"]
+    assert found["own_tag"]["own_tagged_acc"] == choice["acc"]
+    assert found["own_tag"]["stderr"] == choice["stderr"]
+    group = found["own_group"]
+    assert (group["own_choice_acc"], group["own_writing_exact_match"]) == (choice["acc"], writing["exact_match"])
+    assert (next(iter(group)), group["n"], group["stderr"]) == ("own_choice_acc", 2 * len(QUESTIONS), choice["stderr"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("{{question}}", "{{nothing}}", "UndefinedError: 'nothing' is undefined"),
+        ("data.jsonl", "empty.jsonl", "StopIteration"),
+        ("data.jsonl", "gone.jsonl", "gone.jsonl"),
+        ("output_type", "x_type", ""),
+    ],
+)
+def test_a_task_at_fault_is_told_without_a_traceback(
+    hf: Path, tasks: Path, tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text((tasks / "data.jsonl").read_text())
+    (tmp_path / "empty.jsonl").touch()
+    text = (tasks / "choice.yaml").read_text().replace(str(tasks), str(tmp_path))
+    assert old in text
+    (tmp_path / "choice.yaml").write_text(text.replace(old, new))
+    code, _, err = in_process("eval", hf, "--tasks", "own_choice", "--task-dir", tmp_path)
+    said = " ".join(err.split())
+    assert (code, "--tasks own_choice: the harness cannot run it: " in said) == (3, True), err
+    assert words in said and "check the task's files" in said, err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_of_answers_that_cannot_be_made_is_named(hf: Path, tasks: Path, tmp_path: Path) -> None:
+    (tmp_path / "evaluations").touch()
+    task = harness.HarnessTask("own_choice", None, 0, 0, harness.open_registry(["own_choice"], tasks))
+    with pytest.raises(FileExistsError, match="evaluations"):
+        task.run(open_scorer(hf), tmp_path / "evaluations")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_text_that_a_killed_task_has_written_is_not_written_again(
+    hf: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[str]()
+
+    def dying(decoder: Any, texts: Any, sampling: Any) -> Iterator[tuple[int, str]]:
+        if len(written) == 2:
+            written.append("killed")
+            raise KeyboardInterrupt
+        written.extend(text.prompt for text in texts)
+        return extend(decoder, texts, sampling)
+
+    monkeypatch.setattr(scorers, "MAX_ROWS", 1)
+    monkeypatch.setattr(scorers, "extend", dying)
+    task = harness.HarnessTask("own_writing", None, 0, 0, harness.open_registry(["own_writing"], tasks))
+    with pytest.raises(KeyboardInterrupt):
+        task.run(open_scorer(hf), tmp_path)
+    task.run(open_scorer(hf), tmp_path)
+    assert len(written) == len(set(written)) == len(QUESTIONS) + 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_error_of_the_model_is_not_laid_on_the_task(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nxtrain.eval.scorer._judge", mock.Mock(side_effect=ValueError("of the model")))
+    task = harness.HarnessTask("own_choice", None, 0, 0, harness.open_registry(["own_choice"], tasks))
+    with pytest.raises(ValueError, match="of the model"):
+        task.run(open_scorer(hf), None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [-1, 2**63 - 1])
+def test_every_seed_of_the_command_is_one_of_the_harness(hf: Path, tasks: Path, seed: int) -> None:
+    code, _, err = in_process("eval", hf, "--tasks", "own_choice:1", "--task-dir", tasks, "--seed", seed)
+    assert code == 0, err
 
 
 NAMES = {task for suite in RECIPE.values() for task in suite}

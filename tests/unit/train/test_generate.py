@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.errors import DivergedError
-from nxtrain.train.generate import Sampling
+from nxtrain.train.generate import Continuation, Sampling
 from nxtrain.train.text_stream import Detokenizer, Stops
 
 
@@ -38,6 +38,15 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None
     assert len(ids) > 1
     stream = Detokenizer(tokenizer)
     assert [stream.add([token]) for token in ids] == [""] * (len(ids) - 1) + ["\U0001f680"]
+
+
+@given(prompt=st.text(st.sampled_from("a\xe9\U0001f680\N{REPLACEMENT CHARACTER}"), min_size=1, max_size=4))
+def test_no_part_of_a_prompt_is_taken_for_added_text(tokenizer: Tokenizer, prompt: str) -> None:
+    text = Continuation(tokenizer.encode(prompt).ids, 9, tokenizer, stops=(prompt[0],))
+    assert text.prompt == prompt
+    for token in tokenizer.encode("the fox").ids:
+        text.add(token)
+    assert (text.text, text.ending) == ("the fox", "")
 
 
 @given(
