@@ -15,7 +15,7 @@ from typing import Any
 from nxtrain.doctor.finding import Finding, Host, ToolError, fault, fine, words
 from nxtrain.doctor.outputs import Bandwidth, OutputError, parse_nccom_test
 from nxtrain.errors import ConfigError
-from nxtrain.launch.local import meeting_point
+from nxtrain.launch.local import rendezvous_address
 from nxtrain.launch.targets.machines import GPU, NEURON, Machine
 from nxtrain.plan.hardware import MACHINES
 
@@ -74,7 +74,7 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
     Raises:
         ConfigError: The rank is not one of the machines, or the name or the port is none.
     """
-    name, port = meeting_point(first_node)
+    name, port = rendezvous_address(first_node)
     if rank >= size:
         raise ConfigError(f"--rank {rank} is none of --world {size} machines; ranks begin at 0")
     try:

@@ -125,7 +125,7 @@ def launch(
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
 
 
-def meeting_point(first_node: str) -> tuple[str, int]:
+def rendezvous_address(first_node: str) -> tuple[str, int]:
     """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given.
 
     Raises:
@@ -179,7 +179,7 @@ def _render(
 ) -> tuple[Command, list[Problem]]:
     """Build the command for one machine, and list the problems that keep it from running."""
     config = loaded.config
-    name, port = meeting_point(first_node)
+    name, port = rendezvous_address(first_node)
     uneven = check_nodes(loaded, nproc)
     problems = check_elastic(config, min_nodes) + uneven
     nodes = config.cluster.nodes
