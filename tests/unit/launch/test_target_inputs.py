@@ -22,10 +22,10 @@ from nxtrain.launch.targets import kubernetes
 from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job
 from nxtrain.launch.targets.render import NAMES, RENDERERS, launch_on
 from tests.support.commands import in_process
+from tests.support.launch_cases import ROOT
 from tests.unit.launch.test_targets import (
     NASTY,
     RECIPE,
-    ROOT,
     SMALL,
     expanded,
     job,
