@@ -10,6 +10,7 @@ import typer
 from nxtrain.cli.bench import AsJson
 from nxtrain.cli.options import Overrides, integer
 from nxtrain.config.bounds import MAX_RANKS
+from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
 
 EPILOG = "Example: nxtrain doctor configs/llama2_7b_trn1.toml --collectives"
@@ -45,6 +46,8 @@ def doctor(
     from nxtrain.doctor.collectives import world_of
     from nxtrain.doctor.examine import EXIT_CODE, examine, line_of, to_json
 
+    if first_node and not collectives:
+        raise ConfigError("--first-node is of the test of links, which only --collectives asks for; add --collectives")
     meeting = world_of(first_node, rank, world) if collectives and first_node else None
     findings = []
     for finding in examine(config, overrides or [], collectives=collectives, world=meeting):

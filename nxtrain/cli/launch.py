@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +10,15 @@ import typer
 
 from nxtrain.cli.options import ConfigPath, Overrides, integer
 from nxtrain.config.bounds import MAX_RANKS
+from nxtrain.errors import ConfigError, Problem
 from nxtrain.io.paths import local_path
+
+APPLY = {
+    "--first-node": ("local",),
+    "--out": ("slurm", "kubernetes", "hyperpod", "sagemaker", "parallelcluster", "eks"),
+    "--image": ("kubernetes", "hyperpod", "sagemaker"),
+}
+"""Targets of each option that others would leave unread."""
 
 EPILOG = "Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine"
 
@@ -48,6 +57,7 @@ def launch(
     renders the files that start the run there: --out writes them, --dry-run shows them. With neither, --target slurm
     submits its script with sbatch.
     """
+    _check_options(target, {"--out": out is not None, "--image": bool(image), "--first-node": bool(first_node)})
     if target == "local":
         from nxtrain.launch.local import launch
 
@@ -58,3 +68,22 @@ def launch(
 
     options = Options(nproc=nproc, image=image, claim=claim, min_nodes=min_nodes)
     launch_on(target, config, overrides or [], options, out=out, dry_run=dry_run)
+
+
+def _check_options(target: str, is_given: Mapping[str, bool]) -> None:
+    """Refuse options that mean nothing to a target: `--out` without --target would start the run.
+
+    Raises:
+        ConfigError: An option is for other targets.
+    """
+    problems = [
+        Problem("", f"{option} has no effect with --target {target}", hint=f"leave it out, or use {_targets(option)}")
+        for option, given in is_given.items()
+        if given and target not in APPLY[option]
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _targets(option: str) -> str:
+    return f"--target {' or '.join(APPLY[option])}"

@@ -15,7 +15,7 @@ from typing import Any
 from nxtrain.doctor.finding import Finding, Host, ToolError, fault, fine, words
 from nxtrain.doctor.outputs import Bandwidth, OutputError, parse_nccom_test
 from nxtrain.errors import ConfigError
-from nxtrain.launch.local import PORT
+from nxtrain.launch.local import rendezvous_address
 from nxtrain.launch.targets.machines import GPU, NEURON, Machine
 from nxtrain.plan.hardware import MACHINES
 
@@ -72,18 +72,16 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
         host: The machine to look at; None: this one.
 
     Raises:
-        ConfigError: The rank is not one of the machines, or the port is no number.
+        ConfigError: The rank is not one of the machines, or the name or the port is none.
     """
-    name, _, port = first_node.partition(":")
+    name, port = rendezvous_address(first_node)
     if rank >= size:
         raise ConfigError(f"--rank {rank} is none of --world {size} machines; ranks begin at 0")
-    if port and not port.isdigit():
-        raise ConfigError(f"--first-node {first_node}: {port} is no port; write NAME or NAME:PORT")
     try:
         names = tuple(((host or Host()).run("scontrol", "show", "hostnames") or "").split())
     except ToolError:  # no job of Slurm
         names = ()
-    return World(name, int(port or PORT), rank, size, names)
+    return World(name, port, rank, size, names)
 
 
 def check_collectives(

@@ -110,7 +110,7 @@ def _ecc(host: Host, devices: Devices, machine: Machine | None) -> Finding:
             for path in host.at(f"{NEURON_SYSFS}/neuron{number}").rglob(counter):
                 file = path / "total" if path.is_dir() else path
                 text = file.read_text(encoding="ascii", errors="replace").strip() if file.is_file() else ""
-                found[number] = found.get(number, 0) + (int(text) if text.isdigit() else 0)
+                found[number] = found.get(number, 0) + (int(text) if text.isdecimal() else 0)
     bad = {number: count for number, count in found.items() if count}
     if not bad:
         return fine("ecc", f"no uncorrected memory error on {len(found)} devices" if found else "no counters here")
@@ -138,7 +138,7 @@ def _pair(host: Host) -> Finding:
 
 def _minor(version: str) -> tuple[int, int]:
     parts = version.split(".")[:2]
-    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and all(part.isdigit() for part in parts) else (0, 0)
+    return (int(parts[0]), int(parts[1])) if len(parts) > 1 and all(part.isdecimal() for part in parts) else (0, 0)
 
 
 def _efa(host: Host, machine: Machine) -> Finding:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +72,7 @@ def parse_neuron_ls(text: str) -> Devices:
                 devices.append(int(row["neuron_device"]))
         numbers = tuple(int(row["neuron_device"]) for row in rows)
         cores = sum(int(row["nc_count"]) for row in rows)
-    except (RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (RecursionError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"neuron-ls printed no list of devices: {error!r}") from error
     return Devices(numbers, cores, _holders(held))
 
@@ -93,9 +95,9 @@ def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
         for uuid, pid, command in _lines(processes):
             _, devices = held.setdefault(int(pid), (command, []))
             devices.append(index_of[uuid])
+        ecc = tuple((index, int(errors)) for index, _, errors in rows if errors.isdecimal())  # else [N/A]
     except (ValueError, KeyError) as error:
         raise OutputError(f"nvidia-smi printed another table: {error!r}") from error
-    ecc = tuple((index, int(errors)) for index, _, errors in rows if errors.isdigit())  # else [N/A]
     numbers = tuple(index for index, _, _ in rows)
     return Devices(numbers, len(rows), _holders(held), rows[0][1] if rows else "", ecc)
 
@@ -110,7 +112,7 @@ def _lines(text: str) -> list[list[str]]:
 
 def parse_fi_info(text: str) -> tuple[str, ...]:
     """EFA devices of `fi_info -p efa`, which lists each several times: for datagrams, and for reliable messages."""
-    domains = re.findall(r"^\s*domain:\s*(\S+)", text, re.MULTILINE)
+    domains = re.findall(r"^[ \t]*domain:[ \t]*(\S+)", text, re.MULTILINE)
     return tuple(sorted({re.sub(r"-(rdm|dgrm)$", "", domain) for domain in domains}))
 
 
@@ -133,7 +135,7 @@ def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
     """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s.
 
     Raises:
-        OutputError: There is no table.
+        OutputError: There is no table, or a line of it lacks a number.
     """
     found: list[Bandwidth] = []
     columns: list[str] = []
@@ -141,13 +143,22 @@ def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
         fields = line.split()
         if "busbw(GB/s)" in fields:
             columns = fields
-        elif columns and len(fields) == len(columns) and fields[0].isdigit():
-            row = dict(zip(columns, fields, strict=True))
-            time = next(value for name, value in row.items() if name in {"time(us)", "time:avg(us)"})
-            found.append(Bandwidth(int(row["size(B)"]), float(time) / 1e6, float(row["busbw(GB/s)"]) * 2**30))
+        elif columns and len(fields) == len(columns) and fields[0].isdecimal():
+            found.append(_bandwidth(dict(zip(columns, fields, strict=True))))
     if not found:
         raise OutputError("nccom-test printed no table")
     return tuple(found)
+
+
+def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
+    try:
+        size, bandwidth = int(row["size(B)"]), float(row["busbw(GB/s)"])
+        time = float(row["time(us)"] if "time(us)" in row else row["time:avg(us)"])
+    except (ValueError, KeyError) as error:
+        raise OutputError(f"nccom-test printed another table: {error!r}") from error
+    if not (math.isfinite(time) and math.isfinite(bandwidth)):
+        raise OutputError(f"nccom-test printed a time of {time} us and a bandwidth of {bandwidth} GB/s")
+    return Bandwidth(size, time / 1e6, bandwidth * 2**30)
 
 
 def parse_chronyc(text: str) -> float | None:
@@ -161,4 +172,6 @@ def parse_chronyc(text: str) -> float | None:
         offset, leap = abs(float(fields[4])), fields[13]
     except (IndexError, ValueError) as error:
         raise OutputError("chronyc printed another line") from error
+    if not math.isfinite(offset):
+        raise OutputError(f"chronyc printed an offset of {offset}")
     return None if leap == "Not synchronised" else offset

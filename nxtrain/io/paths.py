@@ -47,8 +47,10 @@ def local_path(text: str) -> Path:
     """Path given to a command, with the home folder expanded.
 
     Raises:
-        ConfigError: The path begins with `~user` for a user that does not exist.
+        ConfigError: The path is empty, or begins with `~user` for a user that does not exist.
     """
+    if not text:
+        raise ConfigError("a path is empty, perhaps by a variable that is not set; give one, or . for this folder")
     try:
         return Path(at_home(text))
     except ValueError as error:

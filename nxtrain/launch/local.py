@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
@@ -26,6 +28,8 @@ FIRST_NODE = "FIRST_NODE"
 
 PORT = 29500
 """Default port of the rendezvous between machines; torchrun's own default."""
+
+MAX_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Command:
 
     def __str__(self) -> str:
         """Shell script of the command."""
-        lines = [f"# {line}" for line in self.about]
+        lines = [f"# {line}" for note in self.about for line in note.splitlines()]
         for variable in self.variables:
             source = f" [{variable.source}]" if variable.source else ""
             lines += [f"# {line}" for line in f"{variable.reason}{source}".splitlines()]
@@ -121,9 +125,33 @@ def launch(
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
 
 
+def rendezvous_address(first_node: str) -> tuple[str, int]:
+    """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given.
+
+    Raises:
+        ConfigError: The name or the port is none that a machine can have.
+    """
+    name, colon, port = first_node.rpartition(":") if ":" in first_node else (first_node, "", "")
+    if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", name):
+        raise ConfigError(f"--first-node {quoted(first_node)}: {quoted(name)} is no machine; write NAME or NAME:PORT")
+    if colon and not (re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) <= MAX_PORT):
+        reason = f"{quoted(port)} is no port, which is 1 to {MAX_PORT}"
+        raise ConfigError(f"--first-node {quoted(first_node)}: {reason}; write NAME or NAME:PORT")
+    return name, int(port or PORT)
+
+
 def ranks_per_node(config: RunConfig, nproc: int | None) -> int:
     """Number of ranks per machine: `nproc`, or by default the number that the degrees require."""
     return nproc or max(1, _ranks(config) // config.cluster.nodes)
+
+
+def check_nodes(loaded: Loaded, nproc: int | None) -> list[Problem]:
+    """Problem of degrees whose ranks do not divide over the machines; none if they do, or with `nproc`."""
+    ranks, nodes = _ranks(loaded.config), loaded.config.cluster.nodes
+    if nproc is not None or not ranks % nodes:
+        return []
+    reason = f"{ranks} ranks, as the degrees ask for, do not divide over {nodes} nodes"
+    return [Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], "use --nproc or another dp")]
 
 
 def check_elastic(config: RunConfig, min_nodes: int) -> list[Problem]:
@@ -151,14 +179,13 @@ def _render(
 ) -> tuple[Command, list[Problem]]:
     """Build the command for one machine, and list the problems that keep it from running."""
     config = loaded.config
-    problems = check_elastic(config, min_nodes)
+    name, port = rendezvous_address(first_node)
+    uneven = check_nodes(loaded, nproc)
+    problems = check_elastic(config, min_nodes) + uneven
     nodes = config.cluster.nodes
-    if nproc is None and _ranks(config) % nodes:
-        reason = f"{_ranks(config)} ranks, as the degrees ask for, do not divide over {nodes} nodes"
-        problems.append(Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], "use --nproc or another dp"))
     nproc = ranks_per_node(config, nproc)
     try:
-        resolve_config(loaded, world=nproc * nodes)
+        resolve_config(loaded, world=None if uneven else nproc * nodes)
     except ConfigError as error:
         problems += error.problems
     about: list[str] = []
@@ -177,7 +204,7 @@ def _render(
     options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")
     if nodes > 1:
         about.append(f"on each of the {nodes} nodes; {first_node} is the name of one of them")
-        where = f"--rdzv-endpoint={first_node if ':' in first_node else f'{first_node}:{PORT}'}"
+        where = f"--rdzv-endpoint={name}:{port}"
         counts = f"{min_nodes}:{nodes}" if min_nodes else f"{nodes}"
         options = (f"--nnodes={counts}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
     # One rank needs an agent, whose imports take seconds, only to be restarted.

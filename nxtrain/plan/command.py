@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from nxtrain.config.bounds import quoted
 from nxtrain.config.check import DEFAULT_FAMILY, family_of, resolve_config, resolve_model
 from nxtrain.config.load import Loaded, load, origin_of
 from nxtrain.config.schema import ON_XLA, RunConfig
@@ -135,6 +136,9 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
     config = loaded.config
     own = read_machines(question.hardware) if question.hardware else {}
     name = question.instance or config.cluster.instance or next(iter(own), "")
+    if own and name not in own and not question.instance:
+        reason = f"{quoted(name)}, which --hardware {question.hardware} does not have"
+        raise ConfigError([Problem("cluster.instance", reason, hint=f"name a machine by --instance: {', '.join(own)}")])
     note, nodes = "", question.nodes or config.cluster.nodes
     machine = find_machine(name or ASSUMED, own, "--instance" if question.instance else "cluster.instance")
     if not name:
@@ -186,4 +190,4 @@ def _by(method: str, config: RunConfig) -> RunConfig:
 def _unknown(option: str, name: str, known: list[str]) -> ConfigError:
     close = get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
-    return ConfigError([Problem(option, f"unknown name {name!r}", hint=hint)])
+    return ConfigError([Problem(option, f"unknown name {quoted(name)}", hint=hint)])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.neuron.hardware import GIB, INSTANCES
-from nxtrain.config.bounds import MAX_RANKS
+from nxtrain.config.bounds import MAX_RANKS, quoted, shortened
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.io.regular import read_text
 
@@ -235,7 +235,7 @@ def find_machine(name: str, own: Mapping[str, Machine] | None = None, key: str =
         return found
     close = get_close_matches(name, [*machines, *ALIASES], n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(machines)}"
-    raise ConfigError([Problem(key, f"{name!r} is no instance that nxtrain knows", hint=hint)])
+    raise ConfigError([Problem(key, f"{quoted(name)} is no instance that nxtrain knows", hint=hint)])
 
 
 _NUMBERS = {
@@ -257,7 +257,7 @@ _UNITS = {
     "network_bytes_s": ": bytes per second of the machine's network, 0 if it trains alone",
     "host_bytes": ": bytes of the host",
 }
-_MAY_BE_ZERO = ("link_bytes_s", "network_bytes_s", "price_usd_h")
+_MAY_BE_ZERO = ("link_bytes_s", "network_bytes_s")
 
 
 def read_machines(path: Path) -> dict[str, Machine]:
@@ -270,7 +270,7 @@ def read_machines(path: Path) -> dict[str, Machine]:
         tables = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"--hardware {path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ConfigError(f"--hardware {path} is no TOML: {error}") from error
     problems: list[Problem] = []
     found = {name: machine for name, table in tables.items() if (machine := _machine(name, table, path, problems))}
@@ -303,12 +303,13 @@ def _machine(name: str, table: Any, path: Path, problems: list[Problem]) -> Mach
         elif value is None:
             problems.append(Problem(f"{name}.{key}", "missing, and has no default", str(path), f"add {_wanted(key)}"))
         elif not _fits(key, value):
-            reason = f"{value!r} is no number that a machine can have"
+            reason = f"{shortened(repr(value))} is no number that a machine can have"
             problems.append(Problem(f"{name}.{key}", reason, str(path), f"use {_wanted(key)}"))
         else:
             values[key] = number(value)
     if values.get("devices", 1) > 1 and values.get("link_bytes_s") == 0:
-        problems.append(Problem(f"{name}.link_bytes_s", "0, but the machine has several devices", str(path)))
+        reason, hint = "0, but the machine has several devices", "give the bandwidth between them, or devices = 1"
+        problems.append(Problem(f"{name}.link_bytes_s", reason, str(path), hint))
     if len(problems) > before:
         return None
     return Machine(name=name, sources=dict.fromkeys(values, str(path)), **values)
@@ -317,12 +318,21 @@ def _machine(name: str, table: Any, path: Path, problems: list[Problem]) -> Mach
 def _wanted(key: str) -> str:
     """Text of the numbers that a field may have."""
     kind = "a whole number" if _NUMBERS[key] is int else "a number"
-    return f"{key} = {kind}, {'0 or more' if key in _MAY_BE_ZERO else 'above 0'}{_UNITS.get(key, '')}"
+    least, most = _bounds(key)
+    return f"{key} = {kind}, {'0, or ' if key in _MAY_BE_ZERO else ''}{least} to {most}{_UNITS.get(key, '')}"
+
+
+def _bounds(key: str) -> tuple[float, float]:
+    """Least and largest number of a field, far from those of machines: times and costs that follow stay finite."""
+    if key == "price_usd_h":
+        return 0, 10**9
+    return 1 if _NUMBERS[key] is int else 1e-6, MAX_RANKS if key == "devices" else 1e200
 
 
 def _fits(key: str, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    if _NUMBERS[key] is int and value != int(value):
-        return False
-    return (value > 0 or key in _MAY_BE_ZERO) and (key != "devices" or value <= MAX_RANKS)
+    least, most = _bounds(key)
+    if not least <= value <= most:  # nor nan
+        return value == 0 and key in _MAY_BE_ZERO
+    return _NUMBERS[key] is float or value == int(value)

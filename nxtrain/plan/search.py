@@ -104,9 +104,11 @@ def impossible(job: Job) -> Iterator[Problem]:
     parallel, decoder = job.config.parallel, job.decoder
     kv_heads = decoder.num_kv_heads
     if decoder.num_heads % parallel.tp:
-        yield Problem("parallel.tp", f"tp={parallel.tp} does not divide {decoder.num_heads} attention heads")
+        reason = f"tp={parallel.tp} does not divide {decoder.num_heads} attention heads"
+        yield Problem("parallel.tp", reason, hint=_degrees_of(decoder))
     elif kv_heads % parallel.tp and parallel.tp % kv_heads:
-        yield Problem("parallel.tp", f"neither of tp={parallel.tp} and {kv_heads} key/value heads divides the other")
+        reason = f"neither of tp={parallel.tp} and {kv_heads} key/value heads divides the other"
+        yield Problem("parallel.tp", reason, hint=_degrees_of(decoder))
     elif job.method == "qlora":
         yield from _cut_blocks(job)
     yield from stages(parallel, decoder.num_layers)
@@ -115,6 +117,12 @@ def impossible(job: Job) -> Iterator[Problem]:
         yield Problem("cluster.nodes", reason, hint="use one machine, or another instance")
     backend = job.config.backend.model_copy(update={"name": job.backend})
     yield from layout(job.config.model_copy(update={"backend": backend}), has_weights=False)
+
+
+def _degrees_of(decoder: Decoder) -> str:
+    kv_heads = decoder.num_kv_heads
+    fitting = [tp for tp in divisors(decoder.num_heads) if not (kv_heads % tp and tp % kv_heads)]
+    return f"use {', '.join(map(str, fitting))}"
 
 
 def _cut_blocks(job: Job) -> Iterator[Problem]:

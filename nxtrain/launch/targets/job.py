@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES
+from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.decode import nearest
 from nxtrain.config.load import Loaded, load, values
@@ -17,14 +19,22 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import dump_table
 from nxtrain.config.tables import merge, nest
 from nxtrain.errors import ConfigError, Problem
-from nxtrain.launch.local import PORT, check_elastic, ranks_per_node
+from nxtrain.launch.local import PORT, check_elastic, check_nodes, ranks_per_node
 from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, Machine
 
 CONFIG_FILE = "run.toml"
 """Name of the configuration in containers: the values that the file and the overrides give."""
 
+MAX_NAME = 40
+"""Characters of a run's name, so that names of its pods stay below the 63 of a DNS label."""
+
 SHARED = "/fsx"
 """Folder of the shared file system in containers; relative paths of a configuration begin there."""
+
+
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+
+_NO_CLAIM = "--claim is empty, and the pods of a run need the volume of a shared file system"
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,17 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of the run as a DNS label: Kubernetes, SageMaker and Slurm accept no other."""
-        label = re.sub(r"[^a-z0-9]+", "-", self.config.run.name.lower()).strip("-")
-        return (label if label[:1].isalpha() else f"run-{label}")[:40].strip("-")
+        """Name of the run as a DNS label: Kubernetes, SageMaker and Slurm accept no other.
+
+        A name of which the label lacks letters gets a suffix, so that no run takes over the files of another.
+        """
+        name = self.config.run.name
+        label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        label = (label if label[:1].isalpha() else f"run-{label}").strip("-")
+        if name.isascii() and len(label) <= MAX_NAME:
+            return label
+        suffix = hashlib.sha256(name.encode()).hexdigest()[:6]
+        return f"{label[: MAX_NAME - 7].strip('-')}-{suffix}"
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -137,20 +155,21 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
     problems: list[Problem] = []
     machine = MACHINES.get(config.cluster.instance) or Machine(config.cluster.instance, "", 0, 0, 0)
     lane, wanted = _lane(config, machine)
-    if machine.resource != wanted:
-        problems.append(_misfit(config, lane, wanted))
+    problems += _check_instance(config, machine, lane, wanted)
     if lane == "neuron-native" and machine.instance in INSTANCES and _target(machine) in FIRST_GENERATION:
         reason = f"{machine.instance} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"
         problems.append(Problem("cluster.instance", reason, hint="use trn2.48xlarge, or backend.name=neuron"))
-    nproc = options.nproc
-    if nproc is None:
-        nproc = machine.ranks if machine.ranks and not config.parallel.dp else ranks_per_node(config, None)
-    if machine.ranks and nproc > machine.ranks:
+    fills = machine.ranks and not config.parallel.dp
+    uneven = [] if fills else check_nodes(loaded, options.nproc)
+    problems += uneven
+    nproc = options.nproc or (machine.ranks if fills else ranks_per_node(config, None))
+    if machine.ranks and nproc > machine.ranks and not uneven:
         reason = f"{nproc} ranks per machine, but {machine.instance} has {machine.ranks} cores or GPUs for them"
         problems.append(Problem("cluster.nodes", reason, hint="use more cluster.nodes, or lower degrees"))
     if config.cluster.nodes > 1 and machine.resource == NEURON and not machine.efa_devices:
         reason = f"{config.cluster.nodes} machines, but {machine.instance} has no EFA device to join them"
         problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
+    problems += [] if options.claim else [Problem("", _NO_CLAIM, hint="name it, or leave --claim out")]
     problems += check_elastic(config, options.min_nodes)
     if options.min_nodes and lane == "neuron":
         reason = "--min-nodes: graphs for Trainium are compiled for one number of ranks"
@@ -159,7 +178,7 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
         )
     for nodes in {config.cluster.nodes, options.min_nodes or config.cluster.nodes}:
         try:
-            resolve_config(loaded, world=nproc * nodes)
+            resolve_config(loaded, world=None if uneven else nproc * nodes)
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
@@ -189,8 +208,20 @@ def _target(machine: Machine) -> str:
     return INSTANCES[machine.instance].target
 
 
-def _misfit(config: RunConfig, lane: str, wanted: str) -> Problem:
+def _check_instance(config: RunConfig, machine: Machine, lane: str, wanted: str) -> Iterator[Problem]:
     instance = config.cluster.instance
+    if machine.resource != wanted:
+        yield _misfit(instance, lane, wanted)
+    elif instance and instance not in MACHINES and config.backend.name == "auto":
+        reason = f"{quoted(instance)} is no instance that nxtrain knows, and backend.name=auto goes by its devices"
+        hint = f"{nearest(instance, list(MACHINES))}; of another machine, name the backend"
+        yield Problem("cluster.instance", reason, hint=hint)
+    elif instance and not re.fullmatch(_LABEL, instance):
+        reason = f"{quoted(instance)} is no label of machines: up to 63 of A-Z, a-z, 0-9, '.', '_' and '-'"
+        yield Problem("cluster.instance", reason, hint="use the name of the type, such as m5.xlarge")
+
+
+def _misfit(instance: str, lane: str, wanted: str) -> Problem:
     fitting = [name for name, machine in MACHINES.items() if machine.resource == wanted]
     if not instance:
         reason = "not set, and the machines of the cluster are not this one"
@@ -198,4 +229,5 @@ def _misfit(config: RunConfig, lane: str, wanted: str) -> Problem:
     if instance in MACHINES:
         reason = f"{instance} has no devices for backend.name={lane}"
         return Problem("cluster.instance", reason, hint=f"use one of {', '.join(fitting) or 'the other machines'}")
-    return Problem("cluster.instance", f"{instance} is no instance that nxtrain knows", hint=nearest(instance, fitting))
+    reason = f"{quoted(instance)} is no instance that nxtrain knows"
+    return Problem("cluster.instance", reason, hint=nearest(instance, fitting))

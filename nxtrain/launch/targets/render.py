@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.io.atomic import replace_text
 from nxtrain.launch.targets import clusters, docker, kubernetes, sagemaker, slurm
-from nxtrain.launch.targets.job import Job, Options, resolve_job
+from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job
 
 SCRIPT = "train.sbatch"
 """Name of Slurm's job script."""
@@ -29,6 +30,13 @@ RENDERERS: Mapping[str, Callable[[Job], dict[str, str]]] = {
     "eks": lambda job: {"eks.yaml": clusters.render_eks(job)},
 }
 """Files of each target, by name."""
+
+
+NAMES = (
+    *(SCRIPT, "pytorchjob.yaml", "mpijob.yaml", "jobset.yaml", "sagemaker_job.py", CONFIG_FILE),
+    *("parallelcluster.yaml", "eks.yaml", "Dockerfile"),
+)
+"""Names of all files of `RENDERERS`."""
 
 
 def launch_on(
@@ -56,6 +64,8 @@ def launch_on(
         for name, text in files.items():
             replace_text(out / name, text, durable=False)
             print(out / name)
+        if left := [name for name in NAMES if name not in files and (out / name).exists()]:
+            print(f"{out} also has {', '.join(left)} of another launch; delete what is not meant", file=sys.stderr)
     elif target == "slurm":
         _submit(files[SCRIPT])
     else:

@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from nxtrain.backends.neuron import sdk
 from nxtrain.doctor import collectives, examine
 from nxtrain.doctor.collectives import World, world_of
 from nxtrain.doctor.finding import Finding
+from nxtrain.doctor.host import check_disk
 from nxtrain.errors import ConfigError
 from tests.support import sick_machine
 from tests.support.commands import in_process
@@ -252,7 +254,7 @@ def test_who_does_not_arrive_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     machine = Machine(tmp_path / "m")
     machine.program("scontrol", "n1\nn2\nn3")
-    world = world_of("127.0.0.1:0", 0, 3, machine.host)
+    world = replace(world_of("127.0.0.1", 0, 3, machine.host), port=0)
     assert world.names == ("n1", "n2", "n3")
     monkeypatch.setattr(collectives, "_run_ranks", run)
     (found,) = collectives.check_collectives(machine.host, None, world, 0.3)
@@ -265,5 +267,14 @@ def test_who_does_not_arrive_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_rank_that_is_none_of_the_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match="--rank 3 is none of --world 3"):
         world_of("n1", 3, 3)
-    with pytest.raises(ConfigError, match="x is no port"):
+    with pytest.raises(ConfigError, match="'x' is no port"):
         world_of("n1:x", 0, 3)
+    code, out, err = in_process("doctor", "--first-node", "n1")
+    assert (code, out, "add --collectives" in err.replace("\n", " ")) == (2, "", True)
+
+
+def test_a_run_folder_that_is_a_file_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    assert "is no folder" in check_disk(tmp_path / "run").what
+    assert "is no folder" in check_disk(tmp_path / "run/below").what
+    assert check_disk(tmp_path / "other").ok

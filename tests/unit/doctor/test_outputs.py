@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -85,6 +87,45 @@ def test_chronyc_has_the_offset_unless_the_clock_has_no_source() -> None:
 def test_an_answer_that_is_nested_deeply_is_an_unknown_form() -> None:
     with pytest.raises(OutputError, match="no list of devices"):
         parse_neuron_ls("[" * 100_000)
+
+
+RECORDED: list[tuple[Callable[[str], object], str]] = [
+    (parse_neuron_ls, sick_machine.neuron_ls(2, {1: [(5, "python")]})),
+    (parse_nccom_test, sick_machine.NCCOM),
+    (lambda text: parse_nvidia_smi(text, "0, GPU-a\n", "GPU-a, 7, python\n"), "0, 570.1, 0\n1, 570.1, [N/A]\n"),
+    (lambda text: parse_nvidia_smi("0, 570.1, 0\n", text, "GPU-a, 7, python\n"), "0, GPU-a\n1, GPU-b\n"),
+    (lambda text: parse_nvidia_smi("0, 570.1, 0\n", "0, GPU-a\n", text), 'GPU-a, 7, "a, b"\n'),
+    (parse_fi_info, sick_machine.fi_info(2)),
+    (parse_chronyc, "A9FEA97B,169.254.169.123,4,1763800000.1,-2.5,0.00001,0,1,0,0,0,0,16,Normal"),
+]
+GARBAGE = ("", "\u00b2", "nan", "inf", "1e999", "-1", "\0", "9" * 5000, "null", "[", '"', ",", "\n", "x", "time(us)")
+
+
+@pytest.mark.parametrize(("parse", "recorded"), RECORDED)
+def test_a_recorded_answer_that_is_cut_or_garbled_is_read_or_an_error(
+    parse: Callable[[str], object], recorded: str
+) -> None:
+    words = re.split(r"([^\w.()/-]+)", recorded)
+    cut = [recorded[:length] for length in range(len(recorded))]
+    garbled = ["".join((*words[:n], bad, *words[n + 1 :])) for n in range(len(words)) for bad in GARBAGE]
+    for text in (*cut, *garbled):
+        with suppress(OutputError):
+            parse(text)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_an_unknown_form(number: str) -> None:
+    for parse, text in (
+        (parse_nccom_test, sick_machine.NCCOM.replace("78.80", number)),
+        (parse_nccom_test, sick_machine.NCCOM.replace("768 ", f"{number} ")),
+        (parse_chronyc, f"A9FEA97B,169.254.169.123,4,1763800000.1,{number},0.00001,0,1,0,0,0,0,16,Normal"),
+    ):
+        with pytest.raises(OutputError):
+            parse(text)
+
+
+def test_a_device_of_fi_info_is_named_on_its_own_line() -> None:
+    assert parse_fi_info("provider: efa\n    domain: \n    version: 120.0\n") == ()
 
 
 JSON = st.recursive(

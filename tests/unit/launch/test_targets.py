@@ -140,11 +140,11 @@ def test_every_text_is_itself_in_manifests_and_no_field_appears(name: str, folde
         assert {value for path, value in fields if path.endswith("/claimName")} == {claim}
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", manifest["metadata"]["name"])
         assert len(manifest["metadata"]["name"]) <= 40
-        loaded = _loaded(config["data"][CONFIG_FILE])
+        loaded = loaded_values(config["data"][CONFIG_FILE])
         assert loaded["run.name"] == name
 
 
-def _loaded(text: str) -> dict[str, Any]:
+def loaded_values(text: str) -> dict[str, Any]:
     file = Path("/tmp") / f"nxtrain-test-{os.getpid()}.toml"
     try:
         file.write_text(text, encoding="utf-8")
@@ -207,15 +207,15 @@ def test_the_sagemaker_script_calls_the_estimator_with_the_texts(name: str, imag
     run = job(f"run.name={toml_value(name)}", "checkpoint.mirror=s3://a/b", options=Options(image=image))
     files = RENDERERS["sagemaker"](run)
     plain = RENDERERS["sagemaker"](job("run.name=plain", "checkpoint.mirror=s3://a/b"))
-    assert _shape(files["sagemaker_job.py"]) == _shape(plain["sagemaker_job.py"])
-    assert _loaded(files[CONFIG_FILE])["run.name"] == name
+    assert shape_of(files["sagemaker_job.py"]) == shape_of(plain["sagemaker_job.py"])
+    assert loaded_values(files[CONFIG_FILE])["run.name"] == name
     called = _call(files["sagemaker_job.py"])
     assert called["image_uri"] == image
     assert called["instance_type"], called["instance_count"] == ("ml.trn1.32xlarge", 4)
     assert called["container_arguments"][0] == "/opt/ml/input/data/config/run.toml"
 
 
-def _shape(text: str) -> str:
+def shape_of(text: str) -> str:
     """Program with its constants left out."""
     return re.sub(r"Constant\(value=.*?\)(?=[,\])])", "Constant()", ast.dump(_Blank().visit(ast.parse(text))))
 
@@ -337,6 +337,10 @@ def test_a_pod_passes_the_signal_on_and_waits_for_the_save(pod: Path) -> None:
         (("cluster.instance=p5.48xlarge",), Options(), "p5.48xlarge has no devices for backend.name=neuron"),
         (("backend.name=neuron-native", "backend.layers=native"), Options(), "TorchNeuron is for Trn2 and Trn3 only"),
         (("cluster.instance=trn1.2xlarge",), Options(nproc=2), "trn1.2xlarge has no EFA device to join them"),
+        (("cluster.nodes=7",), Options(), "128 ranks, as the degrees ask for, do not divide over 7 nodes"),
+        (("backend.name=auto", "cluster.instance=trn1.32xlrge"), Options(), "did you mean trn1.32xlarge?"),
+        (("backend.name=cpu", "cluster.instance=m5 x"), Options(), "'m5 x' is no label of machines"),
+        ((), Options(claim=""), "--claim is empty"),
         ((), Options(nproc=64), "64 ranks per machine, but trn1.32xlarge has 32"),
         ((), Options(min_nodes=2), "with --min-nodes the number of replicas follows"),
         (("parallel.dp=0",), Options(min_nodes=2), "compiled for one number of ranks"),
@@ -357,7 +361,7 @@ def test_machines_of_sagemaker_need_a_mirror() -> None:
 
 @pytest.mark.parametrize(
     ("name", "label"),
-    [("Llama_2 7B!", "llama-2-7b"), ("9x", "run-9x"), ("___", "run"), (f"a{'-b' * 40}", f"a{'-b' * 19}")],
+    [("Llama_2 7B!", "llama-2-7b"), ("9x", "run-9x"), ("___", "run"), (f"a{'-b' * 19}c", f"a{'-b' * 19}c")],
 )
 def test_the_name_of_a_run_becomes_a_label(name: str, label: str) -> None:
     assert job(f"run.name={toml_value(name)}").name == label

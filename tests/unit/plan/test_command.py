@@ -124,6 +124,8 @@ def test_missing_prices_give_no_cost_and_the_reason() -> None:
     [
         ((SEVEN, "--instance", "trn1.32xlrge"), "did you mean trn1.32xl"),
         ((SEVEN, "parallel.tp=3", "parallel.dp=0"), "does not divide"),
+        ((SEVEN, "--model", "bloom-176b", "parallel.tp=32", "parallel.dp=0"), "use 1, 2, 4, 7, 8, 14, 16, 28, 56, 112"),
+        ((SEVEN, "--instance", "x" * 999), "... (1,001 characters) is no instance"),
         ((SEVEN, "--nodes", "4"), "tp=8 x pp=1 x dp=512 = 4096 ranks, but the world has 128"),
         ((SEVENTY, "parallel.pp=96", "parallel.dp=0"), "96"),
         ((SEVEN, "--dataset", "slimpyjama"), "did you mean slimpajama"),
@@ -137,6 +139,32 @@ def test_bad_input_is_refused_with_the_way_out(argv: tuple[str, ...], words: str
     with pytest.raises(ConfigError) as caught:
         answer(*argv)
     assert (caught.value.exit_code, words in str(caught.value)) == (2, True), str(caught.value)
+
+
+RATES = ("device_flops", "memory_bytes_s", "link_bytes_s", "network_bytes_s")
+CELLS = "".join(f"{name} = 1e12\n" for name in ("device_bytes", *RATES, "host_bytes"))
+
+
+@pytest.mark.parametrize("cell", RATES)
+def test_the_least_number_of_a_cell_gives_numbers_that_any_reader_of_json_knows(cell: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    for value in ("1e-6", "1e-7", "5e-324"):
+        cells = CELLS.replace(f"{cell} = 1e12", f"{cell} = {value}")
+        file.write_text(f"[box]\n{cells}devices = 4\nhost_threads = 8\n", encoding="ascii")
+        own = ("--hardware", str(file), "--instance", "box", "--nodes", "2", "parallel.tp=2", "parallel.dp=0")
+        result = CliRunner().invoke(app, ["plan", SEVEN, *own, "--tokens", "1e18", "--price", "1e9", "--json"])
+        if value == "1e-6":
+            assert json.loads(result.output, parse_constant=pytest.fail)["days"] > 0
+        else:
+            assert isinstance(result.exception, ConfigError)
+
+
+def test_a_file_of_machines_of_which_none_is_meant_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(f"[box]\n{CELLS}devices = 1\nhost_threads = 8\n", encoding="ascii")
+    with pytest.raises(ConfigError, match=r"name a machine by --instance: box"):
+        answer(SEVEN, "--hardware", str(file))
+    assert answer(SEVEN, "--hardware", str(file), "--instance", "trn1.32xl")["instance"] == "trn1.32xlarge"
 
 
 def test_a_table_for_people_has_the_same_numbers() -> None:

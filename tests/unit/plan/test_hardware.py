@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_a_machine_of_ones_own_is_read(tmp_path: Path) -> None:
     [
         (OWN.replace("devices = 4", "devices = 0"), "devices"),
         (OWN.replace("devices = 4", "devices = true"), "devices"),
-        (OWN.replace("devices = 4", "devices = 4.5"), "devices = a whole number, above 0"),
+        (OWN.replace("devices = 4", "devices = 4.5"), "devices = a whole number, 1 to 1048576"),
         (OWN.replace("devices = 4", "devices = 9_000_000"), "devices"),
         (OWN.replace("host_bytes = 256_000_000_000", ""), r"missing, and has no default\n.*add host_bytes = a whole"),
         (OWN + 'kind = "hoper"\n', "did you mean hopper"),
@@ -91,6 +92,9 @@ def test_a_machine_of_ones_own_is_read(tmp_path: Path) -> None:
         (OWN.replace("device_flops = 1e14", 'device_flops = "fast"'), "device_flops"),
         (OWN.replace("device_flops = 1e14", "device_flops = inf"), "device_flops"),
         (OWN.replace("device_flops", "device_flop"), "device_flops"),
+        (OWN.replace("= 3e10", "= 1e-9"), r"link_bytes_s = a number, 0, or 1e-06 to 1e\+200"),
+        (OWN + "price_usd_h = 1e300\n", "price_usd_h = a number, 0 to 1000000000"),
+        ("a = " + "[" * 100_000, "is no TOML"),
         (OWN.replace("link_bytes_s = 3e10", "link_bytes_s = 0"), "several devices"),
         ("devices = 4\n", "a machine is a table"),
         ("", "has no machine"),
@@ -104,3 +108,14 @@ def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, text: str, expecte
         read_machines(file)
     with pytest.raises(ConfigError, match="No such file"):
         read_machines(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("cell", [line.partition(" =")[0] for line in OWN.splitlines()[2:]] + ["price_usd_h"])
+def test_every_cell_has_bounds(cell: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    rest = "".join(f"{line}\n" for line in OWN.splitlines() if not line.startswith(f"{cell} "))
+    for value in ("nan", "inf", "-inf", "-1", "-1e-9", "1e201", "1e308", "[]", "true", '"1"', "1979-05-27", "{a = 1}"):
+        file.write_text(f"{rest}{cell} = {value}\n", encoding="ascii")
+        with pytest.raises(ConfigError) as raised:
+            read_machines(file)
+        assert re.search(rf"{cell} .*{cell} = a (whole )?number, .*\d to \d", str(raised.value), re.DOTALL), value
