@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -66,11 +66,19 @@ class FakeScorer:
         self.asked: list[tuple[str, int, Sampling]] = []
 
     def continuations(
-        self, requests: Sequence[tuple[str, int, tuple[str, ...]]], sampling: Sampling, *, seed: int = 0
+        self,
+        requests: Sequence[tuple[str, int, tuple[str, ...]]],
+        sampling: Sampling,
+        done: Callable[[int, str], None],
+        *,
+        seed: int = 0,
     ) -> list[str]:
         seen: dict[str, Iterator[str]] = {text: iter(answers) for text, answers in self.table.items()}
         self.asked += [(text, count, sampling) for text, count, _ in requests]
-        return [next(seen[text]) for text, _, _ in requests]
+        texts = [next(seen[text]) for text, _, _ in requests]
+        for number, text in enumerate(texts):
+            done(number, text)
+        return texts
 
 
 class FakeCodeEval:
