@@ -1,7 +1,7 @@
 """Turns of tokenization and packing, each beside the bare tokenizer on the very documents that the turn tokenized.
 
 A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a group of documents, the bare tokenizer
-gets the same group at once, before or behind the turn's own call in alternation. A group takes some 30 ms. So neither
+gets the same group at once, before or behind the turn's own call in alternation. A group takes some 50 ms. So neither
 the documents nor the drift of the machine's speed divide both. Documents that lie in the packer at the end of a turn
 count as well: they were tokenized.
 
@@ -35,8 +35,8 @@ class Spent:
         own_s: The side's own, that inside of its tokenizer among them.
         inside_s: Inside of the side's tokenizer.
         bare_s: The bare tokenizer on the same documents.
-        calls: For each call, the bare tokenizer's time over that of the side's, and true if the bare one began.
         tokens: Tokens of the documents, each with the end of text.
+        calls: For each call, the bare tokenizer's time over that of the side's, and true if the bare one began.
     """
 
     own_s: float = 0.0
@@ -73,11 +73,14 @@ class WatchedTokenizer:
         return self._counted(partial(encode, text), [text])
 
     def _counted(self, encode: Callable[[], Result], texts: list[str]) -> Result:
-        bare_s = self._encode_bare(texts) if self.bare_first else 0.0
+        bare_s = 0.0
+        if self.bare_first:
+            bare_s = self._encode_bare(texts)
         began = time.process_time()
         found = encode()
         inside_s = time.process_time() - began
-        bare_s = bare_s or self._encode_bare(texts)
+        if not self.bare_first:
+            bare_s = self._encode_bare(texts)
         self.spent.bare_s += bare_s
         self.spent.inside_s += inside_s
         self.spent.calls.append((bare_s / inside_s, self.bare_first))
