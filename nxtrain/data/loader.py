@@ -17,6 +17,7 @@ from nxtrain.data.samples import Samples
 from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
 
 _PERMUTED_STEPS = 16
+"""Steps whose rows are found at once."""
 
 
 @dataclass(frozen=True)

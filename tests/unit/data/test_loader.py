@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from nxtrain.data import BatchShare, Loader
 from nxtrain.data.loader import left_out
+from nxtrain.data.order import shuffled
 from nxtrain.data.samples import TableSamples
 from nxtrain.vocab import IGNORE_INDEX
 
@@ -48,6 +49,16 @@ def test_layout_changes_neither_rows_nor_their_order(step: int, shuffle: bool) -
         for micro_batch in (1, 2, 8 // dp_size):
             rows = rows_of_step(step, shuffle=shuffle, micro_batch=micro_batch, dp_size=dp_size)
             np.testing.assert_array_equal(rows, reference)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(0, 40))
+def test_steps_in_any_order_hold_the_rows_of_their_positions(steps: list[int], origin: int) -> None:
+    """One loader permutes the positions of several steps at once; the order itself does so one step at a time."""
+    loader = Loader(TableSamples(TABLE), BatchShare(8, 2, 1, 2), seed=3, shuffle=True, origin=origin)
+    for step in steps:
+        first = origin + step * 8 + 4
+        rows = loader.batch(step).inputs[..., 0].ravel() // (SEQ_LEN + 1)
+        np.testing.assert_array_equal(rows, shuffled(np.arange(first, first + 4), NUM_ROWS, 3))
 
 
 def test_every_epoch_trains_on_every_row_once_across_steps() -> None:
