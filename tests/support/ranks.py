@@ -7,6 +7,7 @@ are started once per test session; each run joins them in a new process group, a
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 from tests.support.patience import patient_s
+from tests.support.tensor_pickles import dumps
 
 TIMEOUT_S = patient_s(120)
 HOST = "127.0.0.1"
@@ -60,8 +62,10 @@ class RankPool:
             self._workers.append(_start(*self._job))
         workers = self._workers[:world]
         store = _open_store()
+        job = dumps((world, store.port, body, args))
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send((rank, world, store.port, body, args))
+            pipe.send(rank)
+            pipe.send_bytes(job)
         outcomes = [_outcome(pipe) for _, pipe in workers]
         failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
         if failures:
@@ -107,7 +111,7 @@ def _open_store() -> TCPStore:
 
 def _outcome(pipe: Connection) -> tuple[bool, Any]:
     try:
-        return pipe.recv() if pipe.poll(TIMEOUT_S) else (False, "hung")
+        return pickle.loads(pipe.recv_bytes()) if pipe.poll(TIMEOUT_S) else (False, "hung")
     except EOFError:
         return False, "died"
 
@@ -128,7 +132,8 @@ def _serve(pipe: Connection, name: str, layers: str, prepare: Callable[[], None]
     torch.set_num_threads(1)
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # after one lost answer torch asks no name server any more
     while True:
-        rank, world, port, body, args = pipe.recv()
+        rank = pipe.recv()
+        world, port, body, args = pickle.loads(pipe.recv_bytes())
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         place.update({"MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True})
         os.environ.update({name: str(value) for name, value in place.items()})
@@ -137,8 +142,8 @@ def _serve(pipe: Connection, name: str, layers: str, prepare: Callable[[], None]
         try:
             backend = open_backend(name, layers=layers)
             try:
-                pipe.send((True, body(backend, *args)))
+                pipe.send_bytes(dumps((True, body(backend, *args))))
             finally:
                 backend.close()
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send_bytes(dumps((False, traceback.format_exc())))
