@@ -190,7 +190,7 @@ def _spare_compiler(hidden: Any) -> None:
     The import takes seconds, which an eager run does not need. Once something else has imported the compiler, torch
     hides the function as usual.
     """
-    plain = getattr(hidden, "__wrapped__", None)
+    plain: Any = getattr(hidden, "__wrapped__", None)
 
     def spared(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:

@@ -39,10 +39,10 @@ def leave_late() -> None:
     """Be an agent whose rank outlasts the one with the store."""
     leave = os._exit
 
-    def late(code: int) -> NoReturn:
+    def late(status: int) -> NoReturn:
         if "RANK" in os.environ:
             time.sleep(1.5)
-        leave(code)
+        leave(status)
 
     os._exit = late
     become_agent()

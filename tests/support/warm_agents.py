@@ -30,7 +30,7 @@ _leave = os._exit  # tests replace that of ranks
 def fork_programs() -> None:
     """Make forks of all Python programs that this process becomes, or starts as an agent."""
     os.execve = _become  # type: ignore[assignment]
-    SubprocessHandler._popen = _start  # type: ignore[method-assign]
+    SubprocessHandler._popen = _start  # type: ignore[assignment,method-assign]
 
 
 def become_agent() -> None:
@@ -103,9 +103,9 @@ def _run(argv: Sequence[str], environ: Mapping[str, str], stdout: IO[Any] | None
         for number in signal.valid_signals():  # as execve does: what is ignored stays so, handlers are gone
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        for number, file in ((1, stdout), (2, stderr)):
+        for descriptor, file in ((1, stdout), (2, stderr)):
             if file is not None:
-                os.dup2(file.fileno(), number)
+                os.dup2(file.fileno(), descriptor)
         os.closerange(3, MOST_FILES)
         atexit._clear()
         torch.set_num_threads(1)

@@ -144,8 +144,8 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
     assert_same(course(folder), expected[:4])
 
     options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    words = ("-m", "nxtrain", "train", str(own), "train.steps=6", "parallel.pp=2")
-    argv = (sys.executable, "-m", "torch.distributed.run", *options, *words)
+    program = ("-m", "nxtrain", "train", str(own), "train.steps=6", "parallel.pp=2")
+    argv = (sys.executable, "-m", "torch.distributed.run", *options, *program)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "continues after step 4" in done.stderr
