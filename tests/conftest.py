@@ -28,6 +28,9 @@ DURATIONS_FILE = Path(__file__).with_name("durations.json")
 
 QUICK_S = 0.5
 
+# transformers would import torch-xla for a device that it never gets here, in seconds of each process.
+os.environ.setdefault("USE_TORCH_XLA", "0")
+
 _USUAL = gc.get_threshold()
 
 

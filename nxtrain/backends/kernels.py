@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from nxtrain.backends.kernel_base import AdamStep, Kernels, Rows
@@ -180,6 +182,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """`Kernels.recompute` by torch, which stops the second call after the last value that backward needs."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+def _spare_compiler(hidden: Any) -> None:
+    """Keep a function that torch hides from its compiler from importing that compiler.
+
+    The import takes seconds, which an eager run does not need. Once something else has imported the compiler, torch
+    hides the function as usual.
+    """
+    plain: Any = getattr(hidden, "__wrapped__", None)
+
+    def spared(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return plain(*args, **kwargs)
+        vars(plain).pop("__dynamo_disable", None)
+        return hidden(*args, **kwargs)
+
+    if plain is not None and "torch._dynamo" not in sys.modules:
+        plain.__dynamo_disable = spared  # where torch keeps the function that its compiler made
+
+
+for _hidden in (checkpoint, getattr(torch_checkpoint, "_run_fn_with_dynamo_disabled", None)):
+    _spare_compiler(_hidden)
 
 
 class _SwiGLU(torch.autograd.Function):

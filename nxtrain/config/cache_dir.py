@@ -14,9 +14,12 @@ import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nxtrain.config.schema import CompileConfig
 from nxtrain.errors import ConfigError, Problem
+
+if TYPE_CHECKING:  # data workers need only the names of folders, and the schema is half of their start
+    from nxtrain.config.schema import CompileConfig
 
 MOUNTS = Path("/proc/self/mountinfo")
 NETWORK_TYPES = {

@@ -6,14 +6,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+from typing import Any
 
 import pytest
 
@@ -21,9 +23,13 @@ from nxtrain.checkpoint import directory
 from nxtrain.errors import BackendError, StoppedBySignal
 from nxtrain.process.signals import STOPPING
 from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
+from nxtrain.testing.fault_points import VARIABLE
 from tests.support.command_ranks import until, write_config
+from tests.support.commands import TOLD, command
+from tests.support.commands import start as start_command
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure
 from tests.support.runs import course
+from tests.support.warm_agents import become_agent, fork_programs
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="finds ranks in /proc, which Linux has; runs there"
@@ -31,21 +37,55 @@ pytestmark = pytest.mark.skipif(
 
 
 class Launched:
-    """The command `nxtrain launch`, in a session of its own as in a terminal."""
+    """The command `nxtrain launch`, in a session of its own as in a terminal.
 
-    def __init__(self, folder: Path, *overrides: str, under: tuple[str, ...] = (), ignores: Sequence[int] = ()) -> None:
-        self.folder, self.log = folder, folder / "launch.log"
-        command = (*under, sys.executable, "-m", "nxtrain", "launch", str(folder / "config.toml"), *overrides)
+    Args:
+        folder: With the configuration.
+        overrides: Of it.
+        faults: For `NXTRAIN_FAULTS`.
+        under: Another command that starts it, as a program.
+        ignores: Signals that the command is started to ignore, as a program; None: it is a fork.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        faults: str = "",
+        under: tuple[str, ...] = (),
+        ignores: Sequence[int] | None = None,
+    ) -> None:
+        self.folder, self.log = folder, folder / TOLD
+        self.agent: Popen[bytes] | ForkServerProcess
+        words, environ = ("launch", str(folder / "config.toml"), *overrides), {VARIABLE: faults}
+        if ignores is None:
+            self.agent = start_command(folder, *words, environ=environ, first=fork_programs)
+            return
+        command = (*under, sys.executable, "-m", "nxtrain", *words)
         with self.log.open("w", encoding="utf-8") as log:
             # As nohup has it, or as a terminal has it, whatever these tests themselves were started to ignore.
             now = {number: signal.SIG_IGN if number in ignores else signal.SIG_DFL for number in (*STOPPING, *ignores)}
             before = {number: signal.signal(number, handler) for number, handler in now.items()}
-            self.agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.agent = Popen(command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **environ})
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @property
+    def pid(self) -> int:
+        """The agent's process."""
+        return self.agent.pid or 0
+
+    def code(self, within_s: float = 0.0) -> int | None:
+        """Exit code once the agent has ended; None: it is alive."""
+        if isinstance(self.agent, ForkServerProcess):
+            self.agent.join(within_s)
+            return self.agent.exitcode
+        with suppress(TimeoutExpired):
+            self.agent.wait(within_s)
+        return self.agent.returncode
+
     def said(self) -> str:
-        return self.log.read_text(encoding="utf-8")
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
     def step(self) -> int:
         """The last step in the record; its line may be under way."""
@@ -60,30 +100,22 @@ class Launched:
         return self.said().count("continues after step") == times
 
     def ranks(self) -> dict[int, int]:
-        """Process of each rank."""
-        pids = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()
-        found = {}
-        for pid in map(int, pids):
-            with suppress(OSError):  # it has just ended
-                for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    if variable.startswith(b"RANK="):
-                        found[int(variable[5:])] = pid
-        return found
+        """Process of each rank: an agent starts them in their order."""
+        pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return dict(enumerate(sorted(map(int, pids))))
 
 
 @contextmanager
-def launched(
-    folder: Path, *overrides: str, under: tuple[str, ...] = (), ignores: Sequence[int] = ()
-) -> Iterator[Launched]:
-    """Start the command, perhaps by another one, and leave nothing of it behind."""
-    found = Launched(folder, *overrides, under=under, ignores=ignores)
+def launched(folder: Path, *overrides: str, **how: Any) -> Iterator[Launched]:
+    """Start the command, and leave nothing of it behind; `how` is for `Launched`."""
+    found = Launched(folder, *overrides, **how)
     ranks: dict[int, int] = {}
     try:
         yield found
-        ranks = found.ranks() if found.agent.poll() is None else {}
+        ranks = found.ranks() if found.code() is None else {}
     finally:
         found.agent.kill()
-        found.agent.wait()
+        found.code(10.0)
         for pid in filter(is_alive, ranks.values()):
             os.kill(pid, signal.SIGKILL)
 
@@ -98,11 +130,11 @@ def is_alive(pid: int) -> bool:
 def test_ctrl_c_once_stops_saves_and_ends_with_75(tmp_path: Path) -> None:
     """It reaches the whole process group, but of the ranks only through the agent."""
     write_config(tmp_path, every=1000)
-    with launched(tmp_path) as run:
+    with launched(tmp_path, ignores=[]) as run:
         run.await_step(3)
         ranks = run.ranks()
-        os.killpg(run.agent.pid, signal.SIGINT)
-        assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.code(30) == StoppedBySignal.exit_code, run.said()
         assert not any(map(is_alive, ranks.values()))
     newest = directory.newest(tmp_path / "run" / CHECKPOINTS_DIR)
     assert newest == directory.step_path(tmp_path / "run" / CHECKPOINTS_DIR, course(tmp_path / "run")[-1]["step"])
@@ -114,13 +146,15 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_says_otherwise(
     tmp_path: Path, under: tuple[str, ...], goes_on: bool
 ) -> None:
     write_config(tmp_path, every=1000)
-    with launched(tmp_path, "parallel.dp=1", under=under) as run:  # of several ranks, Ctrl-C is told
+    with launched(
+        tmp_path, "parallel.dp=1", under=under, ignores=[] if under else None
+    ) as run:  # of several ranks, Ctrl-C is told
         run.await_step(3)
-        os.killpg(run.agent.pid, signal.SIGHUP)
+        os.killpg(run.pid, signal.SIGHUP)
         if goes_on:
             run.await_step(run.step() + 50)
-            os.killpg(run.agent.pid, signal.SIGTERM)
-        assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
+            os.killpg(run.pid, signal.SIGTERM)
+        assert run.code(30) == StoppedBySignal.exit_code, run.said()
     newest = directory.newest(tmp_path / "run" / CHECKPOINTS_DIR)
     assert newest == directory.step_path(tmp_path / "run" / CHECKPOINTS_DIR, course(tmp_path / "run")[-1]["step"])
 
@@ -136,22 +170,18 @@ def test_ranks_of_an_agent_that_was_killed_end_too(tmp_path: Path) -> None:
     assert "the agent that started it is gone" in run.said()
 
 
-def test_the_same_command_goes_on_after_the_agent_and_all_ranks_were_killed(
-    tmp_path: Path, golden: Golden, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_command_goes_on_after_the_agent_and_all_ranks_were_killed(tmp_path: Path, golden: Golden) -> None:
     configure(tmp_path)
-    monkeypatch.setenv("NXTRAIN_FAULTS", "sleep@*:1:fwd:0.2")
-    with launched(tmp_path) as run:
+    with launched(tmp_path, faults="sleep@*:1:fwd:0.2") as run:
         run.await_step(4)
-        pids = (run.agent.pid, *run.ranks().values())
+        pids = (run.pid, *run.ranks().values())
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        run.agent.wait()
+        run.code(10)
         assert len(pids) == 3
         assert run.step() < len(golden.course)
-    monkeypatch.delenv("NXTRAIN_FAULTS")
     with launched(tmp_path) as run:
-        assert run.agent.wait(60) == 0, run.said()
+        assert run.code(60) == 0, run.said()
         said = run.said()
     saved = tuple(directory.step_of(path) for path in directory.list_checkpoints(tmp_path / "run" / CHECKPOINTS_DIR))
     done = Start({0: 0}, {0: said}, began_after=None, reached=saved[-1], saved=saved)
@@ -171,28 +201,26 @@ def test_restarts_are_counted_anew_when_a_run_gets_further(tmp_path: Path) -> No
             assert not {*before.values()} & {*run.ranks().values()}
             time.sleep(1.0)  # so that it gets further than before
         os.kill(run.ranks()[1], signal.SIGTERM)
-        assert run.agent.wait(30) == StoppedBySignal.exit_code, run.said()
+        assert run.code(30) == StoppedBySignal.exit_code, run.said()
     steps = [record["step"] for record in course(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_one_rank_is_started_again_and_neither_requests_nor_hangups_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_is_started_again_and_neither_requests_nor_hangups_end_it(tmp_path: Path) -> None:
     """Stacks are asked for from the first moment on, of the launcher and of the rank, and both are under `nohup`."""
     write_config(tmp_path, steps=12, every=4)
-    monkeypatch.setenv("NXTRAIN_FAULTS", "sleep@0:1:fwd:0.05,kill@0:6:fwd")
+    faults = "sleep@0:1:fwd:0.05,kill@0:6:fwd"
     options = ("parallel.dp=1", "recovery.max_restarts=1")
-    with launched(tmp_path, *options, ignores=[signal.SIGHUP, signal.SIGUSR2]) as run:
+    with launched(tmp_path, *options, faults=faults, ignores=[signal.SIGHUP, signal.SIGUSR2]) as run:
         limit = time.monotonic() + 90
-        while run.agent.poll() is None:
+        while run.code() is None:
             assert time.monotonic() < limit, run.said()
-            for pid in (run.agent.pid, *run.ranks().values()):
+            for pid in (run.pid, *run.ranks().values()):
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, signal.SIGUSR2)
                     os.kill(pid, signal.SIGHUP)
             time.sleep(0.2)
-        assert run.agent.wait() == 0, run.said()
+        assert run.code(10) == 0, run.said()
     assert "kill@0:6:fwd fires" in run.said()
     assert "continues after step 4\n" in run.said()
     assert [record["step"] for record in course(tmp_path / "run")] == [*range(1, 13)]
@@ -221,9 +249,8 @@ def test_agents_that_cannot_meet_say_where_and_why(tmp_path: Path, fault: str) -
         name = "127.0.0.1" if fault == "port in use" else "no-such-machine.invalid"
         where = f"{name}:{port}"
         options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", "--rdzv-conf=read_timeout=3")
-        command = (sys.executable, "-m", "nxtrain.launch.torchrun", *options, "-m", "nxtrain", "train", "none.toml")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
-    assert done.returncode == BackendError.exit_code, done.stderr
-    last = [line for line in done.stderr.splitlines() if line.startswith("error: ")][-1]
-    assert last.startswith(f"error: the agents of the run do not meet at {where}: "), done.stderr
-    assert "Traceback" not in done.stderr
+        code, told = command(tmp_path, *options, "-m", "nxtrain", "train", "none.toml", first=become_agent)
+    assert code == BackendError.exit_code, told
+    last = [line for line in told.splitlines() if line.startswith("error: ")][-1]
+    assert last.startswith(f"error: the agents of the run do not meet at {where}: "), told
+    assert "Traceback" not in told

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from nxtrain.checkpoint.directory import LATEST
 from nxtrain.errors import StoppedBySignal
 from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.testing.fault_points import VARIABLE
 from tests.support.command_ranks import until
+from tests.support.commands import TOLD
+from tests.support.commands import start as start_command
 from tests.support.ports import free_port
 from tests.support.recovery import Golden, History, assert_recovered, configure, last_step, members, start
+from tests.support.warm_agents import become_agent
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="finds ranks in /proc, which Linux has; runs there"
@@ -30,16 +34,18 @@ pytestmark = pytest.mark.skipif(
 PACE = "sleep@*:1:fwd:0.2"
 WITHIN_S = 60.0
 
-LEAVES_LATE = """
-import os, time
-leave = os._exit
-def late(code):
-    time.sleep(1.5)
-    leave(code)
-if "RANK" in os.environ:
+
+def leave_late() -> None:
+    """Be an agent whose rank outlasts the one with the store."""
+    leave = os._exit
+
+    def late(status: int) -> NoReturn:
+        if "RANK" in os.environ:
+            time.sleep(1.5)
+        leave(status)
+
     os._exit = late
-"""
-"""Start-up module of the second node's rank, which outlasts the agent with the store."""
+    become_agent()
 
 
 class Agents:
@@ -53,35 +59,27 @@ class Agents:
 
     def __init__(self, folder: Path, *overrides: str, patience_s: int = 60) -> None:
         self.folder, self._overrides, self._patience_s = folder, overrides, patience_s
-        self._port = free_port()
-        (folder / "late").mkdir()
-        (folder / "late/sitecustomize.py").write_text(LEAVES_LATE, encoding="utf-8")
+        self._port, self._times = free_port(), 0
         self.agents = [self._start(0), self._start(1)]
-        self._sessions = {agent.pid for agent in self.agents}
+        self._sessions = {agent.pid or 0 for agent in self.agents}
 
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
+    def _start(self, number: int) -> ForkServerProcess:
         options = (
             *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", f"--local-addr=127.0.0.{number + 1}"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"),
             f"--rdzv-conf=is_host={1 - number},join_timeout={self._patience_s}",
         )
-        train = ("-m", "nxtrain", "train", str(self.folder / "config.toml"), *self._overrides)
-        env = {**os.environ, "NXTRAIN_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
-        if number == 1:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.folder / "late"), env.get("PYTHONPATH"))))
-        with self._log(number).open("ab") as log:
-            return subprocess.Popen(
-                (sys.executable, "-m", "nxtrain.launch.torchrun", *options, *train),
-                stdout=log,
-                stderr=log,
-                env=env,
-                start_new_session=True,
-            )
+        self._times += 1
+        place = self.folder / f"agent{number}" / str(self._times)
+        place.mkdir(parents=True)
+        train = ("-m", "nxtrain", "train", self.folder / "config.toml", *self._overrides)
+        environ, first = {VARIABLE: PACE, "OMP_NUM_THREADS": "1"}, leave_late if number else become_agent
+        return start_command(place, *options, *train, environ=environ, first=first)
 
     def start_again(self, number: int) -> None:
         """Start an agent again, as its supervisor would."""
         self.agents[number] = self._start(number)
-        self._sessions.add(self.agents[number].pid)
+        self._sessions.add(self.agents[number].pid or 0)
 
     def rank(self, number: int) -> int:
         """The process of an agent's rank."""
@@ -90,29 +88,26 @@ class Agents:
 
     def kill_node(self, number: int) -> None:
         """Kill an agent and its rank."""
-        for pid in (self.agents[number].pid, self.rank(number)):
+        for pid in (self.agents[number].pid or 0, self.rank(number)):
             os.kill(pid, signal.SIGKILL)
-        self.agents[number].wait()
+        self.agents[number].join()
 
     def await_step(self, step: int) -> None:
         until(lambda: last_step(self.folder) >= step, WITHIN_S, self.said)
 
-    def ended(self) -> list[int]:
+    def ended(self) -> list[int | None]:
         """The exit codes of both."""
-        until(lambda: all(agent.poll() is not None for agent in self.agents), WITHIN_S, self.said)
-        return [agent.returncode for agent in self.agents]
+        until(lambda: not any(agent.is_alive() for agent in self.agents), WITHIN_S, self.said)
+        return [agent.exitcode for agent in self.agents]
 
     def said(self) -> str:
-        return "\n".join(self._log(number).read_text(encoding="utf-8") for number in (0, 1))
+        return "\n".join(path.read_text(encoding="utf-8") for path in sorted(self.folder.glob(f"agent*/*/{TOLD}")))
 
     def kill(self) -> None:
         for agent in self.agents:
             agent.kill()
-            agent.wait()
+            agent.join()
         until(lambda: not members(self._sessions), WITHIN_S, self.said)
-
-    def _log(self, number: int) -> Path:
-        return self.folder / f"agent{number}.log"
 
 
 @contextmanager
@@ -140,11 +135,11 @@ def test_a_rank_dies_then_the_node_with_the_store_and_the_run_goes_on_until_one_
         run.await_step(7)
         run.kill_node(0)
         until(lambda: "waiting for it to be started again" in run.said(), WITHIN_S, run.said)
-        assert run.agents[1].poll() is None
+        assert run.agents[1].is_alive()
         run.start_again(0)
         until(lambda: run.said().count("continues after step") == 2, WITHIN_S, run.said)
         run.await_step(8)
-        run.agents[1].send_signal(signal.SIGTERM)
+        os.kill(run.agents[1].pid or 0, signal.SIGTERM)
         assert run.ended() == [StoppedBySignal.exit_code] * 2, run.said()
         stopped = last_step(tmp_path)
         assert f"stopped after step {stopped}, whose checkpoint is saved" in run.said()
@@ -156,11 +151,11 @@ def test_a_rank_dies_then_the_node_with_the_store_and_the_run_goes_on_until_one_
 
 def test_an_agent_whose_partner_does_not_come_back_says_so_and_ends_as_after_a_crash(tmp_path: Path) -> None:
     configure(tmp_path, steps=1000, patience_s=30.0)
-    with agents(tmp_path, patience_s=10) as run:
+    with agents(tmp_path, patience_s=6) as run:
         run.await_step(2)
         run.kill_node(1)
         assert run.ended()[0] == 1, run.said()
         said = run.said()
     assert "waiting at 127.0.0.1:" in said
-    assert "error: agents of other machines are gone, and did not come back in 10 seconds" in said
+    assert "error: agents of other machines are gone, and did not come back in 6 seconds" in said
     assert "Traceback" not in said

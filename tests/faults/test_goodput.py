@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,30 +11,25 @@ from nxtrain.metrics.goodput import account
 from nxtrain.metrics.start_log import read
 from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import write_config
+from tests.support.commands import train
 from tests.support.runs import records
 
 STEPS, STEP_S = 36, 0.03
-
-
-def start(folder: Path, fault: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    values = ("parallel.dp=1", *overrides)
-    command = (sys.executable, "-m", "nxtrain", "train", str(folder / "config.toml"), *values)
-    environ = {**os.environ, "NXTRAIN_FAULTS": f"{fault},sleep@0:1:pre_step:{STEP_S}"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("log_every", [1, 240])
 def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path, log_every: int) -> None:
     write_config(tmp_path, steps=STEPS, every=10)
-    logs = f"metrics.log_every={log_every}"
+    overrides = ("parallel.dp=1", f"metrics.log_every={log_every}", "checkpoint.async=false")
+    pace = f"sleep@0:1:pre_step:{STEP_S}"
     began = time.monotonic()
-    killed = start(tmp_path, "kill@0:26:pre_step", logs, "checkpoint.async=false")
-    assert killed.returncode == -9, killed.stderr
+    code, told = train(tmp_path, *overrides, armed=f"kill@0:26:pre_step,{pace}")
+    assert code == -9, told
     time.sleep(1.0)
-    resumed = start(tmp_path, "kill@0:99:pre_step", logs, "checkpoint.async=false")
+    code, told = train(tmp_path, *overrides, armed=pace)
     elapsed_s = time.monotonic() - began
-    assert resumed.returncode == 0, resumed.stderr
+    assert code == 0, told
 
     found = account(read(tmp_path / "run" / LOGS_DIR))
     spent_s = (found.productive_s, found.start_s, found.lost_s, found.detect_s, found.restart_s)
@@ -60,6 +52,6 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
         assert 0 <= found.lost_steps <= 5  # what was finished when the state was last written
     assert found.detect_s < 1.5
     assert [line["goodput"] for line in records(tmp_path / "run")][-1] == pytest.approx(found.goodput, rel=0.2)
-    lines = [line for line in resumed.stderr.splitlines() if line.startswith("goodput ")]
+    lines = [line for line in told.splitlines() if line.startswith("goodput ")]
     assert lines[-1] == str(found)
     assert len(lines) == 2

@@ -5,27 +5,37 @@ The moments are drawn: a number of lines of the journal, and a delay that ends i
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from nxtrain.data.arrow import preparation
+from tests.support import commands
 from tests.support.corpora import contents, documents, write_corpus, write_tokenizer
 
-START = (
-    "from nxtrain.data.arrow import preparation; preparation.BATCH_BYTES = 20_000;"
-    "from nxtrain.__main__ import main; main()"
-)
 KILLS = 4
 
 
-def start(folder: Path, source: Path, *options: str) -> subprocess.Popen[bytes]:
-    """The command with small batches, writing into a folder."""
-    words = ["data", "prepare", str(source), "--out", str(folder / "o.arrow"), "--on-bad", "skip", *options]
-    return subprocess.Popen([sys.executable, "-c", START, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+def make_small_batches() -> None:
+    """Let this process write its journal often."""
+    preparation.BATCH_BYTES = 20_000
+
+
+def start(folder: Path, source: Path, *options: str) -> ForkServerProcess:
+    """The command with small batches, writing into a folder beside that of its output."""
+    words = ("data", "prepare", source, "--out", folder / "o.arrow", "--on-bad", "skip", *options)
+    return commands.start(folder.parent, *words, first=make_small_batches)
+
+
+def finish(folder: Path, source: Path, *options: str) -> None:
+    """Let the command come to its end."""
+    done = start(folder, source, *options)
+    done.join(120)
+    assert done.exitcode == 0, (folder.parent / commands.TOLD).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("options", [(), ("--shard-bytes", "200kB"), ("--tokenizer",)], ids=" ".join)
@@ -37,25 +47,21 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_bytes(options: tuple[st
     folders = [tmp_path / "whole", tmp_path / "killed"]
     for folder in folders:
         folder.mkdir()
-    done = start(folders[0], source.parent, *options)
-    _, printed = done.communicate(timeout=120)
-    assert done.returncode == 0, printed.decode()
+    finish(folders[0], source.parent, *options)
     random, journal, kills = Random(" ".join(options[:1])), folders[1] / "o.arrow.partial" / "journal.jsonl", 0
     for _ in range(KILLS):
         process = start(folders[1], source.parent, *options)
         before = journal.read_bytes().count(b"\n") if journal.exists() else 0
         wanted = before + random.randint(1, 40)
         deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             if journal.exists() and journal.read_bytes().count(b"\n") >= wanted:
                 time.sleep(random.uniform(0, 0.004))
                 break
             time.sleep(0.0005)
         process.kill()
-        process.communicate()
-        kills += process.returncode < 0 and journal.exists()
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL and journal.exists()
     assert kills >= 2, "the command was too fast to be killed"
-    last = start(folders[1], source.parent, *options)
-    _, printed = last.communicate(timeout=120)
-    assert last.returncode == 0, printed.decode()
+    finish(folders[1], source.parent, *options)
     assert contents(folders[1]) == contents(folders[0])

@@ -25,7 +25,7 @@ from tests.support.s3 import BUCKET, s3, s3_variables, slow_s3
 
 __all__ = ["s3", "s3_variables"]
 
-PATIENCE_S, SLOW_S = 4.0, 12.0
+PATIENCE_S, SLOW_S = 3.0, 9.0
 
 MIRROR = f"checkpoint.mirror=s3://{BUCKET}/run"
 PATIENCE = f"recovery.hang_timeout_s={PATIENCE_S:g}"

@@ -20,11 +20,11 @@ from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support.command_ranks import Ranks, until, write_config
 from tests.support.runs import course
 
-STEPS = 80
+STEPS = 24
 STOPPED = StoppedBySignal.exit_code
-SLOW = "sleep@*:3:data:0.05"
+SLOW = "sleep@*:3:data:0.2"
 """So that signals find the run under way."""
-SLOW_SAVE = "sleep@*:*:ckpt_rename:3"
+SLOW_SAVE = "sleep@*:*:ckpt_rename:{}"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_signal_during_a_save_waits_for_it_and_for_that_of_the_last_step(
     started_by: ForkServerContext, tmp_path: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:
     write_config(tmp_path, steps=STEPS, every=7)
-    with Ranks(started_by, tmp_path, SLOW_SAVE) as ranks:
+    with Ranks(started_by, tmp_path, SLOW, SLOW_SAVE.format(1.5)) as ranks:
         until(lambda: is_saving(tmp_path), 20.0, ranks.said)
         ranks.send(signal.SIGTERM, 0, 1)
         assert ranks.ended() == {0: STOPPED, 1: STOPPED}, ranks.said()
@@ -97,7 +97,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_is_valid(
     started_by: ForkServerContext, tmp_path: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:
     write_config(tmp_path, steps=STEPS, every=7)
-    with Ranks(started_by, tmp_path, SLOW_SAVE) as ranks:
+    with Ranks(started_by, tmp_path, SLOW, SLOW_SAVE.format(3)) as ranks:
         until(lambda: is_saving(tmp_path), 20.0, ranks.said)
         ranks.send(signal.SIGTERM, 0, 1)
         time.sleep(1.2)

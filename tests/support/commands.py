@@ -60,9 +60,9 @@ def play(log: Path, argv: Sequence[str], environ: Mapping[str, str], first: Call
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
+    sys.argv = ["nxtrain", *argv]
     if first is not None:
         first()
-    sys.argv = ["nxtrain", *argv]
     cli.main()
 
 

@@ -12,10 +12,12 @@ import pytest
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
+from tests.support.commands import command
 from tests.support.models import hf_model
 from tests.support.ranks import RankPool
 from tests.support.runs import assert_equal_bits, course, run_plan, state_at, token_file, train_rank
 from tests.support.tiny import write_toml
+from tests.support.warm_agents import fork_programs
 
 STEPS = 4
 ALONE: dict[str, Any] = {"tp": 1, "dp": 1}
@@ -121,12 +123,6 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
     def plan(file: Path, *overrides: str) -> Resolved:
         return resolve_config(load(file, overrides), 1)
 
-    def command(*words: str) -> str:
-        argv = (sys.executable, "-m", *words)
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stderr
-
     straight = plan(config, f"run.dir={tmp_path / 'straight'}", "train.steps=6")
     train_rank(CpuBackend(), straight)
     expected = course(tmp_path / "straight")
@@ -134,7 +130,9 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
 
     folder = tmp_path / "staged"
     stages = ("parallel.pp=2", "parallel.virtual_pp=2", "parallel.pipeline_cuts=[1, 2, 4]")
-    said = command("nxtrain", "launch", str(config), f"run.dir={folder}", "train.steps=2", *stages)
+    words = ("launch", config, f"run.dir={folder}", "train.steps=2", *stages)
+    code, said = command(tmp_path, *words, first=fork_programs, within_s=100.0)
+    assert code == 0, said
     assert "2 ranks: pp 2 of 2 chunks each, tp 1, dp 1" in said
     assert f"{straight.family.num_params(straight.model):,} parameters" in said
     assert_same(course(folder), expected[:2])
@@ -146,8 +144,9 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
     assert_same(course(folder), expected[:4])
 
     options = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
-    said = command(
-        "torch.distributed.run", *options, "-m", "nxtrain", "train", str(own), "train.steps=6", "parallel.pp=2"
-    )
-    assert "continues after step 4" in said
+    program = ("-m", "nxtrain", "train", str(own), "train.steps=6", "parallel.pp=2")
+    argv = (sys.executable, "-m", "torch.distributed.run", *options, *program)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "continues after step 4" in done.stderr
     assert_same(course(folder), expected)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,6 +21,7 @@ from tests.support import commands
 from tests.support.command_ranks import train_as_launched
 from tests.support.corpora import documents, write_corpus, write_tokenizer
 from tests.support.shipped import CONFIGS, world_of
+from tests.support.warm_agents import fork_programs
 
 SEQ_LEN, VOCABULARY, STEPS = 32, 300, 4
 SCALED: dict[str, Any] = {
@@ -43,13 +44,22 @@ DEGREES: dict[str, dict[str, Any]] = {
 }
 
 
-def nxtrain(*argv: object, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The command, as a user starts it, with nothing of this process but its paths."""
-    clean = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **(environ or {})}
-    command = [sys.executable, "-m", "nxtrain", *map(str, argv)]
-    return subprocess.run(
-        command, cwd=CONFIGS.parent, env=clean, capture_output=True, text=True, timeout=250, check=False
-    )
+PLACE = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "32"}
+"""First rank of a node, as torchrun starts it."""
+
+
+def as_typed() -> None:
+    """Take nothing of the environment of these tests but the place of a rank."""
+    kept = {name: os.environ[name] for name in (*PLACE, "WORLD_SIZE") if name in os.environ}
+    os.environ.clear()
+    os.environ.update({"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **kept})
+    os.chdir(CONFIGS.parent)
+    fork_programs()
+
+
+def nxtrain(folder: Path, *argv: object, environ: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and output of a command, as a user types it."""
+    return commands.command(folder, *argv, environ=environ, first=as_typed, within_s=250.0)
 
 
 def changes(name: str, folder: Path) -> dict[str, Any]:
@@ -68,14 +78,13 @@ def test_a_recipe_trains_on_cpu_and_goes_on_from_its_checkpoint(name: str, tmp_p
     """From a folder of files, as `nxtrain launch` renders it; the smaller recipe goes on by the command itself."""
     path, changed = CONFIGS / f"{name}.toml", changes(name, tmp_path)
     sources = write_corpus(tmp_path / "src", "text", documents(60))
-    prepared = nxtrain("data", "prepare", sources, "--out", changed["data.path"])
-    assert prepared.returncode == 0, prepared.stderr[-3000:]
+    code, said = nxtrain(tmp_path, "data", "prepare", sources, "--out", changed["data.path"])
+    assert code == 0, said
     write_tokenizer(tmp_path / "tokenizer", VOCABULARY)
     train_as_launched(commands.context(), tmp_path, path, overrides({**changed, "train.steps": STEPS // 2}))
     if name == "llama2_7b_trn1":
-        done = nxtrain("launch", path, *overrides(changed))
-        assert done.returncode == 0, done.stderr[-3000:]
-        said = done.stderr
+        code, said = nxtrain(tmp_path, "launch", path, *overrides(changed))
+        assert code == 0, said
     else:
         said = train_as_launched(commands.context(), tmp_path, path, overrides(changed))
     assert f"continues after step {STEPS // 2}" in said
@@ -102,11 +111,11 @@ def test_a_recipe_trains_on_cpu_and_goes_on_from_its_checkpoint(name: str, tmp_p
 def test_a_recipe_without_its_data_ends_with_the_command_that_makes_it(name: str, tmp_path: Path) -> None:
     changed = {**changes(name, tmp_path), **{f"parallel.{axis}": 1 for axis in ("tp", "pp", "dp")}}
     changed["parallel.sequence_parallel"] = False
-    done = nxtrain("train", CONFIGS / f"{name}.toml", *overrides(changed))
-    assert done.returncode == 3, done.stderr[-3000:]
-    assert f"data.path: {tmp_path}/corpus.arrow does not exist" in done.stderr.replace("\n", "")
-    assert f"nxtrain data prepare FILES --out {tmp_path}/corpus.arrow" in done.stderr.replace("\n", " ")
-    assert "Traceback" not in done.stderr
+    code, said = nxtrain(tmp_path, "train", CONFIGS / f"{name}.toml", *overrides(changed))
+    assert code == 3, said
+    assert f"data.path: {tmp_path}/corpus.arrow does not exist" in said.replace("\n", "")
+    assert f"nxtrain data prepare FILES --out {tmp_path}/corpus.arrow" in said.replace("\n", " ")
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("name", DEGREES)
@@ -114,22 +123,26 @@ def test_a_recipe_as_it_stands_lacks_only_its_machine(name: str, tmp_path: Path)
     path = CONFIGS / f"{name}.toml"
     loaded = load(path)
     world, nodes = world_of(loaded), loaded.config.cluster.nodes
-    shown = nxtrain("config", "show", path)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    dry = nxtrain("launch", path, "--dry-run")
-    assert (dry.returncode, dry.stderr) == (0, "")
-    assert f"--nnodes={nodes} " in dry.stdout
-    assert "--nproc-per-node=32 " in dry.stdout
-    alone = nxtrain("launch", path)
-    assert alone.returncode == 2
-    assert f"nodes={nodes}, but this is one machine" in alone.stderr.replace("\n", " ")
+    with mock.patch.dict(os.environ, {"PATH": "/usr/bin:/bin"}, clear=True):
+        code, _, errors = commands.in_process("config", "show", path)
+        assert (code, errors) == (0, "")
+        code, shown, errors = commands.in_process("launch", path, "--dry-run")
+        assert (code, errors) == (0, "")
+        assert f"--nnodes={nodes} " in shown
+        assert "--nproc-per-node=32 " in shown
+        code, _, errors = commands.in_process("launch", path)
+        assert code == 2
+        assert f"nodes={nodes}, but this is one machine" in errors.replace("\n", " ")
     # A rank of the whole cluster, as torchrun starts it; and what compiles for it.
-    place = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "32", "WORLD_SIZE": str(world)}
-    rank = nxtrain("train", path, f"run.dir={tmp_path}/run", environ=place)
-    tool = nxtrain("compile", path, "--first-node", "node0", f"run.dir={tmp_path}/run")
-    for done, missing in ((rank, "backend.layers=nxd cannot run here"), (tool, "torch-neuronx is not installed")):
-        assert done.returncode == 5, done.stderr[-3000:]
-        assert missing in done.stderr.replace("\n", " ")
-        assert "pip install" in done.stderr
-        assert "Traceback" not in done.stderr
+    environ = {**PLACE, "WORLD_SIZE": str(world)}
+    rank = nxtrain(tmp_path, "train", path, f"run.dir={tmp_path}/run", environ=environ)
+    tool = nxtrain(tmp_path, "compile", path, "--first-node", "node0", f"run.dir={tmp_path}/run")
+    for (code, said), missing in (
+        (rank, "backend.layers=nxd cannot run here"),
+        (tool, "torch-neuronx is not installed"),
+    ):
+        assert code == 5, said
+        assert missing in said.replace("\n", " ")
+        assert "pip install" in said
+        assert "Traceback" not in said
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -63,7 +63,8 @@ def on_terminal(
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     # torch-xla, which other tests import, sets PJRT_DEVICE, and then says nothing about its choice.
-    unset = {"COLUMNS", "LINES", "NO_COLOR", "PJRT_DEVICE"}
+    # These tests also keep transformers from importing torch-xla, which then has no line to hide.
+    unset = {"COLUMNS", "LINES", "NO_COLOR", "PJRT_DEVICE", "USE_TORCH_XLA"}
     variables = {name: value for name, value in os.environ.items() if name not in unset}
     variables |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ}
     process = subprocess.Popen(

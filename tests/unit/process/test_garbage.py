@@ -74,9 +74,9 @@ MOST_MODULES = 700
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Records of one run of one step."""
+    """Records of one run of one step, which computes whole blocks again."""
     folder = tmp_path_factory.mktemp("run")
-    config = tiny.write_toml(folder, train={"steps": 1}, checkpoint={"every": 0})
+    config = tiny.write_toml(folder, train={"steps": 1, "remat": "full"}, checkpoint={"every": 0})
     argv = [sys.executable, "-c", CODE, "train", str(config)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
