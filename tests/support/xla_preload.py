@@ -16,6 +16,7 @@ MODULES = (
     "torch_xla.debug.metrics",
     "torch_xla.distributed.xla_backend",
     "torch_xla.runtime",
+    "transformers.models.llama.modeling_llama",
     "tests.support.command_ranks",
     "tests.support.contract_bodies",
     "tests.support.drawn_runs",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.backends.xla.tracing import trace_environment
+from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.bench.train import OURS, PEER
 from nxtrain.bench.xla import TRACE, LazyWorkload, summarize
 from tests.support.xla_processes import FAST, nxtrain, start
