@@ -39,7 +39,7 @@ def play(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     for module in (_posixsubprocess, subprocess):
         for name in {"fork_exec", "_fork_exec"} & set(vars(module)):  # the latter since Python 3.11
             setattr(module, name, _fork)
-    os.execve = _execute
+    os.execve = _execute  # type: ignore[assignment]
     while True:
         try:
             code = _run(argv, env)
@@ -113,7 +113,7 @@ def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     except SystemExit as end:
         code = end.code
     except Exception:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     if isinstance(code, str):
         print(code, file=sys.stderr)

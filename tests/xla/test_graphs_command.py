@@ -43,6 +43,20 @@ OUTSIDE = {"XLA_USE_BF16": "1"}
 """Variables of a shell that do not reach the process that traces."""
 
 
+def run_graphs(world: int, ranks: list[int], *options: str, **shell: str) -> str:
+    """Output of the command on the recipe, with Pythons of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nxtrain", *command(world, ranks, *options)],
+        env={**os.environ, **shell},
+        capture_output=True,
+        text=True,
+        timeout=patient_s(400),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def command(world: int, ranks: list[int], *options: str) -> list[str]:
     """The command line of the recipe."""
     argv = ["graphs", str(ROOT / "configs/llama2_7b_trn1.toml"), "--world", str(world)]
@@ -59,18 +73,9 @@ def run_fork(folder: Path, argv: list[str], shell: Mapping[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The published 7B run on 4096 ranks in a small shape, as the command line reports it, with Pythons of its own."""
+    """The published 7B run on 4096 ranks in a small shape, as the command line reports it."""
     options = (*SHAPE, "--json", "--hlo", str(tmp_path_factory.mktemp("hlo")))
-    done = subprocess.run(
-        [sys.executable, "-m", "nxtrain", *command(4096, RANKS, *options)],
-        env={**os.environ, **OUTSIDE},
-        capture_output=True,
-        text=True,
-        timeout=patient_s(400),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(run_graphs(4096, RANKS, *options, **OUTSIDE))
     return found
 
 
