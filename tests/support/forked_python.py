@@ -45,6 +45,7 @@ def play(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
             code = _run(argv, env)
         except _Executed as next_:
             argv, env = next_.argv, next_.env
+            _forget()
         else:
             os._exit(code)  # threads of runtimes do not join
 
@@ -74,16 +75,19 @@ def _fork(*start: Any) -> int:
         stream.flush()
     if process := os.fork():
         return process
-    for file, number in ((stdin, 0), (stdout, 1), (stderr, 2)):
-        if file >= 0:
-            os.dup2(file, number)
-    os.closerange(3, 1024)
-    if start[15]:
-        os.setsid()
-    if cwd is not None:
-        os.chdir(cwd)
-    _forget()
-    play(words, dict(os.fsdecode(line).split("=", 1) for line in variables))
+    try:
+        for file, number in ((stdin, 0), (stdout, 1), (stderr, 2)):
+            if file >= 0:
+                os.dup2(file, number)
+        os.closerange(3, 1024)
+        if start[15]:
+            os.setsid()
+        if cwd is not None:
+            os.chdir(cwd)
+        _forget()
+        play(words, dict(os.fsdecode(line).split("=", 1) for line in variables))
+    finally:
+        os._exit(1)  # whatever happens, the calls of the starting program are not this one's to go on with
 
 
 def _forget() -> None:
@@ -110,9 +114,11 @@ def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         code: Any = 0
+    except _Executed:
+        raise
     except SystemExit as end:
         code = end.code
-    except Exception:
+    except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
     if isinstance(code, str):
