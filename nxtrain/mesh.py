@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 from nxtrain.errors import ConfigError, Problem
 
@@ -224,3 +225,9 @@ def listed(numbers: Sequence[int]) -> str:
     """Text of numbers in a message: the first `SHOWN_NUMBERS`, and the count of the others."""
     more = f" and {len(numbers) - SHOWN_NUMBERS} more" if len(numbers) > SHOWN_NUMBERS else ""
     return ", ".join(map(str, numbers[:SHOWN_NUMBERS])) + more
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Text of ascending numbers, runs as ranges: 0-2, 5."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda at: at[1] - at[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.backends.xla.tracing import trace_environment
+from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.bench.chart import check_chart, draw, spread
 from nxtrain.bench.turns import Worker, environment, machine, machine_line, started, take_turns
 from nxtrain.errors import BackendError, ConfigError, Problem

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nxtrain.backends.xla.tracing import trace_environment
+from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.bench.train import OURS, PEER
 from nxtrain.bench.turns import Worker, environment, started, take_turns
 from nxtrain.errors import BackendError

@@ -22,10 +22,10 @@ from nxtrain.compile.cache import Cache
 from nxtrain.compile.entries import Key, State, parse_key
 from nxtrain.config.cache_dir import fill
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.host_group import spans
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.io.atomic import replace_text
 from nxtrain.io.regular import read_text
+from nxtrain.mesh import spans
 
 _VERSION = 1
 

@@ -23,11 +23,10 @@ from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
-from nxtrain.distributed.host_group import spans
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.local import FIRST_NODE, ranks_per_node, render
 from nxtrain.launch.neuron import compiles_ahead, is_native
-from nxtrain.mesh import Mesh
+from nxtrain.mesh import Mesh, spans
 
 GRACE_S = 30.0
 """Seconds since the last write to an entry for which a lock without an owner is believed: here the tool has ended, and

@@ -6,12 +6,11 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import groupby
 
 import torch.distributed as dist
 
 from nxtrain.errors import BackendError, HangError, LostPeerError
-from nxtrain.mesh import Axis
+from nxtrain.mesh import Axis, spans
 from nxtrain.process.greetings import without_greetings
 from nxtrain.process.placement import Placement
 
@@ -163,9 +162,3 @@ def in_world(text: str, members: Sequence[int]) -> str:
         return found[1] + ", ".join(str(members[int(number)]) for number in found[2].split(", "))
 
     return re.sub(r"(\b[Rr]anks? )(\d+(?:, \d+)*)", renumber, text)
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """Text of ascending numbers, runs as ranges: 0-2, 5."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda at: at[1] - at[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -17,11 +17,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nxtrain.backends.xla.environment import support, trace_environment
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
-from nxtrain.distributed.host_group import spans
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.graphs.choice import TRACED, backend_of, choose, without_nxd
+from nxtrain.mesh import spans
 
 IRRELEVANT = (
     "data.source=stdlib",
@@ -116,12 +117,9 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def _traced(job: Mapping[str, Any], local_world: int) -> dict[str, Any]:
-    from nxtrain.backends.xla.backend import XlaBackend
-    from nxtrain.backends.xla.tracing import trace_environment
-
-    support = XlaBackend.support()
-    if not support.ok:
-        raise BackendError(f"graphs are traced with torch-xla: {support.reason}")
+    installed = support()
+    if not installed.ok:
+        raise BackendError(f"graphs are traced with torch-xla: {installed.reason}")
     argv = [sys.executable, "-m", "nxtrain.graphs.trace", json.dumps(job)]
     done = subprocess.run(
         argv, env=trace_environment(os.environ, local_world), stdout=subprocess.PIPE, text=True, check=False

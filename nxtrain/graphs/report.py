@@ -8,9 +8,9 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from nxtrain.distributed.host_group import spans
 from nxtrain.graphs.hlo import Graph, Groups
 from nxtrain.graphs.recording import Cut, Recording
+from nxtrain.mesh import spans
 
 
 def report(recording: Recording) -> dict[str, Any]:

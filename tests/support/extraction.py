@@ -15,6 +15,7 @@ from unittest.mock import patch
 from nxtrain.backends.base import Backend
 from nxtrain.backends.neuron.backend import NeuronBackend
 from nxtrain.backends.xla.environment import EXTRACTION
+from nxtrain.backends.xla.graphs import freeze_older_objects
 from nxtrain.config.check import Resolved
 from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.optim.schedule import Schedule
@@ -66,6 +67,7 @@ def opened(world: int, rank: int) -> NeuronBackend:
     import torch_xla.runtime as xr
 
     xr._WORLD_SIZE, xr._ORDINAL = world, rank
+    freeze_older_objects()  # else each boundary would search what the ranks before have left
     return NeuronBackend()
 
 

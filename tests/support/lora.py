@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from random import Random
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -118,12 +120,19 @@ def targets_of(resolved: Resolved) -> tuple[str, ...]:
     return resolved.config.finetune.targets or LAYERS
 
 
+@cache
+def _peft() -> Any:
+    """PEFT, imported late; bitsandbytes would import torch's compiler to wrap functions."""
+    with patch("torch.compile", lambda function, **_: function):
+        import peft
+    return peft
+
+
 def adapted(resolved: Resolved, model: nn.Module) -> nn.Module:
     """PEFT's model around transformers'."""
-    from peft import LoraConfig, get_peft_model
-
+    peft = _peft()
     config = resolved.config.finetune
-    lora = LoraConfig(
+    lora = peft.LoraConfig(
         r=config.r,
         lora_alpha=cast(int, config.alpha),
         use_rslora=config.rslora,
@@ -132,7 +141,7 @@ def adapted(resolved: Resolved, model: nn.Module) -> nn.Module:
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return cast(nn.Module, get_peft_model(cast(Any, model), lora))
+        return cast(nn.Module, peft.get_peft_model(model, lora))
 
 
 def our_name(name: str) -> str:

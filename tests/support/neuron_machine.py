@@ -28,8 +28,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from tests.support.forked_python import play
 from tests.support.xla_processes import FAST
 
 ROOT = Path(__file__).parents[2]
@@ -104,44 +105,24 @@ def pretend() -> None:
         nxd_cpu.prepare(cpu_mode=False)
         os.environ.setdefault(nxd_cpu.PLATFORM, "trn1")
     sys.meta_path.insert(0, _Afterwards("torch_xla", _start_runtime))
-    for unused in (
-        "torch_xla.stablehlo",
-        "torch_xla.experimental.gru",
-    ):  # half of the time that torch-xla takes to load
+    leave_out_unused()
+
+
+def leave_out_unused() -> None:
+    """Let torch-xla load in half of the time, without two modules whose names are imported and not used."""
+    for unused in ("torch_xla.stablehlo", "torch_xla.experimental.gru"):
         sys.modules[unused] = _Unused(unused)
 
 
-class _Executed(BaseException):
-    """The program of this process, started again with other variables."""
-
-    def __init__(self, program: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        super().__init__()
-        self.env = dict(env)
-
-
-def command(env: Mapping[str, str], *argv: str) -> None:
+def command(env: Mapping[str, str], *argv: str) -> NoReturn:
     """`nxtrain ARGV` on the machine that variables name, in a fork of a process that has imported torch-xla.
 
-    The product executes itself again with the variables that a rank lacks, all before it imports torch-xla. In a fork
-    the command begins again with them, and what an import of torch-xla does with them is done when the product asks.
+    The product executes itself again with the variables that a rank lacks, all before it imports torch-xla. What an
+    import of torch-xla does with them is done when the product asks.
     """
-    from nxtrain.cli.main import main
-
-    def execute(program: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        raise _Executed(program, argv, env)
-
     stand_on(Path(env[FOLDER]))
     sys.meta_path.insert(0, _Imported("torch_xla", sys.modules.pop("torch_xla"), _start_forked_runtime))
-    sys.argv = ["nxtrain", *argv]
-    os.execve = execute  # type: ignore[assignment]
-    for _ in range(2):
-        os.environ.clear()
-        os.environ.update(env)
-        try:
-            main()
-        except _Executed as again:
-            env = again.env
-    raise AssertionError("executed again and again")
+    play([sys.executable, "-m", "nxtrain", *argv], env)
 
 
 def _start_forked_runtime() -> None:

@@ -109,6 +109,12 @@ class Machine:
         """Run a command of nxtrain on the configuration."""
         return self.command("nxtrain", command, str(self.config), *overrides, **variables)
 
+    def compile(self) -> None:
+        """`nxtrain compile`, in forks of a process that has imported torch-xla."""
+        argv = (neuron_machine.command, self.env, "compile", str(self.config))
+        ended = start(*argv, env=self.env, log=self.folder / "compile.log").ended(280)
+        assert ended.code == 0, ended.printed[-6000:]
+
     def train(self, *overrides: str, world: int = 1, **variables: str) -> str:
         """`nxtrain train` as one rank or several, in forks of a process that has imported torch-xla."""
         store = TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)

@@ -1,33 +1,43 @@
 """Imports of every process of the XLA lane, done once; see `tests.support.xla_processes`.
 
-Objects that exist by now are exempt from garbage collection: a collection in a fork would copy their pages.
+The collector would visit what is imported again and again. Objects that exist in the end are exempt from it: a
+collection in a fork would copy their pages.
 """
 
 from __future__ import annotations
 
 import gc
+from importlib import import_module
 
-import torch_xla.core.xla_model
-import torch_xla.debug.metrics
-import torch_xla.distributed.xla_backend
-import torch_xla.runtime  # noqa: F401
+from tests.support.neuron_machine import leave_out_unused
 
-import tests.support.command_ranks
-import tests.support.contract_bodies
-import tests.support.drawn_runs
-import tests.support.extraction
-import tests.support.neuron_bodies
-import tests.support.neuron_rounding
-import tests.support.recompiling
-import tests.support.reductions
-import tests.support.xla_bodies
-import tests.support.xla_engine
-import tests.support.xla_guard
-import tests.support.xla_link
-import tests.support.xla_pipelines
-import tests.support.xla_rank_bodies
-import tests.support.xla_resharding
-import tests.support.xla_stages  # noqa: F401
+MODULES = (
+    "torch_xla.core.xla_model",
+    "torch_xla.debug.metrics",
+    "torch_xla.distributed.xla_backend",
+    "torch_xla.runtime",
+    "transformers.models.llama.modeling_llama",
+    "tests.support.command_ranks",
+    "tests.support.contract_bodies",
+    "tests.support.drawn_runs",
+    "tests.support.extraction",
+    "tests.support.neuron_bodies",
+    "tests.support.neuron_rounding",
+    "tests.support.recompiling",
+    "tests.support.reductions",
+    "tests.support.xla_bodies",
+    "tests.support.xla_engine",
+    "tests.support.xla_guard",
+    "tests.support.xla_link",
+    "tests.support.xla_pipelines",
+    "tests.support.xla_rank_bodies",
+    "tests.support.xla_resharding",
+    "tests.support.xla_stages",
+)
 
-gc.collect()
+gc.disable()
+leave_out_unused()
+for name in MODULES:
+    import_module(name)
 gc.freeze()
+gc.enable()

@@ -14,6 +14,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.forked_python import play
+
 FAST = " ".join(
     (
         "--xla_backend_optimization_level=0",
@@ -93,7 +95,7 @@ def start(target: Callable[..., object], *args: Any, env: Mapping[str, str], log
 
 def nxtrain(*argv: object, env: Mapping[str, str], log: Path) -> Started:
     """Start a command of nxtrain; each argument is written as on a shell's line."""
-    return start(_command, *map(str, argv), env=env, log=log)
+    return start(play, [sys.executable, "-m", "nxtrain", *map(str, argv)], dict(env), env=env, log=log)
 
 
 def adopt(env: Mapping[str, str]) -> None:
@@ -112,10 +114,3 @@ def _begin(log: Path, env: Mapping[str, str], target: Callable[..., object], arg
     os.dup2(printed, 2)
     adopt(env)
     target(*args)
-
-
-def _command(*argv: str) -> None:
-    from nxtrain.cli.main import main
-
-    sys.argv = ["nxtrain", *argv]
-    main()

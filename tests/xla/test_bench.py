@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from nxtrain.backends.xla.tracing import trace_environment
+from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.bench.train import OURS, PEER
 from nxtrain.bench.xla import TRACE, LazyWorkload, summarize
-from tests.support.xla_processes import FAST, start
+from tests.support.xla_processes import FAST, nxtrain, start
 
 MICRO_BATCHES = 2
 
@@ -55,12 +53,12 @@ def test_a_step_asks_no_more_of_the_host_than_one_of_transformers(tmp_path: Path
     assert recorded <= theirs
 
 
-def test_the_command_measures_every_side_in_every_round() -> None:
-    argv = [sys.executable, "-m", "nxtrain", "bench", "xla", "--layers", "1", "--rounds", "2", "--steps", "1"]
-    argv += ["--micro-batches", "1", "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_the_command_measures_every_side_in_every_round(tmp_path: Path) -> None:
+    """It, and the processes that it starts, are forks of one that has imported torch-xla."""
+    argv = ("bench", "xla", "--layers", "1", "--rounds", "2", "--steps", "1", "--micro-batches", "1", "--json")
+    done = nxtrain(*argv, env=os.environ, log=tmp_path / "log.txt").ended(250)
+    assert done.code == 0, done.printed
+    found = json.loads(done.printed[done.printed.index("{") :])
     assert len(found["ratios"]) == 2
     assert (
         min(*found["ratios"], found["trace_s_per_rank"], *(found[side]["host_ms_per_step"] for side in (OURS, PEER)))

@@ -20,7 +20,8 @@ import pytest
 
 import nxtrain
 import nxtrain_models
-from nxtrain.backends.xla.tracing import TracingBackend, trace_environment
+from nxtrain.backends.xla.environment import trace_environment
+from nxtrain.backends.xla.tracing import TracingBackend
 from tests.support.xla_processes import FAST, start
 
 TP, STEPS = 8, 3

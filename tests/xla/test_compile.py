@@ -23,8 +23,9 @@ from nxtrain.compile.entries import State
 from nxtrain.compile.lock_owners import naming
 from nxtrain.compile.manifest import Manifest, read_manifest
 from tests.support.caches import COMPILER
-from tests.support.neuron_machine import ROOT, assert_real, install
+from tests.support.neuron_machine import ROOT, assert_real, command, install
 from tests.support.neuron_plugin import PAUSE
+from tests.support.xla_processes import Started, start
 
 STEPS = 3
 
@@ -51,8 +52,8 @@ class Machine:
     def manifest(self) -> Manifest:
         return read_manifest(self.folder / "tiny_cpu.json")
 
-    def start(self, command: str, *overrides: str, pause_s: float = 0.0) -> subprocess.Popen[str]:
-        """Start a command of nxtrain on the tiny configuration."""
+    def argv(self, name: str, *overrides: str) -> list[str]:
+        """Command line of nxtrain on the tiny configuration."""
         values = [
             *("backend.name=neuron", "cluster.instance=trn1.2xlarge", "parallel.tp=2", "model.config.vocab_size=300"),
             *(f"compile.cache_dir={self.folder / 'cache'}", f"compile.manifest={self.folder / '{name}.json'}"),
@@ -61,11 +62,13 @@ class Machine:
             *(f"train.steps={STEPS}", "optim.warmup_steps=0", "checkpoint.every=0", "metrics.log_every=1"),
             *("metrics.tensorboard=false", "metrics.progress=false", f"run.dir={self.folder / 'run'}", *overrides),
         ]
-        argv = [sys.executable, "-m", "nxtrain", command, "configs/tiny_cpu.toml", *values]
+        return [name, str(ROOT / "configs/tiny_cpu.toml"), *values]
+
+    def launch(self, *overrides: str, pause_s: float = 0.0) -> Started:
+        """Start a run; the agent and the ranks are forks of it."""
         env = {**self.env, PAUSE: str(pause_s)}
-        return subprocess.Popen(
-            argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        argv = self.argv("launch", "compile.on_miss=stop", *overrides)
+        return start(command, env, *argv, env=env, log=self.folder / f"launch-{pause_s:g}.log")
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +77,13 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     rows = np.random.default_rng(0).integers(0, 300, (64, 17), dtype=np.uint16)
     np.save(folder / "rows.npy", rows)
     env = {**install(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    compiling = Machine(folder, env).start("compile", "train.steps=7")
-    said = compiling.communicate(timeout=200)[0]
-    assert compiling.returncode == 0, said[-6000:]
+    argv = [sys.executable, "-m", "nxtrain", *Machine(folder, env).argv("compile", "train.steps=7")]
+    done = subprocess.run(
+        argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
     assert_real(folder, processes=2)
-    return Machine(folder, env, said)
+    return Machine(folder, env, done.stdout)
 
 
 def test_every_graph_of_the_run_is_compiled_and_named_in_the_manifest(machine: Machine) -> None:
@@ -108,17 +113,16 @@ def test_the_commands_for_caches_find_it_whole(machine: Machine, capsys: pytest.
 def test_the_run_compiles_nothing_while_one_with_another_setting_ends_at_its_first_graph(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stops = "compile.on_miss=stop"
-    same = machine.start("launch", stops)
-    other = machine.start("launch", stops, "train.micro_batch=2", f"run.dir={machine.folder / 'other'}", pause_s=20)
-    said, others = (process.communicate(timeout=200)[0] for process in (same, other))
-    assert same.returncode == 0, said[-6000:]
+    runs = [machine.launch(), machine.launch("train.micro_batch=2", f"run.dir={machine.folder / 'other'}", pause_s=20)]
+    same, other = (run.ended(200) for run in runs)
+    said, others = same.printed, other.printed
+    assert same.code == 0, said[-6000:]
     lines = (machine.folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     assert "Call compiler" not in said
     assert "\nwarning: " not in said
 
-    assert other.returncode == 5, others[-6000:]
+    assert other.code == 5, others[-6000:]
     assert "warning: this run is not what was compiled, and may need other graphs:\n    train.micro_batch: " in others
     (missed,) = {entry.key for entry in machine.cache.entries()} - machine.cache.done()
     assert (

@@ -1,15 +1,13 @@
 """Two pretended Trainium machines with a pipeline stage each: each compiles, writes and needs what is its own.
 
 They share the folder of the manifests, and neither the cache nor anything else. Those that compile meet under torchrun
-as machines do, which chooses the first of them. The ranks that run are forks of a process that has imported torch-xla,
-with the variables that torchrun would set; the test chooses the first.
+as machines do, which chooses the first of them. The ranks that run get the variables that torchrun would set; the test
+chooses the first. All are forks of a process that has imported torch-xla; `test_compile.py` starts each Python itself.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,17 +48,10 @@ class Machine(NamedTuple):
             *("optim.warmup_steps=0", "checkpoint.every=0", "metrics.tensorboard=false", "metrics.progress=false"),
         ]
 
-    def compile(self, first_node: str) -> subprocess.Popen[str]:
+    def compile(self, first_node: str) -> Started:
         """Start `nxtrain compile`."""
-        argv = [sys.executable, "-m", "nxtrain", "compile", str(CONFIG), *self.values, "--nproc=1"]
-        return subprocess.Popen(
-            [*argv, f"--first-node={first_node}"],
-            cwd=ROOT,
-            env=self.env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        argv = ("compile", str(CONFIG), *self.values, "--nproc=1", f"--first-node={first_node}")
+        return start(command, self.env, *argv, env=self.env, log=self.folder / "compile.log")
 
     def train(self, rank: int, port: int) -> Started:
         """Start `nxtrain train` as the one rank of this machine, which holds the stage of that number."""
@@ -102,8 +93,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
         machines.append(Machine(folder, {**install(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}))
     where = f"127.0.0.1:{free_port()}"
     compiling = [machine.compile(where) for machine in machines]
-    said = [process.communicate(timeout=200)[0] for process in compiling]
-    assert [process.returncode for process in compiling] == [0, 0], "\n\n".join(text[-5000:] for text in said)
+    ended = [process.ended(200) for process in compiling]
+    said = [each.printed for each in ended]
+    assert [each.code for each in ended] == [0, 0], "\n\n".join(text[-5000:] for text in said)
     for machine in machines:
         assert_real(machine.folder, processes=1)
     stages = [int(re.findall(r"graphs of pipeline stage (\d) of 2 are in", text)[0]) for text in said]

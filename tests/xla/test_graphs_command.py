@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.support.models import changed
 from tests.support.parity import layout
 from tests.support.patience import patient_s
 from tests.support.xla_engine import run_devices
+from tests.support.xla_processes import nxtrain
 
 ROOT = Path(__file__).parents[2]
 RANKS = [0, 1, 7, 8, 3001, 4095]
@@ -37,20 +39,14 @@ RATES = (0.0, 1e-3, 1.0, 0.1)  # the last is that of weight decay
 SHAPE = [f"model.config.{key}={value}" for key, value in SMALL.items()] + ["train.seq_len=32"]
 
 
-def published(ranks: list[int], *options: str) -> dict[str, Any]:
-    """The published 7B run on 4096 ranks, as the command line reports it."""
-    shell = {"XLA_USE_BF16": "1"}  # what is set outside does not reach the process that traces
-    found: dict[str, Any] = json.loads(run_graphs("4096", ranks, "--json", *options, **shell))
-    return found
+OUTSIDE = {"XLA_USE_BF16": "1"}
+"""Variables of a shell that do not reach the process that traces."""
 
 
-def run_graphs(world: str, ranks: list[int], *options: str, **shell: str) -> str:
-    """Output of the command on the recipe."""
-    argv = [sys.executable, "-m", "nxtrain", "graphs", "configs/llama2_7b_trn1.toml", "--world", world]
-    argv += ["train.eval_every=1000", "data.validation_fraction=1e-5"]  # a run that evaluates has one graph more
+def run_graphs(world: int, ranks: list[int], *options: str, **shell: str) -> str:
+    """Output of the command on the recipe, with Pythons of its own."""
     done = subprocess.run(
-        [*argv, *(option for rank in ranks for option in ("--rank", str(rank))), *options],
-        cwd=ROOT,
+        [sys.executable, "-m", "nxtrain", *command(world, ranks, *options)],
         env={**os.environ, **shell},
         capture_output=True,
         text=True,
@@ -61,10 +57,26 @@ def run_graphs(world: str, ranks: list[int], *options: str, **shell: str) -> str
     return done.stdout
 
 
+def command(world: int, ranks: list[int], *options: str) -> list[str]:
+    """The command line of the recipe."""
+    argv = ["graphs", str(ROOT / "configs/llama2_7b_trn1.toml"), "--world", str(world)]
+    argv += ["train.eval_every=1000", "data.validation_fraction=1e-5"]  # a run that evaluates has one graph more
+    return [*argv, *(option for rank in ranks for option in ("--rank", str(rank))), *options]
+
+
+def run_fork(folder: Path, argv: list[str], shell: Mapping[str, str]) -> str:
+    """Output of the command, which is a fork, as its tracing process is."""
+    done = nxtrain(*argv, env={**os.environ, **shell}, log=folder / "log.txt").ended(patient_s(400))
+    assert done.code == 0, done.printed[-3000:]
+    return done.printed
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """It in a small shape; half a minute at most."""
-    return published(RANKS, *SHAPE, "--hlo", str(tmp_path_factory.mktemp("hlo")))
+    """The published 7B run on 4096 ranks in a small shape, as the command line reports it."""
+    options = (*SHAPE, "--json", "--hlo", str(tmp_path_factory.mktemp("hlo")))
+    found: dict[str, Any] = json.loads(run_graphs(4096, RANKS, *options, **OUTSIDE))
+    return found
 
 
 def census(graph: dict[str, Any]) -> dict[tuple[str, str], tuple[int, int, int]]:
@@ -92,9 +104,11 @@ def test_its_collectives_span_the_axes_of_the_mesh_and_average_over_dp(sound: di
 
 
 @pytest.mark.parametrize("blocks", [3, pytest.param(32, marks=pytest.mark.slow)])
-def test_the_7b_at_its_true_width_needs_a_graph_per_micro_batch_and_one_to_update(blocks: int) -> None:
+def test_the_7b_at_its_true_width_needs_a_graph_per_micro_batch_and_one_to_update(blocks: int, tmp_path: Path) -> None:
     """On two ranks; all 32 blocks take a minute and 5 GiB."""
-    found = published([0, 3001], f"model.config.num_hidden_layers={blocks}", "--steps", "2")
+    options = (f"model.config.num_hidden_layers={blocks}", "--steps", "2", "--json")
+    printed = run_fork(tmp_path, command(4096, [0, 3001], *options), OUTSIDE)
+    found = json.loads(printed[printed.index("{") :])
     assert (found["problems"], found["host_reads"]) == ([], [])
     assert [(g["name"], g["steps"]) for g in found["graphs"]] == [
         ("steady micro-batch", [1, 2]),
@@ -137,10 +151,10 @@ def test_a_run_of_automatic_choices_is_told_what_stands_for_them_in_whole_lines(
     metadata = "Metadata-Version: 2.1\nName: neuronx-distributed\nVersion: 0.18.0\n"
     (tmp_path / "neuronx_distributed-0.18.0.dist-info" / "METADATA").write_text(metadata, encoding="ascii")
     (tmp_path / "neuronx_distributed.py").write_text('raise OSError("no libnrt.so.1")\n', encoding="ascii")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     flash = ["train.seq_len=2048", "model.config.max_position_embeddings=2048", "parallel.tp=2"]
     auto = ["backend.name=auto", "backend.layers=auto", "parallel.dp=2", "train.global_batch=2"]
-    said = run_graphs("4", [0], *SHAPE, *auto, *flash, "--steps", "1", PYTHONPATH=path).splitlines()
+    said = run_fork(tmp_path, command(4, [0], *SHAPE, *auto, *flash, "--steps", "1"), path).splitlines()
     layers = "neuronx-distributed does not import here: OSError: no libnrt.so.1"
     assert f"traced with backend.layers=native in place of nxd (auto: {layers})" in said
     for line in (

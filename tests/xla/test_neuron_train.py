@@ -22,7 +22,7 @@ PLAN = layout("odd", tp=1, micro=2, config={"num_attention_heads": 4, "num_key_v
 
 def test_what_was_compiled_beforehand_trains_as_transformers_does_and_resumes(tmp_path: Path) -> None:
     machine = Machine.furnished(tmp_path, PLAN, STEPS)
-    machine.nxtrain("compile")
+    machine.compile()
     printed = machine.train("compile.on_miss=stop")
     want = reference(PLAN, STEPS)
     check_scalars(machine.column("loss"), machine.column("grad_norm"), want)

@@ -106,7 +106,7 @@ def test_the_command_traces_its_layers_and_its_order_of_ranks(tmp_path: Path) ->
     """NxD joins every eighth rank of a trn1.32xlarge at tp 4, whichever ranks the process that traces is one of."""
     folders = (ROOT / "tests/support/nxd_site", ROOT, os.environ.get("PYTHONPATH", ""))
     said = run_graphs(
-        "64",
+        64,
         [0, 8, 41],
         "--json",
         "--steps=2",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from nxtrain.backends.base import Backend
+from tests.support import starting
+from tests.support.forked_python import play
+from tests.support.patience import patient_s
 from tests.support.xla_engine import run_devices, start_devices
+from tests.support.xla_processes import start
 
 VARIABLE = "NXTRAIN_TEST_OF_FORKS"
 
@@ -31,3 +37,14 @@ def test_flags_reach_the_compiler_of_a_fork(tmp_path: Path) -> None:
     done = start_devices(1, place, folder=tmp_path, flags="--xla_no_such_flag=1")
     assert done.code != 0
     assert "xla_no_such_flag" in done.printed
+
+
+def test_forked_programs_start_and_end_as_python_starts_and_ends_them(tmp_path: Path) -> None:
+    """Of each process: arguments, variables, streams, session, handled signals, and the exit code."""
+    argv = [sys.executable, "-m", starting.__name__, "first", "an argument"]
+    env = {**os.environ, VARIABLE: "set"}
+    real = subprocess.run(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    forked = start(play, argv, env, env=env, log=tmp_path / "log.txt").ended(patient_s(60))
+    assert (forked.code, forked.printed) == (real.returncode, real.stdout)
+    assert real.returncode == starting.CODE
+    assert real.stdout.count("session of its own") == 1, real.stdout

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from nxtrain.backends.base import Backend, Support, fetched_names
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import RoundingKey, round_one_by_one
-from nxtrain.backends.xla.environment import refuse_dead_variables
+from nxtrain.backends.xla.environment import refuse_dead_variables, support
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.backends.xla.world import join
 from nxtrain.distributed.collectives import Collectives, Done, Op, Pending
@@ -224,9 +223,7 @@ class XlaBackend(Backend):
 
     @staticmethod
     def support() -> Support:
-        if find_spec("torch_xla") is None:
-            return Support(False, "torch-xla is not installed; pip install 'nxtrain[xla]'")
-        return Support(True, "torch-xla is installed")
+        return support()
 
     def put(self, x: Tensor) -> Tensor:
         return x.to(self.device)

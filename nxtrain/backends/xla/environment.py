@@ -1,10 +1,12 @@
-"""Checks of environment variables for PyTorch/XLA that are obsolete or harmful, with replacements."""
+"""Environment of PyTorch/XLA: its package, refused variables with replacements, and that of a tracing process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from nxtrain.backends.base import Support
 from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.errors import ConfigError, Problem
 
@@ -16,6 +18,9 @@ EXTRACTING = "extracting:"
 
 HOLDING = "pipeline stages of this machine:"
 """Prefix of the line with the pipeline stages of a machine that does not hold all stages, before any work."""
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables with the place of a process among the ranks."""
 
 ORIGIN = "environment"
 """Origin of these problems in messages."""
@@ -102,3 +107,25 @@ def refuse_dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = N
     """
     if problems := dead_variables(environ, sdk):
         raise ConfigError(problems)
+
+
+def support() -> Support:
+    """Support by the installed packages; imports none of them."""
+    if find_spec("torch_xla") is None:
+        return Support(False, "torch-xla is not installed; pip install 'nxtrain[xla]'")
+    return Support(True, "torch-xla is installed")
+
+
+def trace_environment(environ: Mapping[str, str], local_world: int = 1) -> dict[str, str]:
+    """Environment of a tracing process: one CPU device, no other ranks, and no variables that change graphs.
+
+    Args:
+        environ: Variables of this process.
+        local_world: Ranks of each pretended machine, which NeuronX Distributed reads from the environment.
+    """
+    prefixes = ("NEURON", "NXD_", "PJRT_", "PT_XLA_", "XLA_", "TORCHELASTIC_")
+    kept = {
+        name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in RANK_VARIABLES
+    }
+    added = {"LOCAL_WORLD_SIZE": str(local_world), "NXD_LOG_LEVEL": "warning"}
+    return {**kept, **added, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}

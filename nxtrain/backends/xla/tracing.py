@@ -27,10 +27,6 @@ UPLOADED_ENTRIES = 4096
 """Most entries of a tensor that is uploaded as in a run, since torch-xla folds single numbers by their value."""
 
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Variables with the place of a process among the ranks."""
-
-
 class Tape(Protocol):
     """Recorder of a rank's graphs and reads."""
 
@@ -41,21 +37,6 @@ class Tape(Protocol):
     def host_read(self, file: str, line: int, function: str) -> None:
         """Record that the host read a value of the device."""
         ...
-
-
-def trace_environment(environ: Mapping[str, str], local_world: int = 1) -> dict[str, str]:
-    """Environment of a tracing process: one CPU device, no other ranks, and no variables that change graphs.
-
-    Args:
-        environ: Variables of this process.
-        local_world: Ranks of each pretended machine, which NeuronX Distributed reads from the environment.
-    """
-    prefixes = ("NEURON", "NXD_", "PJRT_", "PT_XLA_", "XLA_", "TORCHELASTIC_")
-    kept = {
-        name: value for name, value in environ.items() if not name.startswith(prefixes) and name not in RANK_VARIABLES
-    }
-    added = {"LOCAL_WORLD_SIZE": str(local_world), "NXD_LOG_LEVEL": "warning"}
-    return {**kept, **added, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
 
 
 def pretended_nxd(instance: Instance) -> Callable[[Backend], Binding]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from nxtrain.distributed.heartbeats import Beat, HeartbeatStore
-from nxtrain.distributed.host_group import spans
+from nxtrain.mesh import spans
 
 SHOWN = 4
 """Number of ranks whose state a message shows."""

@@ -12,7 +12,7 @@ from nxtrain.backends.neuron import sdk
 from nxtrain.backends.neuron.attention import Attention
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import Package, SdkVersion
-from nxtrain.backends.xla.tracing import trace_environment
+from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.config.load import load
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.graphs import choice
