@@ -24,12 +24,12 @@ from nxtrain.errors import BackendError, StoppedBySignal
 from nxtrain.process.signals import STOPPING
 from nxtrain.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.testing.fault_points import VARIABLE
+from tests.support import forked_python
 from tests.support.command_ranks import until, write_config
 from tests.support.commands import TOLD, command
 from tests.support.commands import start as start_command
 from tests.support.recovery import Golden, History, Start, assert_recovered, configure
 from tests.support.runs import course
-from tests.support.warm_agents import become_agent, fork_programs
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="finds ranks in /proc, which Linux has; runs there"
@@ -59,7 +59,7 @@ class Launched:
         self.agent: Popen[bytes] | ForkServerProcess
         words, environ = ("launch", str(folder / "config.toml"), *overrides), {VARIABLE: faults}
         if ignores is None:
-            self.agent = start_command(folder, *words, environ=environ, first=fork_programs)
+            self.agent = start_command(folder, *words, environ=environ, first=forked_python.command)
             return
         command = (*under, sys.executable, "-m", "nxtrain", *words)
         with self.log.open("w", encoding="utf-8") as log:
@@ -249,7 +249,7 @@ def test_agents_that_cannot_meet_say_where_and_why(tmp_path: Path, fault: str) -
         name = "127.0.0.1" if fault == "port in use" else "no-such-machine.invalid"
         where = f"{name}:{port}"
         options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}", "--rdzv-conf=read_timeout=3")
-        code, told = command(tmp_path, *options, "-m", "nxtrain", "train", "none.toml", first=become_agent)
+        code, told = command(tmp_path, *options, "-m", "nxtrain", "train", "none.toml", first=forked_python.agent)
     assert code == BackendError.exit_code, told
     last = [line for line in told.splitlines() if line.startswith("error: ")][-1]
     assert last.startswith(f"error: the agents of the run do not meet at {where}: "), told

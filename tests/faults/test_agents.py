@@ -20,12 +20,12 @@ from nxtrain.checkpoint.directory import LATEST
 from nxtrain.errors import StoppedBySignal
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.testing.fault_points import VARIABLE
+from tests.support import forked_python
 from tests.support.command_ranks import until
 from tests.support.commands import TOLD
 from tests.support.commands import start as start_command
 from tests.support.ports import free_port
 from tests.support.recovery import Golden, History, assert_recovered, configure, last_step, members, start
-from tests.support.warm_agents import become_agent
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="finds ranks in /proc, which Linux has; runs there"
@@ -45,7 +45,7 @@ def leave_late() -> None:
         leave(status)
 
     os._exit = late
-    become_agent()
+    forked_python.agent()
 
 
 class Agents:
@@ -73,7 +73,7 @@ class Agents:
         place = self.folder / f"agent{number}" / str(self._times)
         place.mkdir(parents=True)
         train = ("-m", "nxtrain", "train", self.folder / "config.toml", *self._overrides)
-        environ, first = {VARIABLE: PACE, "OMP_NUM_THREADS": "1"}, leave_late if number else become_agent
+        environ, first = {VARIABLE: PACE, "OMP_NUM_THREADS": "1"}, leave_late if number else forked_python.agent
         return start_command(place, *options, *train, environ=environ, first=first)
 
     def start_again(self, number: int) -> None:

@@ -50,6 +50,16 @@ def play(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
             os._exit(code)  # threads of runtimes do not join
 
 
+def command() -> NoReturn:
+    """Be the command `nxtrain` with the arguments and variables of this process."""
+    play([sys.executable, "-m", "nxtrain", *sys.argv[1:]], dict(os.environ))
+
+
+def agent() -> NoReturn:
+    """Be an agent of nxtrain with the arguments and variables of this process."""
+    play([sys.executable, "-m", "nxtrain.launch.torchrun", *sys.argv[1:]], dict(os.environ))
+
+
 def _execute(*program: Any) -> NoReturn:
     raise _Executed(*program)
 

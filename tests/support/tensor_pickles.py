@@ -23,7 +23,8 @@ class _Pickler(ForkingPickler):
         if type(x) is not Tensor or x.device.type != "cpu" or x.layout is not torch.strided or not x.is_leaf:
             return NotImplemented
         elements = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        return _tensor, (pickle.PickleBuffer(elements.view(torch.uint8).numpy()), x.dtype, x.shape, x.requires_grad)
+        bytes_ = bytearray(elements.view(torch.uint8).numpy())
+        return _tensor, (bytes_, x.dtype, x.shape, x.requires_grad)
 
 
 def _tensor(elements: bytearray, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import commands
+from tests.support import commands, forked_python
 from tests.support.command_ranks import train_as_launched
 from tests.support.drawn import CONFIG, ROOT, SEED, covering_array, draw
 from tests.support.drawn_commands import LIMIT_S, error_of_command, prepare
-from tests.support.warm_agents import fork_programs
 
 LAUNCHED = (0, 1)
 """Draws of one rank and of two that the command starts; the ranks of the others start as the command renders them."""
@@ -26,7 +25,7 @@ def test_a_drawn_command_trains_as_transformers_does(tmp_path: Path, index: int)
     run = draw("command", SEED, index, LAYOUTS[index])
     argv = prepare(run, tmp_path)
     if index in LAUNCHED:
-        code, told = commands.command(tmp_path, *argv[1:], first=fork_programs, within_s=LIMIT_S)
+        code, told = commands.command(tmp_path, *argv[1:], first=forked_python.command, within_s=LIMIT_S)
         assert code == 0, told
     else:
         overrides = argv[argv.index(NAME) + 1 : argv.index("--nproc")]

@@ -12,12 +12,12 @@ import pytest
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
+from tests.support import forked_python
 from tests.support.commands import command
 from tests.support.models import hf_model
 from tests.support.ranks import RankPool
 from tests.support.runs import assert_equal_bits, course, run_plan, state_at, token_file, train_rank
 from tests.support.tiny import write_toml
-from tests.support.warm_agents import fork_programs
 
 STEPS = 4
 ALONE: dict[str, Any] = {"tp": 1, "dp": 1}
@@ -131,7 +131,7 @@ def test_a_run_is_launched_in_stages_and_resumed_in_others(tmp_path: Path) -> No
     folder = tmp_path / "staged"
     stages = ("parallel.pp=2", "parallel.virtual_pp=2", "parallel.pipeline_cuts=[1, 2, 4]")
     words = ("launch", config, f"run.dir={folder}", "train.steps=2", *stages)
-    code, said = command(tmp_path, *words, first=fork_programs, within_s=100.0)
+    code, said = command(tmp_path, *words, first=forked_python.command, within_s=100.0)
     assert code == 0, said
     assert "2 ranks: pp 2 of 2 chunks each, tp 1, dp 1" in said
     assert f"{straight.family.num_params(straight.model):,} parameters" in said

@@ -17,11 +17,10 @@ import pytest
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load, values
 from nxtrain.optim.schedule import Schedule
-from tests.support import commands
+from tests.support import commands, forked_python
 from tests.support.command_ranks import train_as_launched
 from tests.support.corpora import documents, write_corpus, write_tokenizer
 from tests.support.shipped import CONFIGS, world_of
-from tests.support.warm_agents import fork_programs
 
 SEQ_LEN, VOCABULARY, STEPS = 32, 300, 4
 SCALED: dict[str, Any] = {
@@ -54,7 +53,7 @@ def as_typed() -> None:
     os.environ.clear()
     os.environ.update({"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **kept})
     os.chdir(CONFIGS.parent)
-    fork_programs()
+    forked_python.command()
 
 
 def nxtrain(folder: Path, *argv: object, environ: dict[str, str] | None = None) -> tuple[int, str]:

@@ -42,7 +42,7 @@ def test_flags_reach_the_compiler_of_a_fork(tmp_path: Path) -> None:
 def test_forked_programs_start_and_end_as_python_starts_and_ends_them(tmp_path: Path) -> None:
     """Of each process: arguments, variables, streams, session, handled signals, and the exit code."""
     argv = [sys.executable, "-m", starting.__name__, "first", "an argument"]
-    env = {**os.environ, VARIABLE: "set"}
+    env = {**os.environ, VARIABLE: "set", "PJRT_DEVICE": "CPU"}  # else torch-xla tells of its choice
     real = subprocess.run(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     forked = start(play, argv, env, env=env, log=tmp_path / "log.txt").ended(patient_s(60))
     assert (forked.code, forked.printed) == (real.returncode, real.stdout)
