@@ -219,7 +219,7 @@ def test_one_rank_is_started_again_and_neither_requests_nor_hangups_end_it(tmp_p
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(pid, signal.SIGUSR2)
                     os.kill(pid, signal.SIGHUP)
-            time.sleep(0.2)
+            time.sleep(0.5)  # each request is a small risk, see `stacks.answer_requests`
         assert run.code(10) == 0, run.said()
     assert "kill@0:6:fwd fires" in run.said()
     assert "continues after step 4\n" in run.said()
