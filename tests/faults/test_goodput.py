@@ -11,7 +11,7 @@ from nxtrain.metrics.goodput import account
 from nxtrain.metrics.start_log import read
 from nxtrain.run_folder import LOGS_DIR
 from tests.support.command_ranks import write_config
-from tests.support.commands import train
+from tests.support.commands import command, train
 from tests.support.runs import records
 
 STEPS, STEP_S = 36, 0.03
@@ -23,6 +23,7 @@ def test_parts_of_a_killed_run_add_up_to_what_a_clock_outside_saw(tmp_path: Path
     write_config(tmp_path, steps=STEPS, every=10)
     overrides = ("parallel.dp=1", f"metrics.log_every={log_every}", "checkpoint.async=false")
     pace = f"sleep@0:1:pre_step:{STEP_S}"
+    assert command(tmp_path, "--version")[0] == 0  # the first command waits for the imports that all forks share
     began = time.monotonic()
     code, told = train(tmp_path, *overrides, armed=f"kill@0:26:pre_step,{pace}")
     assert code == -9, told
