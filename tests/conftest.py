@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import tests.support.built_commands  # noqa: F401
+
 SKIPS_FILE = "NXTRAIN_TEST_SKIPS"
 """Variable with the file to which each lane appends what it skipped; `scripts/test.sh` prints it at its end."""
 

@@ -21,6 +21,8 @@ import nxtrain.launch.neuron
 import nxtrain.plan.goodput  # noqa: F401
 import nxtrain_models.llama  # noqa: F401
 import tests.support.commands  # noqa: F401
+from tests.support import built_commands
 
+built_commands.build()
 gc.collect()
 gc.freeze()

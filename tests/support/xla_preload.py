@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
+from tests.support import built_commands
 from tests.support.neuron_machine import leave_out_unused
 
 MODULES = (
@@ -39,5 +40,6 @@ gc.disable()
 leave_out_unused()
 for name in MODULES:
     import_module(name)
+built_commands.build()
 gc.freeze()
 gc.enable()
