@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import command_ranks
+from tests.support import command_ranks, tiny
 from tests.support.command_ranks import Ranks
 from tests.support.commands import at_batch, ended, start_rank, train, write_config
 from tests.support.ports import free_port
@@ -108,12 +108,13 @@ def anonymous_mib(pid: int | None) -> float:
 
 @pytest.mark.timeout(180)
 def test_memory_threads_and_files_stay_what_they_are(started_by: ForkServerContext, tmp_path: Path) -> None:
-    """Two ranks with 50 checkpoints in the background: the slope over 500 steps."""
-    command_ranks.write_config(tmp_path, steps=100_000, every=10)
+    """Two ranks with 50 checkpoints in the background: the slope over 250 steps."""
+    model = {**tiny.TINY["model"], "config": {"num_hidden_layers": 1}}
+    command_ranks.write_config(tmp_path, steps=100_000, every=5, model=model)
     steps: list[int] = []
     seen: list[list[tuple[float, int, int]]] = []
     with Ranks(started_by, tmp_path) as ranks:
-        for step in range(100, 601, 50):
+        for step in range(50, 301, 25):
             ranks.await_steps(step)
             steps.append(step)
             seen.append(
