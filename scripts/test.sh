@@ -10,7 +10,7 @@
 # and a smoke of each other lane. The last lines name what each lane skipped, and why. Exit code 0 when everything
 # passed, 1 when not, 2 for a wrong call, 130 when interrupted.
 #
-# Lanes that wait for processes run several tests at once. Tests marked `alone` measure time or memory: they run one
+# Lanes that wait for processes run several tests at once. Tests marked `alone` measure time: they run one
 # after the other at the end. Of the pytest arguments, -n 0 runs one test at a time, as --pdb and -s do.
 set -euo pipefail
 here=$PWD

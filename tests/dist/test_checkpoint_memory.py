@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 
@@ -80,7 +79,6 @@ def export_measured(backend: Backend, path: Path, small: Path, out: Path) -> int
         return rise_bytes(lambda: nxtrain_to_hf(path, out))
 
 
-@pytest.mark.alone
 def test_memory_follows_the_largest_tensor(ranks: RankPool, tmp_path: Path) -> None:
     """Beside the shards that are loaded, and in an export of one file that holds all tensors."""
     path = directory.step_path(tmp_path, 10)

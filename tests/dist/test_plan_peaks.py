@@ -217,7 +217,6 @@ def growth(backend: C10dBackend, large: Resolved, small: Resolved) -> int:
     return rise_bytes(lambda: memory_of_rank(backend, large))
 
 
-@pytest.mark.alone
 def test_a_process_grows_by_the_predicted_bytes() -> None:
     large = resolved_of(LARGE)
     pool = RankPool()  # of new processes, whose heaps are empty

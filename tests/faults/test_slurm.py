@@ -5,31 +5,22 @@ The reference is the uninterrupted run on as many ranks.
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nxtrain.checkpoint import directory
 from nxtrain.errors import ConfigError
-from nxtrain.run_folder import CHECKPOINTS_DIR
-from tests.support import neuron_machine, slurm, tiny
+from tests.support import slurm
 from tests.support.command_ranks import until
-from tests.support.recovery import Golden, History, Start, assert_recovered, configure, last_step, start
-from tests.support.runs import course
+from tests.support.recovery import Golden, History, configure, last_step, start
+from tests.support.slurm_jobs import WITHIN_S, Job
 
 MISSING = slurm.missing()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 ONE_RANK = ("--nproc=1", "parallel.dp=1")
-PACE = "sleep@*:1:fwd:0.3"
-WITHIN_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -37,64 +28,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
     """Three nodes, one of which is there for another that dies."""
     with slurm.Cluster(tmp_path_factory.mktemp("slurm"), ("n1", "n2", "n3")) as found:
         yield found
-
-
-class Job:
-    """A run that was submitted."""
-
-    def __init__(self, cluster: slurm.Cluster, folder: Path, number: int) -> None:
-        self.cluster, self.folder, self.number = cluster, folder, number
-
-    @staticmethod
-    def submitted(cluster: slurm.Cluster, folder: Path, *argv: str, nodes: int = 1) -> Job:
-        """One that `scripts/train.sbatch` runs."""
-        options = (f"--nodes={nodes}", f"--output={folder / 'job.log'}", "--time=10")
-        environ = {"NXTRAIN_FAULTS": PACE, "OMP_NUM_THREADS": "1"}
-        return Job(cluster, folder, cluster.submit(*options, SCRIPT, folder / "config.toml", *argv, environ=environ))
-
-    def said(self) -> str:
-        log = self.folder / "job.log"
-        return log.read_text(encoding="utf-8") if log.exists() else ""
-
-    def await_step(self, step: int) -> None:
-        until(lambda: last_step(self.folder) >= step, WITHIN_S, self._all)
-
-    def await_restart(self, times: int) -> None:
-        """Wait until Slurm has queued it again so many times, and nothing of the start before is left."""
-        until(self._is_queued_again(times), WITHIN_S, self._all)
-
-    def _is_queued_again(self, times: int) -> Callable[[], bool]:
-        return lambda: self.state("Restarts") == str(times) and self.state("JobState") in {"PENDING", "RUNNING"}
-
-    def await_end(self) -> str:
-        """State at the end of the job, with its exit code."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        until(lambda: self.state("JobState") in over, WITHIN_S, self._all)
-        return f"{self.state('JobState')} {self.state('ExitCode')}"
-
-    def state(self, key: str) -> str:
-        return self.cluster.job(self.number)[key]
-
-    def _all(self) -> object:
-        return self.cluster.job(self.number), self.said(), self.cluster.said()
-
-    def remove(self) -> None:
-        """Leave nothing of it on the cluster."""
-        self.cluster.ask("scancel", "--signal=KILL", "--full", str(self.number))
-        self.cluster.ask("scancel", str(self.number))
-
-    @property
-    def resumed(self) -> list[int]:
-        """The steps after which its starts went on, but for what started from scratch."""
-        return [int(step) for step in re.findall(r"continues after step (\d+)", self.said())]
-
-    def assert_recovered(self, golden: Golden) -> None:
-        """The oracle of runs that were broken."""
-        saved = tuple(
-            directory.step_of(path) for path in directory.list_checkpoints(self.folder / "run" / CHECKPOINTS_DIR)
-        )
-        done = Start({0: 0}, {0: self.said()}, began_after=None, reached=saved[-1], saved=saved)
-        assert_recovered(History(self.folder, [done]), golden, restarts=0)
 
 
 @pytest.fixture(scope="module")
@@ -186,52 +119,3 @@ def test_a_mistake_is_not_repeated(submit: Callable[..., Job]) -> None:
     assert job.await_end() == f"FAILED {ConfigError.exit_code}:0", job.said()
     assert job.state("Restarts") == "0"
     assert "parallel.tpp" in job.said()
-
-
-NEURON: dict[str, dict[str, Any]] = {
-    "cluster": {"instance": neuron_machine.INSTANCE},
-    "checkpoint": {"every": 100},
-    "model": {"preset": "tiny", "config": {"num_hidden_layers": 1}},
-}
-
-
-def test_one_line_compiles_runs_is_preempted_and_resumes(
-    cluster: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a pretended Trainium machine, whose compiler is a stand-in; the name of the run is hostile."""
-    compiled = {"cache_dir": tmp_path / "cache", "manifest": tmp_path / "manifest.json", "max_recompiles": 0}
-    backend = {"name": "neuron", "layers": "native"}
-    tiny.write_toml(tmp_path, num_rows=18, compile=compiled, backend=backend, **NEURON)
-    machine = {**neuron_machine.install(tmp_path), "NXTRAIN_FAULTS": "sleep@*:1:pre_step:0.5", "OMP_NUM_THREADS": "1"}
-    path = f"{machine['PATH']}:{cluster.environ['PATH']}"
-    for name, value in {**machine, "SLURM_CONF": cluster.environ["SLURM_CONF"], "PATH": path}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(tmp_path)
-    line = ("launch", "config.toml", "run.name=x$(touch owned)\n#SBATCH --nodes=3", "compile.on_miss=stop")
-    done = subprocess.run(
-        [sys.executable, "-m", "nxtrain", *line, "--target=slurm"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    number = re.fullmatch(r"Submitted batch job (\d+)\n", done.stdout)
-    assert number, done
-    job = Job(cluster, tmp_path, int(number[1]))
-    (tmp_path / "job.log").symlink_to(f"slurm-{job.number}.out")
-    try:
-        job.await_step(4)
-        assert job.state("NumNodes") == "1"
-        cluster.ask("scontrol", "requeue", str(job.number))
-        job.await_restart(1)
-        stopped = last_step(tmp_path)
-        assert job.await_end() == "COMPLETED 0:0", job.said()
-    finally:
-        job.remove()
-    assert job.state("Restarts") == "1"
-    assert job.resumed == [stopped]
-    assert [int(new) for new in re.findall(r"graphs are in \S+, (\d+) of them new", job.said())][1:] == [0]
-    first, again = job.said().split("graphs are in ")[1:]
-    assert "Call compiler" not in first.partition(" of them new")[2] + again, "the run itself compiles nothing"
-    assert [record["step"] for record in course(tmp_path / "run")] == [*range(1, 13)]
-    assert not (tmp_path / "owned").exists()

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,9 +26,9 @@ from nxtrain.process.signals import STOPPING
 from nxtrain.testing import faults  # noqa: F401
 from nxtrain.testing.fault_points import VARIABLE
 from nxtrain.train import run  # noqa: F401
-from tests.support import tiny
+from tests.support import forked_python, tiny
 
-TOLD = "told.txt"
+TOLD, ERRORS = "told.txt", "errors.txt"
 
 
 def write_config(folder: Path, *, steps: int = 12, every: int = 4, num_rows: int = 18) -> Path:
@@ -105,6 +106,29 @@ def command(
     assert not hangs, told
     assert process.exitcode is not None
     return process.exitcode, told
+
+
+def forked(
+    folder: Path, *argv: object, environ: Mapping[str, str] | None = None, within_s: float = 250.0
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command whose processes are forks, too.
+
+    Args:
+        folder: Its working directory, which gets both outputs.
+        argv: Its arguments.
+        environ: Additions to its environment.
+        within_s: Limit of its time.
+    """
+    errors = folder / ERRORS
+    code, out = command(folder, *argv, environ=environ, first=partial(_as_program, errors), within_s=within_s)
+    return code, out, errors.read_text(encoding="utf-8", errors="replace")
+
+
+def _as_program(errors: Path) -> None:
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    os.chdir(errors.parent)
+    forked_python.command()
 
 
 def in_process(*argv: object) -> tuple[int, str, str]:

@@ -7,25 +7,21 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nxtrain.bench.data_wait import LADDER
 from nxtrain.bench.growth import CHECKPOINT, CURVES, LAYERS, START, WORLD, exponent
-
-
-def bench(*argv: str) -> Any:
-    line = [sys.executable, "-m", "nxtrain", "bench", *argv, "--rounds", "1", "--json"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+from tests.support.commands import forked
 
 
 def test_steps_and_traces_are_measured_at_growing_sizes(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     names, chart = [LAYERS, START, CHECKPOINT, WORLD], tmp_path / "exponents.svg"
-    found = bench("growth", "--curves", ",".join(names), "--points", "2", "--chart", str(chart))
+    argv = ("--curves", ",".join(names), "--points", "2", "--chart", chart)
+    code, out, errors = forked(tmp_path, "bench", "growth", *argv, "--rounds", "1", "--json")
+    assert code == 0, errors
+    found = json.loads(out)
     rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == names
     ranges = ET.fromstring(chart.read_text(encoding="utf-8")).findall("{*}line")
@@ -38,7 +34,12 @@ def test_steps_and_traces_are_measured_at_growing_sizes(tmp_path: Path) -> None:
 
 
 def test_the_loader_is_measured_beside_numpy() -> None:
-    found = bench("data", "--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "256")
+    """The memory of a start is that of a Python that has imported nothing else."""
+    argv = [sys.executable, "-m", "nxtrain", "bench", "data", "--rounds", "1", "--json"]
+    argv += ["--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "256"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     ids = {row["name"]: row["value"] for row in found["rows"]}
     loader = ids.pop("loader")
     assert list(ids) == ["numpy", *({"mosaicml-streaming"} - found["absent"].keys())]

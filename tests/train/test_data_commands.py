@@ -3,41 +3,40 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import forked
 from tests.support.corpora import documents, json_lines, write_corpus, write_tokenizer
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "nxtrain", "data", *map(str, words)]
-    env = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env=env)
+def run(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    argv = ["data", *map(str, words)]
+    return subprocess.CompletedProcess(argv, *forked(folder, *argv, environ={"COLUMNS": "200"}))
 
 
 def test_a_corpus_is_prepared_recognised_and_inspected(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     source = write_corpus(tmp_path / "src", "a.jsonl.zst", documents(60))
     out = tmp_path / "o.arrow"
-    done = run("prepare", source, "--out", out, "--tokenizer", tokenizer)
+    done = run(tmp_path, "prepare", source, "--out", out, "--tokenizer", tokenizer)
     assert (done.returncode, done.stdout) == (0, "")
     assert "sources: 1 JSON Lines (zstd)" in done.stderr
     assert f"{out}: 60 documents" in done.stderr
-    again = run("prepare", source, "--out", out, "--tokenizer", tokenizer)
+    again = run(tmp_path, "prepare", source, "--out", out, "--tokenizer", tokenizer)
     assert (again.returncode, "nothing to do" in again.stderr) == (0, True)
-    other = run("prepare", source, "--out", out)
+    other = run(tmp_path, "prepare", source, "--out", out)
     assert (other.returncode, "--restart" in other.stderr, "Traceback" in other.stderr) == (3, True, False)
-    found = run("inspect", out, "--json", "--seq-len", 32)
+    found = run(tmp_path, "inspect", out, "--json", "--seq-len", 32)
     assert (found.returncode, found.stderr) == (0, "")
     content = json.loads(found.stdout)
     assert content.keys() >= {"documents", "tokens", "bytes", "lengths", "waste"}
     assert content["lengths"].keys() >= {"min", "median", "p99", "max"}
     assert content["waste"].keys() == {"concat", "best_fit"}
-    shown = run("inspect", out, "--tokenizer", tokenizer)
+    shown = run(tmp_path, "inspect", out, "--tokenizer", tokenizer)
     assert (shown.returncode, "best_fit" in shown.stdout, "document 0" in shown.stdout) == (0, True, True)
 
 
@@ -55,12 +54,11 @@ def test_a_corpus_is_prepared_recognised_and_inspected(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_has_its_exit_code_and_no_traceback(
-    words: tuple[str, ...], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], code: int, message: str, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("bad.jsonl").write_bytes(b'{"text": "one"}\n{"text": 2}\n')
-    Path("none.bin").write_bytes(b"\0\1")
-    done = run(*words)
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "one"}\n{"text": 2}\n')
+    (tmp_path / "none.bin").write_bytes(b"\0\1")
+    done = run(tmp_path, *words)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     assert "error: " in done.stderr or "Invalid value for '--shard-bytes'" in done.stderr
     assert message in " ".join(done.stderr.split())
@@ -75,7 +73,7 @@ def test_help_needs_neither_pyarrow_nor_torch() -> None:
 def test_skipped_rows_are_shown_and_listed(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(json_lines(["one", *range(9), "two"]))
-    done = run("prepare", source, "--out", tmp_path / "o.arrow", "--on-bad", "skip")
+    done = run(tmp_path, "prepare", source, "--out", tmp_path / "o.arrow", "--on-bad", "skip")
     assert done.returncode == 0
     assert done.stderr.count("skipped: ") == 6
     assert f"skipped: wrong type 9; see {tmp_path / 'o.bad.jsonl'}" in done.stderr

@@ -224,7 +224,6 @@ def peaks(backend: Backend, plans: Sequence[Resolved]) -> list[int]:
     return found
 
 
-@pytest.mark.alone
 def test_the_peak_of_the_process_falls_by_what_is_no_longer_kept() -> None:
     plans = [
         resolve("fp32", remat, 512, num_hidden_layers=40, hidden_size=128, intermediate_size=256)
