@@ -42,7 +42,7 @@ def test_one_line_compiles_runs_is_preempted_and_resumes(
     backend = {"name": "neuron", "layers": "native"}
     tiny.write_toml(tmp_path, num_rows=18, compile=compiled, backend=backend, **NEURON)
     machine = {
-        **neuron_machine.install(tmp_path, forks=True),
+        **neuron_machine.install(tmp_path),
         "NXTRAIN_FAULTS": "sleep@*:1:pre_step:0.5",
         "OMP_NUM_THREADS": "1",
     }

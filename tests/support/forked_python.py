@@ -13,7 +13,6 @@ import gc
 import importlib
 import os
 import runpy
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,9 +22,6 @@ from typing import Any, NoReturn
 
 PROGRAMS = {"neuron_parallel_compile": "tests.support.parallel_compile"}
 """Modules of the programs that a shell script starts, by the script's name."""
-
-IMPORTED = ("nxtrain.launch.torchrun", "nxtrain.train.run", "nxtrain.backends.cpu", "nxtrain_models.llama")
-"""Modules that agents and ranks import; this module as a program imports them once for all."""
 
 _START = _posixsubprocess.fork_exec
 
@@ -57,21 +53,6 @@ def play(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 def command() -> NoReturn:
     """Be the command `nxtrain` with the arguments and variables of this process."""
     play([sys.executable, "-m", "nxtrain", *sys.argv[1:]], dict(os.environ))
-
-
-def install(folder: Path) -> Path:
-    """Write a program `nxtrain` whose processes are forks of it, and return its path.
-
-    Args:
-        folder: For the program; made where it is absent.
-    """
-    folder.mkdir(exist_ok=True)
-    program = folder / "nxtrain"
-    root = Path(__file__).parents[2]
-    start = f'PYTHONPATH={shlex.quote(str(root))}:"$PYTHONPATH" exec {sys.executable} -m {__name__} "$@"'
-    program.write_text(f"#!/bin/sh\n{start}\n", encoding="utf-8")
-    program.chmod(0o755)
-    return program
 
 
 def agent() -> NoReturn:
@@ -169,10 +150,3 @@ def _adopt(env: Mapping[str, str]) -> None:
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
     importlib.invalidate_caches()
-
-
-if __name__ == "__main__":
-    for _name in IMPORTED:
-        importlib.import_module(_name)
-    gc.freeze()
-    command()

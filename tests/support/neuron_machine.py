@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -57,22 +55,6 @@ LINK = "PRETENDED_LINK"
 NXD = "PRETENDED_NXD"
 """Variable: set, NeuronX Distributed is on the machine, from its source on PYTHONPATH."""
 
-IMPORTED = (
-    "torch_xla.core.xla_model",
-    "torch_xla.debug.metrics",
-    "torch_xla.distributed.xla_backend",
-    "torch_xla.runtime",
-    "nxtrain.launch.torchrun",
-    "nxtrain.train.run",
-    "nxtrain_models.llama",
-    "tests.support.neuron_runtime",
-    "tests.support.parallel_compile",
-)
-"""Modules that processes of the machine import; this module as a program imports them once for all."""
-
-SITES = "PRETENDED_SITES"
-"""Variable: PYTHONPATH of the machine's processes, where a program imports before it is one of them."""
-
 WITNESS = "witness"
 """Beginning of the names of the files of `neuron_runtime.Witness`."""
 
@@ -92,22 +74,14 @@ def assert_real(folder: Path, processes: int, *, may_lack: int = 0) -> None:
         assert each["replaced"] == REPLACED, each
 
 
-def install(folder: Path, instance: str = INSTANCE, *, forks: bool = False) -> dict[str, str]:
-    """Set the machine up in a folder, and return the variables of a shell on it.
-
-    Args:
-        folder: For all files of the machine.
-        instance: Name of the machine's type.
-        forks: Add a program `nxtrain` whose processes are forks of it.
-    """
+def install(folder: Path, instance: str = INSTANCE) -> dict[str, str]:
+    """Set the machine up in a folder, and return the variables of a shell on it."""
     furnish(folder, instance)
     program = folder / "bin/neuron_parallel_compile"
     program.parent.mkdir()
     script = f'#!/bin/sh\nexec {sys.executable} -m tests.support.parallel_compile "$@"\n'
     program.write_text(script, encoding="ascii")
     program.chmod(0o755)
-    if forks:
-        _install_forked(program.with_name("nxtrain"))
     names = ("NEURON", "XLA_", "PJRT_", "FI_", "PT_XLA", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "RANK", "WORLD_SIZE")
     shell = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     paths = (str(ROOT / "tests/support/neuron_site"), str(ROOT), str(folder / "site"), shell.get("PYTHONPATH", ""))
@@ -118,13 +92,6 @@ def install(folder: Path, instance: str = INSTANCE, *, forks: bool = False) -> d
         FOLDER: str(folder),
         "XLA_FLAGS": FAST,
     }
-
-
-def _install_forked(program: Path) -> None:
-    # The process imports torch-xla before the machine is pretended, as `command` needs.
-    start = f'{SITES}="$PYTHONPATH" PYTHONPATH={shlex.quote(str(ROOT))} exec {sys.executable} -m {__name__} "$@"'
-    program.write_text(f"#!/bin/sh\n{start}\n", encoding="utf-8")
-    program.chmod(0o755)
 
 
 def pretend() -> None:
@@ -305,12 +272,3 @@ class _Unused(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
-
-
-if __name__ == "__main__":
-    _variables = dict(os.environ)  # an import of torch-xla adds some
-    leave_out_unused()
-    for _name in IMPORTED:
-        import_module(_name)
-    _variables["PYTHONPATH"] = _variables.pop(SITES)
-    import_module("tests.support.neuron_machine").command(_variables, *sys.argv[1:])

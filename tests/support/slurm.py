@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests.support import forked_python
 from tests.support.command_ranks import until
 from tests.support.ports import free_port
 
@@ -94,9 +93,7 @@ class Cluster:
 
     def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
         self.folder, self.nodes = folder, tuple(nodes)
-        programs = forked_python.install(folder / "bin").parent  # jobs find the program there
-        path = f"{programs}{os.pathsep}{_path()}"
-        self.environ = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.environ = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Cluster:
