@@ -23,6 +23,9 @@ from typing import Any, NoReturn
 PROGRAMS = {"neuron_parallel_compile": "tests.support.parallel_compile"}
 """Modules of the programs that a shell script starts, by the script's name."""
 
+AGENT = "nxtrain.launch.torchrun"
+"""Module of the program that starts ranks."""
+
 _START = _posixsubprocess.fork_exec
 
 
@@ -57,7 +60,7 @@ def command() -> NoReturn:
 
 def agent() -> NoReturn:
     """Be an agent of nxtrain with the arguments and variables of this process."""
-    play([sys.executable, "-m", "nxtrain.launch.torchrun", *sys.argv[1:]], dict(os.environ))
+    play([sys.executable, "-m", AGENT, *sys.argv[1:]], dict(os.environ))
 
 
 def _execute(*program: Any) -> NoReturn:
@@ -121,6 +124,8 @@ def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     sys.orig_argv, sys.argv = [*argv], [name, *words]
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(at, mode, 1, closefd=False) for at, mode in enumerate("rww"))
     sys.modules.pop(name if "." in name else f"{name}.__main__", None)  # a program begins with its module afresh
+    if name == AGENT:
+        _name_events_by_frames()
     try:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         code: Any = 0
@@ -137,6 +142,17 @@ def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     return code or 0
+
+
+def _name_events_by_frames() -> None:
+    """Let torch's agent name its events without `inspect.stack`.
+
+    `inspect.stack` looks at every module of the process, and lazy ones load in answer. An agent of its own Python has
+    few modules; a fork has all of the tests' modules, and would spend ten seconds of a core.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _adopt(env: Mapping[str, str]) -> None:
