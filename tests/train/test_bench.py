@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -29,10 +31,22 @@ from nxtrain.bench.train import SHAPE, Workload
 from nxtrain.distributed.c10d_collectives import WAIT_CLOCK, WaitClock
 from nxtrain.family import find_family
 from tests.support.commands import command as forked_command
-from tests.support.commands import forked
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
 BATCH, SEQ_LEN = 2, 64
+
+
+def command(*argv: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "nxtrain", "bench", *argv, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), "a library prints lines of its own"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def flops(shape: dict[str, int], tokens: int, seq_len: int) -> tuple[int, int]:
@@ -76,11 +90,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def test_bench_train_measures_every_candidate_by_two_clocks_and_in_units_of_the_peak(tmp_path: Path) -> None:
     names = ["nxtrain", "transformers_default", "transformers"]
     chart = tmp_path / "ratios.svg"
-    code, out, errors = forked(
-        tmp_path, "bench", "train", *SIZE, "--candidates", ",".join(names), "--chart", chart, "--json"
-    )
-    assert (code, errors) == (0, ""), "a library prints lines of its own"
-    found = json.loads(out)
+    found = command("train", *SIZE, "--candidates", ",".join(names), "--chart", str(chart))
     products, attention = flops({**TINY, **HEADS}, tokens=1, seq_len=64)
     assert found["flops_per_token"] == products + attention
     *rows, peak = found["rows"]

@@ -248,6 +248,15 @@ def emptied(folder: Path) -> None:
 FIRST = "dp_rank_00_tp_rank_00_pp_rank_00.pt"
 
 
+@pytest.fixture(scope="module")
+def on_eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a sound checkpoint of NxD, of which a test damages a copy."""
+    folder = tmp_path_factory.mktemp("sound")
+    src = saved(folder, "gqa", WIDE)
+    nxtrain_to_nxd(src, folder / "nxd", Target(tp=8, qkv="grouped"), rates=RATES)
+    return folder / "nxd"
+
+
 def damage(tag: Path, how: str) -> None:
     model, optim = tag / "model" / FIRST, tag / "optim" / FIRST
     k_proj = "model.layers.0.self_attn.qkv_proj.weight_k"
@@ -293,9 +302,11 @@ def damage(tag: Path, how: str) -> None:
         ("code", "cannot read .*Weights only load failed"),
     ],
 )
-def test_what_is_damaged_or_strange_is_refused_with_its_name(tmp_path: Path, how: str, words: str) -> None:
-    src = saved(tmp_path, "gqa", WIDE)
-    tag = nxtrain_to_nxd(src, tmp_path / "nxd", Target(tp=8, qkv="grouped"), rates=RATES)
+def test_what_is_damaged_or_strange_is_refused_with_its_name(
+    on_eight_ranks: Path, tmp_path: Path, how: str, words: str
+) -> None:
+    shutil.copytree(on_eight_ranks, tmp_path / "nxd")
+    tag = tmp_path / "nxd/step_10"
     damage(tag, how)
     with pytest.raises((CheckpointError, ConfigError)) as raised:
         nxd_to_nxtrain(tag, tmp_path / "back")
