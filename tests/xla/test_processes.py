@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -39,12 +42,31 @@ def test_flags_reach_the_compiler_of_a_fork(tmp_path: Path) -> None:
     assert "xla_no_such_flag" in done.printed
 
 
-def test_forked_programs_start_and_end_as_python_starts_and_ends_them(tmp_path: Path) -> None:
-    """Of each process: arguments, variables, streams, session, handled signals, and the exit code."""
+def play_with(ignored: bool, argv: list[str], env: dict[str, str]) -> NoReturn:
+    """Play a program that ignores SIGINT, or has Python's handler."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    play(argv, env)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_forked_programs_start_and_end_as_python_starts_and_ends_them(tmp_path: Path, ignored: bool) -> None:
+    """Of each process: arguments, variables, streams, session, handled signals, and the exit code.
+
+    Background jobs of a shell ignore SIGINT.
+    """
     argv = [sys.executable, "-m", starting.__name__, "first", "an argument"]
     env = {**os.environ, VARIABLE: "set", "PJRT_DEVICE": "CPU"}  # else torch-xla tells of its choice
-    real = subprocess.run(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    forked = start(play, argv, env, env=env, log=tmp_path / "log.txt").ended(patient_s(60))
+    real = subprocess.run(
+        argv,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL),
+    )
+    forked = start(play_with, ignored, argv, env, env=env, log=tmp_path / "log.txt").ended(patient_s(60))
     assert (forked.code, forked.printed) == (real.returncode, real.stdout)
     assert real.returncode == starting.CODE
     assert real.stdout.count("session of its own") == 1, real.stdout
+    assert real.stdout.count("SIGINT") == (0 if ignored else 5), real.stdout
