@@ -15,10 +15,9 @@ from nxtrain.errors import ConfigError
 from tests.support import slurm
 from tests.support.command_ranks import until
 from tests.support.recovery import Golden, History, configure, last_step, start
-from tests.support.slurm_jobs import WITHIN_S, Job
+from tests.support.slurm_jobs import WITHIN_S, Job, needs_slurm
 
-MISSING = slurm.missing()
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs_slurm
 
 ONE_RANK = ("--nproc=1", "parallel.dp=1")
 

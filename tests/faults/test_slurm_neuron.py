@@ -14,10 +14,9 @@ import pytest
 from tests.support import neuron_machine, slurm, tiny
 from tests.support.recovery import last_step
 from tests.support.runs import course
-from tests.support.slurm_jobs import Job
+from tests.support.slurm_jobs import Job, needs_slurm
 
-MISSING = slurm.missing()
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = needs_slurm
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def _forget() -> None:
     for number in signal.valid_signals():
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
             signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # under nohup, say, programs inherit that
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # which a program inherits
         signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit._clear()
     gc.freeze()

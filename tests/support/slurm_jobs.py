@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from nxtrain.checkpoint import directory
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from tests.support import slurm
@@ -15,6 +17,11 @@ from tests.support.recovery import Golden, History, Start, assert_recovered, las
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train.sbatch"
 PACE = "sleep@*:1:fwd:0.3"
 WITHIN_S = 120.0
+
+_MISSING = slurm.missing()
+# The reason names the packages or the rights that this machine lacks, and where the tests run.
+needs_slurm = pytest.mark.skipif(bool(_MISSING), reason=_MISSING)
+"""Mark of the tests that start a cluster."""
 
 
 class Job:

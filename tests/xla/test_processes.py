@@ -52,7 +52,7 @@ def play_with(ignored: bool, argv: list[str], env: dict[str, str]) -> NoReturn:
 def test_forked_programs_start_and_end_as_python_starts_and_ends_them(tmp_path: Path, ignored: bool) -> None:
     """Of each process: arguments, variables, streams, session, handled signals, and the exit code.
 
-    Background jobs of a shell ignore SIGINT.
+    Background jobs of a script ignore SIGINT, and what they start inherits that.
     """
     argv = [sys.executable, "-m", starting.__name__, "first", "an argument"]
     env = {**os.environ, VARIABLE: "set", "PJRT_DEVICE": "CPU"}  # else torch-xla tells of its choice
