@@ -15,7 +15,13 @@ IGNORE_INDEX = -100
 """Target that every loss ignores; torch's own choice in `cross_entropy`."""
 
 PROMPT_BIT = 1 << 30
-"""Bit that is added to an id in a row of data: the token is of a prompt, and no target."""
+"""Mark on an id in a row of data: the token is of a prompt, and no target."""
+
+END_BIT = 1 << 29
+"""Mark on an id in a row of data: the token is the last of its document."""
+
+ID_MASK = END_BIT - 1
+"""Bits of a marked id that are the id."""
 
 
 @dataclass(frozen=True)

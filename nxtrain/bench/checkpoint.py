@@ -6,7 +6,6 @@ quoted is the median over rounds, and of ratios the median of the ratios inside 
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import shutil
@@ -32,6 +31,7 @@ from nxtrain.checkpoint.save import read_back, write
 from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.io.checksummed_file import BLOCK_BYTES
 from nxtrain.mesh import Mesh
+from nxtrain.process.document import write_document
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 
 ALONE = StorageScope(Ranks(Mesh(1, 0)))
@@ -82,7 +82,7 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
     result = summarize(seconds, mib)
     missed = {name: TARGETS[name] for name in TARGETS if result[name]["share"] < TARGETS[name]}
     if as_json:
-        print(json.dumps({"mib": mib, "rounds": rounds, "results": result, "missed": missed}, indent=2))
+        write_document({"mib": mib, "rounds": rounds, "results": result, "missed": missed})
     else:
         Console().print(_table(result, mib, rounds))
     return not (check and missed)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from nxtrain.bench.turns import Worker, machine, machine_line, rank_environments
 from nxtrain.errors import ConfigError, Problem
+from nxtrain.process.document import write_document
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -61,7 +62,7 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
         raise ConfigError([Problem("--sizes-kib", reason, hint="use 4,64,1024,16384")])
     result = {"machine": machine(), **asdict(job), "rounds": rounds, **summarize(measure(job, rounds))}
     if as_json:
-        print(json.dumps(result, indent=2))
+        write_document(result)
     else:
         _show(result)
 

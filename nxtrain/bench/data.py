@@ -6,7 +6,6 @@ random rows out of the same file. Other loaders are measured beside ours in the 
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from nxtrain.bench.turns import machine, machine_line, median_ratio
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare, Loader
+from nxtrain.process.document import write_document
 
 LOADER, NUMPY = "loader", "numpy"
 
@@ -48,7 +48,7 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
         )
     result = {"machine": machine(), **sizes, "rounds": rounds, **ids, **streams, "absent": absent()}
     if as_json:
-        print(json.dumps(result, indent=2))
+        write_document(result)
     else:
         _show(result)
 

@@ -26,6 +26,7 @@ from nxtrain.data.arrow.columns import Settings, TextColumn, schema_of
 from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.preparation import BATCH_BYTES, Request, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.data.arrow.seal import Sealing
 from nxtrain.data.arrow.streams import WINDOW_ROWS
 from nxtrain.data.corpora import stdlib_corpus
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
@@ -111,8 +112,9 @@ def write_sparse(path: Path, num_bytes: int) -> int:
     schema = schema_of(column, "sparse", settings, 0)
     array, _ = column.array([bytes(_DOCUMENT_BYTES)] * (BATCH_BYTES // _DOCUMENT_BYTES), [])
     batch = pa.record_batch([array], schema=schema)
-    blocks = []
+    blocks, sealing, entries = [], Sealing(), b""
     with path.open("wb") as file:
+        entries += sealing.add(memoryview(ipc.begin(schema)))
         file.write(ipc.begin(schema))
         for _ in range(max(1, num_bytes // BATCH_BYTES)):
             content, block = ipc.message(batch, file.tell())
@@ -121,7 +123,12 @@ def write_sparse(path: Path, num_bytes: int) -> int:
             file.truncate(file.tell() + BATCH_BYTES)
             file.seek(0, 2)
             blocks.append(block)
-        file.write(ipc.end(schema, blocks))
+            entries += sealing.add_batch(memoryview(content), block.metadata)[0]
+        entries += sealing.add(memoryview(ipc.END_OF_STREAM))
+        footer = ipc.end(schema, blocks)
+        file.write(ipc.END_OF_STREAM)
+        covered = file.tell()
+        file.write(entries + sealing.finish(covered, footer) + footer)
     return len(array) * len(blocks)
 
 

@@ -21,6 +21,7 @@ from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.bench.chart import check_chart, draw, spread
 from nxtrain.bench.turns import Worker, environment, machine, machine_line, started, take_turns
 from nxtrain.errors import BackendError, ConfigError, Problem
+from nxtrain.process.document import write_document
 
 SEQ_LEN, LAYERS, ACCUMULATION, WORLD = "seq_len", "layers", "accumulation", "world"
 START, CHECKPOINT = "start", "checkpoint"
@@ -97,7 +98,7 @@ def bench_growth(*, curves: Sequence[str], points: int, rounds: int, as_json: bo
         bars = {f"{row['name']} ({CURVES[row['name']].exponent:g})": spread(row["rounds"]) for row in result["rows"]}
         draw(chart, bars, "nxtrain bench growth: exponent of CPU time (expected)", result["machine"])
     if as_json:
-        print(json.dumps(result, indent=2))
+        write_document(result)
     else:
         _show(result)
 

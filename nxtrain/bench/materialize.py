@@ -19,6 +19,7 @@ from nxtrain.config.schema import ParallelConfig
 from nxtrain.config.stages import stages
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.family import find_family
+from nxtrain.process.document import write_document
 
 FAMILY = "llama"
 SEQ_LEN = 2048
@@ -65,7 +66,7 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
     _check(target)
     result = judge({**asdict(target), "rank": target.rank, **_measure(target)})
     if as_json:
-        print(json.dumps(result, indent=2))
+        write_document(result)
     else:
         Console().print(_table(result))
     if not result["within"]:

@@ -6,7 +6,6 @@ is the median over rounds, and of ratios the median of the ratios inside each ro
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from nxtrain.family import find_family
 from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.precision import DTYPES, Precision, Update
+from nxtrain.process.document import write_document
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.build import build_meta
 
@@ -95,7 +95,7 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     result = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}
     rules = summarize(seconds, num_params, bytes_per_param)
     if as_json:
-        print(json.dumps({**result, "rules": rules}, indent=2))
+        write_document({**result, "rules": rules})
     else:
         Console().print(_table(rules, num_params, torch.get_num_threads(), rounds))
 

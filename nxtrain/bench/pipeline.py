@@ -30,6 +30,7 @@ from nxtrain.parallel.schedule import Action, Order
 from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
+from nxtrain.process.document import write_document
 
 Work: TypeAlias = Literal["sleep", "blocks"]
 
@@ -137,7 +138,7 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
     result, *others = (summarize(one, of_one) for one, of_one in zip(works, turns, strict=True))
     if as_json:
         compared = {"1f1b": others[0]} if others else {}
-        print(json.dumps({**asdict(work), "rounds": rounds, **result, **compared}, indent=2))
+        write_document({**asdict(work), "rounds": rounds, **result, **compared})
     else:
         _show(work, turns[0], result, others)
 

@@ -22,6 +22,7 @@ from nxtrain.bench.chart import check_chart, draw, spread
 from nxtrain.bench.train import Workload
 from nxtrain.bench.turns import Worker, machine, machine_line, median_ratio, rank_environments
 from nxtrain.errors import ConfigError, Problem
+from nxtrain.process.document import write_document
 
 ALONE, ONE, TWO = "alone", "one", "two_independent"
 
@@ -70,7 +71,7 @@ def bench_scaling(
         bars = {name: spread([ours / two for ours, two in zip(of[name], of[TWO], strict=True)]) for name in names}
         draw(chart, bars, "nxtrain bench scaling: two ranks over two independent runs", result["machine"])
     if as_json:
-        print(json.dumps(result, indent=2))
+        write_document(result)
     else:
         _show(result)
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from nxtrain.bench.turns import machine, machine_line, median_ratio
 from nxtrain.errors import BackendError, ConfigError, Problem
+from nxtrain.process.document import write_document
 
 PYTHON, TORCH, PACKAGE, HELP, FIRST_STEP = "python", "import torch", "import nxtrain", "nxtrain --help", "first step"
 
@@ -43,7 +44,7 @@ def bench_startup(*, config: Path | None, rounds: int, as_json: bool) -> None:
         raise ConfigError([Problem("--first-step", f"there is no file {config}", hint="give the path of a TOML file")])
     result = {"machine": machine(), "rounds": rounds, **summarize(measure(config, rounds))}
     if as_json:
-        print(json.dumps(result, indent=2))
+        write_document(result)
     else:
         _show(result)
 

@@ -17,6 +17,7 @@ from nxtrain.bench.turns import Worker, environment, machine, median_ratio, num_
 from nxtrain.config.schema import ON_XLA
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.family import find_family
+from nxtrain.process.document import write_document
 
 SHAPE = {
     "vocab_size": 32000,
@@ -121,7 +122,7 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
     if chart is not None:
         draw_ratios(chart, result)
     if as_json:
-        print(json.dumps(result, indent=2))
+        write_document(result)
     else:
         show(result)
 

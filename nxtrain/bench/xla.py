@@ -19,6 +19,7 @@ from nxtrain.backends.xla.environment import trace_environment
 from nxtrain.bench.train import OURS, PEER
 from nxtrain.bench.turns import Worker, environment, started, take_turns
 from nxtrain.errors import BackendError
+from nxtrain.process.document import write_document
 
 TRACE = "trace"
 WORLD, TP = 4096, 8
@@ -78,7 +79,7 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
     with started({name: Worker("nxtrain.bench.lazy", name, job, env) for name in (OURS, PEER, TRACE)}) as workers:
         result = summarize(take_turns(workers, rounds))
     if as_json:
-        print(json.dumps({**asdict(work), "rounds": rounds, **result}, indent=2))
+        write_document({**asdict(work), "rounds": rounds, **result})
     else:
         Console().print(_table(result, work))
 

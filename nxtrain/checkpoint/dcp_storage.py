@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from nxtrain.checkpoint.manifest import CODES, Box, FileEntry, Manifest, StoredShard, TensorEntry, file_of, header
 from nxtrain.checkpoint.shards import Shards, TensorShard, owned, tensor_shards
-from nxtrain.errors import DamagedError
+from nxtrain.errors import CheckpointError, DamagedError
 from nxtrain.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest, aligned_memory
 from nxtrain.io.object_store import Location, open_source
 from nxtrain.sharding import Layout
@@ -294,13 +294,16 @@ def _join(placed: Sequence[Sequence[_PlacedShard]]) -> dict[str, TensorEntry]:
     found: dict[str, list[tuple[int, Box, int]]] = defaultdict(list)
     for rank, ours in enumerate(placed):
         for key, dtype, shape, box, start in ours:
-            assert shapes.setdefault(key, (dtype, shape)) == (dtype, shape), f"{key}: ranks differ in type or shape"
+            first = shapes.setdefault(key, (dtype, shape))
+            if first != (dtype, shape):
+                raise CheckpointError(f"{key}: rank {rank} has {dtype} {shape}, and a rank before it has {first}")
             found[key].append((rank, box, start))
     joint = {}
     for key, parts in found.items():
         (dtype, shape), (ranks, boxes, starts) = shapes[key], zip(*parts, strict=True)
         planned = sum(math.prod(sizes) for _, sizes in boxes)
-        assert planned == math.prod(shape), f"{key} {shape}: ranks hold {planned} entries"
+        if planned != math.prod(shape):
+            raise CheckpointError(f"{key} {shape}: the ranks hold {planned:,} of its {math.prod(shape):,} entries")
         joint[key] = TensorEntry.of(dtype, shape, ranks, starts, boxes)
     return joint
 

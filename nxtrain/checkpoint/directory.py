@@ -12,15 +12,16 @@ from pathlib import Path
 from nxtrain.errors import CheckpointError
 from nxtrain.io.atomic import sync_folder, write_durably
 from nxtrain.io.object_store import Location
-from nxtrain.run_folder import CHECKPOINTS_DIR
+from nxtrain.io.regular import read_text
+from nxtrain.run_folder import CHECKPOINTS_DIR, LATEST_FILE
 
 META = "meta.json"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 VERIFIED = "verified"
 """Empty file; marks a checkpoint that was read back from the disk and equals the bytes written."""
-LATEST = "latest"
-"""File with the name of the newest checkpoint, for people and scripts; nxtrain does not read it."""
+LATEST = LATEST_FILE
+"""File with the name of the newest checkpoint, for people and scripts; no start relies on it."""
 
 MIN_VERIFIED = 2
 """Number of the newest verified checkpoints that are never deleted."""
@@ -29,6 +30,8 @@ _COMMITTED = re.compile(r"step-\d{8,}")
 _TEMPORARY = re.compile(r"(tmp|old)-\w+")
 """Suffix of a folder's name: `tmp` while it is written or deleted, `old` while it is replaced."""
 _CORRUPT = re.compile(r"step-\d{8,}\.corrupt(-\d+)?")
+_OWN = re.compile(r"step-\d{8,}(\.(corrupt|abandoned)[\w.-]*|\.tmp-\w+)?")
+"""Names that this module gives to folders; of the others, `old` is seen only where a replacement was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,41 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def incomplete(directory: Path) -> list[Path]:
+    """Folders and links that have the name of a checkpoint, but no `meta.json`, oldest first.
+
+    A write gives a folder this name only when the folder is complete, so something else removed the file.
+    """
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and not is_checkpoint(path)]
+    return sorted(found, key=step_of)
+
+
+def remnants(directory: Path) -> list[str]:
+    """Names in a `checkpoints` folder that show that it held checkpoints which are gone.
+
+    Such names are the record of the newest checkpoint, files of a checkpoint outside its folder, and unknown names of
+    folders. Quarantined and abandoned checkpoints, and drafts of a killed write, are none.
+    """
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        is_file = path.name in {META, MANIFEST} or path.suffix == ".safetensors"
+        is_renamed = path.name.startswith("step-") and not _OWN.fullmatch(path.name)
+        if is_file or is_renamed or (path.name == LATEST and _names_lost(path)):
+            found.append(path.name)
+    return found
+
+
+def _names_lost(latest: Path) -> bool:
+    """True if the record of the newest checkpoint names one that is neither there nor quarantined nor abandoned."""
+    try:
+        name = read_text(latest, errors="replace").strip()
+    except OSError:
+        return True
+    return not _COMMITTED.fullmatch(name) or not [*latest.parent.glob(f"{name}*")]
+
+
 def newest(directory: Path) -> Path | None:
     """Newest complete checkpoint of a `checkpoints` folder; None if the folder has none."""
     return next(reversed(list_checkpoints(directory)), None)
@@ -82,6 +120,15 @@ def find_checkpoint(path: Path) -> Path:
             f"a {CHECKPOINTS_DIR} folder or a run folder"
         )
     return found
+
+
+def newer_unusable(checkpoint: Path) -> list[str]:
+    """Names of newer checkpoints in the folder of a complete one that are not complete, or quarantined."""
+    folder = checkpoint.parent
+    if not _COMMITTED.fullmatch(checkpoint.name):
+        return []
+    found = [*incomplete(folder), *quarantined(folder)]
+    return sorted(path.name for path in found if step_of(path) > step_of(checkpoint))
 
 
 def step_of(path: Location) -> int:
@@ -150,6 +197,15 @@ def point_to(path: Path) -> None:
     draft.replace(path.with_name(LATEST))
 
 
+def _renew_latest(directory: Path) -> None:
+    """Record the newest checkpoint that is left, if any."""
+    left = newest(directory)
+    if left is None:
+        (directory / LATEST).unlink(missing_ok=True)
+    else:
+        point_to(left)
+
+
 def quarantine(path: Path) -> Path:
     """Quarantine a damaged checkpoint: rename it so that no start resumes from it; return the new path."""
     return _add_suffix(path, "corrupt")
@@ -164,14 +220,17 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
         damaged: Abandon quarantined checkpoints too: they belong to a part of the run that is given up.
 
     Returns:
-        Steps of the abandoned complete checkpoints.
+        Steps of the abandoned checkpoints that were not quarantined.
     """
-    found = [path for path in list_checkpoints(directory) if step_of(path) > after]
+    # An incomplete one would be replaced by the new checkpoint of its step.
+    found = [path for path in (*list_checkpoints(directory), *incomplete(directory)) if step_of(path) > after]
     for path in quarantined(directory) if damaged else ():
         if step_of(path) > after:
             _add_suffix(path, "abandoned")
     for path in found:
         _add_suffix(path, "abandoned")
+    if found or damaged:
+        _renew_latest(directory)
     return [step_of(path) for path in found]
 
 

@@ -64,6 +64,14 @@ class Mirror:
         """Places of the quarantined checkpoints."""
         return [str(self.place(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 
+    def remnants(self) -> list[str]:
+        """Places of incomplete checkpoints that are more than the one that a killed upload leaves."""
+        marks = {directory.META, _CORRUPT, _ABANDONED}
+        found = {step: names for step, names in sorted(self._files().items()) if not names & marks}
+        if len(found) == 1 and not any(directory.MANIFEST in names for names in found.values()):
+            return []
+        return [str(self.place(step)) for step in found]
+
     def begin(self, step: int) -> None:
         """Prepare the upload of a checkpoint: remove an older one of the step, and incomplete ones of other steps."""
         for other, names in self._files().items():
@@ -143,6 +151,16 @@ def locate_checkpoint(address: str | Path) -> Location:
         if steps := mirror.steps():
             return mirror.place(steps[-1])
     raise CheckpointError(f"{place} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
+
+
+def choice_of(address: str | Path, place: Location) -> str:
+    """Warning for people if `locate_checkpoint` passed over newer checkpoints; empty if it did not."""
+    asked = place_of(str(address))
+    if not isinstance(place, Path) or is_same(asked, place):
+        return ""
+    newer = directory.newer_unusable(place)
+    names = ", ".join(newer)
+    return f"WARNING: {place.name} is not the newest: {names} is incomplete or damaged" if newer else ""
 
 
 def step_in(root: Location, place: Location) -> int | None:

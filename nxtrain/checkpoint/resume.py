@@ -294,23 +294,27 @@ def _put_aside(damaged: Mapping[int, DamagedError], rename: Callable[[int], str]
 
 def _list_disk(folder: Path, *, is_mirrored: bool) -> Held:
     """Checkpoints of a disk. A run without mirror reads the metadata of the one checkpoint that it loads."""
-    steps = [directory.step_of(path) for path in directory.list_checkpoints(folder)]
+    places = {directory.step_of(path): path for path in directory.list_checkpoints(folder)}
+    seals, damaged = _read_seals(places) if is_mirrored else (dict.fromkeys(places, 0), {})
+    for path in directory.incomplete(folder):
+        reason = "the file is gone, and a checkpoint without it is not complete"
+        damaged[directory.step_of(path)] = DamagedError(path / directory.META, reason)
     names = {path.name: directory.step_of(path) for path in directory.quarantined(folder)}
-    if not is_mirrored:
-        return Held(dict.fromkeys(steps, 0), quarantined=names)
-    return _with_metadata({step: directory.step_path(folder, step) for step in steps}, names)
+    return Held(seals, damaged, quarantined=names, remnants=tuple(directory.remnants(folder)))
 
 
 def _list_mirror(there: mirror.Mirror) -> Held:
+    seals, damaged = _read_seals({step: there.place(step) for step in there.steps()})
     names = {place: directory.step_of(place_of(place)) for place in there.spoilt()}
-    return _with_metadata({step: there.place(step) for step in there.steps()}, names)
+    return Held(seals, damaged, quarantined=names, remnants=tuple(there.remnants()))
 
 
-def _with_metadata(places: Mapping[int, Location], quarantined: Mapping[str, int]) -> Held:
+def _read_seals(places: Mapping[int, Location]) -> tuple[dict[int, int], dict[int, DamagedError]]:
+    """Checksum of the manifest of each checkpoint, and the damage of metadata."""
     seals, damaged = dict[int, int](), dict[int, DamagedError]()
     for step, place in places.items():
         try:
             seals[step] = read_meta(place).manifest_crc32
         except DamagedError as error:
             damaged[step] = error
-    return Held(seals, damaged, quarantined=quarantined)
+    return seals, damaged

@@ -248,7 +248,7 @@ def _everywhere(survey: Survey, last: int) -> Abandon:
 
 
 def _scratch_problem(survey: Survey, resume: str) -> str:
-    """Error that keeps a run with damaged checkpoints from a start from scratch; empty if there is none."""
+    """Error that keeps a run with damaged or lost checkpoints from a start from scratch; empty if there is none."""
     if unread := sorted(survey.unread.union(*(held.unread for held in survey.listed.values()))):
         return (
             f"{named(unread)} of {survey.folder} cannot be read, and there is none before it. Start again when the "
@@ -260,6 +260,13 @@ def _scratch_problem(survey: Survey, resume: str) -> str:
         return (
             f"every checkpoint of {survey.folder} is damaged: {', '.join(damaged)}. Use "
             "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
+        )
+    remnants = sorted({name for held in survey.listed.values() for name in held.remnants})
+    if remnants and resume == "auto":
+        return (
+            f"no complete checkpoint is left of those that {survey.folder} or its mirror held: {', '.join(remnants)}. "
+            "A start from scratch would write over the rest. Bring back what is gone, use another run.name or "
+            "checkpoint.resume=PATH of a checkpoint, or checkpoint.resume=never to start from scratch here"
         )
     return ""
 

@@ -26,18 +26,20 @@ class Held:
         damaged: Damage that is not acted on yet, by step.
         unread: Steps whose metadata or manifest the storage failed to read.
         quarantined: Step of each quarantined checkpoint, by name.
+        remnants: Names that show that the location held checkpoints which are gone.
     """
 
     seals: Mapping[int, int] = field(default_factory=dict)
     damaged: Mapping[int, DamagedError] = field(default_factory=dict)
     unread: frozenset[int] = frozenset()
     quarantined: Mapping[str, int] = field(default_factory=dict)
+    remnants: tuple[str, ...] = ()
 
     def until(self, last: int, *, damaged: bool) -> Held:
         """The location after later checkpoints are abandoned, with `damaged` also quarantined ones."""
         names = {name: step for name, step in self.quarantined.items() if step <= last or not damaged}
         unread = frozenset(step for step in self.unread if step <= last)
-        return Held(_until(self.seals, last), _until(self.damaged, last), unread, names)
+        return Held(_until(self.seals, last), _until(self.damaged, last), unread, names, self.remnants)
 
     def without(self, names: Mapping[int, str]) -> Held:
         """The location after damaged steps got the given names in quarantine; steps without a name are unread."""
@@ -47,6 +49,7 @@ class Held:
             {step: error for step, error in self.damaged.items() if step not in names},
             self.unread | {step for step, name in names.items() if not name},
             {**self.quarantined, **quarantined},
+            self.remnants,
         )
 
     @property

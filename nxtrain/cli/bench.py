@@ -7,13 +7,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from nxtrain.cli.options import integer, number
+from nxtrain.cli.options import AsJson, integer, number
 from nxtrain.config.bounds import MAX_SIZE
 from nxtrain.io.paths import local_path
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Chart = Annotated[
     Path | None, typer.Option(help="SVG file to draw the ratios into.", parser=local_path, metavar="FILE.svg")
 ]

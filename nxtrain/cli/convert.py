@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,9 @@ from nxtrain.config.bounds import MAX_SIZE
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
 from nxtrain.io.s3 import SCHEME
+
+if TYPE_CHECKING:
+    from nxtrain.io.object_store import Location
 
 convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and to other formats.")
 
@@ -35,6 +38,14 @@ Base = Annotated[
     ),
 ]
 WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")]
+
+
+def _warn_of_newer(src: str, checkpoint: Location) -> None:
+    """Warn on standard error if newer checkpoints of the source were passed over."""
+    from nxtrain.checkpoint.mirror import choice_of
+
+    if warning := choice_of(src, checkpoint):
+        typer.echo(warning, err=True)
 
 
 @convert.command(epilog="Example: nxtrain convert hf-to-nxtrain Llama-3.2-1B checkpoints/llama3.2-1b")
@@ -62,6 +73,7 @@ def nxtrain_to_hf(
     from nxtrain.convert.hf import nxtrain_to_hf
 
     checkpoint = nxtrain_to_hf(src, dst, base=base)
+    _warn_of_newer(src, checkpoint)
     typer.echo(f"{dst} holds the weights of {checkpoint}, in Hugging Face's format")
     if verify:
         from nxtrain.backends import open_backend
@@ -80,6 +92,7 @@ def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
     from nxtrain.convert.peft import FILES, read_checkpoint, write_adapter
 
     checkpoint = locate_checkpoint(src)
+    _warn_of_newer(src, checkpoint)
     _, adapter = read_checkpoint(checkpoint)
     refuse_to_overwrite(dst, FILES)
     write_adapter(dst, adapter)
@@ -167,9 +180,11 @@ def nxtrain_to_nxd(
     In DST a tag step_<step> for its load_checkpoint, with config.json for the model of its Llama example. Its scripts
     go on with the optimizer and the schedule where the run was, and begin their data anew.
     """
+    from nxtrain.checkpoint.mirror import locate_checkpoint
     from nxtrain.convert.nxd_write import Target, nxtrain_to_nxd
     from nxtrain.convert.optimizer_settings import optimizer_settings_of
 
     rates = None if weights_only else optimizer_settings_of(src, run)
+    _warn_of_newer(src, locate_checkpoint(src))
     target = Target(tp, pp, dp, kv_replicator, qkv, platform, zero1)
     typer.echo(f"{nxtrain_to_nxd(src, dst, target, rates=rates)} is complete")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from nxtrain.cli.options import integer
+from nxtrain.cli.options import AsJson, integer
 from nxtrain.config.bounds import MAX_INT
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local
 from nxtrain.io.s3 import SCHEME
+from nxtrain.process.document import write_document
 
 if TYPE_CHECKING:
     from nxtrain.io.object_store import Location
@@ -119,24 +119,34 @@ def inspect(
             metavar="PATH", help="Prepared corpus, or files that prepare reads.", show_default=False, parser=_place
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     seq_len: Annotated[int, integer(help="Tokens of a row, for the waste of packing.")] = 2048,
     tokenizer: Tokenizer = None,
     field: Field = "text",
     lines: Lines = False,
     only: Only = "",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all of a prepared corpus, and compare it with its checksums.")
+    ] = False,
 ) -> None:
-    """Show sizes, lengths of documents, samples, and the waste of each way to pack a corpus."""
+    """Show sizes, lengths of documents, samples, and the waste of each way to pack a corpus.
+
+    Damaged files, and files without a document, end the command with exit code 3.
+    """
     from rich.console import Console
 
     from nxtrain.config.schema import DataConfig
-    from nxtrain.data.arrow.inspection import inspect_corpus
-    from nxtrain.data.arrow.presentation import present_inspection
+    from nxtrain.data.arrow.inspection import inspect_corpus, refuse_incomplete, verify_corpus
+    from nxtrain.data.arrow.presentation import VerificationLines, present_inspection
     from nxtrain.data.storage import cache_folder
 
     cache = cache_folder(DataConfig())
+    if verify:
+        verify_corpus(path, cache, VerificationLines())
     found = inspect_corpus(path, seq_len=seq_len, tokenizer=tokenizer, field=field, lines=lines, only=only, cache=cache)
+    found["verified"] = verify
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        write_document(found)
     else:
         present_inspection(found, Console(markup=False, highlight=False))
+    refuse_incomplete(found)

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from nxtrain.cli.bench import AsJson
-from nxtrain.cli.options import Overrides, integer
+from nxtrain.cli.options import AsJson, Overrides, integer
 from nxtrain.config.bounds import MAX_RANKS
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
+from nxtrain.process.document import write_document
 
 EPILOG = "Example: nxtrain doctor configs/llama2_7b_trn1.toml --collectives"
 
@@ -55,6 +55,6 @@ def doctor(
         if not as_json:
             typer.echo(line_of(finding))
     if as_json:
-        typer.echo(to_json(findings))
+        write_document(to_json(findings))
     if not all(finding.ok for finding in findings):
         raise typer.Exit(EXIT_CODE)

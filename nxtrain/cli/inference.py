@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nxtrain.cli.bench import AsJson
-from nxtrain.cli.options import integer, number
+from nxtrain.cli.options import AsJson, integer, number
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
+from nxtrain.process.document import write_document
 from nxtrain.process.placement import Placement
+
+if TYPE_CHECKING:
+    from nxtrain.train.trained import Trained
 
 GENERATE_EPILOG = 'Example: nxtrain generate runs/demo --prompt "def " --max-new-tokens 40'
 
@@ -72,9 +74,10 @@ def generate(
     )
     if not place.is_leader:
         return
+    _name_source(checkpoint, model, is_named=as_json)
     if as_json:
         content = [{**text.to_json(), "prompt": given} for given, text in zip(prompt, texts, strict=True)]
-        typer.echo(json.dumps({"checkpoint": str(model.place), "step": model.step, "texts": content}, indent=2))
+        write_document({"checkpoint": str(model.place), "step": model.step, "texts": content})
         return
     if streams:
         typer.echo()
@@ -133,8 +136,28 @@ def evaluate(
     found = evaluate_checkpoints(checkpoint, Options(names, every, seed, limit, task_dir, tp), standard_error().print)
     if not place.is_leader:
         return
+    if not every:
+        _name_source(checkpoint, found[0].model, is_named=True)
     content = [each.to_json() for each in found]
-    typer.echo(json.dumps(content if every else content[0], indent=2) if as_json else table(found))
+    if as_json:
+        write_document(content if every else content[0])
+    else:
+        typer.echo(table(found))
+
+
+def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
+    """Name the checkpoint that was found at an address, unless the output does, and warn if it is not the newest."""
+    from nxtrain.checkpoint.mirror import choice_of, is_same
+    from nxtrain.io.object_store import place_of
+    from nxtrain.process.console import standard_error
+
+    if model.is_hf or is_same(place_of(address), model.place):
+        return
+    console = standard_error()
+    if not is_named:
+        console.print(f"from {model.place}, step {model.step:,}", markup=False)
+    if warning := choice_of(address, model.place):
+        console.print(warning, markup=False)
 
 
 def _place(visible_cores: str) -> Placement:

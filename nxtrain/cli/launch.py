@@ -16,7 +16,9 @@ from nxtrain.io.paths import local_path
 APPLY = {
     "--first-node": ("local",),
     "--out": ("slurm", "kubernetes", "hyperpod", "sagemaker", "parallelcluster", "eks"),
-    "--image": ("kubernetes", "hyperpod", "sagemaker"),
+    "--image": ("slurm", "kubernetes", "hyperpod", "sagemaker"),
+    "--mounts": ("slurm", "hyperpod"),
+    "--storage": ("parallelcluster", "eks"),
 }
 """Targets of each option that others would leave unread."""
 
@@ -44,9 +46,16 @@ def launch(
         typer.Option(metavar="DIR", help="With a cluster, write its files.", parser=local_path, show_default=False),
     ] = None,
     image: Annotated[str, typer.Option(metavar="NAME", help="With a cluster, the container image.")] = "",
+    mounts: Annotated[
+        str, typer.Option(metavar="SRC:DST[,...]", help="With Slurm and --image, folders that its containers get.")
+    ] = "",
     claim: Annotated[
         str, typer.Option(metavar="NAME", help="With Kubernetes, the volume claim of the shared file system.")
     ] = "fsx-claim",
+    storage: Annotated[
+        int | None,
+        integer(1200, 4_800_000, help="With parallelcluster and eks, GiB of the shared file system; by default 4800."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print environment and command, or the files; start nothing.")
     ] = False,
@@ -57,7 +66,8 @@ def launch(
     renders the files that start the run there: --out writes them, --dry-run shows them. With neither, --target slurm
     submits its script with sbatch.
     """
-    _check_options(target, {"--out": out is not None, "--image": bool(image), "--first-node": bool(first_node)})
+    is_given = {"--out": out is not None, "--image": bool(image), "--first-node": bool(first_node)}
+    _check_options(target, {**is_given, "--mounts": bool(mounts), "--storage": storage is not None})
     if target == "local":
         from nxtrain.launch.local import launch
 
@@ -65,8 +75,16 @@ def launch(
         return
     from nxtrain.launch.targets.job import Options
     from nxtrain.launch.targets.render import launch_on
+    from nxtrain.launch.targets.storage import STORAGE_GIB
 
-    options = Options(nproc=nproc, image=image, claim=claim, min_nodes=min_nodes)
+    options = Options(
+        nproc=nproc,
+        image=image,
+        claim=claim,
+        min_nodes=min_nodes,
+        mounts=mounts,
+        storage_gib=storage or STORAGE_GIB,
+    )
     launch_on(target, config, overrides or [], options, out=out, dry_run=dry_run)
 
 

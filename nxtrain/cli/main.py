@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
 from contextlib import suppress
@@ -14,7 +13,7 @@ import typer
 import typer.core
 
 import nxtrain
-from nxtrain.cli.bench import AsJson, bench
+from nxtrain.cli.bench import bench
 from nxtrain.cli.convert import convert
 from nxtrain.cli.data import data
 from nxtrain.cli.doctor import EPILOG as DOCTOR_EXAMPLE
@@ -22,9 +21,11 @@ from nxtrain.cli.doctor import doctor
 from nxtrain.cli.inference import EVAL_EPILOG as EVAL_EXAMPLE
 from nxtrain.cli.inference import GENERATE_EPILOG as GENERATE_EXAMPLE
 from nxtrain.cli.inference import evaluate, generate
+from nxtrain.cli.inspection import EPILOG as INSPECT_EXAMPLE
+from nxtrain.cli.inspection import inspect_model
 from nxtrain.cli.launch import EPILOG as LAUNCH_EXAMPLE
 from nxtrain.cli.launch import launch
-from nxtrain.cli.options import ConfigPath, Overrides, integer, number
+from nxtrain.cli.options import AsJson, ConfigPath, Overrides, integer, number
 from nxtrain.cli.plan import EPILOG as PLAN_EXAMPLE
 from nxtrain.cli.plan import plan
 from nxtrain.cli.report import EPILOG as REPORT_EXAMPLE
@@ -34,6 +35,7 @@ from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE
 from nxtrain.errors import ConfigError, NxtrainError, StoppedBySignal, explained
 from nxtrain.io.paths import local_path
 from nxtrain.process import garbage
+from nxtrain.process.document import write_document
 from nxtrain.process.placement import Placement
 from nxtrain.process.streams import pipe_safe_streams
 
@@ -52,6 +54,7 @@ app.add_typer(cache, name="cache", rich_help_panel=BEFORE)
 app.add_typer(bench, name="bench", rich_help_panel=BEFORE)
 app.add_typer(convert, name="convert", rich_help_panel=AFTER)
 app.command("plan", epilog=PLAN_EXAMPLE, rich_help_panel=BEFORE)(plan)
+app.command("inspect", epilog=INSPECT_EXAMPLE, rich_help_panel=BEFORE)(inspect_model)
 app.command("doctor", epilog=DOCTOR_EXAMPLE, rich_help_panel=BEFORE)(doctor)
 app.command("launch", epilog=LAUNCH_EXAMPLE, rich_help_panel=RUN)(launch)
 app.command("watch", epilog=WATCH_EXAMPLE, rich_help_panel=AFTER)(watch)
@@ -178,6 +181,8 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train: one rank, or every rank under torchrun."""
     place = Placement.read()
     loaded, plan = _load(config, overrides, world=place.world)
+    if place.is_leader and not loaded.sets_anything:
+        print(f"warning: {config} sets nothing, so that all values are defaults or overrides", file=sys.stderr)
     from nxtrain.launch.debug import open_debug_folder
     from nxtrain.launch.neuron import reexec_with_environment
     from nxtrain.process.clock import process_began
@@ -284,7 +289,10 @@ def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
     from nxtrain.config.show import dump, to_json
 
     loaded = load(config, overrides or ())
-    typer.echo(json.dumps(to_json(loaded), indent=2) if as_json else dump(loaded.config, loaded.origins), nl=as_json)
+    if as_json:
+        write_document(to_json(loaded))
+    else:
+        typer.echo(dump(loaded.config, loaded.origins), nl=False)
     resolve_config(loaded, world=None)
 
 

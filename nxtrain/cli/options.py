@@ -10,12 +10,23 @@ import typer
 
 from nxtrain.config.bounds import MAX_SIZE, quoted
 from nxtrain.io.paths import local_path
+from nxtrain.process.document import reserve_output
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False, parser=local_path)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Values that win over the file's; the value is TOML or a bare word."),
 ]
+
+
+def _reserve(wanted: bool) -> bool:
+    if wanted:
+        reserve_output()
+    return wanted
+
+
+AsJson = Annotated[bool, typer.Option("--json", callback=_reserve, help="Print JSON.")]
+"""Option of a command that writes its result by `write_document`."""
 
 
 def integer(least: int = 1, most: int = MAX_SIZE, *names: str, **settings: Any) -> Any:

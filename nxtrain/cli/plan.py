@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nxtrain.cli.bench import AsJson
-from nxtrain.cli.options import ConfigPath, Overrides, integer, number
+from nxtrain.cli.options import AsJson, ConfigPath, Overrides, integer, number
 from nxtrain.config.bounds import MAX_RANKS
 from nxtrain.errors import ConfigError
 from nxtrain.io.paths import local_path
+from nxtrain.process.document import write_document
 
 EPILOG = "Example: nxtrain plan configs/llama2_7b_trn1.toml --nodes 16 parallel.dp=0"
 
@@ -67,7 +66,7 @@ def plan(
     if search:
         found, note = find_layouts(config, overrides or [], question, assumed)
         if as_json:
-            typer.echo(json.dumps(found.to_json(), indent=2))
+            write_document(found.to_json())
         else:
             show_found(found, note, top)
         return
@@ -79,7 +78,7 @@ def plan(
         compared = trace_job(prediction.job, prediction.stage).beside(prediction.bytes)
     if as_json:
         kinds = {name: {"predicted": ours, "traced": theirs} for name, (ours, theirs) in compared.items()}
-        typer.echo(json.dumps(prediction.to_json() | ({"trace": kinds} if trace else {}), indent=2))
+        write_document(prediction.to_json() | ({"trace": kinds} if trace else {}))
     else:
         show(prediction, note)
         show_trace(compared)

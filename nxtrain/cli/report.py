@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nxtrain.cli.bench import AsJson
-from nxtrain.cli.options import number
+from nxtrain.cli.options import AsJson, number
 from nxtrain.config.bounds import MAX_SIZE
 from nxtrain.errors import DivergedError
 from nxtrain.io.paths import local_path
+from nxtrain.process.document import write_document
 
 EPILOG = "Example: nxtrain report runs/trainium runs/gpu --parity"
 
@@ -46,7 +45,10 @@ def report(
 
     bounds = Bounds(loss_bound, norm_bound) if parity else None
     done = write_report(runs, out, bounds=bounds, scales=scaling, price_usd_h=price)
-    typer.echo(json.dumps(done.content, indent=2) if as_json else "\n".join(done.lines))
+    if as_json:
+        write_document(done.content)
+    else:
+        typer.echo("\n".join(done.lines))
     if not done.passed:
         raise typer.Exit(DivergedError.exit_code)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from nxtrain.config.schema import CompileConfig
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.io.paths import local_path
 from nxtrain.io.s3 import SCHEME
+from nxtrain.process.document import write_document
 
 _COLORS = {State.DONE: "green", State.FAILED: "red", State.LOCKED: "cyan", State.STALE: "yellow", State.PENDING: "dim"}
 _GIB = 1 << 30
@@ -45,7 +45,7 @@ def ls(where: str | None, as_json: bool) -> None:
     with _explained(cache):
         entries, quarantined = cache.entries(), cache.quarantined()
     if as_json:
-        print(json.dumps(_to_json(cache, entries, quarantined), indent=2))
+        write_document(_to_json(cache, entries, quarantined))
         return
     table = Table("state", "compiler", "graph", "size", "last use", "", title=str(cache), box=box.SIMPLE_HEAD)
     table.columns[0].no_wrap = table.columns[2].no_wrap = True

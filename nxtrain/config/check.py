@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, row_shares
+from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.finetune import finetune
 from nxtrain.config.load import Loaded, origin_of, values
@@ -28,6 +28,10 @@ AVAILABLE: tuple[tuple[str, tuple[object, ...], str], ...] = ()
 
 MOST_PROFILED = 100
 """Most steps of a profile, which holds every operation of each."""
+_NO_NAME = re.compile("[/\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that no name of a folder should have: the slash, and those that end lines or steer terminals."""
+MOST_NAME_BYTES = 200
+"""Most bytes of run.name: file systems allow 255 with the endings that files add."""
 _OF_UNITS = {
     "unit_params": "joins blocks whose parameters are gathered together",
     "prefetch": "gathers sharded parameters ahead of their use",
@@ -73,7 +77,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
     config = given.model_copy(update={"backend": chosen})
     problems = [*_unavailable(config), *_model_choice(config), *layout(config, world, has_weights=has_weights)]
-    problems += [*_schedule(config), *_profile(config), *_data(loaded), *_mirror(config)]
+    problems += [*_name(config), *_schedule(config), *_profile(config), *_data(loaded), *_mirror(config)]
     try:
         model = resolve_model(config)
         parallel = config.parallel
@@ -358,6 +362,18 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
         yield Problem(
             "data.weights", reason, hint=f"round them to a sum of at most {MAX_PERIOD:,}; 4 digits always fit"
         )
+
+
+def _name(config: RunConfig) -> Iterator[Problem]:
+    """Problems of run.name, which is the name of a folder and of a file of the manifests."""
+    name = config.run.name
+    shown = quoted(name)
+    if not name.strip() or name in {".", ".."} or _NO_NAME.search(name):
+        reason = f"{shown} is no name of a folder: it is empty, . or .., or has a slash or a control character"
+        yield Problem("run.name", reason, hint="give a plain name, and the place of the folder as run.dir=PATH/NAME")
+    elif len(name.encode()) > MOST_NAME_BYTES:
+        reason = f"{shown} has {len(name.encode()):,} bytes, and a name has at most {MOST_NAME_BYTES}"
+        yield Problem("run.name", reason, hint="give a shorter name")
 
 
 def _mirror(config: RunConfig) -> Iterator[Problem]:

@@ -36,6 +36,11 @@ class Loaded:
     config: RunConfig
     origins: Mapping[str, str]
 
+    @property
+    def sets_anything(self) -> bool:
+        """True if the files set a value; an empty or truncated file sets none."""
+        return any(origin not in {"default", "override"} for origin in self.origins.values())
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a file, the files that it extends, and overrides.

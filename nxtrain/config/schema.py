@@ -12,14 +12,21 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
-from nxtrain.io.paths import at_home, local, local_or_bucket
+from nxtrain.io.paths import local, local_or_bucket, storage
+
+
+def _graph_folder(path: Path) -> Path:
+    return path if str(path).startswith("s3:") else Path(local(str(path)))
+
 
 # TOML has no paths, so a string becomes one.
-TextPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(at_home(str(path))))]
 LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
 LocalText = Annotated[str, AfterValidator(local)]
 CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
-TextPlace = Annotated[str, AfterValidator(at_home)]
+StoragePlace = Annotated[str, AfterValidator(lambda path: path if path.startswith("s3:") else storage(path))]
+"""Folder or address; `nxtrain.config.check` reports an address without bucket."""
+GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder)]
+"""Folder on a disk; `nxtrain.config.cache_dir` reports a bucket, with the command that fills a folder from one."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -253,7 +260,7 @@ class DataConfig(Section):
     """Processes of each rank that tokenize and pack source=arrow; 0: a thread of the rank."""
     worker_restarts: NonNegativeInt = 3
     """Times in a row that a worker which dies or hangs is replaced; 0: the first one ends the run."""
-    cache_dir: TextPath = Path("/var/tmp/nxtrain-data-{user}")
+    cache_dir: LocalPath = Path("/var/tmp/nxtrain-data-{user}")
     """Folder on a disk of each node for what is read of s3://; `{user}` and `{host}` are filled in."""
 
 
@@ -268,11 +275,11 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are multiples of this stay for good; 0: none."""
     async_: bool = Field(default=True, alias="async")
     """Write while training goes on, which waits only until its state is copied to host memory."""
-    mirror: TextPlace = ""
+    mirror: StoragePlace = ""
     """Folder or `s3://bucket/prefix` that gets a copy of each checkpoint; run.dir may then be a disk of each node."""
     strict: bool = False
     """A checkpoint that cannot be written ends the run; otherwise a line reports it, and training goes on."""
-    resume: TextPlace = "auto"
+    resume: StoragePlace = "auto"
     """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or a path or s3:// of one."""
     allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
     """Differences allowed from the run that wrote the checkpoint; the losses are then not those of one run."""
@@ -330,7 +337,7 @@ class MetricsConfig(Section):
 class CompileConfig(Section):
     """[compile]: compiled graphs."""
 
-    cache_dir: TextPath = Path("compile_cache/{host}")
+    cache_dir: GraphFolder = Path("compile_cache/{host}")
     """Folder of this node's compiled graphs, on its own disk; `{host}` becomes the name of the node."""
     allow_network: bool = False
     """Take a cache_dir on a network file system, where many ranks at once lose and tear entries."""

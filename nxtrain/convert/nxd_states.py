@@ -54,8 +54,9 @@ class NxdStates:
         dtype = next(iter(state.values()))["exp_avg"].dtype
         dtype = torch.float32 if dtype == torch.float64 else dtype
         states = NxdStates(source, grid, zero1, steps.pop(), dtype)
-        for pp in range(grid.pp):
-            assert states._ids[pp]
+        for pp, ids in enumerate(states._ids):
+            if not ids:
+                raise CheckpointError(f"{folder} holds no state of the parameters of pipeline stage {pp}")
         return states
 
     @cached_property

@@ -82,12 +82,31 @@ class Summing:
 
     def add(self, content: memoryview) -> None:
         """Add the next bytes."""
-        self._num_bytes += content.nbytes
-        self._rest += content.cast("B")
-        whole = len(self._rest) // BLOCK_BYTES * BLOCK_BYTES
+        left = content.cast("B")
+        self._num_bytes += len(left)
+        if self._rest:
+            missing = BLOCK_BYTES - len(self._rest)
+            self._rest += left[:missing]
+            left = left[missing:]
+            if len(self._rest) < BLOCK_BYTES:
+                return
+            self._blocks.append(xxh3_64_intdigest(self._rest))
+            self._rest.clear()
+        whole = len(left) // BLOCK_BYTES * BLOCK_BYTES
         for start in range(0, whole, BLOCK_BYTES):
-            self._blocks.append(xxh3_64_intdigest(memoryview(self._rest)[start : start + BLOCK_BYTES]))
-        del self._rest[:whole]
+            self._blocks.append(xxh3_64_intdigest(left[start : start + BLOCK_BYTES]))
+        self._rest += left[whole:]
+
+    @property
+    def rest(self) -> int:
+        """Checksum of the bytes after the last whole block."""
+        return xxh3_64_intdigest(self._rest)
+
+    def take(self) -> bytes:
+        """Checksums of the whole blocks since the last call, 8 bytes each; `finish` leaves them out."""
+        taken = np.array(self._blocks, "<u8").tobytes()
+        self._blocks.clear()
+        return taken
 
     def finish(self, header: bytes) -> Checksums:
         """Checksums of the whole file; `header` is the bytes before the ids."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nxtrain.data.files import read_array, read_checksums, replacing
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare
-from nxtrain.data.samples import FileSamples, Samples
+from nxtrain.data.samples import EndedSamples, FileSamples, Samples
 from nxtrain.data.storage import cache_folder, open_file
 from nxtrain.data.stream_loader import Streams
 from nxtrain.data.tokenization import KnownTokenizer
@@ -176,7 +176,12 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
         return train
     files = [open_file(place_of(name), cache_folder(config)) for name in config.mixture or (prepared.train,)]
     probes = zip(files, prepared.probe.split(), strict=True)
-    parts = tuple(FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe) for file, probe in probes)
+    parts: tuple[Samples, ...] = tuple(
+        FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe) for file, probe in probes
+    )
+    if config.doc_mask:
+        assert prepared.end_id is not None, "config/check.py asks for the tokenizer"
+        parts = tuple(EndedSamples(part, prepared.end_id) for part in parts)
     return MixedSamples(Mixture.of(config.mixture, config.weights), parts) if config.mixture else parts[0]
 
 

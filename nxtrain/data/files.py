@@ -18,6 +18,9 @@ from nxtrain.io.regular import NotRegularError, read_bytes, require_regular
 
 Tokens = NDArray[np.integer[Any]]
 
+MARKED = np.dtype(np.uint32)
+"""Type of the ids in token files that a run writes; their marks are `PROMPT_BIT` and `END_BIT`."""
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:

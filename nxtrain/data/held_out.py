@@ -48,20 +48,20 @@ def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
     return int(counts @ lengths[: counts.size]) if is_known else None
 
 
-def target_counts(samples: Samples, num_rows: int | None = None, mask_end: int | None = None) -> NDArray[np.int64]:
+def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bool = False) -> NDArray[np.int64]:
     """Number of times that each id is a target that counts: (n,), where n - 1 is the greatest id found.
 
     Args:
         samples: The rows.
         num_rows: Number of first rows to count; None: all.
-        mask_end: Id that ends a document, for masks between documents; None: no masks.
+        doc_mask: Batches have masks between documents, so that the first token of a document is no target.
     """
     num_rows = samples.num_rows if num_rows is None else min(num_rows, samples.num_rows)
     counts = np.zeros(0, np.int64)
     chunk_rows = -(-_CHUNK_TOKENS // samples.seq_len)
     for start in range(0, num_rows, chunk_rows):
         indices = np.arange(start, min(start + chunk_rows, num_rows))
-        targets = batch_of(samples.rows(indices), 1, end_id=mask_end or 0, doc_mask=mask_end is not None).targets
+        targets = batch_of(samples.rows(indices), 1, doc_mask=doc_mask).targets
         found = np.bincount(targets[targets != IGNORE_INDEX], minlength=counts.size)
         found[: counts.size] += counts
         counts = found

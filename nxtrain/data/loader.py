@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nxtrain.data.mixture import MixedSamples
 from nxtrain.data.order import shuffled
 from nxtrain.data.samples import Samples
-from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
+from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 
 _PERMUTED_STEPS = 16
 """Steps whose rows are found at once."""
@@ -62,23 +62,28 @@ class BatchShare:
 
 
 def batch_of(rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_mask: bool = False) -> Batch:
-    """Batch of rows of ids: (n, S + 1), with `IGNORE_INDEX` behind the last document, and `PROMPT_BIT` in prompts.
+    """Batch of rows of marked ids.
+
+    The documents of a row are those that its packer has marked. An id alone never ends a document: the id of the end of
+    text may also be a word of a text, and ends each turn of a conversation.
 
     Args:
-        rows: Ids of the rows.
+        rows: (n, S + 1) ids with `PROMPT_BIT` and `END_BIT`, and `IGNORE_INDEX` after the last document.
         micro_batch: Rows in a micro-batch.
-        end_id: Id that ends a document; also the input behind the last document of a row, where there is no target.
-        doc_mask: Find the documents, and leave out the target behind each end, which is of another document.
+        end_id: Input after the last document of a row, where there is no target.
+        doc_mask: Give the starts of the documents, and leave out the target after each end, the next document's first.
     """
     inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-    if rows.max(initial=0) >= PROMPT_BIT:
-        targets[targets >= PROMPT_BIT] = IGNORE_INDEX
-        inputs = np.where(inputs >= PROMPT_BIT, inputs - PROMPT_BIT, inputs)
-    inputs[inputs == IGNORE_INDEX] = end_id
+    is_padding = inputs == IGNORE_INDEX
+    is_end = is_padding | (inputs & END_BIT != 0)
+    if rows.max(initial=0) >= END_BIT:
+        is_target = (targets != IGNORE_INDEX) & (targets & PROMPT_BIT == 0)
+        targets = np.where(is_target, targets & ID_MASK, IGNORE_INDEX)
+        inputs &= ID_MASK
+    inputs[is_padding] = end_id
     shape = (-1, micro_batch, rows.shape[1] - 1)
     starts = None
     if doc_mask:
-        is_end = inputs == end_id
         targets[is_end] = IGNORE_INDEX
         begins = np.zeros_like(inputs)
         begins[:, 1:] = np.where(is_end[:, :-1], np.arange(1, inputs.shape[1]), 0)
@@ -109,7 +114,7 @@ class Loader:
         seed: Seed of the order of every epoch.
         shuffle: True for a new random order in each epoch; False for the order of storage.
         origin: Position of step 0; other than 0 after a change of the global batch in the middle of a run.
-        mask_end: Id that ends a document, for masks between documents; None: no masks.
+        doc_mask: Batches have masks between documents.
         past_end: Rows after the last one: the next epoch (`wrap`), or rows without targets (`pad`). With `pad` an
             evaluation counts each row once, and every batch keeps its shape.
         skips: Batches that are left out, where `origin` does not count them.
@@ -124,13 +129,13 @@ class Loader:
         seed: int,
         shuffle: bool,
         origin: int = 0,
-        mask_end: int | None = None,
+        doc_mask: bool = False,
         past_end: Literal["wrap", "pad"] = "wrap",
         skips: Skips = (),
     ) -> None:
         self._samples, self._share = samples, share
         self._seed, self._shuffle = seed, shuffle
-        self._origin, self._past_end, self._mask_end, self._skips = origin, past_end, mask_end, skips
+        self._origin, self._past_end, self._doc_mask, self._skips = origin, past_end, doc_mask, skips
         self._permuted: tuple[int, NDArray[np.int64]] = -1, np.empty((0, 0), np.int64)
 
     @property
@@ -141,12 +146,12 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """Batch of this rank for a step, counted from 0."""
         share, positions = self._share, self._positions(step)
-        samples, num_rows, end = self._samples, self._samples.num_rows, self._mask_end
+        samples, num_rows = self._samples, self._samples.num_rows
         if isinstance(samples, MixedSamples):
             rows = samples.drawn(positions, self._seed, shuffle=self._shuffle)
         else:
             rows = samples.rows(self._numbers(samples, step) if self._shuffle else positions % num_rows)
-        batch = batch_of(rows, share.micro_batch, end_id=end or 0, doc_mask=end is not None)
+        batch = batch_of(rows, share.micro_batch, doc_mask=self._doc_mask)
         if self._past_end == "pad" and (positions >= num_rows).any():
             is_past = (positions >= num_rows).reshape(-1, share.micro_batch, 1)
             targets = np.where(is_past, IGNORE_INDEX, batch.targets)

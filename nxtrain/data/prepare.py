@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from nxtrain.data.corpora import Corpus, stdlib_corpus, text_corpus
-from nxtrain.data.files import read_array, read_checksums, writing_tokens
+from nxtrain.data.files import MARKED, read_array, read_checksums, writing_tokens
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.packing import concat
 from nxtrain.data.samples import check_remote, check_table, probe
@@ -28,6 +28,7 @@ from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokeni
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import clear_drafts
 from nxtrain.io.object_store import S3Path, place_of
+from nxtrain.vocab import END_BIT
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
@@ -203,8 +204,8 @@ def prepare(
     tokenizer = load_tokenizer(tokenizer_path, vocab_size, known.end if known else "")
 
     fingerprint = digest(identity, tokenizer.digest)
-    train = workdir / f"train-{fingerprint}.npy"
-    validation = workdir / f"validation-{fingerprint}.npy" if held.any() else None
+    train = workdir / f"train-marked-{fingerprint}.npy"
+    validation = workdir / f"validation-marked-{fingerprint}.npy" if held.any() else None
     streams = {False: train} if validation is None else {False: train, True: validation}
     if not all(is_whole(path) for path in streams.values()):
         _write_streams(streams, survey.again(corpus), tokenizer, held, survey.ends(held))
@@ -285,11 +286,11 @@ def _write_streams(
     held: NDArray[np.bool_],
     ends: NDArray[np.bool_],
 ) -> None:
-    """Encode sections into a stream for each side of the split; the end token follows every document."""
+    """Encode sections into a stream for each side of the split; the marked end token follows every document."""
     encoded = (ids for batch in _batches(texts) for ids in tokenizer.encode(batch))
-    end = np.array([tokenizer.end_id], tokenizer.dtype)
+    end = np.array([tokenizer.end_id | END_BIT], MARKED)
     with ExitStack() as files:
-        append = {side: files.enter_context(writing_tokens(path, tokenizer.dtype)) for side, path in paths.items()}
+        append = {side: files.enter_context(writing_tokens(path, MARKED)) for side, path in paths.items()}
         for ids, is_held, is_last in zip(encoded, held, ends, strict=True):
             append[bool(is_held)](ids)
             if is_last:

@@ -15,7 +15,7 @@ from nxtrain.data.files import Tokens, unreadable
 from nxtrain.data.storage import DataFile, RemoteFile, read_exactly
 from nxtrain.errors import DataError
 from nxtrain.io.object_store import Location
-from nxtrain.vocab import PROMPT_BIT
+from nxtrain.vocab import END_BIT, ID_MASK
 
 # Tokens per chunk when a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
@@ -139,20 +139,15 @@ class FileSamples:
         for place, start in enumerate(places):
             fill(start, content[place].data)
         rows = found.astype(np.int64)
-        if rows.size and (rows.min() < 0 or rows.max() >= self._vocab_size):
-            self._refuse_outside(indices, found, rows)
-        return rows
-
-    def _refuse_outside(self, indices: NDArray[np.int64], found: Tokens, rows: NDArray[np.int64]) -> None:
-        """Refuse ids outside of the vocabulary; only a file that the run has written itself knows prompts."""
-        ids = rows if self._verified is None else rows & ~PROMPT_BIT
-        wrong = (rows < 0) | (ids >= self._vocab_size)
-        if wrong.any():
-            place, column = np.argwhere(wrong)[0]
+        # Only a file that the run has written itself has marks.
+        ids = rows if self._verified is None else rows & ID_MASK
+        if ids.size and (ids.min() < 0 or ids.max() >= self._vocab_size):
+            place, column = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
             raise DataError(
                 f"{self._file.name}, row {indices[place]}, column {column}: id {found[place, column]} is outside of "
                 f"the vocabulary, 0 to {self._vocab_size - 1}, though all were inside when the run began: {_CHANGED}"
             )
+        return rows
 
     def _read(self, start: int, content: memoryview) -> None:
         """Fill a view with the bytes at an offset, counted from the first id."""
@@ -169,6 +164,35 @@ class FileSamples:
     def _compare(self) -> None:
         if _probe(self._num_rows, self._rows) != self._expected:
             raise DataError(f"{self._file.name} does not hold what was checked when the run began: {_CHANGED}")
+
+
+class EndedSamples:
+    """Rows of a token file that somebody else has made, in which an id ends each document.
+
+    Such a file has nothing else that tells its documents apart.
+
+    Args:
+        samples: The rows, without marks.
+        end_id: Id that ends a document.
+    """
+
+    def __init__(self, samples: Samples, end_id: int) -> None:
+        self._samples, self._end_id = samples, end_id
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in an epoch."""
+        return self._samples.num_rows
+
+    @property
+    def seq_len(self) -> int:
+        """Targets in a row."""
+        return self._samples.seq_len
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows at indices: (n,) to (n, S + 1), with `END_BIT` at the end of each document."""
+        rows = self._samples.rows(indices)
+        return np.where(rows == self._end_id, rows | END_BIT, rows)
 
 
 def header(opened: DataFile) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...], int]:

@@ -34,7 +34,7 @@ class Lane(Protocol):
         ...
 
     def row(self) -> NDArray[np.int32]:
-        """Next row: (S + 1,) ids, `IGNORE_INDEX` behind the last document."""
+        """Next row: (S + 1,) ids with `PROMPT_BIT` and `END_BIT`, `IGNORE_INDEX` after the last document."""
         ...
 
 
@@ -165,7 +165,7 @@ class StreamLoader:
         open_lanes: Opens lanes at their places, with the rows of a lane in each step.
         lanes: Number of lanes; divides the global batch.
         share: This rank's share of each global batch.
-        end_id: Id of the end of text, which also stands behind the last document of a row.
+        end_id: Input after the last document of a row.
         doc_mask: Batches have masks between documents.
         places: Place of every lane of the first batch; empty for the begin of the corpus.
         progress: Values for the record of a step, from the places of this rank's lanes.

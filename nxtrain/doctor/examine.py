@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from nxtrain.backends.neuron.hardware import PRODUCT_NAME, SYS
 from nxtrain.config.load import Loaded, load
@@ -75,10 +75,9 @@ def _needed_bytes(path: Path | None, overrides: Sequence[str], loaded: Loaded | 
     return prediction.checkpoint_bytes * (loaded.config.checkpoint.keep + 1)
 
 
-def to_json(findings: Sequence[Finding]) -> str:
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """All findings for scripts."""
-    table = {"ok": all(finding.ok for finding in findings), "findings": [asdict(finding) for finding in findings]}
-    return json.dumps(table, indent=2)
+    return {"ok": all(finding.ok for finding in findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def line_of(finding: Finding) -> str:

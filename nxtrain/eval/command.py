@@ -16,6 +16,7 @@ from nxtrain.checkpoint.mirror import Mirror
 from nxtrain.distributed.agreement import Ranks
 from nxtrain.errors import ConfigError
 from nxtrain.eval.harness import HarnessTask, definition_of
+from nxtrain.eval.led_scorer import lead
 from nxtrain.eval.offline import offline_task
 from nxtrain.eval.record import Record
 from nxtrain.eval.scorer import Scorer
@@ -101,11 +102,15 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         ranks = Ranks(Mesh.build(backend.world, backend.rank, tp=options.tp), backend.host_group)
         backend.lay_out(ranks.mesh)
         say = note if ranks.is_leader else lambda line: None
-        evaluator = _Evaluator(backend, ranks, chosen, registry, options, say)
+        waiting = Ranks(ranks.mesh, backend.background_group(WAIT_S) or ranks.group)
+        evaluator = _Evaluator(backend, ranks, waiting, chosen, registry, options, say)
         return [evaluator.evaluate(Trained.find(place)) for place in places]
     finally:
         backend.close()
 
+
+WAIT_S = 86_400.0
+"""Seconds that ranks wait for the leader, which fetches the data of tasks, and may run programs for hours."""
 
 PROGRESS_S = 10.0
 """Seconds between two lines of progress of a task."""
@@ -141,6 +146,7 @@ class _Evaluator:
 
     backend: Backend
     ranks: Ranks
+    waiting: Ranks
     chosen: Sequence[Choice]
     registry: TaskManager | None
     options: Options
@@ -187,7 +193,8 @@ class _Evaluator:
 
     def _run(self, task: Task | HarnessTask, scorer: Scorer, run: Path | None) -> Metrics:
         if isinstance(task, HarnessTask):
-            return task.run(scorer, run / EVALUATION_CACHE_DIR if run else None)
+            answers = run / EVALUATION_CACHE_DIR if run else None
+            return lead(scorer, self.waiting, lambda led: task.run(led, answers))
         pairs = [(request.context, choice) for request in task.requests for choice in request.choices]
         flat = iter(scorer.likelihoods(pairs))
         return task.measure([[next(flat).nats for _ in request.choices] for request in task.requests])

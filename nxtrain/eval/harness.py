@@ -1,6 +1,6 @@
 """Tasks of the lm-evaluation-harness on a model of ours, for machines that reach the tasks' data.
 
-Ranks share the requests below the harness: each of them runs the same tasks and gets the same answers.
+Only the leader runs the harness, whose requests all ranks share: see `nxtrain.eval.led_scorer`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from nxtrain.checkpoint.meta import fingerprint
 from nxtrain.errors import DataError, NxtrainError
+from nxtrain.eval.led_scorer import LedScorer, is_of_the_scorer
 from nxtrain.eval.scorer import Likelihood, Scorer
 from nxtrain.eval.task import Metrics
 from nxtrain.train.generate import Sampling
@@ -61,11 +61,11 @@ class HarnessTask:
         own = f" definition={self.definition}" if self.definition else ""
         return f"{PACKAGE}-{version(PACKAGE)} shots={shots} limit={self.limit} seed={self.seed}{own}"
 
-    def run(self, scorer: Scorer, answers: Path | None) -> Metrics:
-        """Run the task; every rank calls this.
+    def run(self, scorer: Scorer | LedScorer, answers: Path | None) -> Metrics:
+        """Run the task; only the leader calls this.
 
         Args:
-            scorer: The model.
+            scorer: The model, which asks all ranks.
             answers: Folder in which answers are kept, by which a killed evaluation goes on; None: keep none.
 
         Raises:
@@ -83,7 +83,6 @@ class HarnessTask:
                 num_fewshot=self.num_shots,
                 limit=self.limit or None,
                 use_cache=str(answers / self._cache_name(scorer)) if answers else None,
-                bootstrap_iters=_BOOTSTRAPS,
                 log_samples=False,
                 task_manager=self.registry,
                 random_seed=self.seed,
@@ -93,7 +92,7 @@ class HarnessTask:
                 confirm_run_unsafe_code=os.environ.get(CODE_VARIABLE) == "1",
             )
         except Exception as error:  # files of tasks hold expressions and code, which raise anything
-            if isinstance(error, NxtrainError | MemoryError) or _is_of_the_scorer(error):
+            if isinstance(error, NxtrainError | MemoryError) or is_of_the_scorer(error):
                 raise
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             hint = "check the task's files, its data and the number of solved examples"
@@ -101,18 +100,9 @@ class HarnessTask:
             raise DataError(f"--tasks {self.name}: the harness cannot run it: {kind}: {reason}; {hint}") from error
         return _metrics(self.name, found)
 
-    def _cache_name(self, scorer: Scorer) -> str:
+    def _cache_name(self, scorer: Scorer | LedScorer) -> str:
         """Name of the file of answers, without its ending: answers of other weights, or of other examples, differ."""
         return fingerprint([scorer.model.identity.encode(), self.name.encode(), self.identity.encode()])
-
-
-def _is_of_the_scorer(error: Exception) -> bool:
-    """True if the model raised an error, and not the harness or a task."""
-    return any(frame.f_globals.get("__name__") == Scorer.__module__ for frame, _ in walk_tb(error.__traceback__))
-
-
-_BOOTSTRAPS = 1000
-"""Draws for the standard errors of metrics that are no means."""
 
 
 def is_installed() -> bool:
@@ -172,7 +162,7 @@ def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
     return TaskManager(include_path=folders, include_defaults=not own_only)
 
 
-def adapter(scorer: Scorer, seed: int = 0) -> Any:
+def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
     """Model of the harness that asks a scorer.
 
     Args:
@@ -204,7 +194,7 @@ def adapter(scorer: Scorer, seed: int = 0) -> Any:
 
 
 def _continued(
-    scorer: Scorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
+    scorer: Scorer | LedScorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
 ) -> list[str]:
     """Continuations of texts; those with the same rule of sampling are made together.
 

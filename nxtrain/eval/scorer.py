@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from nxtrain.errors import ConfigError, DivergedError
 from nxtrain.nn.decoding import Decoder
 from nxtrain.train.generate import Continuation, Sampling, extend
 from nxtrain.train.trained import Trained
+
+T = TypeVar("T")
 
 LOGITS = 1 << 25
 """Most logits that are computed at once; 128 MiB in float32."""
@@ -70,11 +74,12 @@ class Scorer:
         model: The model.
         length: Tokens of the longest sequence.
         prefix: Token that begins a text.
-        tell: Called behind each batch with the rows that this rank has done, and with all of its rows.
+        ranks: Ranks that share the work.
+        tell: Called after each batch with the rows that this rank has done, and with all of its rows.
     """
 
     def __init__(self, model: Trained, backend: Backend, ranks: Ranks) -> None:
-        self.model, self._ranks = model, ranks
+        self.model, self.ranks = model, ranks
         _, self.length = model.config.longest_sequence
         begin = tuple(model.tokenizer.encode("").ids) or tuple(sorted(model.ends)[:1])
         if not begin:
@@ -84,7 +89,6 @@ class Scorer:
         self._decoder = Decoder(model.open(backend, self.length, ranks.mesh), backend.put)
         self._put = backend.put
         self.tell: Callable[[int, int], None] = lambda done, number: None
-        self._reports = ranks.mesh.tp.rank == 0
 
     def likelihoods(
         self, pairs: Sequence[tuple[str, str]], done: Callable[[int, Likelihood], None] = lambda number, found: None
@@ -93,7 +97,7 @@ class Scorer:
 
         Args:
             pairs: Contexts, perhaps empty, and continuations. Of a context that is too long, the end is used.
-            done: Called with each pair that this tensor parallel group has scored, on its first rank.
+            done: Called on every rank with each pair, as soon as it is scored.
         """
         return self._totals([self.rows(*pair) for pair in pairs], done)
 
@@ -104,7 +108,7 @@ class Scorer:
 
         Args:
             texts: The texts.
-            done: Called with each text that this tensor parallel group has scored, on its first rank.
+            done: Called on every rank with each text, as soon as it is scored.
         """
         found = (self.model.tokenizer.encode(text).ids for text in texts)
         return self._totals([list(windows([self.prefix, *ids], len(ids), self.length)) for ids in found], done)
@@ -144,7 +148,7 @@ class Scorer:
         Args:
             requests: Text, most tokens to add, and stop texts. Of a text that is too long, the end is used.
             sampling: Rule by which each token is drawn.
-            done: Called with each text that this tensor parallel group has continued, on its first rank.
+            done: Called on every rank with each text, as soon as it is continued.
             seed: Seed of the draws; equal texts draw from adjacent streams.
         """
         tokenizer, ends = self.model.tokenizer, self.model.ends
@@ -156,45 +160,59 @@ class Scorer:
                 Continuation(ids, count, tokenizer, ends, stops=stops, seed=(seed << 20) % (1 << 62) + seen[prompt])
             )
             seen.update([prompt])
-        mine: dict[int, str] = {}
-        for batch in self._shared([len(text.ids) for text in texts]):
-            for _ in extend(self._decoder, [texts[number] for number in batch], sampling):
-                pass
-            mine |= {number: texts[number].text for number in batch}
-            for number in batch if self._reports else ():
-                done(number, mine[number])
-        merged = {number: text for found in self._ranks.gather(mine) for number, text in found.items()}
-        return [merged[number] for number in range(len(texts))]
+        written: dict[int, str] = {}
+        for batch in self._rounds([len(text.ids) for text in texts]):
+            if batch:
+                for _ in extend(self._decoder, [texts[number] for number in batch], sampling):
+                    pass
+            new = self._of_all_ranks({number: texts[number].text for number in batch})
+            for number, text in new.items():
+                done(number, text)
+            written |= new
+        return [written[number] for number in range(len(texts))]
 
     def _totals(self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
-        """Sums over the rows of each group; a group whose rows several ranks score is not told to `done`."""
+        """Sums over the rows of each group; `done` gets a group as soon as all of its rows are scored."""
         flat = [(number, row) for number, rows in enumerate(groups) for row in rows]
+        ends = list(accumulate(len(rows) for rows in groups))
         left = [len(rows) for rows in groups]
-        totals = [Likelihood(0.0, True) for _ in groups]
-        mine: dict[int, Likelihood] = {}
-        for batch in self._shared([len(row.ids) for _, row in flat]):
-            found = self._score([flat[number][1] for number in batch])
-            mine |= dict(zip(batch, found, strict=True))
-            for at, likelihood in zip(batch, found, strict=True):
-                owner = flat[at][0]
-                left[owner] = left[owner] - 1
-                totals[owner] = totals[owner] + likelihood
-                if not left[owner] and self._reports:
-                    done(owner, totals[owner])
-        merged = {at: likelihood for part in self._ranks.gather(mine) for at, likelihood in part.items()}
-        totals = [Likelihood(0.0, True) for _ in groups]
-        for at, (number, _) in enumerate(flat):
-            totals[number] = totals[number] + merged[at]
-        return totals
+        scores: dict[int, Likelihood] = {}
 
-    def _shared(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Numbers of the rows of each batch of this rank, longest rows first; a token of each row has its logits."""
+        def total(number: int) -> Likelihood:
+            rows = range(ends[number] - len(groups[number]), ends[number])
+            return sum((scores[at] for at in rows), Likelihood(0.0, True))
+
+        for batch in self._rounds([len(row.ids) for _, row in flat]):
+            found = self._score([flat[at][1] for at in batch]) if batch else []
+            new = self._of_all_ranks(dict(zip(batch, found, strict=True)))
+            if not all(math.isfinite(each.nats) for each in new.values()):  # on every rank, since none goes on alone
+                raise DivergedError(
+                    "the model's scores are not finite: its weights diverged; take an earlier checkpoint"
+                )
+            scores |= new
+            for at in new:
+                owner = flat[at][0]
+                left[owner] -= 1
+                if not left[owner]:
+                    done(owner, total(owner))
+        return [total(number) for number in range(len(groups))]
+
+    def _of_all_ranks(self, mine: Mapping[int, T]) -> dict[int, T]:
+        """Results of all ranks by number, in the same order on each."""
+        return {number: result for part in self.ranks.gather(mine) for number, result in part.items()}
+
+    def _rounds(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of the rows of this rank's batch in each round, longest rows first; none once no batch is left.
+
+        All ranks have the same number of rounds. A token of each row of a batch has its logits.
+        """
         order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         size = min(MAX_ROWS, self._chunk())
         batches = [order[start : start + size] for start in range(0, len(order), size)]
-        mesh = self._ranks.mesh
-        mine, done = batches[mesh.dp.rank :: mesh.dp.size], 0
-        for batch in mine:
+        dp = self.ranks.mesh.dp
+        mine, done = batches[dp.rank :: dp.size], 0
+        for number in range(math.ceil(len(batches) / dp.size)):
+            batch = mine[number] if number < len(mine) else []
             yield batch
             done += len(batch)
             self.tell(done, sum(map(len, mine)))
@@ -221,8 +239,6 @@ class Scorer:
             nats[:, part], is_best[:, part] = _judge(logits, wanted)
         sums = nats.masked_fill(~is_scored, 0.0).sum(1).tolist()
         greedy = (is_best | ~is_scored).all(1).tolist()
-        if not all(map(math.isfinite, sums)):
-            raise DivergedError("the model's scores are not finite: its weights diverged; take an earlier checkpoint")
         return [Likelihood(total, best) for total, best in zip(sums, greedy, strict=True)]
 
 

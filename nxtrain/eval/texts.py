@@ -14,7 +14,7 @@ from nxtrain.data.corpora import stdlib_corpus
 from nxtrain.data.dataset import open_held_out
 from nxtrain.errors import NxtrainError
 from nxtrain.run_folder import CONFIG_FILE, DATA_DIR
-from nxtrain.vocab import PROMPT_BIT
+from nxtrain.vocab import END_BIT, ID_MASK
 
 MAX_TOKENS = 1 << 18
 """Most tokens of a run's held-out text that are read."""
@@ -50,15 +50,17 @@ def _held_out(run: Path, tokenizer: Tokenizer, ends: frozenset[int]) -> list[str
         return []
     rows = samples.rows(np.arange(min(samples.num_rows, max(1, MAX_TOKENS // samples.seq_len))))
     # A row begins with the last token of the row before it.
-    stream = (rows[:, :-1].ravel() & ~PROMPT_BIT).tolist()
-    texts, document = list[str](), list[int]()
-    for token in [*stream, *sorted(ends)[:1]]:
-        if token not in ends:
-            document.append(token)
-            continue
+    marked = rows[:, :-1].ravel()
+    ids, is_last = marked & ID_MASK, marked & END_BIT != 0
+    if not is_last.any():  # token files of earlier releases have no marks
+        is_last = np.isin(ids, sorted(ends))
+    texts = []
+    for document in np.split(ids, np.flatnonzero(is_last) + 1):
+        tokens = document.tolist()
+        if tokens and tokens[-1] in ends:
+            tokens.pop()
         # Tokens may begin or end inside of a character.
-        text = str(tokenizer.decode(document)).strip(_UNFINISHED)
+        text = str(tokenizer.decode(tokens)).strip(_UNFINISHED)
         if text.strip():
             texts.append(text)
-        document = []
     return texts

@@ -23,6 +23,8 @@ from nxtrain.config.load import load
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.graphs.choice import TRACED, backend_of, choose, without_nxd
 from nxtrain.mesh import spans
+from nxtrain.process.console import standard_error
+from nxtrain.process.document import write_document
 
 IRRELEVANT = (
     "data.source=stdlib",
@@ -64,16 +66,20 @@ def graphs(
     outside = [rank for rank in ranks if not 0 <= rank < world]
     if outside:
         raise ConfigError(f"--rank {outside[0]} is none of the {world} ranks of --world; use 0 to {world - 1}")
+    traced = list(dict.fromkeys(ranks)) or some_ranks(plan, world)
     job = {
         "config": str(config),
         "overrides": relaxed,
         "world": world,
-        "ranks": list(dict.fromkeys(ranks)) or some_ranks(plan, world),
+        "ranks": traced,
         "steps": steps,
         "hlo": str(hlo or ""),
         "layers": chosen.layers,
         "instance": chosen.instance.name,
     }
+    standard_error().print(
+        f"tracing {len(traced)} of {world} ranks ({spans(traced)}), {steps} steps each; the imports take seconds"
+    )
     found = _traced(job, min(world, chosen.instance.num_cores))
     if lacking := found.pop("lacking"):
         chosen = without_nxd(chosen, given.config, lacking)
@@ -82,8 +88,16 @@ def graphs(
         "layers": chosen.layers,
         "attention": TRACED["backend.attention"],
         "replaced": {each.key: each.configured for each in chosen.stand_ins},
-        "notes": [*map(str, chosen.stand_ins), *chosen.notes],
+        "notes": [*map(str, chosen.stand_ins), *chosen.notes, *_shortened(found["micro_batches"])],
     }
+
+
+def _shortened(micro_batches: Mapping[str, int]) -> list[str]:
+    """Note on the micro-batches of a step that were traced, unless these are all."""
+    traced, of_run = micro_batches["traced"], micro_batches["of_run"]
+    if traced == of_run:
+        return []
+    return [f"a step is traced with {traced} of its {of_run:,} micro-batches: each further one repeats a graph"]
 
 
 def some_ranks(plan: Resolved, world: int) -> list[int]:
@@ -104,7 +118,7 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
         BackendError: Something is wrong with the graphs.
     """
     if as_json:
-        print(json.dumps(report, indent=2), flush=True)
+        write_document(report)
     else:
         # Whoever reads a file or a pipe has no width to fit.
         console = Console(width=None if sys.stdout.isatty() else UNBOUND, highlight=False)

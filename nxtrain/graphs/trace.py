@@ -37,10 +37,14 @@ from nxtrain.mesh import Axis, Mesh
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.schedule import Action
+from nxtrain.process.console import standard_error
 from nxtrain.sharding import ParamTable
 from nxtrain.train.build import build_model, build_state, mesh_of
-from nxtrain.train.graph_extraction import EVALUATED_BATCHES, trainer
+from nxtrain.train.graph_extraction import EVALUATED_BATCHES, few_micro_batches, trainer
 from nxtrain.train.health.recompiles import GRAPHS
+
+LINE_EVERY_S = 5.0
+"""Seconds between lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,12 @@ def trace(
         hlo: Folder for the texts.
         bind: Binds a vendor's library to each rank; None: our own layers.
     """
-    tape, seconds = _Tape(), []
+    tape, seconds = _Tape(num_ranks=len(ranks), num_steps=steps), list[float]()
     axes: dict[Groups, Axis] = {}
     stages: dict[int, int] = {}
     for rank in ranks:
         began = time.perf_counter()
-        tape.rank = rank
+        tape.begin_rank(rank, sum(seconds))
         mesh, table = _play(plan, world, tape, steps, bind)
         stages[rank] = mesh.pp.rank
         for axis in _axes(mesh, table):
@@ -115,13 +119,23 @@ def trace(
             path = hlo / f"{re.sub('[^a-z0-9-]+', '-', graph['name'])}-{graph['hash'][:12]}.hlo.txt"
             path.write_text(tape.texts[graph["hash"]], encoding="utf-8")
             graph["hlo"] = str(path)
-    return {**found, "seconds": seconds}
+    train = plan.config.train
+    of_run = train.global_batch // (train.micro_batch * mesh.dp.size)
+    traced = few_micro_batches(plan.config, mesh).global_batch // (train.micro_batch * mesh.dp.size)
+    return {**found, "micro_batches": {"traced": traced, "of_run": of_run}, "seconds": seconds}
 
 
 @dataclass
 class _Tape(RunObserver):
-    """Recording in progress, with the rank, step and work that it records."""
+    """Recording in progress, with the rank, step and work that it records.
 
+    Progress goes to standard error: a line as a rank begins, and one every `LINE_EVERY_S` at the begin of a step.
+    """
+
+    num_ranks: int = 1
+    num_steps: int = 1
+    num_begun: int = 0
+    next_line_s: float = 0.0
     rank: int = 0
     step: int = 0
     work: Work = "training"
@@ -132,9 +146,22 @@ class _Tape(RunObserver):
     graphs: dict[str, Graph] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
 
+    def begin_rank(self, rank: int, spent_s: float) -> None:
+        """Begin the trace of a rank; `spent_s` is the time of all earlier ranks."""
+        left = f", about {spent_s / self.num_begun * (self.num_ranks - self.num_begun):.0f} s left" if spent_s else ""
+        self.rank, self.num_begun = rank, self.num_begun + 1
+        self._print(f"builds the model{left}")
+
     def enter(self, step: int, work: Work) -> None:
-        if work in GRAPHS:
-            self.step, self.work = step, work
+        if work not in GRAPHS:
+            return
+        self.step, self.work = step, work
+        if time.monotonic() >= self.next_line_s:
+            self._print(f"step {step} of {self.num_steps}")
+
+    def _print(self, text: str) -> None:
+        self.next_line_s = time.monotonic() + LINE_EVERY_S
+        standard_error().print(f"rank {self.rank} ({self.num_begun} of {self.num_ranks}): {text}", markup=False)
 
     @contextmanager
     def act(self, action: Action) -> Iterator[None]:
@@ -174,7 +201,7 @@ def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> 
     state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
     if state.pipeline is not None:
         tape.num_chunks, state.pipeline.watch = config.parallel.virtual_pp, tape.act
-    train = config.train.model_copy(
+    train = few_micro_batches(config, mesh).model_copy(
         update={"steps": steps, "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES)}
     )
     short = config.model_copy(update={"train": train})

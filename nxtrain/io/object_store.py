@@ -25,7 +25,7 @@ from nxtrain.io.checksummed_file import (
     transferred,
     verify,
 )
-from nxtrain.io.paths import local_path
+from nxtrain.io.paths import storage_path
 from nxtrain.io.regular import read_bytes, require_regular
 from nxtrain.io.s3 import SCHEME, explained, is_missing, is_replaced, open_client, split
 
@@ -90,8 +90,12 @@ Location = Path | S3Path
 
 
 def place_of(text: str) -> Location:
-    """Location of an address or a path."""
-    return S3Path(SCHEME + text.removeprefix(SCHEME).rstrip("/")) if text.startswith(SCHEME) else local_path(text)
+    """Location of an address in S3 or a path.
+
+    Raises:
+        ConfigError: The text is empty, or an address of another service.
+    """
+    return S3Path(SCHEME + text.removeprefix(SCHEME).rstrip("/")) if text.startswith(SCHEME) else storage_path(text)
 
 
 def content_of(place: Location) -> bytes:

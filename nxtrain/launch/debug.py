@@ -15,6 +15,7 @@ from nxtrain.launch.environment import Variable, beside
 from nxtrain.run_folder import DEBUG_DIR, LOGS_DIR
 
 _TORCH = "https://docs.pytorch.org/docs/2.9/distributed.html#debugging-torch-distributed-applications"
+_STACKS = "https://docs.pytorch.org/docs/2.9/debugging_environment_variables.html"
 _GLOO = "https://github.com/pytorch/gloo/blob/509e623/gloo/common/logging.cc"
 _NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 _NEURON = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/neuron-runtime/guides/configuration-guide.html"
@@ -43,6 +44,13 @@ def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bo
             "recovery.debug=dist: before each collective, a monitored barrier names the ranks that do not come, and "
             "ranks that would run different collectives are told so",
             _TORCH,
+        ),
+        Variable("TORCH_SHOW_CPP_STACKTRACES", "1", "an error of torch's C++ has the stack of the call", _STACKS),
+        Variable(
+            "TORCH_DISABLE_ADDR2LINE",
+            "1",
+            "addr2line takes seconds to minutes for torch's libraries, while other ranks wait for the error",
+            _STACKS,
         ),
         Variable("TORCH_CPP_LOG_LEVEL", "INFO", "lines of torch's process groups are of this level", _TORCH),
         Variable("GLOO_LOG_LEVEL", "INFO", "connections of gloo; torch 2.9 has a gloo without this variable", _GLOO),

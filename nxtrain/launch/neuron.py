@@ -22,6 +22,7 @@ from nxtrain.launch.debug import debug_variables
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
+from nxtrain.process.document import give_output_back
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
         wanted += _missing_on_neuron(config, environ, local_world)
     complete = {**environ, **{variable.name: variable.value for variable in wanted}}
     if complete != environ:
+        give_output_back()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
 
 
@@ -170,6 +172,7 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
         raise ConfigError([replace(problem, key="--visible-cores", origin="", hint="") for problem in problems])
     complete = {**environ, **{variable.name: variable.value for variable in variables}}
     if complete != environ:
+        give_output_back()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
 
 

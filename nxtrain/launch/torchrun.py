@@ -52,14 +52,12 @@ from torch.distributed.launcher import api
 
 from nxtrain.config.load import load
 from nxtrain.config.schema import RecoveryConfig
-from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
+from nxtrain.errors import BackendError, ConfigError, StoppedBySignal
 from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unmet, unreachable
+from nxtrain.launch.exit_codes import FINAL
 from nxtrain.metrics.start_log import last_step
 from nxtrain.process.signals import STOPPING
 from nxtrain.run_folder import LOGS_DIR
-
-FINAL = {kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)}
-"""Exit codes of errors that a restart would repeat."""
 
 STOPPED = StoppedBySignal.exit_code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections import Counter, deque
@@ -20,7 +21,7 @@ from nxtrain.io.regular import open_regular, read_text
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details, duration, short
 from nxtrain.metrics.verdict import UNDECIDED, verdict
 from nxtrain.process.console import PipeSafeConsole
-from nxtrain.run_folder import CONFIG_FILE, LOGS_DIR, METRICS_FILE, START_FILE
+from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, LATEST_FILE, LOGS_DIR, METRICS_FILE, START_FILE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -79,7 +80,8 @@ class Followed:
             yield f"val {self._val_loss:.4f}"
         if (speed := _number(self._record, "tokens_per_s")) is not None:
             yield f"{short(speed)} tokens/s"
-        yield from details(self._record)
+        saved = self._saved_step()  # the save of a step follows its record
+        yield from details(self._record if saved is None else {**self._record, "saved_step": saved})
         times = Counter[str]()  # of several records: an evaluation in the newest does not limit the run
         for each in self._times:
             times.update(each)
@@ -88,6 +90,13 @@ class Followed:
             yield found.name
         if isinstance(alarm := self._record.get("alarm"), str):
             yield f"ALARM {alarm}"
+
+    def _saved_step(self) -> int | None:
+        """Step of the newest checkpoint, as the folder of the checkpoints names it; None if it names none."""
+        with suppress(OSError, ValueError):
+            found = re.fullmatch(r"step-(\d{8,18})\s*", read_text(self._folder / CHECKPOINTS_DIR / LATEST_FILE))
+            return int(found[1]) if found else None
+        return None
 
     def _state(self, start: dict[str, Any]) -> str:
         """End of the run, or the time since its last sign of life if that is long."""

@@ -52,7 +52,8 @@ class AdaptedLayer:
         outputs = sum(segment.size for segment in self.segments)
         a_shape, b_shape = (self.width, self.in_features), (outputs, self.r)
         if self.is_column:
-            both = ShardSpec(a_shape), ShardSpec(b_shape, dim=0, segments=self.segments)
+            ranks = tuple(Segment(segment.name, self.r) for segment in self.segments)
+            both = ShardSpec(a_shape, segments=ranks), ShardSpec(b_shape, dim=0, segments=self.segments)
         else:
             both = ShardSpec(a_shape, dim=1), ShardSpec(b_shape)
         return {f"{self.name}.lora_A": both[0], f"{self.name}.lora_B": both[1]}

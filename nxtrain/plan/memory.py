@@ -107,16 +107,21 @@ def optimizer_bytes(job: Job, stage: int) -> int:
 
     Under full sharding with float32 storage the shards themselves are the master copies.
     """
-    precision = job.config.precision
     entries = job.trained(stage)
     zero1 = job.config.parallel.shard == "zero1"
     number = entries.rows if zero1 or job.is_fully_sharded else entries.local
+    return number * state_size(job) + own_rows_bytes(job, stage)
+
+
+def state_size(job: Job) -> int:
+    """Bytes of optimizer state for each entry that a rank updates, without ZeRO-1's own rows of the parameters."""
+    precision = job.config.precision
     size = 2 * SIZES[precision.state]
     if precision.update == "fp32_master" and job.stored_size != SIZES["fp32"]:
         size += SIZES["fp32"]
     if precision.update == "bf16_kahan":
         size += SIZES["bf16"]
-    return number * size + own_rows_bytes(job, stage)
+    return size
 
 
 def own_rows_bytes(job: Job, stage: int) -> int:

@@ -308,10 +308,14 @@ def most_kept(pp: int, num_micro: int, rank: int, kept: tuple[int, ...]) -> int:
 def accumulated_bytes(job: Job, stage: int) -> int:
     """Gradients before their reduction: `.grad`, or the sums of `parallel/data_parallel.py:Bucketed`."""
     entries = job.trained(stage)
+    return (entries.rows if job.is_fully_sharded else entries.local) * accumulated_size(job)
+
+
+def accumulated_size(job: Job) -> int:
+    """Bytes of the gradient of each stored entry before its reduction."""
     if job.is_fully_sharded:
-        return entries.rows * job.stored_size
-    accumulated = SIZES[job.config.precision.accumulate]
-    return entries.local * (accumulated if job.num_micro > 1 else job.params_size)
+        return job.stored_size
+    return SIZES[job.config.precision.accumulate] if job.num_micro > 1 else job.params_size
 
 
 def reduced_bytes(job: Job, stage: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.environment import EXTRACTING, HOLDING
 from nxtrain.config.check import Resolved
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import RunConfig, TrainConfig
 from nxtrain.data import BatchShare, Loader
 from nxtrain.data.samples import TableSamples
 from nxtrain.mesh import Mesh
@@ -33,6 +33,9 @@ STEPS = 4
 _EVERY = 3
 EVALUATED_BATCHES = 2
 """Two batches show whether both record the same graph."""
+
+MICRO_BATCHES = 3
+"""Micro-batches of a step without a pipeline: the first, one in between, and the last, which begins reductions."""
 
 
 def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Callable[[str], None]) -> None:
@@ -69,8 +72,25 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
         begin(beginning)
         settle(state, shards_of(state), weights_only=weights_only)
         backend.step_boundary()
-    trainer(plan, state, _short(plan.config), Schedule(0.0, 0.0, 0, STEPS, "constant"), Announced()).run(0)
+    short = _short(plan.config, mesh)
+    trainer(plan, state, short, Schedule(0.0, 0.0, 0, STEPS, "constant"), Announced()).run(0)
     print_line(f"reached the start, with and without a checkpoint, {_listed(done)}" + "".join(_left_out(plan.config)))
+
+
+def few_micro_batches(config: RunConfig, mesh: Mesh) -> TrainConfig:
+    """Batch sizes with which every graph of a step is recorded, at most those of the run.
+
+    A micro-batch is the same work whatever the number of micro-batches, since the division by tokens comes with the
+    update. A pipeline gets enough micro-batches for its warmup, its steady state and its end, in groups of the run's
+    sizes.
+    """
+    train, pp = config.train, config.parallel.pp
+    rows = train.micro_batch * mesh.dp.size
+    num_micro = train.global_batch // rows
+    few = MICRO_BATCHES
+    if pp > 1:
+        few = 2 * pp * config.parallel.virtual_pp + num_micro % pp
+    return train.model_copy(update={"global_batch": min(num_micro, few) * rows})
 
 
 @dataclass(frozen=True)
@@ -109,9 +129,9 @@ def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Sche
     )
 
 
-def _short(config: RunConfig) -> RunConfig:
+def _short(config: RunConfig, mesh: Mesh) -> RunConfig:
     short = {
-        "train": config.train.model_copy(
+        "train": few_micro_batches(config, mesh).model_copy(
             update={
                 "steps": STEPS,
                 "eval_every": _EVERY if config.train.eval_every else 0,
@@ -131,7 +151,7 @@ def _loader(config: RunConfig, mesh: Mesh) -> Loader:
         BatchShare(config.train.global_batch, config.train.micro_batch, mesh.dp.rank, mesh.dp.size),
         seed=0,
         shuffle=False,
-        mask_end=0 if config.data.doc_mask else None,
+        doc_mask=config.data.doc_mask,
     )
 
 

@@ -42,7 +42,7 @@ from nxtrain.train.health.numerics import NumericsGuard
 from nxtrain.train.health.out_of_memory import explaining_memory
 from nxtrain.train.health.recompiles import Recompiles
 from nxtrain.train.health.rollbacks import Rollbacks
-from nxtrain.train.run_data import mask_end_of, open_run_data, train_loader, validation_loader
+from nxtrain.train.run_data import open_run_data, train_loader, validation_loader
 from nxtrain.train.start import start
 from nxtrain.train.step import TrainState
 from nxtrain.train.summary import Summary, summarize
@@ -127,7 +127,7 @@ def train_on(context: RunContext, reason: str) -> None:
         save_adapter(context.config.run.dir / ADAPTER_DIR, state, meta_at(0, context.plan, inputs))
     if context.is_leader and val_loss is not None:
         evaluated = context.config.train.eval_batches * context.config.train.global_batch
-        summary = Summary.of(val_loss, data, evaluated, mask_end_of(context, data))
+        summary = Summary.of(val_loss, data, evaluated, doc_mask=context.config.data.doc_mask)
         summarize(context.config.run.dir, summary, context.print_line)
 
 

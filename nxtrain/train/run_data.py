@@ -43,10 +43,7 @@ def train_loader(context: RunContext, data: Data, meta: Meta, skips: Skips) -> L
     config, source = context.config, data.source
     if not isinstance(source, Streams):
         origin = meta.samples - meta.step * config.train.global_batch
-        mask_end = mask_end_of(context, data)
-        return _loader(
-            context, source, mask_end, shuffle=config.data.shuffle, past_end="wrap", origin=origin, skips=skips
-        )
+        return _loader(context, source, shuffle=config.data.shuffle, past_end="wrap", origin=origin, skips=skips)
     assert data.end_id is not None
     lanes = num_lanes(config.train.global_batch)
     order = LaneOrder(lanes, config.run.seed, config.data.shuffle)
@@ -77,18 +74,12 @@ def validation_loader(context: RunContext, data: Data) -> Loader | None:
     """Loader of held-out batches; None if the run has no held-out data."""
     if data.validation is None:
         return None
-    return _loader(context, data.validation, mask_end_of(context, data), shuffle=False, past_end="pad")
-
-
-def mask_end_of(context: RunContext, data: Data) -> int | None:
-    """Id that ends a document, if there are masks between documents."""
-    return data.end_id if context.config.data.doc_mask else None
+    return _loader(context, data.validation, shuffle=False, past_end="pad")
 
 
 def _loader(
     context: RunContext,
     samples: Samples | MixedSamples,
-    mask_end: int | None,
     *,
     shuffle: bool,
     past_end: Literal["wrap", "pad"],
@@ -101,7 +92,7 @@ def _loader(
         seed=context.config.run.seed,
         shuffle=shuffle,
         origin=origin,
-        mask_end=mask_end,
+        doc_mask=context.config.data.doc_mask,
         past_end=past_end,
         skips=skips,
     )

@@ -32,18 +32,18 @@ class Summary:
     val_bytes: int | None
 
     @staticmethod
-    def of(val_loss: float, data: Data, num_rows: int, mask_end: int | None = None) -> Summary:
+    def of(val_loss: float, data: Data, num_rows: int, *, doc_mask: bool = False) -> Summary:
         """Summary of a run.
 
         Args:
             val_loss: Mean loss over the evaluated tokens, in nats.
             data: Data of the run; has validation rows.
             num_rows: Number of first validation rows that are evaluated, if there are so many.
-            mask_end: Id that ends a document, for masks between documents; None: no masks.
+            doc_mask: The evaluation has masks between documents.
         """
         rows = data.validation
         assert rows is not None
-        counts = target_counts(rows, num_rows, mask_end)
+        counts = target_counts(rows, num_rows, doc_mask=doc_mask)
         num_tokens = int(counts.sum())
         num_bytes = target_bytes(counts, data.tokenizer) if data.tokenizer else None
         bits = num_tokens * val_loss / math.log(2) / num_bytes if num_bytes else None

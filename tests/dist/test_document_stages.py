@@ -16,7 +16,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import batch_of
 from nxtrain.train.step import DeviceBatch, eval_step
-from nxtrain.vocab import IGNORE_INDEX
+from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Gradient, gradient, layout, relative_errors, start, whole
 from tests.support.ranks import RankPool
@@ -26,14 +26,17 @@ Rows = NDArray[np.int64]
 
 
 def drawn_rows(random: Random, number: int, seq_len: int, vocab_size: int) -> Rows:
-    """Documents of drawn lengths, each with its end; the last one of a row is cut, or padding follows."""
+    """Documents of drawn lengths, each with its marked end; the last one of a row is cut, or padding follows.
+
+    The id of the end is also a word of the documents, which ends none.
+    """
     rows = np.full((number, seq_len + 1), IGNORE_INDEX, np.int64)
     for row in rows:
         filled = 0
         while filled < len(row) and not (filled and random.random() < 0.1):
             length = min(random.choice((0, 1, 4, 9, 20)), len(row) - filled - 1)
-            row[filled : filled + length] = [random.randrange(1, vocab_size) for _ in range(length)]
-            row[filled + length] = END
+            row[filled : filled + length] = [random.choice((END, random.randrange(vocab_size))) for _ in range(length)]
+            row[filled + length] = END | END_BIT
             filled += length + 1
     return rows
 
@@ -75,8 +78,11 @@ def on_rank(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor],
 def alone(resolved: Resolved, weights: Mapping[str, Tensor], rows: Rows) -> tuple[float, int, dict[str, Tensor]]:
     """Mean loss, targets and gradients of transformers, which gets one document at a time."""
     model = hf_model(resolved, weights=weights)
-    pieces = (part for row in rows for part in np.split(row, np.flatnonzero(row == END) + 1))
-    documents = [torch.from_numpy(part[part != IGNORE_INDEX]) for part in pieces]
+    pieces = []
+    for row in rows:
+        tokens = row[row != IGNORE_INDEX]
+        pieces += np.split(tokens & ID_MASK, np.flatnonzero(tokens & END_BIT) + 1)
+    documents = [torch.from_numpy(part) for part in pieces]
     number = sum(max(0, len(part) - 1) for part in documents)
     total = 0.0
     for part in documents:

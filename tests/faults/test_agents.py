@@ -6,6 +6,7 @@ The reference is the uninterrupted run of as many ranks under no agent.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,16 +17,29 @@ from typing import NoReturn
 
 import pytest
 
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.directory import LATEST
+from nxtrain.checkpoint.meta import read_meta
 from nxtrain.errors import StoppedBySignal
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.testing.fault_points import VARIABLE
 from tests.support import forked_python
-from tests.support.command_ranks import until
+from tests.support.command_ranks import WORLD, until
 from tests.support.commands import TOLD
 from tests.support.commands import start as start_command
 from tests.support.ports import free_port
-from tests.support.recovery import Golden, History, assert_recovered, configure, last_step, members, start
+from tests.support.recovery import (
+    Golden,
+    History,
+    assert_recovered,
+    configure,
+    last_step,
+    members,
+    start,
+    supervise,
+    tensors,
+)
+from tests.support.runs import course
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="finds ranks in /proc, which Linux has; runs there"
@@ -33,6 +47,9 @@ pytestmark = pytest.mark.skipif(
 
 PACE = "sleep@*:1:fwd:0.2"
 WITHIN_S = 60.0
+
+QUICKLY = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+"""Seconds for the last machines to join a rendezvous, by default 30, and until a silent machine is lost, else 15."""
 
 
 def leave_late() -> None:
@@ -54,20 +71,26 @@ class Agents:
     Args:
         folder: With the configuration.
         overrides: Of it.
+        nodes: Of torchrun's `--nnodes`: a number, or the fewest and the most.
         patience_s: Time that they wait for one another.
     """
 
-    def __init__(self, folder: Path, *overrides: str, patience_s: int = 60) -> None:
-        self.folder, self._overrides, self._patience_s = folder, overrides, patience_s
+    def __init__(self, folder: Path, *overrides: str, nodes: str = "2", patience_s: int = 60) -> None:
+        self.folder, self._overrides, self._nodes, self._patience_s = folder, overrides, nodes, patience_s
         self._port, self._times = free_port(), 0
         self.agents = [self._start(0), self._start(1)]
         self._sessions = {agent.pid or 0 for agent in self.agents}
 
     def _start(self, number: int) -> ForkServerProcess:
         options = (
-            *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", f"--local-addr=127.0.0.{number + 1}"),
+            *(
+                f"--nnodes={self._nodes}",
+                "--nproc-per-node=1",
+                "--max-restarts=2",
+                f"--local-addr=127.0.0.{number + 1}",
+            ),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"),
-            f"--rdzv-conf=is_host={1 - number},join_timeout={self._patience_s}",
+            f"--rdzv-conf=is_host={1 - number},join_timeout={self._patience_s},{QUICKLY}",
         )
         self._times += 1
         place = self.folder / f"agent{number}" / str(self._times)
@@ -111,9 +134,9 @@ class Agents:
 
 
 @contextmanager
-def agents(folder: Path, *overrides: str, patience_s: int = 60) -> Iterator[Agents]:
+def agents(folder: Path, *overrides: str, nodes: str = "2", patience_s: int = 60) -> Iterator[Agents]:
     """Start both, and leave nothing of them behind."""
-    found = Agents(folder, *overrides, patience_s=patience_s)
+    found = Agents(folder, *overrides, nodes=nodes, patience_s=patience_s)
     try:
         yield found
     finally:
@@ -159,3 +182,28 @@ def test_an_agent_whose_partner_does_not_come_back_says_so_and_ends_as_after_a_c
     assert "waiting at 127.0.0.1:" in said
     assert "error: agents of other machines are gone, and did not come back in 6 seconds" in said
     assert "Traceback" not in said
+
+
+def test_an_elastic_run_shrinks_to_one_node_and_grows_again_and_trains_on_the_same_samples(
+    tmp_path: Path, started_by: ForkServerContext
+) -> None:
+    """Of two summands the order does not matter, so that the losses of one rank are those of two, bit for bit."""
+    batch = f"train.global_batch={WORLD}"
+    configure(tmp_path / "golden")
+    golden = Golden.of(supervise(started_by, tmp_path / "golden", overrides=[batch]))
+    folder = tmp_path / "elastic"
+    configure(folder, patience_s=30.0)
+    with agents(folder, batch, "parallel.dp=0", nodes=f"1:{WORLD}") as run:
+        run.await_step(4)
+        run.kill_node(1)
+        until(lambda: run.said().count("continues after step") == 1, WITHIN_S, run.said)
+        alone = last_step(folder)
+        run.await_step(alone + 1)
+        run.start_again(1)
+        until(lambda: run.said().count("continues after step") == 2, WITHIN_S, run.said)
+        assert run.ended() == [0, 0], run.said()
+        assert sorted(re.findall(r"; (\d) ranks: tp 1, dp (\d)", run.said())) == [("1", "1"), ("2", "2"), ("2", "2")]
+    assert course(folder / "run") == golden.course
+    newest = directory.step_path(folder / "run" / CHECKPOINTS_DIR, golden.course[-1]["step"])
+    assert tensors(newest) == golden.tensors
+    assert read_meta(newest).samples == len(golden.course) * WORLD

@@ -16,7 +16,7 @@ import pytest
 from nxtrain.data.arrow import prepared, streams
 from nxtrain.errors import DataError, StorageError
 from nxtrain.io import cached_object
-from nxtrain.launch.torchrun import FINAL
+from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import command, write_config
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.runs import course

@@ -20,7 +20,7 @@ import pytest
 
 from nxtrain.data import dataset, prepare
 from nxtrain.errors import DataError, StorageError
-from nxtrain.launch.torchrun import FINAL
+from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import at_batch, command, train, write_config
 from tests.support.runs import course
 from tests.support.special_files import KINDS, put

@@ -60,7 +60,7 @@ def test_one_line_compiles_runs_is_preempted_and_resumes(
     number = re.fullmatch(r"Submitted batch job (\d+)\n", done.stdout)
     assert number, done
     job = Job(cluster, tmp_path, int(number[1]))
-    (tmp_path / "job.log").symlink_to(f"slurm-{job.number}.out")
+    (tmp_path / "job.log").symlink_to(job.state("StdOut"))
     try:
         job.await_step(4)
         assert job.state("NumNodes") == "1"

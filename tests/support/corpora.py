@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from nxtrain.data.arrow import ipc
+from nxtrain.data.arrow.columns import CHECKSUMS_KEY
 from nxtrain.data.arrow.preparation import Outcome, Request, Watcher, prepare_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.tokenization import train_bpe
@@ -103,6 +105,20 @@ def prepare(*sources: Location, out: Path, watcher: Watcher | None = None, **opt
 def texts_of(path: Path) -> list[str]:
     corpus = PreparedCorpus(path)
     return [corpus.text(number) for number in range(len(corpus))]
+
+
+def drop_checksums(path: Path) -> None:
+    """Write a prepared file as an earlier release did, without checksums."""
+    with pa.memory_map(str(path)) as mapped:
+        found = pa.ipc.open_file(mapped).read_all()
+    metadata = {key: value for key, value in found.schema.metadata.items() if key != CHECKSUMS_KEY}
+    schema = found.schema.with_metadata(metadata)
+    content, blocks = ipc.begin(schema), list[ipc.Block]()
+    for batch in found.to_batches():
+        message, block = ipc.message(pa.record_batch(batch.columns, schema=schema), len(content))
+        content += bytes(message)
+        blocks.append(block)
+    path.write_bytes(content + ipc.END_OF_STREAM + ipc.end(schema, blocks))
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 300) -> Path:

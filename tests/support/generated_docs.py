@@ -1,4 +1,4 @@
-"""Parts of docs/ that are written from the code: configuration keys, files, import layers, releases of the Neuron SDK.
+"""Parts of docs/ that are written from the code: configuration keys, files, import layers, exit codes, SDK releases.
 
 A part stands between two comments of its page, `begin: NAME` and `end: NAME`.
 """
@@ -18,6 +18,8 @@ from nxtrain.backends.neuron import torchneuron
 from nxtrain.backends.neuron.sdk import RELEASES, install_command
 from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
+from nxtrain.errors import StoppedBySignal
+from nxtrain.launch.exit_codes import EXIT_CODES, ExitCode
 from nxtrain.plan.presets import DATASETS, SHAPES
 from nxtrain.plan.shapes import num_params
 from nxtrain.plan.speed import OTHER, SPEEDS
@@ -144,10 +146,35 @@ def shapes() -> str:
     return "\n".join([*lines, ""])
 
 
+def exit_codes() -> str:
+    """Table of exit codes, with the use of a new start."""
+    lines = ["", "| code | meaning | restart? |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {kind.text} | {kind.meaning} | {kind.restart} |" for kind in EXIT_CODES), ""])
+
+
+def restarts() -> str:
+    """Table of the reactions of supervisors to exit codes."""
+    lines = ["", "| exit code | `nxtrain launch` | Slurm | PyTorchJob | JobSet |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *map(_reactions, EXIT_CODES), ""])
+
+
+def _reactions(kind: ExitCode) -> str:
+    cells = [kind.text, "ranks start again", "the job is queued again", "the pod starts again", "all pods start again"]
+    if not any(kind.codes):
+        cells[1:] = ["done"] * 4
+    elif not kind.helps:
+        cells[1:] = ["ends", "the job ends", "the job fails", "the job fails"]
+    elif StoppedBySignal.exit_code in kind.codes:
+        cells[1], cells[4] = "ends", "the pod starts again, and is not counted"
+    return f"| {' | '.join(cells)} |"
+
+
 PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("configuration.md", "keys"): key_tables,
     ("architecture.md", "layers"): layers,
     ("architecture.md", "files"): file_list,
+    ("recovery.md", "exit_codes"): exit_codes,
+    ("slurm_kubernetes.md", "restarts"): restarts,
     ("trainium.md", "releases"): releases,
     ("planning.md", "constants"): constants,
     ("planning.md", "published"): published,

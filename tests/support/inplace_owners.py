@@ -22,6 +22,7 @@ OWNERS: dict[str, dict[str, str]] = {
         "Lengths.add: self._counts[:found.size] +=": "host: the histogram that this very method counts",
         "PackingWaste.add: self._rests +=": "host: the histogram that this very method counts",
         "_of_sources.documents: skipped[found.reason] +=": "host: dictionary",
+        "verify_corpus.add: done +=": "host: number",
     },
     "nxtrain/io/cached_object.py": {
         "CachedObject._find: self._is_here[block] =": "host: the blocks that this very object has found",
@@ -36,6 +37,13 @@ OWNERS: dict[str, dict[str, str]] = {
     },
     "nxtrain/data/arrow/streams.py": {
         "BestFitLane._fill: flat[begin:begin + length] =": "fresh: a view of `np.full` right above",
+        "BestFitLane._fill: flat[begin + length - 1] |=": "fresh: likewise",
+    },
+    "nxtrain/data/arrow/training.py": {
+        "_append_held_out: marked[-1] |=": "fresh: `astype` right above copies",
+    },
+    "nxtrain/eval/scorer.py": {
+        "Scorer._totals: left[owner] -=": "host: list of this very function",
     },
     "nxtrain/parallel/products.py": {
         "_by_blocks: part.copy_": "fresh: a part of `new_empty` above",

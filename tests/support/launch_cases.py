@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nxtrain.launch.targets import docker
-from nxtrain.launch.targets.job import Options, resolve_job
+from nxtrain.launch.targets.job import Job, Options, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.slurm import render_generic
 
@@ -38,24 +38,30 @@ class Case:
 
     def files(self) -> dict[str, str]:
         """Rendered files, by name."""
-        return RENDERERS[self.target](resolve_job(Path(self.config), self.overrides, self.options))
+        return RENDERERS[self.target](self.job())
+
+    def job(self) -> Job:
+        """Resolved run."""
+        return resolve_job(Path(self.config), self.overrides, self.options)
 
 
 _RECIPE = "configs/llama2_7b_trn1.toml"
 _SIXTEEN = ("cluster.nodes=16", "parallel.dp=64", "run.dir=runs/7b")
 _GPU = "configs/llama3_2_1b_cuda.toml"
 _ON_P5 = ("cluster.instance=p5.48xlarge", "cluster.nodes=4")
+_IN_S3 = ("checkpoint.mirror=s3://checkpoints/1b", "data.source=arrow", "data.path=s3://corpora/docs.arrow")
 _IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/nxtrain:0.1"
 
 CASES = {
     "slurm": Case("slurm", _RECIPE, _SIXTEEN),
+    "slurm_container": Case("slurm", _GPU, _ON_P5, Options(image=_IMAGE, mounts="/fsx:/fsx")),
     "slurm_elastic": Case("slurm", _GPU, _ON_P5, Options(min_nodes=2)),
     "kubernetes": Case("kubernetes", _RECIPE, _SIXTEEN, Options(image=_IMAGE)),
     "kubernetes_elastic": Case("kubernetes", _GPU, _ON_P5, Options(image=_IMAGE, min_nodes=2)),
     "hyperpod": Case("hyperpod", _RECIPE, _SIXTEEN, Options(image=_IMAGE)),
     "sagemaker": Case("sagemaker", _RECIPE, (*_SIXTEEN, "checkpoint.mirror=s3://bucket/7b"), Options(image=_IMAGE)),
-    "parallelcluster_gpu": Case("parallelcluster", _GPU, _ON_P5),
-    "eks_gpu": Case("eks", _GPU, _ON_P5),
+    "parallelcluster_gpu": Case("parallelcluster", _GPU, (*_ON_P5, *_IN_S3), Options(storage_gib=57_600)),
+    "eks_gpu": Case("eks", _GPU, (*_ON_P5, *_IN_S3), Options(storage_gib=57_600)),
 }
 """Launches by the name of their folder."""
 
@@ -73,8 +79,7 @@ def all_files() -> dict[Path, str]:
     found[script.with_name(f"{script.name}.txt")] = found.pop(script)  # the tools of this tree would judge a program
     found |= {GOLDEN / "docker" / f"Dockerfile.{lane}": docker.render(lane) for lane in LANES}
     for target, name in CLUSTERS.items():
-        (text,) = Case(target, _RECIPE).files().values()
-        found[ROOT / "configs/clusters" / name] = text
+        found[ROOT / "configs/clusters" / name] = Case(target, _RECIPE).files()[f"{target}.yaml"]
     return {**found, ROOT / "scripts/train.sbatch": render_generic()}
 
 

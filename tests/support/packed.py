@@ -8,16 +8,20 @@ from random import Random
 import numpy as np
 
 from nxtrain.data.loader import Batch, batch_of
-from nxtrain.vocab import IGNORE_INDEX
+from nxtrain.vocab import END_BIT, IGNORE_INDEX
 
 SEQ_LEN, END = 64, 0
 
 
 def drawn_row(rng: Random, vocab_size: int) -> list[int]:
-    """S + 1 ids: documents of drawn lengths, each with its end; the last one may be cut, or padding may follow."""
+    """S + 1 marked ids: documents of drawn lengths, each with its end; the last may be cut, or padding may follow.
+
+    The id of the end is also a word of the documents.
+    """
     row: list[int] = []
     while len(row) <= SEQ_LEN:
-        row += [rng.randrange(1, vocab_size) for _ in range(rng.choice((0, 1, 3, 10, 30)))] + [END]
+        words = [rng.choice((END, rng.randrange(vocab_size))) for _ in range(rng.choice((0, 1, 3, 10, 30)))]
+        row += [*words, END | END_BIT]
         if rng.random() < 0.1:
             row += [IGNORE_INDEX] * (SEQ_LEN + 1)
     return row[: SEQ_LEN + 1]
@@ -25,7 +29,8 @@ def drawn_row(rng: Random, vocab_size: int) -> list[int]:
 
 def spans(row: list[int]) -> list[tuple[int, int]]:
     """First and last + 1 position of each document among the inputs of a row."""
-    bounds = [0, *(place + 1 for place, token in enumerate(row[:SEQ_LEN]) if token in {END, IGNORE_INDEX}), SEQ_LEN]
+    is_last = [token == IGNORE_INDEX or token & END_BIT != 0 for token in row[:SEQ_LEN]]
+    bounds = [0, *(position + 1 for position in range(SEQ_LEN) if is_last[position]), SEQ_LEN]
     return [(begin, end) for begin, end in pairwise(bounds) if begin < end]
 
 

@@ -64,6 +64,29 @@ def test_a_mistake_has_its_exit_code_and_no_traceback(
     assert message in " ".join(done.stderr.split())
 
 
+def test_an_inspection_of_damaged_or_empty_files_ends_with_its_exit_code(tmp_path: Path) -> None:
+    source, out = write_corpus(tmp_path / "src", "a.jsonl", documents(60)), tmp_path / "o.arrow"
+    assert run(tmp_path, "prepare", source, "--out", out).returncode == 0
+    verified = run(tmp_path, "inspect", out, "--verify")
+    assert (verified.returncode, "every byte is as it was written" in verified.stdout) == (0, True)
+    content = out.read_bytes()
+    out.write_bytes(content.replace(b"document 7\n", b"document 9\n"))
+    damaged = run(tmp_path, "inspect", out, "--verify")
+    assert (damaged.returncode, damaged.stdout) == (3, "")
+    assert "documents 0 to 59, are not what was written" in " ".join(damaged.stderr.split())
+    out.write_bytes(content[:-100])
+    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n{"other": 3}\n')
+    cases = {out: "truncated or damaged", tmp_path / "empty.jsonl": "holds no document (missing field 1)"}
+    for path, message in cases.items():
+        for words in ((), ("--json",)):
+            done = run(tmp_path, "inspect", path, *words)
+            assert (done.returncode, "Traceback" in done.stderr) == (3, False)
+            assert message in " ".join(done.stderr.split())
+        assert json.loads(done.stdout)["documents"] == 0
+    not_prepared = run(tmp_path, "inspect", source, "--verify")
+    assert (not_prepared.returncode, "is no Arrow file" in not_prepared.stderr) == (3, True)
+
+
 def test_help_needs_neither_pyarrow_nor_torch() -> None:
     code = "import sys, nxtrain.cli.main; print({'pyarrow', 'torch', 'tokenizers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -140,6 +140,33 @@ def test_options_that_mean_nothing_are_refused(hf: Path, options: tuple[str, ...
     assert (found, words in err) == (code, True), err
 
 
+def run_of(checkpoint: Path, folder: Path) -> Path:
+    """Run folder whose newest checkpoint is quarantined, and the one before it incomplete."""
+    for step in (2, 4, 6):
+        shutil.copytree(checkpoint, directory.step_path(folder / "checkpoints", step))
+    (directory.step_path(folder / "checkpoints", 4) / directory.META).unlink()
+    directory.quarantine(directory.step_path(folder / "checkpoints", 6))
+    return folder
+
+
+def test_a_checkpoint_that_is_not_the_newest_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    run = run_of(checkpoint, tmp_path / "run")
+    chosen = directory.step_path(run / "checkpoints", 2)
+    warning = (
+        "WARNING: step-00000002 is not the newest: step-00000004, step-00000006.corrupt is incomplete or damaged\n"
+    )
+    request = ("--prompt", "x", "--max-new-tokens", 2, "--temperature", 0)
+    code, text, err = in_process("generate", run, *request)
+    assert (code, err) == (0, f"from {chosen}, step 0\n{warning}")
+    code, out, err = in_process("generate", run, *request, "--json")
+    assert (code, err, json.loads(out)["checkpoint"]) == (0, warning, str(chosen))
+    assert in_process("generate", chosen, *request) == (0, text, "")
+    code, _, err = in_process("convert", "nxtrain-to-hf", run, tmp_path / "out")
+    assert (code, err) == (0, warning)
+    code, _, err = in_process("eval", run, "--tasks", "copying", "--limit", 2)
+    assert (code, warning in err) == (0, True), err
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b'"x"', b"\xff\xfe", b"[" * 100_000])
 def test_a_damaged_tokenizer_is_named(checkpoint: Path, tmp_path: Path, content: bytes) -> None:
     (checkpoint / directory.TOKENIZER).write_bytes(content)

@@ -190,6 +190,8 @@ def test_a_failure_prints_its_message_and_exits_with_its_code(
     monkeypatch.delenv("RANK", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setattr(os, "_exit", sys.exit)  # a rank of several ends at once
     assert main(monkeypatch) == code
     assert capsys.readouterr().err == printed
 

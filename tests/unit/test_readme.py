@@ -17,6 +17,7 @@ import pytest
 import typer
 
 from nxtrain.cli import main as cli
+from nxtrain.cli import options
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.errors import ConfigError
@@ -139,7 +140,7 @@ def _check_own(words: Sequence[str], world: int) -> None:
         return
     path, overrides = ROOT / values["config"], values["overrides"] or []
     if values.get("target", "local") != "local":
-        options = Options(values["nproc"], values["image"], values["claim"], values["min_nodes"])
+        options = Options(values["nproc"], values["image"], values["claim"], values["min_nodes"], values["mounts"])
         assert RENDERERS[values["target"]](resolve_job(path, overrides, options))
     elif name in {"launch", "compile"}:
         first_node = values.get("first_node") or ("node0" if values["dry_run"] else "")
@@ -190,6 +191,12 @@ def parse(words: Sequence[str]) -> Any:
 
 PAGES = {page: page.read_text(encoding="utf-8") for page in pages()}
 COMMANDS = sorted({(markdown.name(page), command) for page, text in PAGES.items() for command in commands(text)})
+
+
+@pytest.fixture(autouse=True)
+def open_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing --json reserves standard output until the process ends, which these commands share."""
+    monkeypatch.setattr(options, "reserve_output", lambda: None)
 
 
 @pytest.mark.parametrize("command", list(dict.fromkeys(command for _, command in COMMANDS)))

@@ -10,7 +10,7 @@ from botocore import exceptions as told
 
 from nxtrain.errors import BackendError, NxtrainError, StorageError
 from nxtrain.io.s3 import explained
-from nxtrain.launch.torchrun import FINAL
+from nxtrain.launch.exit_codes import FINAL
 from tests.support.s3 import BUCKET, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]

@@ -11,12 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from jinja2 import Template, TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -31,6 +34,24 @@ BAD_CONVERSATION = "bad conversation"
 SPECIAL_TOKEN = "special token"
 
 Message = Mapping[str, Any]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ANSWER = "\ufdd0"
+"""Mark before the text of a `{% generation %}` block: a noncharacter, which no text for interchange has."""
+
+
+class GenerationBlocks(Extension):
+    """Blocks `{% generation %}` of a template, which hold the answers; each gets a mark before its text."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return _ANSWER + caller()
 
 
 class ChatTemplate:
@@ -51,6 +72,7 @@ class ChatTemplate:
         text = _template_text(tokenizer.path, config)
         self._names = {name: _token(config[name]) for name in ("bos_token", "eos_token", "pad_token") if name in config}
         self._template = _compiled(text, tokenizer.path.parent)
+        self._has_blocks = _GENERATION.search(text) is not None
         self._end = tokenizer.end
         self._special = _special_tokens(tokenizer.tokenizer)
         content = json.dumps([text, self._names], sort_keys=True)
@@ -59,7 +81,8 @@ class ChatTemplate:
     def documents(self, messages: object) -> Iterator[tuple[bytes, int]]:
         """Documents of a conversation: for each answer, all turns up to that answer, and the bytes before the answer.
 
-        A document ends before the end of text, which the column adds.
+        An answer begins with its first `{% generation %}` block. In a template without such blocks, it begins after the
+        generation prompt. A document ends before the end of text, which the column adds.
 
         Raises:
             BadRowError: The value is no conversation, the template refuses the conversation, or a turn spells a special
@@ -72,10 +95,18 @@ class ChatTemplate:
                 continue
             prompt = self._render(turns[:number], add_generation_prompt=True)
             text = self._render(turns[: number + 1], add_generation_prompt=False)
-            if not text.startswith(prompt):
+            if self._has_blocks:
+                parts = text.split(_ANSWER)
+                num_earlier = prompt.count(_ANSWER) + 1
+                prompt, answer = "".join(parts[:num_earlier]), "".join(parts[num_earlier:])
+                if len(parts) == num_earlier:
+                    detail = f"the template writes turn {number + 1} without a generation block; no answer can be told"
+                    raise BadRowError(BAD_CONVERSATION, detail)
+            elif text.startswith(prompt):
+                answer = text[len(prompt) :]
+            else:
                 detail = f"the template writes turn {number + 1} in another way than its prompt; no answer can be told"
                 raise BadRowError(BAD_CONVERSATION, detail)
-            answer = text[len(prompt) :]
             bare = answer.rstrip()
             answer = bare.removesuffix(self._end) if bare.endswith(self._end) else answer
             document = (prompt + answer).encode()
@@ -92,7 +123,10 @@ class ChatTemplate:
             raise BadRowError(BAD_CONVERSATION, f"the chat template refuses it: {error}") from error
 
     def _refuse_special(self, turns: Sequence[Message]) -> None:
-        """Refuse text of a turn that would become a special token, such as an end of turn."""
+        """Refuse text of a turn that would become a special token, such as an end of turn, or the mark of an answer."""
+        for number, turn in enumerate(turns, 1):
+            if self._has_blocks and _ANSWER in turn["role"] + turn["content"]:
+                raise BadRowError(SPECIAL_TOKEN, f"turn {number} holds the noncharacter U+FDD0; remove it")
         if self._special is None:
             return
         for number, turn in enumerate(turns, 1):
@@ -135,7 +169,7 @@ def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
 
 
 def _compiled(text: str, folder: Path) -> Template:
-    extensions = ["jinja2.ext.loopcontrols"]
+    extensions = ["jinja2.ext.loopcontrols", GenerationBlocks]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise

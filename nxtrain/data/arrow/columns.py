@@ -19,7 +19,10 @@ FORMAT_VERSION = 1
 
 FORMAT_KEY, SOURCES_KEY, SETTINGS_KEY = b"nxtrain.format", b"nxtrain.sources", b"nxtrain.settings"
 TOKENIZER_KEY, END_KEY, END_ID_KEY = b"nxtrain.tokenizer", b"nxtrain.end_of_text", b"nxtrain.end_id"
-SHARD_KEY = b"nxtrain.shard"
+SHARD_KEY, CHECKSUMS_KEY = b"nxtrain.shard", b"nxtrain.checksums"
+
+CHECKSUMS = "xxh3-64"
+"""Checksums that a file has by the entry `CHECKSUMS_KEY`; files of earlier releases have neither."""
 
 TEXT, IDS, PROMPT = "text", "ids", "prompt"
 """Names of the columns; the last one, if it is there, has the length of each document's prompt, in bytes or tokens."""
@@ -226,6 +229,7 @@ def schema_of(column: Column, sources: str, settings: Settings, shard: int) -> p
         SOURCES_KEY: sources.encode(),
         SETTINGS_KEY: settings.to_json().encode(),
         SHARD_KEY: str(shard).encode(),
+        CHECKSUMS_KEY: CHECKSUMS.encode(),
         **column.metadata,
     }
     prompt = [pa.field(PROMPT, pa.int64(), nullable=False)] if settings.prompt or settings.chat else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from nxtrain.data.arrow.columns import encode, open_tokenizer
 from nxtrain.data.arrow.preparation import source_rows
 from nxtrain.data.arrow.prepared import PreparedCorpus, is_prepared
-from nxtrain.data.arrow.rows import BadRow, Fields
+from nxtrain.data.arrow.rows import DAMAGED, BadRow, Fields, is_blank
 from nxtrain.data.arrow.sources import find_sources, summary
 from nxtrain.data.arrow.work import Position
 from nxtrain.data.packing import best_fit_rows
@@ -154,6 +154,54 @@ def inspect_corpus(
     return _of_sources(place, seq_len, known, field, lines, only)
 
 
+def refuse_incomplete(found: dict[str, Any]) -> None:
+    """Refuse statistics of files that are damaged or hold no document.
+
+    Raises:
+        DataError: A file is truncated or damaged, or there is no document.
+    """
+    path, skipped = found["path"], found["skipped"]
+    if DAMAGED in skipped:
+        raise DataError(
+            f"{path} is {DAMAGED}, and the statistics are those of the rest: {skipped[DAMAGED]:,} bad rows stand for "
+            "what cannot be read; bring the file again"
+        )
+    if not found["documents"]:
+        reasons = ", ".join(f"{reason} {number:,}" for reason, number in skipped.items()) or "all rows are empty"
+        raise DataError(f"{path} holds no document ({reasons}); look at the files and at --field")
+
+
+def verify_corpus(place: Location, cache: Path, progress: Callable[[int, int], None]) -> None:
+    """Compare every byte of a prepared corpus with its checksums.
+
+    Args:
+        place: The file, folder, object or prefix.
+        cache: Folder of this node for blocks of S3.
+        progress: Gets the verified bytes, and those of all files.
+
+    Raises:
+        ConfigError: There is no such path.
+        DataError: Bytes are damaged, or the corpus has no checksums.
+        StorageError: The storage fails.
+    """
+    if isinstance(place, Path) and not place.exists():
+        raise ConfigError(f"{place} does not exist; give a prepared corpus")
+    corpus = PreparedCorpus(place, cache)
+    if not corpus.has_checksums:
+        raise DataError(
+            f"{corpus.path} has no checksums to compare, since an earlier release prepared it; prepare it again with "
+            "--restart"
+        )
+    done, total = 0, corpus.num_bytes
+
+    def add(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress(done, total)
+
+    corpus.verify(add)
+
+
 def _of_prepared(corpus: PreparedCorpus, seq_len: int, known: TextTokenizer | None) -> dict[str, Any]:
     if corpus.is_ids and known and known.digest != corpus.tokenizer:
         raise DataError(f"--tokenizer {known.path} did not make the ids of {corpus.path}; give the one that did")
@@ -173,6 +221,8 @@ def _of_prepared(corpus: PreparedCorpus, seq_len: int, known: TextTokenizer | No
         "files": len(corpus.files),
         "file_bytes": corpus.num_bytes,
         "skipped": {},
+        "checksums": corpus.has_checksums,
+        "verified": False,
     }
     return _result(head, lengths, packing, num_bytes, corpus.is_ids or known is not None, seq_len) | {
         "samples": [{"document": place, "begins": _sample(corpus, place, known)} for place in places]
@@ -206,7 +256,7 @@ def _of_sources(
         for _, _, found in source_rows(sources, Fields(field), lines, Position(), lambda _: None):
             if isinstance(found, BadRow):
                 skipped[found.reason] += found.num_rows
-            elif found.text and not found.text.isspace():
+            elif not is_blank(found.text):
                 if len(samples) < _SAMPLES:
                     begins = found.text[: 4 * _SAMPLE_CHARS].decode(errors="ignore")[:_SAMPLE_CHARS]
                     samples.append({"document": len(samples), "begins": begins})
@@ -219,6 +269,8 @@ def _of_sources(
         "files": len(sources),
         "file_bytes": sum(source.size for source in sources),
         "skipped": dict(sorted(skipped.items())),
+        "checksums": None,
+        "verified": False,
     }
     return _result(head, lengths, packing, num_bytes, known is not None, seq_len) | {"samples": samples}
 

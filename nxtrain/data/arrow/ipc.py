@@ -17,7 +17,9 @@ import pyarrow as pa
 MAGIC = b"ARROW1"
 
 _BEGIN = MAGIC + b"\0\0"
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""Bytes after the last batch."""
+
 _BATCHES_FIELD = 3
 """Number of the footer's field `recordBatches`."""
 
@@ -53,9 +55,9 @@ def message(batch: pa.RecordBatch, offset: int) -> tuple[pa.Buffer, Block]:
 
 
 def end(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
-    """Last bytes of a file: end of the stream, footer, magic number."""
+    """Last bytes of a file: footer, length of the footer, magic number."""
     footer = _footer(schema, blocks)
-    return _END_OF_STREAM + footer + struct.pack("<i", len(footer)) + MAGIC
+    return footer + struct.pack("<i", len(footer)) + MAGIC
 
 
 def blocks_of(footer: bytes) -> Iterator[tuple[int, int]]:

@@ -49,7 +49,7 @@ class MixedLane:
         return self._given, *(number for part in self._parts for number in part.place)
 
     def row(self) -> NDArray[np.int32]:
-        """Next row: (S + 1,) ids, `IGNORE_INDEX` behind the last document."""
+        """Next row: (S + 1,) ids with `PROMPT_BIT` and `END_BIT`, `IGNORE_INDEX` after the last document."""
         lanes = self._order.lanes
         position = np.array([self._given * lanes + self._lane])
         corpora, _ = self._mixture.rows(self._given * lanes + shuffled(position, lanes, self._order.seed))

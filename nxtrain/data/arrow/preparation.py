@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +13,7 @@ import pyarrow as pa
 
 from nxtrain.data.arrow.chat import ChatTemplate, with_special_tokens
 from nxtrain.data.arrow.columns import (
+    CHECKSUMS,
     FORMAT_KEY,
     FORMAT_VERSION,
     SETTINGS_KEY,
@@ -22,7 +24,7 @@ from nxtrain.data.arrow.columns import (
     TextColumn,
     open_tokenizer,
 )
-from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, Progress, Row, text_rows
+from nxtrain.data.arrow.rows import DEFECTS, BadRow, Fields, Progress, Row, is_blank, text_rows
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import Counts, Outputs, Position, Work, read_summary, refuse, shard_name
@@ -144,7 +146,8 @@ def prepare_corpus(request: Request, watcher: Watcher) -> Outcome:
         _compare_finished(outputs, identity)
         return Outcome(outputs, read_summary(outputs.summary), is_new=False)
     watcher.begin(summary(sources), sum(source.size for source in sources))
-    work = Work(outputs, {**identity, "versions": versions(sources)}, column, settings)
+    begun = {**identity, "versions": versions(sources), "checksums": CHECKSUMS}
+    work = Work(outputs, begun, column, settings)
     try:
         if work.is_complete:
             work.publish()
@@ -228,7 +231,7 @@ def _copy(
             continue
         counts.rows += found.is_last
         answer = found.text[found.prompt :] if found.prompt else found.text
-        if not answer or answer.isspace():
+        if is_blank(answer):
             counts.empty += 1
             continue
         texts.append(found.text)
@@ -289,9 +292,10 @@ def _check(request: Request) -> None:
         raise ConfigError(f"--out {request.out} has another ending than .arrow; call it {request.out}.arrow")
     if 0 < request.shard_bytes < MIN_SHARD_BYTES:
         raise ConfigError(f"--shard-bytes {request.shard_bytes} is below {MIN_SHARD_BYTES:,}; give more")
-    out = request.out.resolve()
+    out = Path(os.path.realpath(request.out))
     for source in (each for each in request.sources if isinstance(each, Path)):
-        if out == source.resolve() or (source.is_dir() and out.is_relative_to(source.resolve())):
+        real = Path(os.path.realpath(source))  # `Path.resolve` fails for a link to itself
+        if out == real or (source.is_dir() and out.is_relative_to(real)):
             raise ConfigError(
                 f"--out {request.out} lies in the source {source}, and would be read as a part of it; move it"
             )

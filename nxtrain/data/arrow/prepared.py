@@ -11,7 +11,7 @@ import io
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import (
+    CHECKSUMS_KEY,
     FORMAT_KEY,
     FORMAT_VERSION,
     IDS,
@@ -32,6 +33,7 @@ from nxtrain.data.arrow.columns import (
     TOKENIZER_KEY,
 )
 from nxtrain.data.arrow.rows import DEFECTS
+from nxtrain.data.arrow.seal import CheckedFile, Damage, DamagedBlockError, checked
 from nxtrain.data.arrow.work import read_summary, shard_name
 from nxtrain.data.files import unreadable
 from nxtrain.data.storage import DataFile, open_file, open_stream, read_exactly, shards, summary_of
@@ -40,6 +42,9 @@ from nxtrain.io.object_store import Location
 
 _METADATA_BYTES = 1 << 14
 """Most bytes of a batch's metadata, which come before its body; two columns take some 300."""
+
+_SHOWN = 5
+"""Damaged blocks that a message lists."""
 
 _TAIL = struct.Struct("<i6s")
 """End of an Arrow file: length of the footer, and the magic number."""
@@ -64,6 +69,16 @@ class _Batch(NamedTuple):
     size: int
     prompts: int = 0
 
+    @property
+    def begin(self) -> int:
+        """First byte of the buffers."""
+        return self.offsets
+
+    @property
+    def stop(self) -> int:
+        """Offset after the last byte of the buffers."""
+        return max(self.values + self.size, self.prompts + 8 * self.rows if self.prompts else 0)
+
 
 class PreparedCorpus:
     """Documents of a prepared file, or of a folder of shards, on a disk or in S3.
@@ -87,7 +102,7 @@ class PreparedCorpus:
 
     def __init__(self, path: Location, cache: Path = Path()) -> None:
         self.path = path
-        self.files = [open_file(place, cache) for place in shards(path)]
+        self.files: list[DataFile] = [open_file(place, cache) for place in shards(path)]
         if not self.files:
             raise DataError(
                 f"{path} holds no shard such as {shard_name(0)}; prepare a corpus with nxtrain data prepare"
@@ -95,7 +110,7 @@ class PreparedCorpus:
         self._batches: list[_Batch] = []
         schemas = []
         for number, file in enumerate(self.files):
-            schema, batches = _opened(file, number)
+            schema, batches, self.files[number] = _opened(file, number)
             schemas.append(schema)
             self._batches += batches
         self._begins = np.cumsum([0, *(batch.rows for batch in self._batches)]).tolist()
@@ -119,6 +134,11 @@ class PreparedCorpus:
     def num_bytes(self) -> int:
         """Bytes of the files."""
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def has_checksums(self) -> bool:
+        """True if all reads are verified; files of earlier releases have no checksums."""
+        return all(isinstance(file, CheckedFile) for file in self.files)
 
     @property
     def value_bytes(self) -> int:
@@ -217,9 +237,48 @@ class PreparedCorpus:
             found = read_exactly(self.files[file], size, start)
         except OSError as error:
             raise unreadable(f"{self.files[file].name}, document {document:,},", error) from error
+        except DamagedBlockError as error:
+            raise DataError(f"{self._description(file, error.args[0])}; prepare it again") from error
         if len(found) < size:
             self._damaged(document, "the file is shorter than when it was opened")
         return bytes(found)
+
+    def verify(self, progress: Callable[[int], None]) -> None:
+        """Compare every byte of the files with the checksums.
+
+        Args:
+            progress: Gets the number of bytes of each block after its verification.
+
+        Raises:
+            DataError: Blocks differ from the written bytes; names and counts them.
+            StorageError: The storage fails.
+        """
+        damages: list[str] = []
+        for number, file in enumerate(self.files):
+            assert isinstance(file, CheckedFile)
+            try:
+                damages += [self._description(number, damage) for damage in file.damages(progress)]
+            except OSError as error:
+                raise unreadable(f"{file.name}", error) from error
+        if damages:
+            shown = "\n    ".join(damages[:_SHOWN])
+            more = f"\n    and {len(damages) - _SHOWN:,} more blocks" if len(damages) > _SHOWN else ""
+            raise DataError(f"{self.path} has {len(damages):,} damaged blocks; prepare it again:\n    {shown}{more}")
+
+    def _description(self, file: int, damage: Damage) -> str:
+        """Damage in words: the file, the block, and the documents of the batches in the block."""
+        inside = [
+            number
+            for number, batch in enumerate(self._batches)
+            if batch.file == file and batch.begin < damage.stop and damage.start < batch.stop
+        ]
+        documents = "no document"
+        if inside:
+            documents = f"documents {self._begins[inside[0]]:,} to {self._begins[inside[-1] + 1] - 1:,}"
+        return (
+            f"{self.files[file].name} is damaged: bytes {damage.start:,} to {damage.stop:,}, in a batch with "
+            f"{documents}, are not what was written"
+        )
 
     def name_of(self, document: int) -> str:
         """File and number of a document, for messages."""
@@ -251,23 +310,31 @@ def is_prepared(place: Location) -> bool:
     try:
         for first in shards(place)[:1]:
             with open_stream(first, _METADATA_BYTES) as file:
-                return FORMAT_KEY in (pa.ipc.open_file(pa.PythonFile(file, mode="r")).schema.metadata or {})
+                metadata = pa.ipc.open_file(pa.PythonFile(file, mode="r")).schema.metadata or {}
+                return any(key.startswith(b"nxtrain.") for key in metadata)  # one key may be damaged
     except (*DEFECTS, DataError):
         pass
     return False
 
 
-def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch]]:
-    """Schema of a file, and the places of its batches."""
+def _opened(file: DataFile, number: int) -> tuple[Any, list[_Batch], DataFile]:
+    """Schema of a file, the places of its batches, and the file with verified reads if checksums are there.
+
+    Raises:
+        DataError: The file is no prepared corpus, or is damaged.
+        StorageError: The storage fails.
+    """
     try:
         with _Bodiless(file) as bodiless:
+            file.ahead(bodiless.expect)
+            verified = checked(file, bodiless.footer)
             reader = pa.ipc.open_file(pa.PythonFile(bodiless, mode="r"))
             schema = reader.schema
             _check_schema(schema, file.name)
-            file.ahead(bodiless.expect)
-            return schema, [
-                _place(reader.get_batch(each), number, bodiless) for each in range(reader.num_record_batches)
-            ]
+            if verified is None and CHECKSUMS_KEY in schema.metadata:
+                raise DataError(f"{file.name} is damaged: its checksums are not there; prepare it again")
+            batches = [_place(reader.get_batch(each), number, bodiless) for each in range(reader.num_record_batches)]
+            return schema, batches, verified or file
     except DEFECTS as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise unreadable(f"{file.name}", error) from error
@@ -279,6 +346,7 @@ class _Bodiless(io.RawIOBase):
     """File for pyarrow in which the bodies of batches are zeros, of which no page is touched.
 
     Attributes:
+        footer: Offset of the footer.
         begin: First byte of the last read.
         base: Address of what the last read returned.
         size: Bytes of the last read.
@@ -290,12 +358,12 @@ class _Bodiless(io.RawIOBase):
         self._num_bytes = file.num_bytes
         tail = read_exactly(file, _TAIL.size, max(0, self._num_bytes - _TAIL.size))
         footer_bytes = max(0, *_TAIL.unpack(tail)[:1]) if len(tail) == _TAIL.size else 0
-        self._footer = self._num_bytes - _TAIL.size - footer_bytes
+        self.footer = self._num_bytes - _TAIL.size - footer_bytes
         self.begin = self.base = self.size = 0
 
     def expect(self) -> None:
         """Begin to fetch the metadata of all batches."""
-        footer = bytes(read_exactly(self._file, max(0, self._num_bytes - self._footer), max(0, self._footer)))
+        footer = bytes(read_exactly(self._file, max(0, self._num_bytes - self.footer), max(0, self.footer)))
         for offset, _ in ipc.blocks_of(footer):
             self._file.ahead(read_exactly, self._file, _METADATA_BYTES, offset)
 
@@ -307,14 +375,17 @@ class _Bodiless(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         begins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}
-        self._position = begins[whence] + offset
-        return self._position
+        position = begins[whence] + offset
+        if position < 0:
+            raise pa.ArrowInvalid(f"a batch begins at byte {position:,}")
+        self._position = position
+        return position
 
     def read(self, size: int = -1) -> Any:
         """Next bytes: those of the footer, and otherwise the first ones, which are of metadata, and then zeros."""
         left = max(0, self._num_bytes - self._position)
         size = left if size < 0 else min(size, left)
-        wanted = size if self._position >= self._footer else min(size, _METADATA_BYTES)
+        wanted = size if self._position >= self.footer else min(size, _METADATA_BYTES)
         content = read_exactly(self._file, wanted, self._position)
         found = np.zeros(size, np.uint8)
         found[: len(content)] = np.frombuffer(content, np.uint8)

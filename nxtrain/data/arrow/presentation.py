@@ -86,6 +86,19 @@ class ConsoleWatcher(Watcher):
             self._console.print(f"skipped: {listed}; see {outputs.bad}", markup=False)
 
 
+class VerificationLines:
+    """Lines on standard error every ten seconds of a verification."""
+
+    def __init__(self) -> None:
+        self._console, self._shown = standard_error(), time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Print a line if the last one is old."""
+        if time.monotonic() - self._shown >= _LINE_SECONDS:
+            self._shown = time.monotonic()
+            self._console.print(f"verified {size(done)} of {size(total)} ({done / total:.0%})", markup=False)
+
+
 def _rows(counts: Counts) -> str:
     num_skipped = sum(counts.skipped.values())
     return f"{counts.documents:,} documents" + (f", {num_skipped:,} rows skipped" if num_skipped else "")
@@ -101,6 +114,13 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def _checksums(found: dict[str, Any]) -> str:
+    """State of the checksums of a prepared corpus in words."""
+    if not found["checksums"]:
+        return "none, since an earlier release prepared it: damage may stay unnoticed; prepare it again with --restart"
+    return "every byte is as it was written" if found["verified"] else "of every block; --verify compares all"
+
+
 def present_inspection(found: dict[str, Any], console: Console) -> None:
     """Print statistics as tables."""
     unit = found["unit"]
@@ -109,6 +129,8 @@ def present_inspection(found: dict[str, Any], console: Console) -> None:
     table.add_row("documents", f"{found['documents']:,}")
     table.add_row("tokens", "unknown; give --tokenizer" if found["tokens"] is None else f"{found['tokens']:,}")
     table.add_row("bytes", size(found["bytes"]))
+    if found["checksums"] is not None:
+        table.add_row("checksums", _checksums(found))
     lengths = ", ".join(f"{name} {value:,.0f}" for name, value in found["lengths"].items())
     table.add_row(f"lengths in {unit}", lengths)
     for reason, number in found["skipped"].items():

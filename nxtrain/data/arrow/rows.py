@@ -263,6 +263,13 @@ def _whole(file: Any) -> Row | BadRow:
         return BadRow(1, num_bytes, *error.args)
 
 
+def is_blank(text: bytes) -> bool:
+    """True for a document without any character but white space, which is that of `str.strip`."""
+    rest = text.lstrip()
+    # The first character decides nearly every text, and takes at most four bytes.
+    return not rest or (rest[:4].decode(errors="ignore")[:1].isspace() and rest.decode(errors="replace").isspace())
+
+
 def valid_utf8(content: bytes) -> bytes:
     """Content that is valid UTF-8, unchanged."""
     try:

@@ -27,7 +27,7 @@ from nxtrain.data.packing import best_fit
 from nxtrain.data.stream_loader import Lane, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
 from nxtrain.errors import DataError
-from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
+from nxtrain.vocab import END_BIT, IGNORE_INDEX, PROMPT_BIT
 
 WINDOW_ROWS = 128
 """Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""
@@ -162,7 +162,7 @@ class ConcatLane:
         return self._place
 
     def row(self) -> NDArray[np.int32]:
-        """Next row: (S + 1,) ids."""
+        """Next row: (S + 1,) marked ids."""
         capacity = self._seq_len + 1
         row, filled = np.empty(capacity, np.int32), 0
         start, number = self._place[1], 0
@@ -173,6 +173,8 @@ class ConcatLane:
             taken = ids[start : start + capacity - filled]
             row[filled : filled + taken.size] = taken
             filled += taken.size
+            if taken.size and start + taken.size == ids.size:
+                row[filled - 1] |= END_BIT
             if filled == capacity:
                 self._place = (ordinal, start + taken.size - 1)
                 break
@@ -204,7 +206,7 @@ class BestFitLane:
         return self._begin, self._given
 
     def row(self) -> NDArray[np.int32]:
-        """Next row: (S + 1,) ids, `IGNORE_INDEX` behind the last document."""
+        """Next row: (S + 1,) marked ids, `IGNORE_INDEX` after the last document."""
         if not len(self._rows):
             self._fill()
         row: NDArray[np.int32] = self._rows[self._given]
@@ -231,7 +233,10 @@ class BestFitLane:
         # One copy for each piece: an index for each token would take longer than the copies.
         pieces = zip(*(x.tolist() for x in (packing.documents, packing.starts, packing.lengths, begins)), strict=True)
         for document, start, length, begin in pieces:
-            flat[begin : begin + length] = window[document][start : start + length]
+            ids = window[document]
+            flat[begin : begin + length] = ids[start : start + length]
+            if start + length == ids.size:
+                flat[begin + length - 1] |= END_BIT
         self._rows = table
 
 

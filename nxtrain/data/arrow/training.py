@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
 from nxtrain.data.arrow.lanes import CorpusLanes, open_documents
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.streams import Documents
-from nxtrain.data.files import Tokens, read_array, writing_tokens
+from nxtrain.data.files import MARKED, Tokens, read_array, writing_tokens
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import concat
@@ -26,6 +25,7 @@ from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokeni
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import clear_drafts
 from nxtrain.io.object_store import place_of
+from nxtrain.vocab import END_BIT
 
 if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
@@ -207,13 +207,10 @@ def _validation(  # 7 arguments: each is of another part of the preparation, and
     if not held_out.num_rows or not (config.validation_path or config.validation_fraction):
         return None
     name = digest(_contents(mixture, corpora), identity, config.validation_fraction, held_out.num_tokens)
-    validation = workdir / f"validation-{name}.npy"
+    validation = workdir / f"validation-marked-{name}.npy"
     if not is_whole(validation):
         documents = [open_documents(each, tokenizer, config.validation_fraction, vocab_size) for each in corpora]
-        dtype: DTypeLike = tokenizer.dtype if tokenizer else corpora[0].dtype
-        if any(corpus.has_prompts for corpus in corpora):
-            dtype = np.uint32
-        with writing_tokens(validation, dtype) as append:
+        with writing_tokens(validation, MARKED) as append:
             for each, wanted in zip(documents, _parts(mixture, held_out.num_tokens), strict=True):
                 _append_held_out(each, append, wanted)
     return validation
@@ -228,5 +225,7 @@ def _append_held_out(documents: Documents, append: Callable[[Tokens], None], num
         content = corpus.raw(document)
         if not documents.held_out or documents.is_held_out(content):
             (ids,) = documents.ids([content], [corpus.prompt(document, content)])
-            append(ids[: num_tokens - written])
+            marked = ids.astype(MARKED)
+            marked[-1] |= END_BIT
+            append(marked[: num_tokens - written])
             written += ids.size

@@ -22,6 +22,8 @@ import pyarrow as pa
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import Column, Settings, schema_of
 from nxtrain.data.arrow.ipc import Block
+from nxtrain.data.arrow.seal import ENTRY_BYTES, Sealing
+from nxtrain.data.checksums import BLOCK_BYTES
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import replace_bytes, replace_text, sync_folder
 from nxtrain.io.jsonl import append, read
@@ -129,9 +131,12 @@ class Work:
         self._sources = identity["sources"]
         self.counts, self.position = Counts(), Position()
         self._blocks: list[Block] = []
+        self._metadata: list[int] = []  # checksums of the metadata of the batches that an earlier start has written
+        self._rest = 0  # checksum of that shard's bytes after its last whole block
         self._shard, self._size, self._num_bad_bytes = 0, 0, 0
+        self._sealing = Sealing()
         self._files = ExitStack()
-        self._file = self._bad = cast("BinaryIO", None)  # until `open`
+        self._file = self._bad = self._checksums = cast("BinaryIO", None)  # until `open`
         folder = outputs.work
         (folder / _SHARDS).mkdir(parents=True, exist_ok=True)
         self._lock = _locked(folder)
@@ -176,10 +181,11 @@ class Work:
             self._file = self._open_shard()
             content, block = ipc.message(pa.record_batch(arrays, schema=self._schema()), self._size)
         self._file.write(content)
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
-        self._bad.flush()
-        os.fdatasync(self._bad.fileno())
+        entries, metadata = self._sealing.add_batch(memoryview(content), block.metadata)
+        self._checksums.write(entries)
+        for file in (self._file, self._checksums, self._bad):
+            file.flush()
+            os.fdatasync(file.fileno())
         self._size += content.size
         self._blocks.append(block)
         self.position = position
@@ -187,6 +193,8 @@ class Work:
             "position": asdict(position),
             "shard": self._shard,
             "block": block,
+            "metadata": metadata,
+            "rest": self._sealing.rest,
             "bad_bytes": self._bad.tell(),
             "counts": vars(self.counts),
         }
@@ -231,24 +239,54 @@ class Work:
         last = lines[-1]
         self._shard = int(last["shard"])
         self._blocks = [Block(*line["block"]) for line in lines if line["shard"] == self._shard]
+        self._metadata = [int(line["metadata"]) for line in lines if line["shard"] == self._shard]
+        self._rest = int(last["rest"])
         self._size = sum(self._blocks[-1])
         self.position = Position(**last["position"])
         self.counts = replace(Counts(**last["counts"]), skipped=Counter(last["counts"]["skipped"]))
         self._num_bad_bytes = int(last["bad_bytes"])
 
     def _open_shard(self) -> BinaryIO:
-        """Open the current shard behind its last whole batch; shards after it, which a kill left, are deleted."""
+        """Open the current shard behind its last whole batch; shards after it, which a kill left, are deleted.
+
+        Raises:
+            DataError: The shard's last bytes are not those that were written.
+        """
         folder = self._outputs.work / _SHARDS
         for path in folder.iterdir():
             if path.name > shard_name(self._shard):
                 path.unlink()
-        file = self._files.enter_context(_cut(folder / shard_name(self._shard), self._size))
+        path, num_blocks = folder / shard_name(self._shard), self._size // BLOCK_BYTES
+        file = self._files.enter_context(_cut(path, self._size))
+        self._checksums = self._files.enter_context(_cut(self._checksums_file, num_blocks * ENTRY_BYTES))
         if not self._size:
-            self._size = file.write(ipc.begin(self._schema()))
+            begin = ipc.begin(self._schema())
+            self._size = file.write(begin)
+            self._sealing = Sealing()
+            self._checksums.write(self._sealing.add(memoryview(begin)))
+            return file
+        with path.open("rb") as written:
+            written.seek(num_blocks * BLOCK_BYTES)
+            self._sealing = Sealing(written.read(), self._metadata)
+        if self._sealing.rest != self._rest:
+            raise DataError(f"{path} is damaged: its end is not what was written; begin again with --restart")
         return file
 
+    @property
+    def _checksums_file(self) -> Path:
+        """File of the checksums of the current shard's whole blocks."""
+        return (self._outputs.work / shard_name(self._shard)).with_suffix(".xxh3")
+
     def _end_shard(self) -> None:
-        self._file.write(ipc.end(self._schema(), self._blocks))
+        """Write the checksums and the footer of the current shard."""
+        self._file.write(ipc.END_OF_STREAM)
+        self._checksums.write(self._sealing.add(memoryview(ipc.END_OF_STREAM)))
+        self._checksums.close()
+        with self._checksums_file.open("rb") as entries:
+            shutil.copyfileobj(entries, self._file)
+        footer = ipc.end(self._schema(), self._blocks)
+        self._file.write(self._sealing.finish(self._size + len(ipc.END_OF_STREAM), footer))
+        self._file.write(footer)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -300,7 +338,12 @@ def refuse(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> No
     Raises:
         DataError: Always; names the values that differ, and the way out.
     """
-    names = {"sources": "the source files", "versions": "the times of the source files", "settings": "the settings"}
+    names = {
+        "sources": "the source files",
+        "versions": "the times of the source files",
+        "settings": "the settings",
+        "checksums": "the checksums of the two releases of nxtrain",
+    }
     lines = []
     for key, name in names.items():
         if key not in wanted or found.get(key) == wanted[key]:

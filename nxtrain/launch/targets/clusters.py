@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch.targets.job import SHARED, Job
+from nxtrain.launch.targets.storage import DEPLOYMENT, THROUGHPUT_MB_S, iam_policy, parallelcluster_access, volumes
 from nxtrain.launch.targets.yaml_text import dump_yaml
 
 _SUBNET = "subnet-00000000000000000"
@@ -20,14 +21,30 @@ AWS ParallelCluster for {nodes} x {instance}; written by nxtrain launch --target
 Replace Region, the subnets and the key by your own.
 
     pcluster create-cluster --cluster-name nxtrain --cluster-configuration parallelcluster.yaml
+
+The file system outlives the cluster. aws fsx delete-file-system deletes it.
 """
 
 _EKS = """\
 EKS for {nodes} x {instance}; written by nxtrain launch --target eks.
 Replace region and zones by those of your capacity. eksctl installs the device plugins of Neuron and EFA.
+amazon-cloudwatch-observability shows the devices in CloudWatch, which AWS charges for; leave it out without need.
 
     eksctl create cluster -f eks.yaml
+    kubectl apply -f fsx-static.yaml    # or fsx-dynamic.yaml, or efs.yaml: the claim of the runs
 """
+
+_ADDONS = (
+    "vpc-cni",
+    "coredns",
+    "kube-proxy",
+    "aws-fsx-csi-driver",
+    "aws-efs-csi-driver",
+    "amazon-cloudwatch-observability",  # its DaemonSets record GPUs, Neuron devices and EFA
+)
+
+_ADDON_POLICIES = {"cloudWatch": True, "efs": True, "fsx": True}
+"""Permissions of the nodes for the add-ons that need some."""
 
 
 def render_parallelcluster(job: Job) -> str:
@@ -47,16 +64,24 @@ def render_parallelcluster(job: Job) -> str:
         "Networking": {"SubnetIds": [_SUBNET], "PlacementGroup": {"Enabled": True}},
         "ComputeSettings": {"LocalStorage": {"RootVolume": {"Size": 512}}},  # compiled graphs
         "HealthChecks": {"Gpu": {"Enabled": True}} if job.lane == "gpu" else None,
+        "Iam": _s3_access(job),
     }
-    lustre = {"StorageCapacity": 4800, "DeploymentType": "PERSISTENT_2", "PerUnitStorageThroughput": 250}
+    lustre = {
+        "StorageCapacity": job.storage_gib,
+        "DeploymentType": DEPLOYMENT,
+        "PerUnitStorageThroughput": THROUGHPUT_MB_S,
+        "DeletionPolicy": "Retain",  # checkpoints are on it
+    }
+    head = {
+        "InstanceType": "m5.8xlarge",
+        "Networking": {"SubnetId": _SUBNET},
+        "Ssh": {"KeyName": "your-key"},
+        "Iam": _s3_access(job),
+    }
     cluster = {
         "Region": "us-east-1",
         "Image": {"Os": "ubuntu2204"},
-        "HeadNode": {
-            "InstanceType": "m5.8xlarge",
-            "Networking": {"SubnetId": _SUBNET},
-            "Ssh": {"KeyName": "your-key"},
-        },
+        "HeadNode": {key: value for key, value in head.items() if value},
         "Scheduling": {
             "Scheduler": "slurm",
             "SlurmSettings": {"CustomSlurmSettings": [{"KillWait": 300}, {"SlurmdTimeout": 120}]},
@@ -67,8 +92,13 @@ def render_parallelcluster(job: Job) -> str:
     return dump_yaml([cluster], _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.instance))
 
 
-def render_eks(job: Job) -> str:
-    """Configuration of an EKS cluster with a managed node group of the run's machines."""
+def _s3_access(job: Job) -> dict[str, object]:
+    access = parallelcluster_access(job.config)
+    return {"S3Access": access} if access else {}
+
+
+def render_eks(job: Job) -> dict[str, str]:
+    """Files of an EKS cluster with a managed node group of the run's machines, and of its shared storage."""
     _require_instance(job)
     nodes = {
         "name": "train",
@@ -80,18 +110,30 @@ def render_eks(job: Job) -> str:
         "availabilityZones": [_ZONE],
         "privateNetworking": True,
         "efaEnabled": bool(job.machine.efa_devices),
+        "iam": _node_permissions(job),
     }
-    system = {"name": "system", "instanceType": "m5.2xlarge", "desiredCapacity": 2}
+    system = {
+        "name": "system",
+        "instanceType": "m5.2xlarge",
+        "desiredCapacity": 2,
+        "iam": {"withAddonPolicies": _ADDON_POLICIES},
+    }
     cluster = {
         "apiVersion": "eksctl.io/v1alpha5",
         "kind": "ClusterConfig",
         "metadata": {"name": "nxtrain", "region": "us-east-1", "version": "1.33"},
         "availabilityZones": [_ZONE, "us-east-1b"],
         "iam": {"withOIDC": True},
-        "addons": [{"name": name} for name in ("vpc-cni", "coredns", "kube-proxy", "aws-fsx-csi-driver")],
+        "addons": [{"name": name} for name in _ADDONS],
         "managedNodeGroups": [system, nodes],
     }
-    return dump_yaml([cluster], _EKS.format(nodes=job.nodes, instance=job.machine.instance))
+    text = dump_yaml([cluster], _EKS.format(nodes=job.nodes, instance=job.machine.instance))
+    return {"eks.yaml": text, **volumes(job.claim, job.storage_gib, _SUBNET)}
+
+
+def _node_permissions(job: Job) -> dict[str, object]:
+    policy = iam_policy(job.config)
+    return {"withAddonPolicies": _ADDON_POLICIES, **({"attachPolicy": policy} if policy else {})}
 
 
 def _require_instance(job: Job) -> None:

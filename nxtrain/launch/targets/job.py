@@ -21,6 +21,7 @@ from nxtrain.config.tables import merge, nest
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.launch.local import PORT, check_elastic, check_nodes, ranks_per_node
 from nxtrain.launch.targets.machines import GPU, MACHINES, NEURON, Machine
+from nxtrain.launch.targets.storage import STORAGE_GIB, check_storage
 
 CONFIG_FILE = "run.toml"
 """Name of the configuration in containers: the values that the file and the overrides give."""
@@ -43,15 +44,19 @@ class Options:
 
     Args:
         nproc: Ranks per machine; None: all cores of the instance, else as the degrees ask.
-        image: Container image; empty: `nxtrain-LANE`, as the rendered Dockerfile makes it.
+        image: Container image; empty: `nxtrain-LANE`, as the rendered Dockerfile makes it, and under Slurm none.
         claim: Kubernetes' claim of the shared file system.
         min_nodes: Fewest machines that the run may shrink to; 0: it needs all of them.
+        mounts: Folders that Slurm's containers get, as Pyxis writes them: `SRC:DST[,SRC:DST...]`.
+        storage_gib: Size of the shared file system that a cluster gets.
     """
 
     nproc: int | None = None
     image: str = ""
     claim: str = "fsx-claim"
     min_nodes: int = 0
+    mounts: str = ""
+    storage_gib: int = STORAGE_GIB
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,11 @@ class Job:
         nproc: Ranks per machine.
         lane: Kind of environment that an image needs: neuron, neuron-native, gpu, xla or cpu.
         image: Container image.
+        container: Image of the tasks of Slurm; empty: they run on the machine itself.
+        mounts: Folders that these containers get besides the working directory.
         claim: Kubernetes' claim of the shared file system.
         min_nodes: Fewest machines that the run may shrink to; equal to `nodes` if it may not.
+        storage_gib: Size of the shared file system that a cluster gets.
     """
 
     path: Path
@@ -77,8 +85,11 @@ class Job:
     nproc: int
     lane: str
     image: str
+    container: str
+    mounts: str
     claim: str
     min_nodes: int
+    storage_gib: int
 
     @property
     def config(self) -> RunConfig:
@@ -170,6 +181,8 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
         reason = f"{config.cluster.nodes} machines, but {machine.instance} has no EFA device to join them"
         problems.append(Problem("cluster.nodes", reason, hint="use cluster.nodes=1, or trn1.32xlarge"))
     problems += [] if options.claim else [Problem("", _NO_CLAIM, hint="name it, or leave --claim out")]
+    problems += _check_mounts(options)
+    problems += check_storage(options.storage_gib)
     problems += check_elastic(config, options.min_nodes)
     if options.min_nodes and lane == "neuron":
         reason = "--min-nodes: graphs for Trainium are compiled for one number of ranks"
@@ -191,8 +204,11 @@ def resolve_job(path: Path, overrides: Sequence[str], options: Options) -> Job:
         nproc=nproc,
         lane=lane,
         image=options.image or f"nxtrain-{lane}",
+        container=options.image,
+        mounts=options.mounts,
         claim=options.claim,
         min_nodes=options.min_nodes or config.cluster.nodes,
+        storage_gib=options.storage_gib,
     )
 
 
@@ -202,6 +218,15 @@ def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:
     if name == "auto":
         return {NEURON: "neuron", GPU: "gpu"}.get(machine.resource, "cpu"), machine.resource
     return (name, no_gpu[name]) if name in no_gpu else ("gpu", GPU)
+
+
+def _check_mounts(options: Options) -> Iterator[Problem]:
+    mounts = options.mounts
+    if mounts and not options.image:
+        yield Problem("", "--mounts has no effect without a container", hint="name its image with --image")
+    for mount in mounts.split(",") if mounts else ():
+        if not re.fullmatch(r"[^:\s]+:/[^:\s]*(:[a-z+]+)?", mount):
+            yield Problem("", f"--mounts {quoted(mount)} is not SRC:DST or SRC:DST:FLAGS", hint="write /fsx:/fsx")
 
 
 def _target(machine: Machine) -> str:

@@ -15,7 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nxtrain.errors import BackendError, ConfigError, DataError, DivergedError, StoppedBySignal
+from nxtrain.errors import StoppedBySignal
+from nxtrain.launch.exit_codes import FINAL, SHELL_FUNCTION
 from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, Job
 from nxtrain.launch.targets.yaml_text import dump_yaml
 
@@ -26,9 +27,6 @@ FOLDER = "/etc/nxtrain"
 
 _CONTAINER = "pytorch"
 """Name that the training operator requires of the container."""
-
-MISTAKES = sorted({kind.exit_code for kind in (ConfigError, DataError, BackendError, DivergedError)})
-"""Exit codes that a restart would repeat."""
 
 RESTARTS = 100
 """Restarts of pods or of the whole job, if recovery.max_restarts asks for none."""
@@ -46,8 +44,8 @@ for step in {steps}; do
 done
 """
 
-_FROM_128 = """\
-case $code in 1 | 4 | 7 | 75) let code+=128 ;; esac    # restartPolicy ExitCode restarts from 128 on
+_FROM_128 = f"""\
+{SHELL_FUNCTION}is_worth_restart $code && [ $code -lt 128 ] && let code+=128    # the operator restarts from 128 on
 """
 
 _HEAD = """\
@@ -146,7 +144,7 @@ def job_set(job: Job) -> Manifest:
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [disrupted, rule("FailJob", MISTAKES), stopped]},
+        "podFailurePolicy": {"rules": [disrupted, rule("FailJob", sorted(FINAL)), stopped]},
         "template": {"spec": pod},
     }
     mistakes = {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}

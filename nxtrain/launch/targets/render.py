@@ -27,14 +27,14 @@ RENDERERS: Mapping[str, Callable[[Job], dict[str, str]]] = {
     },
     "sagemaker": lambda job: {**sagemaker.render(job), **_image(job)},
     "parallelcluster": lambda job: {"parallelcluster.yaml": clusters.render_parallelcluster(job)},
-    "eks": lambda job: {"eks.yaml": clusters.render_eks(job)},
+    "eks": clusters.render_eks,
 }
 """Files of each target, by name."""
 
 
 NAMES = (
     *(SCRIPT, "pytorchjob.yaml", "mpijob.yaml", "jobset.yaml", "sagemaker_job.py", CONFIG_FILE),
-    *("parallelcluster.yaml", "eks.yaml", "Dockerfile"),
+    *("parallelcluster.yaml", "eks.yaml", "fsx-static.yaml", "fsx-dynamic.yaml", "efs.yaml", "Dockerfile"),
 )
 """Names of all files of `RENDERERS`."""
 
@@ -62,6 +62,8 @@ def launch_on(
     elif out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
+            if _differs(out / name, text):
+                print(f"{out / name} was another file, and is replaced", file=sys.stderr)
             replace_text(out / name, text, durable=False)
             print(out / name)
         if left := [name for name in NAMES if name not in files and (out / name).exists()]:
@@ -75,6 +77,11 @@ def launch_on(
 def shown(files: Mapping[str, str]) -> str:
     """All files in one text, each under a line with its name."""
     return "\n".join(f"# ===== {name}\n{text}" for name, text in files.items())
+
+
+def _differs(file: Path, text: str) -> bool:
+    """True for a file of another launch, or one that a user has edited."""
+    return file.is_file() and file.read_bytes() != text.encode()
 
 
 def _image(job: Job) -> dict[str, str]:

@@ -1,14 +1,17 @@
 """Job script for Slurm: compile, run, save before the time limit, queue again, resume.
 
 Source of the directives: https://slurm.schedmd.com/sbatch.html. HyperPod's `srun --auto-resume=1`:
-https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-resiliency-slurm-auto-resume.html.
+https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-resiliency-slurm-auto-resume.html. Containers of
+Enroot by Pyxis: https://github.com/NVIDIA/pyxis/wiki/Usage.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
+from nxtrain.launch.exit_codes import SHELL_FUNCTION
 from nxtrain.launch.targets.job import Job
 
 _SCRIPT = """\
@@ -19,7 +22,7 @@ _SCRIPT = """\
 #   {usage}
 #
 # docs/slurm_kubernetes.md explains each line.
-{arguments}first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{arguments}{function}first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 again=true
 for step in {steps}; do
     srun {options} nxtrain $step "$@" cluster.nodes="$SLURM_JOB_NUM_NODES" --first-node "$first" & pid=$!
@@ -29,7 +32,7 @@ for step in {steps}; do
     while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done    # a trap ends a wait early
     [ $code = 0 ] && $again || break
 done
-case $code in 1 | 7 | 75 | 137 | 138) $again && scontrol requeue "$SLURM_JOB_ID" ;; esac    # see docs/recovery.md
+is_worth_restart $code && $again && scontrol requeue "$SLURM_JOB_ID"
 exit $code
 """
 
@@ -50,11 +53,43 @@ def render(job: Job, *, auto_resume: bool = False) -> str:
         auto_resume: Let HyperPod replace a broken node, and start the step again.
     """
     nodes = f"{job.min_nodes}-{job.nodes}" if job.is_elastic else f"{job.nodes}"
-    directives = f"#SBATCH --job-name={job.name} --nodes={nodes}\n"
+    directives = f"#SBATCH --job-name={job.name} --nodes={nodes} --output={job.name}-%j.log\n"
     arguments: Sequence[str] = (str(job.path), *job.overrides, f"--nproc={job.nproc}")
     options = "--wait=60 --auto-resume=1" if auto_resume else "--wait=60"
+    if job.container:
+        options += f" {container_options(job.container, job.mounts)}"
     return _script(directives, "sbatch train.sbatch", f"set -- {shlex.join(arguments)}\n", " ".join(job.steps), options)
 
 
+def container_options(image: str, mounts: str) -> str:
+    """Options of srun, as shell text, that run the tasks in a container with the working directory of the job.
+
+    Args:
+        image: Image in a registry, or path of a squashfs file.
+        mounts: Further mounts, `SRC:DST[,SRC:DST...]`; empty: none.
+    """
+    more = f",{shlex.quote(mounts)}" if mounts else ""
+    uri = shlex.quote(f"--container-image={enroot_uri(image)}")
+    return f'{uri} --container-mounts="$PWD:$PWD"{more} --container-workdir="$PWD"'
+
+
+def enroot_uri(image: str) -> str:
+    """Image as Enroot writes it, with `#` after the registry; other programs write `/` there.
+
+    Source: https://github.com/NVIDIA/enroot/blob/master/doc/cmd/import.md. As for Docker, the first part of a name is a
+    registry if it has a dot or a port.
+    """
+    registry, slash, rest = image.partition("/")
+    is_registry = re.fullmatch(r"localhost|[\w-]+(\.[\w-]+)+(:\d+)?|[\w-]+:\d+", registry) is not None
+    return f"{registry}#{rest}" if slash and is_registry else image
+
+
 def _script(directives: str, usage: str, arguments: str, steps: str, options: str) -> str:
-    return _SCRIPT.format(directives=directives, usage=usage, arguments=arguments, steps=steps, options=options)
+    return _SCRIPT.format(
+        directives=directives,
+        usage=usage,
+        arguments=arguments,
+        function=SHELL_FUNCTION,
+        steps=steps,
+        options=options,
+    )

@@ -17,7 +17,7 @@ def written(schema: pa.Schema, batches: list[pa.RecordBatch]) -> bytes:
         message, block = ipc.message(batch, len(content))
         content += bytes(message)
         blocks.append(block)
-    return content + ipc.end(schema, blocks)
+    return content + ipc.END_OF_STREAM + ipc.end(schema, blocks)
 
 
 @given(st.lists(st.lists(st.text(max_size=9), max_size=5), max_size=6), st.text(max_size=20))

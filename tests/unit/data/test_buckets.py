@@ -290,6 +290,16 @@ def test_opening_a_bucket_reads_metadata_only(
     assert corpus.text(23) == texts[23]
 
 
+def test_an_object_that_was_damaged_on_its_way_is_refused(s3: Any, corpora: Path, bucket: str, tmp_path: Path) -> None:
+    content = (corpora / "ids.arrow").read_bytes()
+    place = PreparedCorpus(corpora / "ids.arrow")._batches[0].values + 5
+    damaged = content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
+    s3.put_object(Bucket=BUCKET, Key="c/ids.arrow", Body=damaged)
+    corpus = PreparedCorpus(S3Path(f"{bucket}/ids.arrow"), tmp_path / "cache")
+    with pytest.raises(DataError, match=rf"{bucket}/ids\.arrow is damaged: bytes .* documents 0 to "):
+        corpus.raw(0)
+
+
 def gone(s3: Any, key: str) -> None:
     s3.delete_object(Bucket=BUCKET, Key=key)
 

@@ -18,11 +18,13 @@ from nxtrain.data.files import writing_tokens
 from nxtrain.data.packing import concat
 from nxtrain.data.prepare import Survey, sections
 from nxtrain.errors import DataError, LostPeerError
+from nxtrain.vocab import ID_MASK
 from tests.unit.data.conftest import OpenAlone
 
 
 def all_rows(samples: Samples) -> NDArray[np.int64]:
-    return samples.rows(np.arange(samples.num_rows))
+    """Ids of the rows, without their marks."""
+    return samples.rows(np.arange(samples.num_rows)) & ID_MASK
 
 
 def stream_of(samples: Samples) -> list[int]:

@@ -19,6 +19,7 @@ from nxtrain.data.packing import concat
 from nxtrain.data.samples import TableSamples
 from nxtrain.data.tokenization import END_OF_TEXT, load_tokenizer, train_bpe
 from nxtrain.train.summary import Summary
+from nxtrain.vocab import ID_MASK
 from tests.unit.data.conftest import OpenAlone
 
 TEXTS = [
@@ -96,16 +97,16 @@ def test_a_model_that_knows_nothing_needs_eight_bits_for_a_byte(tmp_path: Path, 
     assert data.validation is not None
     for num_rows in (1, 5, 1000):
         rows = min(num_rows, data.validation.num_rows)
-        targets = data.validation.rows(np.arange(rows))[:, 1:]
+        targets = data.validation.rows(np.arange(rows))[:, 1:] & ID_MASK
         num_ends = int(np.count_nonzero(targets == 0))
         assert (num_rows < 1000) or num_ends > 0
         summary = Summary.of(math.log(256), data, num_rows)
         assert (summary.val_tokens, summary.val_bytes) == (targets.size, targets.size - num_ends)
         assert summary.bits_per_byte == pytest.approx(8 * targets.size / (targets.size - num_ends), rel=1e-12)
         assert f"{summary.bits_per_byte:.4f} bits per byte" in str(summary)
-        inputs = data.validation.rows(np.arange(rows))[:, :-1]
+        inputs = data.validation.rows(np.arange(rows))[:, :-1] & ID_MASK
         masked = targets[inputs != 0]
-        found = Summary.of(math.log(256), data, num_rows, mask_end=0)
+        found = Summary.of(math.log(256), data, num_rows, doc_mask=True)
         assert (found.val_tokens, found.val_bytes) == (masked.size, int(np.count_nonzero(masked)))
 
 

@@ -23,7 +23,7 @@ from tests.support.corpora import documents, prepare, write_corpus, write_tokeni
 STEPS, SEQ_LEN = 12, 24
 MARK = "/no-such-folder/mark-"
 WORKERS = 2
-PER_FILE, PER_CORPUS, PER_FOLDER = 4, 4, 14
+PER_FILE, PER_CORPUS, PER_FOLDER = 4, 2, 7
 """Operations of one opening of a corpus: for each of its files, and of the path of a file or of a folder of shards."""
 
 PROGRAM = f"""
@@ -146,8 +146,8 @@ def shards_of(calls: list[tuple[str, str]]) -> int:
 
 
 def test_a_start_needs_a_few_operations_for_each_file(calls: dict[str, list[tuple[str, str]]]) -> None:
-    """The rank that leads checks the corpus, every rank opens the corpus, and so does the source of its lanes."""
-    number, openings = shards_of(calls["start many"]), 3
+    """The leader checks the corpus, every rank opens the corpus, the source counts documents, and opens the lanes."""
+    number, openings = shards_of(calls["start many"]), 4
     assert number > 3
     assert 0 < of_corpus(calls["start one"], "one.arrow") <= openings * (PER_CORPUS + PER_FILE)
     assert of_corpus(calls["start many"], "many.arrow") <= openings * (PER_FOLDER + PER_FILE * number)

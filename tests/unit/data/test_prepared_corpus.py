@@ -18,7 +18,7 @@ from nxtrain.data.arrow.columns import IDS, TEXT
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.rows import DAMAGED, INVALID_UTF8, MISSING_FIELD, WRONG_TYPE
 from nxtrain.data.tokenization import load_tokenizer
-from nxtrain.errors import ConfigError, DataError
+from nxtrain.errors import ConfigError, DataError, StorageError
 from tests.support.corpora import (
     FORMATS,
     compressed,
@@ -330,3 +330,17 @@ def test_opening_reads_a_few_kilobytes_of_each_batch_and_maps_nothing(
     assert len(corpus) == num_documents
     assert 0 < sum(found) < 12 * (20 << 10) + (20 << 10)
     assert [corpus.content(number) for number in (0, num_documents - 1)] == [bytes(4096)] * 2
+
+
+def test_a_document_is_empty_where_str_strip_finds_nothing(tmp_path: Path) -> None:
+    blanks = [chr(code) for code in range(0x110000) if chr(code).isspace()]
+    texts = [*blanks, " \u2028\n\u3000", "\u200b", "\u2028x"]
+    outcome = prepare(write_corpus(tmp_path, "a.jsonl", texts), out=tmp_path / "o.arrow")
+    assert texts_of(tmp_path / "o.arrow") == [text for text in texts if text.strip()]
+    assert outcome.summary["empty"] == len(blanks) + 1
+
+
+def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises((ConfigError, DataError, StorageError), match="loop"):
+        prepare(tmp_path / "loop", out=tmp_path / "o.arrow")

@@ -27,8 +27,8 @@ from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.errors import ConfigError, DataError
 from nxtrain.train.summary import Summary
-from nxtrain.vocab import IGNORE_INDEX, PROMPT_BIT
-from tests.support.corpora import prepare, write_file, write_tokenizer
+from nxtrain.vocab import ID_MASK, IGNORE_INDEX, PROMPT_BIT
+from tests.support.corpora import drop_checksums, prepare, write_file, write_tokenizer
 
 VOCABULARY, SEQ_LEN = 300, 24
 ROWS = [(f"question {n} \u2603 " * (n % 3), f"answer {n}\n" * (1 + n % 4)) for n in range(23)]
@@ -114,7 +114,7 @@ def test_targets_are_the_answers_and_no_other_token(
     counted = 0
     for inputs, targets, row in zip(batch.inputs.reshape(2, -1), batch.targets.reshape(2, -1), rows, strict=True):
         for place, (given_id, target) in enumerate(zip(inputs.tolist(), targets.tolist(), strict=True)):
-            plain = [int(token) & ~PROMPT_BIT if token >= 0 else None for token in row[place : place + 2]]
+            plain = [int(token) & ID_MASK if token >= 0 else None for token in row[place : place + 2]]
             assert given_id == (plain[0] or 0)
             is_counted = plain[1] is not None and plain[1] not in prompts and not (doc_mask and given_id == 0)
             assert target == (plain[1] if is_counted else IGNORE_INDEX)
@@ -197,14 +197,16 @@ def test_another_prompt_is_another_corpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [-1, 1 << 40, 13])
 def test_a_damaged_length_of_a_prompt_is_named(tmp_path: Path, tokenizer: TextTokenizer, length: int) -> None:
     """13 bytes of `question 1 [snowman]` end inside of the snowman."""
-    corpus = prepared(tmp_path, "a.jsonl")
-    assert isinstance(corpus.path, Path)
+    path = prepared(tmp_path, "a.jsonl").path
+    assert isinstance(path, Path)
+    drop_checksums(path)
+    corpus = PreparedCorpus(path)
     documents = open_documents(corpus, tokenizer, 0.0, VOCABULARY)
     list(islice(documents.lane(LaneOrder(1, 0, False), 0), 3))
     (batch,) = corpus._batches
-    content = bytearray(corpus.path.read_bytes())
+    content = bytearray(path.read_bytes())
     content[batch.prompts + 8 : batch.prompts + 16] = length.to_bytes(8, "little", signed=True)
-    corpus.path.write_bytes(content)
-    damaged = open_documents(PreparedCorpus(corpus.path), tokenizer, 0.0, VOCABULARY)
+    path.write_bytes(content)
+    damaged = open_documents(PreparedCorpus(path), tokenizer, 0.0, VOCABULARY)
     with pytest.raises(DataError, match=r"document 1 of 23, is damaged: its prompt has a length of"):
         list(islice(damaged.lane(LaneOrder(1, 0, False), 0), 3))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nxtrain.data.arrow import preparation, rows, work
+from nxtrain.data.arrow.inspection import verify_corpus
 from nxtrain.data.arrow.preparation import Watcher
 from nxtrain.data.arrow.work import Counts
 from nxtrain.errors import DataError, StoppedBySignal
@@ -84,9 +85,15 @@ def test_any_number_of_ends_behind_any_batch_gives_the_same_bytes(
 
 
 def _tear(folder: Path, number: int) -> None:
-    """Torn ends that a kill may leave: a part of a batch, of a shard, of a bad row and of a line of the journal."""
+    """Torn ends that a kill may leave: parts of a batch, a shard, a checksum, a bad row, and a line of the journal."""
     newest = max((folder / "shards").iterdir())
-    for path, torn in ((newest, b"\xff" * 9), (folder / "bad.jsonl", b'{"fi'), (folder / "journal.jsonl", b'{"posi')):
+    ends = {
+        newest: b"\xff" * 9,
+        folder / f"{newest.stem}.xxh3": b"\xff" * 3,
+        folder / "bad.jsonl": b'{"fi',
+        folder / "journal.jsonl": b'{"posi',
+    }
+    for path, torn in ends.items():
         with path.open("ab") as file:
             file.write(torn * (number % 3))
     if number % 2:
@@ -172,9 +179,39 @@ def test_lost_bytes_of_a_shard_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         prepare(source, out=tmp_path / "o.arrow", watcher=Killing(3))
     shard = tmp_path / "o.arrow.partial" / "shards" / "00000.arrow"
-    shard.write_bytes(shard.read_bytes()[:-8])
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-8])
     with pytest.raises(DataError, match=r"has [\d,]+ bytes of [\d,]+ that were written; .*--restart"):
         prepare(source, out=tmp_path / "o.arrow")
+    shard.write_bytes(content[:-300] + bytes(300))
+    with pytest.raises(DataError, match=r"its end is not what was written; .*--restart"):
+        prepare(source, out=tmp_path / "o.arrow")
+    shard.write_bytes(content)
+    assert prepare(source, out=tmp_path / "o.arrow").is_new
+
+
+def test_the_begin_of_a_release_without_checksums_is_refused(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "src", "a.jsonl", documents(200))
+    with pytest.raises(KilledError):
+        prepare(source, out=tmp_path / "o.arrow", watcher=Killing(3))
+    journal = tmp_path / "o.arrow.partial" / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b', "checksums": "xxh3-64"', b""))
+    with pytest.raises(DataError, match=r"--restart\n.*the checksums of the two releases of nxtrain differ"):
+        prepare(source, out=tmp_path / "o.arrow")
+
+
+def test_damage_between_two_starts_is_found_when_the_corpus_is_verified(tmp_path: Path) -> None:
+    """Checksums are those of the written bytes, and not of what a later start finds."""
+    source = write_corpus(tmp_path / "src", "a.jsonl", [f"{number} {'x' * 3000}" for number in range(80)])
+    with pytest.raises(KilledError):
+        prepare(source, out=tmp_path / "o.arrow", watcher=Killing(75))
+    shard = tmp_path / "o.arrow.partial" / "shards" / "00000.arrow"
+    shard.write_bytes(shard.read_bytes().replace(b"7 xxx", b"8 xxx", 1))
+    prepare(source, out=tmp_path / "o.arrow")
+    with pytest.raises(
+        DataError, match=r"1 damaged blocks; prepare it again:\n.*bytes 0 to 65,536, .* documents 0 to "
+    ):
+        verify_corpus(tmp_path / "o.arrow", Path(), lambda done, total: None)
 
 
 def test_a_stop_request_ends_behind_a_whole_batch(tmp_path: Path) -> None:

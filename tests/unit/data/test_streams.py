@@ -33,8 +33,8 @@ from nxtrain.data.stream_loader import (
 )
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from nxtrain.errors import CheckpointError, DataError
-from nxtrain.vocab import IGNORE_INDEX
-from tests.support.corpora import prepare, write_corpus, write_tokenizer
+from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX
+from tests.support.corpora import drop_checksums, prepare, write_corpus, write_tokenizer
 
 SEQ_LEN, GLOBAL_BATCH, SEED, VOCABULARY = 24, 8, 7, 300
 IN_ORDER = LaneOrder(1, SEED, False)
@@ -123,18 +123,18 @@ def test_lanes_hold_every_document_once_an_epoch_for_three_epochs(
 
 def test_concat_is_one_stream_per_lane_whose_rows_share_a_token(documents: Documents, tokenizer: TextTokenizer) -> None:
     ours = documents.lane(LaneOrder(4, SEED, True), 1)
-    stream = [token for _, ids in islice(ours, 40) for token in ids.tolist()]
+    stream = [token for _, ids in islice(ours, 40) for token in [*ids[:-1].tolist(), int(ids[-1]) | END_BIT]]
     lane = open_lane(documents, "concat", SEQ_LEN, LaneOrder(4, SEED, True), 1)
     for number in range((len(stream) - 1) // SEQ_LEN):
         assert lane.row().tolist() == stream[number * SEQ_LEN : (number + 1) * SEQ_LEN + 1]
 
 
-def pieces(row: NDArray[np.int32], end_id: int) -> list[list[int]]:
-    """Documents of a row, each with its end; the last one may be a whole row without one."""
+def pieces(row: NDArray[np.int32]) -> list[list[int]]:
+    """Documents of a row, each up to its mark; the last one may be a whole row without one."""
     found: list[list[int]] = [[]]
     for token in row[row != IGNORE_INDEX].tolist():
-        found[-1].append(token)
-        if token == end_id:
+        found[-1].append(token & ID_MASK)
+        if token & END_BIT:
             found.append([])
     return [piece for piece in found if piece]
 
@@ -156,7 +156,7 @@ def test_best_fit_gives_every_token_once_and_cuts_only_documents_above_a_row(
     while again.place != lane.place:
         rows.append(again.row())
     assert sum(int((row != IGNORE_INDEX).sum()) for row in rows) == sum(ids.size for ids in window)
-    found = Counter(tuple(piece) for row in rows for piece in pieces(row, 0))
+    found = Counter(tuple(piece) for row in rows for piece in pieces(row))
     capacity = SEQ_LEN + 1
     whole = Counter(
         tuple(ids[start : start + capacity].tolist()) for ids in window for start in range(0, ids.size, capacity)
@@ -249,6 +249,7 @@ def test_lanes_divide_the_batch_whatever_it_is() -> None:
 
 def test_damage_and_ids_outside_of_the_vocabulary_are_named(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     prepare(write_corpus(tmp_path / "src", "a.jsonl", TEXTS), out=tmp_path / "text.arrow")
+    drop_checksums(tmp_path / "text.arrow")
     content = (tmp_path / "text.arrow").read_bytes()
     (tmp_path / "text.arrow").write_bytes(content.replace(b"5: snow", b"5: sn\xffw"))
     damaged = Documents(PreparedCorpus(tmp_path / "text.arrow"), tokenizer, VOCABULARY)

@@ -217,7 +217,7 @@ def test_damage_is_named_with_the_worker_and_no_worker_is_replaced(
     path = tmp_path / "o.arrow"
     path.write_bytes(corpus.paths[0].read_bytes().replace(b"document 7\n", b"documen\xff 7\n"))
     damaged = CorpusLanes(**{**vars(corpus), "paths": (path,)})
-    told = r"o\.arrow, document 7 of 40, is damaged: its text is no UTF-8.*\(found by data worker \d of rank 6\)"
+    told = r"o\.arrow is damaged: bytes .* documents 0 to 39, are not .*\(found by data worker \d of rank 6\)"
     with working(damaged) as workers, pytest.raises(DataError, match=told):
         for step in range(40):
             workers.rows(step)

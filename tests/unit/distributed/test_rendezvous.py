@@ -40,7 +40,7 @@ def refusals(world: int, present: list[int]) -> list[str]:
 def test_a_rank_that_does_not_come_is_named_with_its_node(
     monkeypatch: pytest.MonkeyPatch, local_world: int, present: list[int], said: str
 ) -> None:
-    for name, value in {"WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": local_world}.items():
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": local_world}.items():
         monkeypatch.setenv(name, str(value))
     absent = [rank for rank in range(3) if rank not in present]
     named = ", ".join(map(str, absent))

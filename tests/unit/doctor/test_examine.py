@@ -24,6 +24,7 @@ from nxtrain.doctor.host import check_disk
 from nxtrain.errors import ConfigError
 from tests.support import sick_machine
 from tests.support.commands import in_process
+from tests.support.ports import free_port
 from tests.support.sick_machine import Machine
 
 ROOT = Path(__file__).parents[3]
@@ -254,7 +255,7 @@ def test_who_does_not_arrive_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     machine = Machine(tmp_path / "m")
     machine.program("scontrol", "n1\nn2\nn3")
-    world = replace(world_of("127.0.0.1", 0, 3, machine.host), port=0)
+    world = replace(world_of("127.0.0.1", 0, 3, machine.host), port=free_port())
     assert world.names == ("n1", "n2", "n3")
     monkeypatch.setattr(collectives, "_run_ranks", run)
     (found,) = collectives.check_collectives(machine.host, None, world, 0.3)

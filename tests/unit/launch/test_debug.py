@@ -22,6 +22,8 @@ PAIR = ("train.micro_batch=8", "parallel.dp=2")
 def wanted(logs: Path) -> dict[str, str]:
     return {
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "TORCH_SHOW_CPP_STACKTRACES": "1",
+        "TORCH_DISABLE_ADDR2LINE": "1",
         "TORCH_CPP_LOG_LEVEL": "INFO",
         "GLOO_LOG_LEVEL": "INFO",
         "NCCL_DEBUG": "INFO",

@@ -21,6 +21,7 @@ from nxtrain.launch.local import Command
 from nxtrain.launch.targets import kubernetes
 from nxtrain.launch.targets.job import CONFIG_FILE, Job, Options, resolve_job
 from nxtrain.launch.targets.render import NAMES, RENDERERS, launch_on
+from nxtrain.launch.targets.slurm import container_options
 from tests.support.commands import in_process
 from tests.support.launch_cases import ROOT
 from tests.unit.launch.test_targets import (
@@ -44,7 +45,7 @@ EVERYTHING = """/'"$(touch owned)`touch owned`\\ #{x}'\n---\nkind: Pod\n#SBATCH 
 """Text that leaves every quotation, comment, line and character set that a file could put it into."""
 
 PLAIN = {
-    RECIPE: ("checkpoint.mirror=s3://a/b", *SMALL),
+    RECIPE: ("checkpoint.mirror=/mirror/b", *SMALL),
     "configs/demo.toml": ("backend.name=cpu", "cluster.instance=m5.xlarge"),
 }
 """Overrides of runs: one with an instance that is known, and one on machines of any name."""
@@ -79,7 +80,7 @@ def test_the_worst_text_of_each_key_changes_the_form_of_no_file(config: str) -> 
     assert len(text_keys()) > 12
     refused = {key for key in text_keys() if not is_inert(config, {key: EVERYTHING}, EVERYTHING, EVERYTHING)}
     assert "cluster.instance" in refused
-    assert not refused & {"run.name", "run.dir", "data.path", "data.tokenizer", "compile.cache_dir"}
+    assert not refused & {"metrics.mlflow", "run.dir", "data.path", "data.tokenizer", "compile.cache_dir"}
 
 
 @settings(max_examples=15)
@@ -137,7 +138,11 @@ def _judge_script(text: str, plain: str, run: Job) -> None:
     assert text.count(f"\n{line}") == 1
     assert shlex.split(line)[2:] == [str(run.path), *run.overrides, f"--nproc={run.nproc}"]
     rest = text.replace(line, "").replace(f"--job-name={run.name} ", "--job-name= ")
-    assert rest == re.sub(r"set -- .*\n", "", re.sub(r"--job-name=\S+ ", "--job-name= ", plain))
+    rest = rest.replace(f"--output={run.name}-%j.log", "--output=")
+    if run.container:
+        rest = rest.replace(f" {container_options(run.container, run.mounts)}", "", 1)
+    expected = re.sub(r"--output=\S+", "--output=", re.sub(r"--job-name=\S+ ", "--job-name= ", plain))
+    assert rest == re.sub(r"set -- .*\n", "", expected)
 
 
 @given(st.lists(st.text("ab\xe9\u8bad", max_size=60).map(lambda end: f"a{end}"), min_size=2, max_size=2, unique=True))
@@ -152,6 +157,11 @@ def test_what_an_operator_gives_in_vain_is_refused(tmp_path: Path) -> None:
     cases = {
         "--out": ("--out", str(tmp_path / "deploy")),
         "--image": ("--image", "a"),
+        "--mounts has no effect with --target eks": ("--target", "eks", "--mounts", "/fsx:/fsx"),
+        "--mounts has no effect without a container": ("--target", "slurm", "--dry-run", "--mounts", "/fsx:/fsx"),
+        "'fsx' is not SRC:DST": ("--target", "slurm", "--dry-run", "--image", "a", "--mounts", "/a:/a,fsx"),
+        "--storage has no effect with --target slurm": ("--target", "slurm", "--storage", "4800"),
+        "use --storage 57600": ("--target", "eks", "--dry-run", "--storage", "56000"),
         "--first-node": ("--target", "slurm", "--dry-run", "--first-node", "n1:29501"),
         "a path is empty": ("--target", "slurm", "--out", ""),
         "'0' is no port": ("--first-node", "n1:0"),
@@ -168,10 +178,17 @@ def test_what_an_operator_gives_in_vain_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_another_launch_left_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for target, left in (("kubernetes", ""), ("hyperpod", "mpijob.yaml, jobset.yaml"), ("kubernetes", "train.sbatch")):
+    launches = (
+        ("kubernetes", "", ""),
+        ("kubernetes", "", ""),
+        ("hyperpod", "pytorchjob.yaml", "mpijob.yaml, jobset.yaml"),
+        ("kubernetes", "pytorchjob.yaml", "train.sbatch"),
+    )
+    for target, replaced, left in launches:
         launch_on(target, Path(RECIPE), SMALL, Options(), out=tmp_path, dry_run=False)
-        said = capsys.readouterr()
-        assert said.err == (f"{tmp_path} also has {left} of another launch; delete what is not meant\n" if left else "")
+        expected = f"{tmp_path / replaced} was another file, and is replaced\n" if replaced else ""
+        expected += f"{tmp_path} also has {left} of another launch; delete what is not meant\n" if left else ""
+        assert capsys.readouterr().err == expected
     written = [{Path(key).name for key in plain_texts(config)} for config in PLAIN]
     assert set.union(*written) == set(NAMES)
 

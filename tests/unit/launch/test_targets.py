@@ -34,6 +34,16 @@ from nxtrain.plan.hardware import MACHINES as PLANNED
 from tests.support.launch_cases import CASES, GOLDEN, ROOT, all_files
 
 VALIDATED = GOLDEN / "validated.json"
+JUDGES = {
+    r"/(pytorchjob|mpijob|jobset)\.yaml$": {"CRD", "kubectl", "kubernetes-validate"},
+    r"/(fsx-static|fsx-dynamic|efs)\.yaml$": {"kubectl", "kubernetes-validate"},
+    r"/eks(_trn1)?\.yaml$": {"eksctl,", "parliament"},
+    r"/parallelcluster": {"aws-parallelcluster"},
+    r"/sagemaker_job": {"sagemaker"},
+    r"/Dockerfile": {"hadolint"},
+}
+"""Validators that each kind of file needs."""
+
 RECIPE = "configs/llama2_7b_trn1.toml"
 SMALL = ("cluster.nodes=4", "parallel.dp=16")
 
@@ -46,6 +56,8 @@ TEXTS = st.text(
 WORDS = """$(touch~owned) `touch~owned` $(HOME) $$(HOME) $HOME ';touch~owned;' " a|#SBATCH~--nodes=9 y n on null ~ 1e3
 0o7 0x1F 1_0 .inf 2026-01-01 = << a:~b -~a {{x}} '''|import~os {nodes} x|---|kind:~Pod --wrap=touch~owned"""
 NASTY = st.one_of(TEXTS, st.sampled_from([word.replace("~", " ").replace("|", "\n") for word in WORDS.split()]))
+NAMES = NASTY.filter(lambda text: text.strip(" .") != "" and not re.search(r"[/\x00-\x1f\x7f-\x9f\u2028\u2029]", text))
+"""Texts that may be names of runs."""
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +90,9 @@ def test_validators_have_judged_the_kept_files_as_they_are() -> None:
         assert judged[name]["sha256"] == hashlib.sha256(text.encode()).hexdigest(), (
             f"{name}: see docs/slurm_kubernetes.md"
         )
-        assert judged[name]["by"], name
+        judges = {judge.partition(" ")[0] for judge in judged[name]["by"]}
+        (needed,) = [wanted_by for pattern, wanted_by in JUDGES.items() if re.search(pattern, name)]
+        assert judges == needed, name
 
 
 def test_the_command_offers_every_target() -> None:
@@ -125,7 +139,7 @@ def texts_and_paths(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @settings(max_examples=12)
-@given(name=NASTY, folder=TEXTS, image=NASTY, claim=NASTY)
+@given(name=NAMES, folder=TEXTS, image=NASTY, claim=NASTY)
 def test_every_text_is_itself_in_manifests_and_no_field_appears(name: str, folder: str, image: str, claim: str) -> None:
     overrides = (f"run.name={toml_value(name)}", f"compile.cache_dir={toml_value(f'/{folder}')}")
     run = job(*overrides, options=Options(image=image, claim=claim))
@@ -185,12 +199,12 @@ def test_slurms_script_has_arguments_as_they_were_given(tmp_path: Path) -> None:
     @settings(max_examples=25)
     @given(st.lists(NASTY, min_size=1, max_size=4), NASTY)
     def check(names: list[str], path: str) -> None:
-        run = job(*(f"run.name={toml_value(name)}" for name in names))
+        run = job(*(f"metrics.mlflow={toml_value(name)}" for name in names))
         script = RENDERERS["slurm"](replace(run, path=Path(path)))["train.sbatch"]
         head = script[: script.index("\nset -- ")].split("\n")  # sbatch reads no directive after the first command
         directives = [line for line in head if not line.startswith("# ") and line not in {"#", "#!/bin/bash"}]
         assert len(directives) == 2
-        assert all(re.fullmatch(r"#SBATCH( --[a-z-]+(=[a-zA-Z0-9:@-]+)?)+", line) for line in directives), directives
+        assert all(re.fullmatch(r"#SBATCH( --[a-z-]+(=[a-zA-Z0-9:@%.-]+)?)+", line) for line in directives), directives
         until = script.index("\nfirst=")
         done = in_bash(script[:until] + '\nprintf "%s\\0" "$@"', folder=tmp_path, HOME="/root")
         assert done.returncode == 0, done.stderr
@@ -202,7 +216,7 @@ def test_slurms_script_has_arguments_as_they_were_given(tmp_path: Path) -> None:
 
 
 @settings(max_examples=40)
-@given(name=NASTY, image=NASTY)
+@given(name=NAMES, image=NASTY)
 def test_the_sagemaker_script_calls_the_estimator_with_the_texts(name: str, image: str) -> None:
     run = job(f"run.name={toml_value(name)}", "checkpoint.mirror=s3://a/b", options=Options(image=image))
     files = RENDERERS["sagemaker"](run)
@@ -211,7 +225,7 @@ def test_the_sagemaker_script_calls_the_estimator_with_the_texts(name: str, imag
     assert loaded_values(files[CONFIG_FILE])["run.name"] == name
     called = _call(files["sagemaker_job.py"])
     assert called["image_uri"] == image
-    assert called["instance_type"], called["instance_count"] == ("ml.trn1.32xlarge", 4)
+    assert (called["instance_type"], called["instance_count"]) == ("ml.trn1.32xlarge", 4)
     assert called["container_arguments"][0] == "/opt/ml/input/data/config/run.toml"
 
 

@@ -18,7 +18,7 @@ from nxtrain.errors import ConfigError
 from nxtrain.io.regular import open_regular
 from nxtrain.metrics.start_log import StartLog
 from nxtrain.metrics.watch import TAIL_BYTES, Followed, watch
-from nxtrain.run_folder import LOGS_DIR, METRICS_FILE, START_FILE
+from nxtrain.run_folder import CHECKPOINTS_DIR, LATEST_FILE, LOGS_DIR, METRICS_FILE, START_FILE
 from tests.support.run_folders import record, start, write_run
 
 
@@ -36,6 +36,24 @@ def test_a_line_has_the_numbers_of_the_newest_record(tmp_path: Path) -> None:
         "step 21/60  loss 4.1180  val 4.0000  50k tokens/s  MFU 38.1%  grad norm 0.55  data wait 5%  3.0 GiB  "
         "saved 10  goodput 90%  compute-bound  0:00:06 left"
     )
+
+
+@pytest.mark.parametrize(
+    ("latest", "shown"),
+    [
+        ("step-00000060\n", "saved 60 "),
+        ("", "saved 10 "),
+        ("rubbish", "saved 10 "),
+        ("step-" + "9" * 5000, "saved 10 "),
+    ],
+)
+def test_the_newest_checkpoint_is_that_of_its_folder(tmp_path: Path, latest: str, shown: str) -> None:
+    """The last checkpoint of a run is saved after the last record."""
+    folder = write_run(tmp_path, records=[record(60, saved_step=10)])
+    beat(folder, 60, outcome="done")
+    (folder / CHECKPOINTS_DIR).mkdir(exist_ok=True)
+    (folder / CHECKPOINTS_DIR / LATEST_FILE).write_text(latest)
+    assert shown in Followed(folder).line()[0]
 
 
 def test_the_verdict_is_about_several_records(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from nxtrain.backends.kernel_base import Kernels
 from nxtrain.backends.kernels import FusedKernels, PlainKernels
 from nxtrain.mesh import Mesh
 from nxtrain.nn.rope import Rope, positions_of
-from nxtrain.vocab import IGNORE_INDEX
+from nxtrain.vocab import END_BIT, ID_MASK, IGNORE_INDEX
 from tests.support.models import SHAPES, our_model, plan, weights_of
 from tests.support.packed import END, SEQ_LEN, drawn_batch, spans
 
@@ -39,9 +39,10 @@ def test_starts_and_targets_are_those_of_the_documents(seed: int) -> None:
     for number, row in enumerate(rows):
         starts = [begin for begin, end in spans(row) for _ in range(begin, end)]
         assert batch.starts[0, number].tolist() == starts
-        inputs = [END if token == IGNORE_INDEX else token for token in row[:-1]]
-        assert batch.inputs[0, number].tolist() == inputs
-        targets = [IGNORE_INDEX if inputs[place] == END else row[place + 1] for place in range(SEQ_LEN)]
+        ids = [token if token == IGNORE_INDEX else token & ID_MASK for token in row]
+        assert batch.inputs[0, number].tolist() == [END if token == IGNORE_INDEX else token for token in ids[:-1]]
+        last = {end - 1 for _, end in spans(row) if end < SEQ_LEN or row[SEQ_LEN - 1] & END_BIT}
+        targets = [IGNORE_INDEX if position in last else ids[position + 1] for position in range(SEQ_LEN)]
         assert batch.targets[0, number].tolist() == targets
     assert batch.num_tokens == int((batch.targets != IGNORE_INDEX).sum())
 

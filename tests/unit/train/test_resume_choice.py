@@ -371,3 +371,23 @@ def test_a_mirror_that_takes_nothing_is_no_reason_to_go_back(far: Run, monkeypat
             far.start()
     assert directory.list_checkpoints(far.folder) == [far.at(2), far.at(4)]
     assert far.start() == far.at(4)
+
+
+def test_files_of_a_mirror_without_a_whole_checkpoint_are_no_reason_to_start_from_scratch(far: Run) -> None:
+    far.start()
+    far.save(2, 4)
+    far.move_disk(far.dir.with_name("lost"))
+    for step in (2, 4):
+        (far.copy(step) / directory.META).unlink()
+    with pytest.raises(CheckpointError, match="no complete checkpoint is left"):
+        far.start()
+    assert all((far.copy(step) / RANK_FILE).exists() for step in (2, 4))
+
+
+def test_the_first_upload_that_was_killed_with_its_node_is_no_lost_checkpoint(far: Run) -> None:
+    far.start()
+    far.save(2)
+    far.move_disk(far.dir.with_name("lost"))
+    for name in (directory.META, directory.MANIFEST):
+        (far.copy(2) / name).unlink()
+    assert far.start() is None

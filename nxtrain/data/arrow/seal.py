@@ -1,0 +1,177 @@
+"""Checksums in a prepared Arrow file, after its last batch and before its footer.
+
+Readers of Arrow find the batches by the footer, or read up to the end of the stream, and pass over the bytes between.
+A table has the XXH3 of each block of all bytes before the table. A seal has the XXH3 of what an opening reads: the
+footer, and the metadata of all batches.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from nxtrain.data.arrow import ipc
+from nxtrain.data.checksums import BLOCK_BYTES, Summing
+from nxtrain.data.storage import DataFile, read_exactly
+from nxtrain.errors import DataError
+from nxtrain.io.object_store import Location
+
+ENTRY_BYTES = 8
+"""Bytes of a block's checksum in the table."""
+
+_SEAL = struct.Struct("<8sQQQ")
+_MAGIC = b"NXTSEAL1"
+
+
+class Damage(NamedTuple):
+    """Bytes of a block that differ from the written ones.
+
+    Args:
+        start: Offset of the first byte.
+        stop: Offset after the last byte.
+    """
+
+    start: int
+    stop: int
+
+
+class DamagedBlockError(Exception):
+    """Block whose content differs from the written bytes, as its one argument `Damage`."""
+
+
+class Sealing:
+    """Computes the checksums of a file that grows batch by batch.
+
+    Args:
+        rest: Bytes of the file after its last whole block.
+        metadata: Checksums of the metadata of each batch that is written.
+    """
+
+    def __init__(self, rest: bytes = b"", metadata: Sequence[int] = ()) -> None:
+        self._summing, self._metadata = Summing(), list(metadata)
+        self._summing.add(memoryview(rest))
+
+    @property
+    def rest(self) -> int:
+        """Checksum of the bytes after the last whole block."""
+        return self._summing.rest
+
+    def add(self, content: memoryview) -> bytes:
+        """Add the next bytes; returns the entries of the blocks that these bytes complete."""
+        self._summing.add(content)
+        return self._summing.take()
+
+    def add_batch(self, content: memoryview, metadata_bytes: int) -> tuple[bytes, int]:
+        """Add a batch, which begins with its metadata; returns entries as `add`, and the checksum of the metadata."""
+        checksum = xxh3_64_intdigest(content[:metadata_bytes])
+        self._metadata.append(checksum)
+        return self.add(content), checksum
+
+    def finish(self, num_bytes: int, footer: bytes) -> bytes:
+        """Entry of the last block and the seal, which come after the other entries.
+
+        Args:
+            num_bytes: Bytes before the table.
+            footer: All bytes after the seal.
+        """
+        last = self._summing.finish(b"").blocks.astype("<u8").tobytes()
+        return last + _SEAL.pack(_MAGIC, num_bytes, xxh3_64_intdigest(footer), _digest(self._metadata))
+
+
+class CheckedFile:
+    """A prepared file with checksums; each block is verified when one of its bytes is read first.
+
+    Args:
+        file: The file.
+        num_bytes: Bytes before the table of checksums.
+    """
+
+    def __init__(self, file: DataFile, num_bytes: int) -> None:
+        self._file, self._covered = file, num_bytes
+        self._is_verified = bytearray(-(-num_bytes // BLOCK_BYTES))
+        self.name, self.num_bytes = file.name, file.num_bytes
+
+    def read(self, view: memoryview, start: int) -> int:
+        """See `DataFile`.
+
+        Raises:
+            DamagedBlockError: A block's content differs from the written bytes.
+        """
+        first, stop = start // BLOCK_BYTES, -(-(start + len(view)) // BLOCK_BYTES)
+        if self._is_verified.find(0, first, stop) >= 0:
+            for block in range(first, min(stop, len(self._is_verified))):
+                if not self._is_verified[block]:
+                    self._verify(block)
+        return self._file.read(view, start)
+
+    def damages(self, progress: Callable[[int], None]) -> Sequence[Damage]:
+        """Blocks of the whole file whose content differs from the written bytes.
+
+        Args:
+            progress: Gets the number of bytes of each block after its verification.
+        """
+        found = []
+        for block in range(len(self._is_verified)):
+            try:
+                self._verify(block)
+            except DamagedBlockError as error:
+                found.append(error.args[0])
+            progress(min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES))
+        return found
+
+    def version(self) -> object:
+        """See `DataFile`."""
+        return self._file.version()
+
+    def ahead(self, read: Callable[..., object], *args: object) -> None:
+        """See `DataFile`."""
+        self._file.ahead(read, *args)
+
+    def _verify(self, block: int) -> None:
+        start = block * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, self._covered)
+        content = read_exactly(self._file, stop - start, start)
+        entry = bytes(read_exactly(self._file, ENTRY_BYTES, self._covered + block * ENTRY_BYTES))
+        if xxh3_64_intdigest(content) != int.from_bytes(entry, "little"):
+            raise DamagedBlockError(Damage(start, stop))
+        self._is_verified[block] = 1
+
+
+def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
+    """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal.
+
+    Args:
+        file: The file.
+        footer_start: Offset of the footer.
+
+    Raises:
+        DataError: The footer, the metadata of a batch or the seal differs from the written bytes.
+        OSError, StorageError: The file cannot be read.
+    """
+    start = footer_start - _SEAL.size
+    sealed = bytes(read_exactly(file, _SEAL.size, start)) if start > 0 else b""
+    if not sealed.startswith(_MAGIC):
+        return None
+    _, num_bytes, footer_sum, metadata_sum = _SEAL.unpack(sealed)
+    footer = bytes(read_exactly(file, file.num_bytes - footer_start, footer_start))
+    num_blocks = -(-num_bytes // BLOCK_BYTES)
+    if num_bytes + num_blocks * ENTRY_BYTES != start or xxh3_64_intdigest(footer) != footer_sum:
+        raise DataError(_changed(file.name, "its footer"))
+    blocks = ipc.blocks_of(footer)
+    if _digest([xxh3_64_intdigest(read_exactly(file, size, offset)) for offset, size in blocks]) != metadata_sum:
+        raise DataError(_changed(file.name, "the metadata of a batch"))
+    return CheckedFile(file, num_bytes)
+
+
+def _digest(checksums: Sequence[int]) -> int:
+    digest = xxh3_64()
+    for checksum in checksums:
+        digest.update(checksum.to_bytes(ENTRY_BYTES, "little"))
+    return digest.intdigest()
+
+
+def _changed(name: Location, what: str) -> str:
+    return f"{name} is damaged: {what} is not what was written when the corpus was prepared; prepare it again"

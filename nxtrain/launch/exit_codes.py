@@ -1,0 +1,91 @@
+"""Exit codes of nxtrain's commands: the one table by which agents and clusters decide on a new start.
+
+Slurm's script, Kubernetes' policies and the table of docs/recovery.md are made from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxtrain.errors import (
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    HangError,
+    NxtrainError,
+    StoppedBySignal,
+)
+
+_SIGNALS = tuple(range(129, 193))
+"""Codes of a shell for processes that signals 1 to 64 ended."""
+
+
+@dataclass(frozen=True)
+class ExitCode:
+    """Kind of end that a command can have.
+
+    Args:
+        codes: Exit codes of that kind.
+        text: The codes for people.
+        meaning: Cause of the end.
+        restart: Use of a new start, for people.
+        helps: True if the same command may succeed when nothing but the machine or the storage changes.
+    """
+
+    codes: tuple[int, ...]
+    text: str
+    meaning: str
+    restart: str
+    helps: bool
+
+
+EXIT_CODES = (
+    ExitCode((0,), "0", "done", "no", helps=False),
+    ExitCode(
+        (ConfigError.exit_code, DataError.exit_code),
+        "2, 3",
+        "configuration or input; data",
+        "after the mistake is corrected",
+        helps=False,
+    ),
+    ExitCode(
+        (CheckpointError.exit_code,),
+        "4",
+        "checkpoint: cannot be written or read, no space; storage of data or S3 fails",
+        "yes, once the storage is back",
+        helps=True,
+    ),
+    ExitCode(
+        (BackendError.exit_code,),
+        "5",
+        "backend, environment, no rendezvous; or `recovery.max_same_step` failures at one step",
+        "after the cause is removed",
+        helps=False,
+    ),
+    ExitCode((DivergedError.exit_code,), "6", "diverged", "with another learning rate or clip", helps=False),
+    ExitCode((HangError.exit_code,), "7", "hang, after all ranks wrote their stacks", "yes", helps=True),
+    ExitCode((StoppedBySignal.exit_code,), "75", "stopped by a signal, state saved", "yes", helps=True),
+    ExitCode(
+        (126, 127), "126, 127", "the shell cannot start nxtrain", "after the environment is corrected", helps=False
+    ),
+    ExitCode(
+        (NxtrainError.exit_code, *_SIGNALS),
+        "1, 128 + n",
+        "a crash, or the agent of another machine is gone; ended by signal n",
+        "yes",
+        helps=True,
+    ),
+)
+"""Every code that a command of nxtrain, or the shell that starts it, ends with."""
+
+FINAL = frozenset(code for kind in EXIT_CODES if not kind.helps for code in kind.codes if code)
+"""Codes of failures that a new start would repeat. Any other failure is worth a new start."""
+
+SHELL_FUNCTION = f"""\
+is_worth_restart() {{    # docs/recovery.md has the codes
+    case $1 in 0 | {" | ".join(map(str, sorted(FINAL)))}) false ;; esac
+}}
+"""
+"""Function of a shell script: true for an exit code after which a new start helps."""

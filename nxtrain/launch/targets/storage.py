@@ -1,0 +1,215 @@
+"""Storage of a cluster: the buckets that a run reads and writes, their permissions, and volumes of Kubernetes.
+
+Sources: https://github.com/kubernetes-sigs/aws-fsx-csi-driver and https://github.com/kubernetes-sigs/aws-efs-csi-driver
+(examples), https://docs.aws.amazon.com/fsx/latest/LustreGuide/managing-storage-capacity.html (sizes),
+https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_variables.html (`${*}`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxtrain.config.bounds import quoted
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.launch.targets.yaml_text import dump_yaml
+
+Manifest = dict[str, Any]
+
+DEPLOYMENT = "PERSISTENT_2"
+THROUGHPUT_MB_S = 250
+"""Throughput of FSx for Lustre in MB/s for each TiB."""
+
+STORAGE_GIB = 4800
+"""Size of the shared file system, unless `--storage` asks for another."""
+
+SMALLEST_GIB, STEP_GIB = 1200, 2400
+"""Sizes that FSx for Lustre offers for `DEPLOYMENT`: the smallest one, and multiples of a step."""
+
+_BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"
+_FILE_SYSTEM = "fs-00000000000000000"
+
+_FSX_STATIC = """\
+Volume of an FSx for Lustre that exists already, and the claim of the run; written by nxtrain launch --target eks.
+Replace volumeHandle, dnsname and mountname by those of your file system:
+
+    aws fsx describe-file-systems --query 'FileSystems[].[FileSystemId,DNSName,LustreConfiguration.MountName]'
+    kubectl apply -f fsx-static.yaml
+"""
+
+_FSX_DYNAMIC = """\
+Claim whose FSx for Lustre is created on demand, and kept when the claim is deleted.
+Written by nxtrain launch --target eks. Replace subnet and security group by those of your nodes; the group passes
+ports 988 and 1018 to 1023. docs/slurm_kubernetes.md has the commands that delete the file system.
+
+    kubectl apply -f fsx-dynamic.yaml
+"""
+
+_EFS = """\
+Claim on an EFS that exists already, for machines in several zones; slower than FSx for Lustre.
+Written by nxtrain launch --target eks. Replace fileSystemId by that of your file system:
+
+    aws efs describe-file-systems --query 'FileSystems[].FileSystemId'
+    kubectl apply -f efs.yaml
+"""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Objects of a bucket that a run uses.
+
+    Args:
+        bucket: Name of the bucket.
+        key: Key of an object, or of a folder; empty: the whole bucket.
+        is_written: The run writes and deletes there, too.
+    """
+
+    bucket: str
+    key: str
+    is_written: bool
+
+
+def check_storage(size_gib: int) -> list[Problem]:
+    """Problem of a size that FSx for Lustre does not offer; none if it does."""
+    if size_gib == SMALLEST_GIB or size_gib % STEP_GIB == 0:
+        return []
+    larger = (size_gib // STEP_GIB + 1) * STEP_GIB
+    reason = f"--storage {size_gib}: FSx for Lustre has {SMALLEST_GIB} GiB, or a multiple of {STEP_GIB}"
+    return [Problem("", reason, hint=f"use --storage {larger}")]
+
+
+def locations(config: RunConfig) -> list[Location]:
+    """Objects in S3 that a run reads or writes.
+
+    Raises:
+        ConfigError: A name is none that a bucket can have.
+    """
+    read = {
+        "data.path": [config.data.path],
+        "data.mixture": list(config.data.mixture),
+        "data.validation_path": [config.data.validation_path],
+        "checkpoint.resume": [config.checkpoint.resume],
+    }
+    mirror = config.checkpoint.mirror
+    named = [("checkpoint.mirror", mirror), *((key, place) for key, places in read.items() for place in places)]
+    found: list[Location] = []
+    for key, address in named:
+        if not address.startswith("s3://"):
+            continue
+        bucket, _, prefix = address.removeprefix("s3://").partition("/")
+        if not re.fullmatch(_BUCKET, bucket):
+            reason = f"{quoted(bucket)} is not the name of a bucket: 3 to 63 of a-z, 0-9, '.' and '-'"
+            raise ConfigError([Problem(key, reason, hint="write s3://BUCKET/PREFIX")])
+        found.append(Location(bucket, prefix.strip("/"), is_written=key == "checkpoint.mirror"))
+    return found
+
+
+def parallelcluster_access(config: RunConfig) -> list[Manifest]:
+    """Entries of ParallelCluster's `S3Access`, one for each bucket: its keys would not permit to list the bucket."""
+    written: dict[str, bool] = {}
+    for location in locations(config):
+        written[location.bucket] = written.get(location.bucket, False) or location.is_written
+    return [{"BucketName": bucket, "EnableWriteAccess": is_written} for bucket, is_written in written.items()]
+
+
+def iam_policy(config: RunConfig) -> Manifest:
+    """IAM policy of nodes for the objects that a run uses; empty if it uses none."""
+    used = locations(config)
+    if not used:
+        return {}
+    objects = {location: _arns(location) for location in used}
+    written = [arn for location, arns in objects.items() if location.is_written for arn in arns]
+    statements = [
+        _statement(["s3:ListBucket"], sorted({f"arn:aws:s3:::{location.bucket}" for location in used})),
+        _statement(["s3:GetObject"], [arn for arns in objects.values() for arn in arns]),
+    ]
+    if written:
+        statements.append(_statement(["s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"], written))
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def volumes(claim: str, size_gib: int, subnet: str) -> dict[str, str]:
+    """Files of the volume claim for three kinds of storage, of which a cluster needs one.
+
+    Args:
+        claim: Name of the claim.
+        size_gib: Size of the file system.
+        subnet: Subnet of a file system that is created on demand.
+    """
+    size = f"{size_gib}Gi"
+    return {
+        "fsx-static.yaml": dump_yaml([_fsx_volume(size), _claim(claim, "", size, volume="nxtrain-fsx")], _FSX_STATIC),
+        "fsx-dynamic.yaml": dump_yaml([_fsx_class(subnet), _claim(claim, "nxtrain-fsx", size)], _FSX_DYNAMIC),
+        "efs.yaml": dump_yaml([_efs_class(), _claim(claim, "nxtrain-efs", size)], _EFS),
+    }
+
+
+def _fsx_volume(size: str) -> Manifest:
+    address = f"{_FILE_SYSTEM}.fsx.us-east-1.amazonaws.com"
+    spec = {
+        "capacity": {"storage": size},
+        "volumeMode": "Filesystem",
+        "accessModes": ["ReadWriteMany"],
+        "mountOptions": ["flock"],
+        "persistentVolumeReclaimPolicy": "Retain",
+        "storageClassName": "",
+        "csi": {
+            "driver": "fsx.csi.aws.com",
+            "volumeHandle": _FILE_SYSTEM,
+            "volumeAttributes": {"dnsname": address, "mountname": "abcdefgh"},
+        },
+    }
+    return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "nxtrain-fsx"}, "spec": spec}
+
+
+def _fsx_class(subnet: str) -> Manifest:
+    parameters = {
+        "subnetId": subnet,
+        "securityGroupIds": "sg-00000000000000000",
+        "deploymentType": DEPLOYMENT,
+        "perUnitStorageThroughput": str(THROUGHPUT_MB_S),
+        "fileSystemTypeVersion": "2.15",
+    }
+    return {**_class("nxtrain-fsx", "fsx.csi.aws.com", parameters), "mountOptions": ["flock"]}
+
+
+def _efs_class() -> Manifest:
+    parameters = {"provisioningMode": "efs-ap", "fileSystemId": _FILE_SYSTEM, "directoryPerms": "700"}
+    return _class("nxtrain-efs", "efs.csi.aws.com", parameters)
+
+
+def _class(name: str, provisioner: str, parameters: Manifest) -> Manifest:
+    """Storage class whose volumes outlive their claims: checkpoints are on them."""
+    return {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": name},
+        "provisioner": provisioner,
+        "parameters": parameters,
+        "reclaimPolicy": "Retain",
+    }
+
+
+def _claim(name: str, storage_class: str, size: str, volume: str = "") -> Manifest:
+    spec: Manifest = {
+        "accessModes": ["ReadWriteMany"],
+        "storageClassName": storage_class,
+        "resources": {"requests": {"storage": size}},
+    }
+    if volume:
+        spec["volumeName"] = volume
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+
+
+def _statement(actions: Sequence[str], resources: Sequence[str]) -> Manifest:
+    return {"Effect": "Allow", "Action": list(actions), "Resource": list(resources)}
+
+
+def _arns(location: Location) -> list[str]:
+    """Names of an object, and of all objects in a folder of this name; characters of a pattern stand for themselves."""
+    bucket = f"arn:aws:s3:::{location.bucket}"
+    key = re.sub(r"[*?$]", lambda found: f"${{{found[0]}}}", location.key)
+    return [f"{bucket}/{key}", f"{bucket}/{key}/*"] if key else [f"{bucket}/*"]

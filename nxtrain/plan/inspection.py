@@ -1,0 +1,223 @@
+"""Model, stages, units and shards of a configuration or of a run folder; without torch and without memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nxtrain.checkpoint.directory import newest
+from nxtrain.checkpoint.meta import read_meta
+from nxtrain.config.check import Resolved, resolve_config
+from nxtrain.config.load import load
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import ConfigError, Problem
+from nxtrain.io.regular import read_text
+from nxtrain.plan.hardware import Machine, find_machine
+from nxtrain.plan.job import Job
+from nxtrain.plan.predict import layout_json
+from nxtrain.plan.shapes import Stage, num_params, one_block
+from nxtrain.plan.tensors import Held, Rank, global_tensors
+from nxtrain.plan.work import trained_params
+from nxtrain.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, ENVIRONMENT_FILE
+
+_ANY_MACHINE = "trn1.32xlarge"
+"""Machine of a configuration that names none; of the machine, an inspection reads the number of devices only."""
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """Newest complete checkpoint of a run folder.
+
+    Args:
+        path: Folder of the checkpoint.
+        step: Number of finished updates.
+        num_bytes: Bytes of all files.
+        mesh: Parallel degrees of the run that wrote the checkpoint, by axis.
+    """
+
+    path: Path
+    step: int
+    num_bytes: int
+    mesh: dict[str, int]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that wrote the checkpoint."""
+        return self.mesh.get("tp", 1) * self.mesh.get("pp", 1) * self.mesh.get("dp", 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as JSON."""
+        return {
+            "path": str(self.path),
+            "step": self.step,
+            "bytes": self.num_bytes,
+            "world": self.world,
+            "mesh": self.mesh,
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Facts of a model and its layout.
+
+    Args:
+        resolved: Checked configuration.
+        job: The run; `parallel.dp` has its value.
+        checkpoint: Newest checkpoint; None: a configuration is inspected, or the run has none.
+    """
+
+    resolved: Resolved
+    job: Job
+    checkpoint: CheckpointFacts | None
+
+    def chosen(self, number: int | None) -> list[Rank]:
+        """One rank of the run; None: the first rank of each pipeline stage.
+
+        Raises:
+            ConfigError: The run has no such rank.
+        """
+        if number is None:
+            return [Rank.first_of(self.job, stage) for stage in range(self.job.config.parallel.pp)]
+        if number >= self.job.world:
+            reason = f"{number} is no rank of {self.job.world:,}"
+            raise ConfigError([Problem("--rank", reason, hint=f"use 0 to {self.job.world - 1}")])
+        return [Rank.of(self.job, number)]
+
+    def model_json(self) -> dict[str, Any]:
+        """Family, dimensions and parameters of the model."""
+        decoder = self.job.decoder
+        whole = Stage(decoder, (decoder.num_layers,), first=True, last=True)
+        total = num_params(decoder)
+        choice = self.job.config.model
+        return {
+            "family": self.resolved.family.name,
+            "preset": choice.preset,
+            "hf": choice.hf,
+            "dimensions": asdict(decoder),
+            "tied": decoder.tied,
+            "method": self.job.method,
+            "params": {
+                "total": total,
+                "embedding": decoder.vocab_size * decoder.hidden_size,
+                "block": one_block(whole, 1, 1).local,
+                "trained": trained_params(self.job, total),
+            },
+        }
+
+    def to_json(self, rank: int | None) -> dict[str, Any]:
+        """The facts as JSON.
+
+        Args:
+            rank: Rank whose tensors are listed; None: those of the first rank of every stage.
+        """
+        chosen = self.chosen(rank)
+        return {
+            "model": self.model_json(),
+            "layout": {"world": self.job.world, "shard_size": self.job.shard_size, **layout_json(self.job)},
+            "rank": rank,
+            "stages": [_stage_json(each) for each in chosen],
+            "tensors": [_tensor_json(each.stage, held) for each in chosen for held in each.tensors()],
+            "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
+        }
+
+
+def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
+    """Facts of a configuration file or of a run folder.
+
+    Raises:
+        ConfigError: The configuration or its layout is impossible, or the folder is no run.
+        CheckpointError: The metadata of the newest checkpoint is damaged.
+    """
+    is_run = path.is_dir()
+    file = path / CONFIG_FILE if is_run else path
+    if is_run and not file.is_file():
+        raise ConfigError(f"{path} is no run folder: it has no {CONFIG_FILE}; name a run.dir or a TOML file")
+    loaded = load(file, overrides)
+    checkpoint = _checkpoint(path) if is_run else None
+    recorded = _recorded(path) if is_run else {}
+    config = loaded.config
+    if not config.parallel.dp and not any(each.startswith("parallel.") for each in overrides):
+        parallel = config.parallel.model_copy(update={"dp": int(recorded.get("dp", 0))})
+        config = config.model_copy(update={"parallel": parallel})
+    world = _world(config)
+    resolved = resolve_config(replace(loaded, config=config), world, has_weights=False)
+    dp = world // (config.parallel.tp * config.parallel.pp)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": dp})})
+    machine = _machine(config, world, int(recorded.get("ranks per node", 0)))
+    job = Job(resolved.family.decoder(resolved.model), machine, config.cluster.nodes, config)
+    return Inspection(resolved, job, checkpoint)
+
+
+def _world(config: RunConfig) -> int:
+    """Number of ranks: by the degrees, or those of the named machines if the data parallel degree is derived."""
+    parallel, cluster = config.parallel, config.cluster
+    if parallel.dp or not cluster.instance:
+        return parallel.tp * parallel.pp * max(1, parallel.dp)
+    return find_machine(cluster.instance).devices * cluster.nodes
+
+
+def _machine(config: RunConfig, world: int, ranks_per_node: int) -> Machine:
+    """Machine whose number of devices groups the ranks of hybrid sharding."""
+    if ranks_per_node:
+        return replace(find_machine(_ANY_MACHINE), devices=ranks_per_node)
+    if config.cluster.instance:
+        return find_machine(config.cluster.instance)
+    return replace(find_machine(_ANY_MACHINE), devices=max(1, world // config.cluster.nodes))
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    """Ranks and degrees of the newest start of a run; empty if they are unknown."""
+    try:
+        found = json.loads(read_text(run / ENVIRONMENT_FILE))
+    except (OSError, RecursionError, ValueError):
+        return {}
+    return {name: each for name, each in found.items() if isinstance(each, int)} if isinstance(found, dict) else {}
+
+
+def _checkpoint(run: Path) -> CheckpointFacts | None:
+    path = newest(run / CHECKPOINTS_DIR)
+    if path is None:
+        return None
+    meta = read_meta(path)
+    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return CheckpointFacts(path, meta.step, num_bytes, dict(meta.mesh))
+
+
+def _stage_json(rank: Rank) -> dict[str, Any]:
+    return {
+        "stage": rank.stage,
+        "rank": rank.mesh.rank,
+        "blocks": [[chunk.start, chunk.stop] for chunk in rank.blocks],
+        "others": [held.parameter.name for held in rank.others],
+        "units": [{"modules": list(unit.modules), "entries": unit.entries} for unit in rank.units],
+        "bytes": rank.bytes.to_json(),
+    }
+
+
+def _tensor_json(stage: int, held: Held) -> dict[str, Any]:
+    wholes = global_tensors(held)
+    parameter = held.parameter
+    return {
+        "name": parameter.name,
+        "stage": stage,
+        "shape": list(parameter.spec.shape),
+        "local_shape": list(held.local_shape),
+        "held_shape": list(held.shape),
+        "state_shape": list(held.state_shape),
+        "cut": held.cuts,
+        "dtype": held.dtype,
+        "bytes": held.num_bytes,
+        "trained": parameter.is_trained,
+        "checkpoint": [{"name": name, "shape": list(shape)} for name, shape in wholes.items()],
+        "entries": [
+            {
+                "name": parameter.spec.global_name(parameter.name, box.segment),
+                "offsets": list(box.offsets),
+                "sizes": list(box.sizes),
+            }
+            for box in held.boxes
+        ],
+    }

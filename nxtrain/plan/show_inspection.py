@@ -1,0 +1,136 @@
+"""Tables of an inspection for people, in which equal blocks and equal stages are one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.table import Table
+
+from nxtrain.plan.inspection import Inspection
+from nxtrain.plan.show import console
+from nxtrain.plan.tensors import EMBEDDING, Held, Rank
+
+MIB = 1 << 20
+
+
+def show_inspection(found: Inspection, rank: int | None, *, tree: bool) -> None:
+    """Print the model, the stages, and with `tree` the parameters; of one rank if it is given."""
+    screen, chosen = console(), found.chosen(rank)
+    for line in _model_lines(found):
+        screen.print(line)
+    stages = Table("stage", "blocks", "and", "units", "params", "frozen", "grads", "optimizer", "MiB of a rank")
+    stages.box = box.SIMPLE_HEAD
+    for column in stages.columns[4:]:
+        column.justify = "right"
+    for row in _stage_rows(chosen):
+        stages.add_row(*row)
+    screen.print(stages)
+    if tree:
+        screen.print(_tree(chosen))
+    if found.checkpoint is not None:
+        facts = found.checkpoint
+        degrees = " ".join(f"{axis}={size}" for axis, size in facts.mesh.items())
+        screen.print(
+            f"newest checkpoint: step {facts.step:,}, {facts.num_bytes:,} bytes, {facts.world} ranks: {degrees}"
+        )
+
+
+def _model_lines(found: Inspection) -> Iterator[str]:
+    data, job = found.model_json(), found.job
+    params, decoder, parallel = data["params"], job.decoder, job.config.parallel
+    name = data["preset"] or data["hf"] or "no preset"
+    yield f"{data['family']}, {name}: {params['total']:,} parameters, of which {params['trained']:,} are trained"
+    yield (
+        f"{decoder.num_layers} blocks of {params['block']:,}: width {decoder.hidden_size:,}, {decoder.num_heads} heads "
+        f"of {decoder.head_size}, {decoder.num_kv_heads} K/V heads, MLP {decoder.intermediate_size:,}"
+    )
+    head = "the output projection is the same matrix" if decoder.tied else "the output projection has as many"
+    yield f"vocabulary {decoder.vocab_size:,}: {params['embedding']:,} parameters; {head}"
+    sharing = f", {job.shard_size} ranks share the state" if job.shard_size > 1 else ""
+    yield (
+        f"{job.world:,} ranks: tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard}{sharing}; "
+        f"{job.method} training"
+    )
+
+
+def _stage_rows(ranks: Sequence[Rank]) -> Iterator[tuple[str, ...]]:
+    """Rows of stages; adjacent stages that differ in the numbers of their blocks alone are one."""
+
+    def likeness(rank: Rank) -> object:
+        lengths = tuple(len(chunk) for chunk in rank.blocks)
+        return lengths, tuple(held.parameter.name for held in rank.others), rank.bytes
+
+    for _, group in groupby(ranks, likeness):
+        equal = list(group)
+        first, last = equal[0], equal[-1]
+        blocks = _ranges(first.blocks)
+        if len(equal) > 1 and len(first.blocks) == 1:
+            blocks = f"{first.blocks[0].start} .. {last.blocks[0].stop - 1}, {len(first.blocks[0])} each"
+        elif len(equal) > 1:
+            blocks = f"{blocks}, and so on"
+        number = str(first.stage) if first is last else f"{first.stage} .. {last.stage}"
+        others = ", ".join(held.parameter.name.split(".")[-2] for held in first.others)
+        sizes = first.bytes
+        kinds = (sizes.params, sizes.frozen, sizes.grads, sizes.optimizer, sizes.to_json()["total"])
+        units = str(len(first.units)) if first.units else "whole"
+        yield number, blocks, others, units, *(f"{size / MIB:,.1f}" for size in kinds)
+
+
+def _ranges(chunks: Sequence[range]) -> str:
+    """Text of blocks by their first and last index."""
+    return " and ".join(
+        f"{chunk.start} .. {chunk.stop - 1}" if len(chunk) > 1 else str(chunk.start) for chunk in chunks
+    )
+
+
+def _tree(ranks: Sequence[Rank]) -> Table:
+    """Parameters in the order of the model: whole shape, cuts, shape on the rank, type, MiB, parts of fused ones."""
+    table = Table("parameter", "whole", "cut", "on a rank", "type", "MiB", "in checkpoints", box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = True
+    table.columns[5].justify = "right"
+    for held in _first_others(ranks, EMBEDDING):
+        table.add_row(*_row(held.parameter.name, held))
+    blocks = [chunk for rank in ranks for chunk in rank.blocks]
+    indices = sorted(index for chunk in blocks for index in chunk)
+    table.add_row(f"model.layers.{_ranges(_runs(indices))}{', each:' if len(indices) > 1 else ':'}")
+    for held in ranks[0].block:
+        table.add_row(*_row(f"  {held.parameter.name}", held))
+    for name in ("model.norm.weight", "lm_head.weight"):
+        for held in _first_others(ranks, name):
+            table.add_row(*_row(held.parameter.name, held))
+    return table
+
+
+def _first_others(ranks: Sequence[Rank], name: str) -> Iterator[Held]:
+    yield from (held for rank in ranks for held in rank.others if held.parameter.name == name)
+
+
+def _runs(indices: Sequence[int]) -> list[range]:
+    """Runs of consecutive numbers, ascending."""
+    runs: list[range] = []
+    for index in indices:
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs
+
+
+def _row(name: str, held: Held) -> tuple[str, ...]:
+    spec, parameter = held.parameter.spec, held.parameter
+    cuts = ", ".join(f"{axis} dim {dim}" for axis, dim in held.cuts.items())
+    if spec.tied_to:
+        parts = f"copy of {spec.tied_to}"
+    elif len(spec.segments) > 1:
+        parts = ", ".join(f"{segment.name} {segment.size}" for segment in spec.segments)
+    else:
+        parts = ""
+    kind = held.dtype if parameter.is_trained else f"{held.dtype}, frozen"
+    size = f"{held.num_bytes / MIB:,.3f}"
+    return name.removesuffix(".weight"), _shape(spec.shape), cuts or "whole", _shape(held.shape), kind, size, parts
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(str(size) for size in shape)

@@ -1,0 +1,145 @@
+"""Names of runs and addresses of storage: what a person cannot have meant is refused before a folder of it is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nxtrain.config.check import resolve_config
+from nxtrain.config.load import load
+from nxtrain.config.tables import toml_value
+from nxtrain.errors import ConfigError
+from nxtrain.io.object_store import S3Path, open_store, place_of
+from nxtrain.io.paths import local_path
+from tests.support import commands
+
+REST = "bucket/run"
+OTHERS = (
+    "http",
+    "https",
+    "gs",
+    "hdfs",
+    "ftp",
+    "sftp",
+    "az",
+    "abfss",
+    "hf",
+    "file",
+    "x",
+    "FTP",
+    "s3a",
+    "s3n",
+    "S3",
+    "git+ssh",
+)
+
+
+def refused(folder: Path, *overrides: str) -> list[tuple[str, str]]:
+    path = folder / "run.toml"
+    path.touch()
+    with pytest.raises(ConfigError) as error:
+        resolve_config(load(path, overrides), 1)
+    return [(problem.key, str(problem)) for problem in error.value.problems]
+
+
+@pytest.mark.parametrize("scheme", OTHERS)
+@pytest.mark.parametrize(
+    "key", ["checkpoint.mirror", "checkpoint.resume", "data.path", "data.cache_dir", "compile.cache_dir", "run.dir"]
+)
+def test_an_address_of_another_service_is_no_folder(tmp_path: Path, key: str, scheme: str) -> None:
+    (problem,) = refused(tmp_path, f"{key}={scheme}://{REST}")
+    assert problem[0] == key
+    assert f"an address of {scheme}, " in problem[1]
+
+
+@st.composite
+def misspelt(draw: st.DrawFn) -> str:
+    """A slip in the scheme of `s3://bucket/run`: a letter more, less, swapped or in another case, or a slash."""
+    letters = list("s3")
+    slip = draw(st.sampled_from(["insert", "delete", "replace", "swap", "upper", "slash"]))
+    at = draw(st.integers(0, 1))
+    other = draw(st.sampled_from("abcdefghijklmnopqrstuvwxyz0123456789"))
+    if slip == "insert":
+        letters.insert(at, other)
+    elif slip == "delete":
+        letters.pop(at)
+    elif slip == "replace":
+        letters[at] = other
+    elif slip == "swap":
+        letters.reverse()
+    elif slip == "upper":
+        letters[0] = "S"
+    scheme = "".join(letters)
+    between = draw(st.sampled_from([":/", ":", "//", "/:/"])) if slip == "slash" else "://"
+    return f"{scheme}{between}{REST}"
+
+
+@given(misspelt())
+def test_a_misspelt_address_is_no_folder(text: str) -> None:
+    if text.startswith("s3://"):
+        assert place_of(text) == S3Path(text)
+        return
+    for read in (place_of, open_store, local_path):
+        with pytest.raises(ConfigError, match="an address of "):
+            read(text)
+
+
+@pytest.mark.parametrize("scheme", ["S3", "s3a", "s3n", "ss3", "s", "3"])
+def test_the_nearest_scheme_is_named(scheme: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean s3://{REST}"):
+        place_of(f"{scheme}://{REST}")
+
+
+def test_the_path_of_a_file_address_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean /shared/run"):
+        place_of("file:///shared/run")
+
+
+@pytest.mark.parametrize("text", ["runs/a:b", "/a:/b", "./http:/x", "s3/data", "s3", "a b/c", "12:30/x", "..", "run:1"])
+def test_a_path_stays_a_path(text: str) -> None:
+    assert place_of(text) == local_path(text) == Path(text)
+
+
+@pytest.mark.parametrize(
+    ("command", "address"),
+    [
+        (["generate", "http://x/run", "--prompt", "a"], "http"),
+        (["report", "gs://x/run"], "gs"),
+        (["eval", "s3a://x/run"], "s3a"),
+        (["convert", "nxtrain-to-hf", "hf://x/run", "out"], "hf"),
+        (["watch", "https://x/run"], "https"),
+    ],
+)
+def test_commands_refuse_an_address_of_another_service(command: list[str], address: str) -> None:
+    code, _, err = commands.in_process(*command)
+    assert code == ConfigError.exit_code, err
+    assert f"an address of {address}, " in err
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", ".", "..", "../esc", "a/b", "/abs", "a/", "line\nbreak", "tab\t", "\x1b[31m", "x" * 201, "\xe9" * 101],
+)
+def test_a_name_that_is_no_name_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    for overrides in ((), ("run.dir=elsewhere",)):
+        (problem,) = refused(tmp_path, f"run.name={toml_value(name)}", *overrides)
+        assert problem[0] == "run.name"
+
+
+@pytest.mark.parametrize("name", ["a", "a b", "\xe9", "..a", "a..", "-x", "x" * 200, "$(id)", "a\\b", "'\"", "{host}"])
+def test_any_other_name_is_a_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run.toml"
+    path.touch()
+    assert resolve_config(load(path, [f"run.name={toml_value(name)}"]), 1).config.run.dir == Path("runs") / name
+
+
+@pytest.mark.parametrize(
+    ("text", "is_empty"), [("", True), ("# run.seed = 1\n", True), ("[run]\n", True), ("run.seed = 0\n", False)]
+)
+def test_a_file_that_sets_nothing_is_known(tmp_path: Path, text: str, is_empty: bool) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert load(path, ["train.steps=1"]).sets_anything != is_empty

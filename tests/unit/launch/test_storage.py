@@ -1,0 +1,117 @@
+"""Containers of Slurm, permissions for buckets, and sizes of shared storage."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nxtrain.errors import ConfigError
+from nxtrain.launch.targets import clusters, storage
+from nxtrain.launch.targets.job import Options
+from nxtrain.launch.targets.slurm import container_options, enroot_uri
+from tests.support.launch_cases import CASES, ROOT
+from tests.unit.launch.test_targets import NASTY, in_bash, job
+
+IN_S3 = ("data.source=arrow", "data.path=s3://corpora/docs.arrow")
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("image", "uri"),
+    [
+        ("ubuntu:24.04", "ubuntu:24.04"),
+        ("nvidia/cuda:12.8.1", "nvidia/cuda:12.8.1"),
+        ("nvcr.io/nvidia/pytorch:25.01-py3", "nvcr.io#nvidia/pytorch:25.01-py3"),
+        ("localhost:5000/nxtrain", "localhost:5000#nxtrain"),
+        ("nvcr.io#nvidia/pytorch", "nvcr.io#nvidia/pytorch"),
+        ("/fsx/images/nxtrain.sqsh", "/fsx/images/nxtrain.sqsh"),
+        ("./nxtrain.sqsh", "./nxtrain.sqsh"),
+    ],
+)
+def test_enroot_separates_the_registry_by_a_hash(image: str, uri: str) -> None:
+    assert enroot_uri(image) == uri
+
+
+def test_options_of_a_container_are_words_of_their_own_whatever_the_texts(tmp_path: Path) -> None:
+    @settings(max_examples=25)
+    @given(NASTY, NASTY)
+    def check(image: str, mounts: str) -> None:
+        done = in_bash(f"printf '%s\\0' {container_options(image, mounts)}", folder=tmp_path, HOME="/root")
+        assert done.stdout.decode().split("\0")[:-1] == [
+            f"--container-image={enroot_uri(image)}",
+            f"--container-mounts={tmp_path}:{tmp_path},{mounts}",
+            f"--container-workdir={tmp_path}",
+        ]
+        assert list(tmp_path.iterdir()) == []
+
+    check()
+
+
+def test_a_job_runs_in_a_container_only_if_asked() -> None:
+    (text,) = CASES["slurm_container"].files().values()
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("srun")]
+    assert "--container-mounts=$PWD:$PWD,/fsx:/fsx" in shlex.split(line)
+    assert "container" not in "".join(CASES["slurm"].files().values())
+
+
+def allowed(policy: storage.Manifest, action: str, resource: str) -> bool:
+    """True if IAM allows an action: `*` and `?` are patterns, and `${*}` is an asterisk."""
+    for statement in policy["Statement"]:
+        patterns = [re.sub(r"\$\{([*?$])\}", r"[\1]", name) for name in statement["Resource"]]
+        matches = any(fnmatch.fnmatchcase(resource, pattern) for pattern in patterns)
+        if matches and action in statement["Action"]:
+            return True
+    return False
+
+
+@settings(max_examples=30)
+@given(prefix=st.text("ab*?$-_.", min_size=1), other=st.text("ab*?$-_.", min_size=1))
+def test_nodes_may_read_and_write_what_the_run_names_and_nothing_else(prefix: str, other: str) -> None:
+    config = job(f'checkpoint.mirror="s3://checkpoints/{prefix}"', *IN_S3).config
+    policy = storage.iam_policy(config)
+    inside, outside = (f"arn:aws:s3:::checkpoints/{key}/step" for key in (prefix, other))
+    assert allowed(policy, "s3:PutObject", inside)
+    assert allowed(policy, "s3:PutObject", outside) == (prefix == other)
+    assert allowed(policy, "s3:GetObject", "arn:aws:s3:::corpora/docs.arrow")
+    assert not allowed(policy, "s3:PutObject", "arn:aws:s3:::corpora/docs.arrow")
+    assert not allowed(policy, "s3:GetObject", "arn:aws:s3:::corpora/other.arrow")
+
+
+def test_a_run_without_buckets_gets_no_permission_and_one_with_many_gets_each_once() -> None:
+    assert storage.iam_policy(job().config) == {}
+    assert "S3Access" not in clusters.render_parallelcluster(job())
+    run = job("checkpoint.mirror=s3://corpora/run", *IN_S3)
+    assert storage.parallelcluster_access(run.config) == [{"BucketName": "corpora", "EnableWriteAccess": True}]
+
+
+def test_a_pattern_is_no_bucket() -> None:
+    with pytest.raises(ConfigError, match="is not the name of a bucket"):
+        clusters.render_eks(job("checkpoint.mirror=s3://*/run"))
+
+
+@pytest.mark.parametrize(("size", "fits"), [(1200, True), (2400, True), (4800, True), (57_600, True), (3600, False)])
+def test_sizes_are_those_of_fsx(size: int, fits: bool) -> None:
+    assert (storage.check_storage(size) == []) == fits
+
+
+def test_volumes_have_the_claim_of_the_runs_and_outlive_the_cluster() -> None:
+    files = clusters.render_eks(job(options=Options(claim="mine", storage_gib=57_600)))
+    for name in ("fsx-static.yaml", "fsx-dynamic.yaml", "efs.yaml"):
+        source, claim = yaml.safe_load_all(files[name])
+        assert claim["metadata"]["name"] == "mine"
+        assert claim["spec"]["resources"]["requests"]["storage"] == "57600Gi"
+        assert claim["spec"]["storageClassName"] == ("" if "static" in name else source["metadata"]["name"])
+        kept = source["spec"]["persistentVolumeReclaimPolicy"] if "static" in name else source["reclaimPolicy"]
+        assert kept == "Retain"
+    assert "DeletionPolicy: Retain" in clusters.render_parallelcluster(job())

@@ -1,0 +1,87 @@
+"""Standard output of each command with `--json`: one JSON document, whatever libraries and child processes print."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+import nxtrain
+from nxtrain.cli.main import app
+from nxtrain.cli.options import AsJson
+
+NOISY = """
+import ctypes, json, os, subprocess, sys
+from typer.main import get_command
+import nxtrain.cli.main as cli
+from nxtrain.process.document import write_document
+
+def noise():
+    libc = ctypes.CDLL(None)
+    print("of a library")
+    os.write(1, b"of a descriptor\\n")
+    libc.printf(b"of C, whose buffer is written at the exit\\n")
+    subprocess.run(["echo", "of a child"], check=True)
+    sys.__stdout__.write("of the first stream\\n")
+
+def command(as_json: cli.AsJson = False):
+    noise()
+    write_document({"caf\\u00e9": [1, None]})
+    noise()
+
+cli.app.command("noisy")(command)
+cli.main()
+"""
+
+
+def test_nothing_but_the_document_is_on_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    argv = [sys.executable, str(tmp_path / "noisy.py"), "noisy"]
+    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, timeout=100, check=True)
+    assert json.loads(done.stdout) == {"caf\xe9": [1, None]}
+    kinds = ("of a library", "of a descriptor", "of C,", "of a child", "of the first stream")
+    assert [done.stderr.count(kind) for kind in kinds] == [2] * len(kinds)
+    # Without the option the same noise is on standard output, so that the test can fail.
+    plain = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True)
+    assert [plain.stdout.count(kind) for kind in kinds] == [2] * len(kinds)
+
+
+def options(commands: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]]:
+    """Commands with `--json`, as words, and the annotation of the option."""
+    for command in commands.registered_commands:
+        assert command.callback is not None
+        for parameter in typer.utils.get_params_from_function(command.callback).values():
+            default = parameter.default
+            if "--json" in (getattr(default, "param_decls", None) or ()):
+                yield " ".join((*path, command.name or command.callback.__name__)), default
+    for group in commands.registered_groups:
+        assert group.typer_instance is not None
+        yield from options(group.typer_instance, (*path, str(group.name)))
+
+
+def test_every_json_option_reserves_standard_output() -> None:
+    found = dict(options(app))
+    assert {"eval", "generate", "plan", "doctor", "graphs", "report", "config show", "cache ls"} <= set(found)
+    assert len(found) > 15
+    shared = AsJson.__metadata__[0]  # type: ignore[attr-defined]
+    for command, option in found.items():
+        assert getattr(option, "callback", None) is shared.callback, command
+
+
+def test_every_document_goes_through_one_function() -> None:
+    """A command that prints JSON otherwise would print it to standard error."""
+    root = Path(nxtrain.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if '__name__ == "__main__"' in text:  # a program of its own, whose reader is a command
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Call) or any(each.arg == "file" for each in node.keywords):
+                continue
+            is_print = ast.unparse(node.func) in ("print", "typer.echo")
+            assert not (is_print and "json.dumps" in ast.unparse(node)), f"{file}: {ast.unparse(node)}"
