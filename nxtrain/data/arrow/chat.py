@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
 from jinja2.ext import Extension
@@ -43,7 +43,7 @@ _ANSWER = "\ufdd0"
 class GenerationBlocks(Extension):
     """Blocks `{% generation %}` of a template, which hold the answers; each gets a mark before its text."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares them so
 
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
