@@ -229,7 +229,7 @@ def test_a_manifest_that_cannot_be_read_ends_only_a_run_that_must_have_one(
 
 
 @pytest.mark.usefixtures("neuron")
-@pytest.mark.parametrize("environ", [{"LOCAL_RANK": "1"}, {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}])
+@pytest.mark.parametrize("environ", [{"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}])
 def test_other_ranks_and_extraction_are_left_alone(tmp_path: Path, environ: dict[str, str]) -> None:
     with watch_misses(run(tmp_path, "compile.on_miss=stop"), environ):
         assert not (tmp_path / "cache").exists()
