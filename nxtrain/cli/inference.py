@@ -74,17 +74,16 @@ def generate(
     )
     if not place.is_leader:
         return
-    _name_source(checkpoint, model, is_named=as_json)
     if as_json:
         content = [{**text.to_json(), "prompt": given} for given, text in zip(prompt, texts, strict=True)]
         write_document({"checkpoint": str(model.place), "step": model.step, "texts": content})
-        return
-    if streams:
+    elif streams:
         typer.echo()
     else:
         for number, text in enumerate(texts, 1):
             typer.echo(f"--- {number} of {len(texts)}\n{text.prompt}{text.text}")
-    if any(text.ending == "length" for text in texts):
+    _name_source(checkpoint, model, is_named=as_json)
+    if not as_json and any(text.ending == "length" for text in texts):
         limit, length = model.config.longest_sequence
         standard_error().print(f"stopped at the model's length: {limit}={length} tokens")
 

@@ -45,15 +45,20 @@ class AdaptedLayer:
     @property
     def width(self) -> int:
         """Columns between the two matrices of all adapters."""
-        return self.r * (len(self.segments) if self.is_column else 1)
+        return sum(rank.size for rank in self.ranks)
+
+    @property
+    def ranks(self) -> tuple[Segment, ...]:
+        """Rows of `lora_A`: r for each output of a column layer, which share their inputs; else r."""
+        names = [segment.name for segment in self.segments] if self.is_column else [""]
+        return tuple(Segment(name, self.r) for name in names)
 
     def specs(self) -> dict[str, ShardSpec]:
         """Both matrices; the one on the side of the whole features is replicated over tp."""
         outputs = sum(segment.size for segment in self.segments)
         a_shape, b_shape = (self.width, self.in_features), (outputs, self.r)
         if self.is_column:
-            ranks = tuple(Segment(segment.name, self.r) for segment in self.segments)
-            both = ShardSpec(a_shape, segments=ranks), ShardSpec(b_shape, dim=0, segments=self.segments)
+            both = ShardSpec(a_shape, segments=self.ranks), ShardSpec(b_shape, dim=0, segments=self.segments)
         else:
             both = ShardSpec(a_shape, dim=1), ShardSpec(b_shape)
         return {f"{self.name}.lora_A": both[0], f"{self.name}.lora_B": both[1]}

@@ -18,6 +18,7 @@ from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
 from nxtrain.errors import CheckpointError, DataError
 from nxtrain.run_folder import CHECKPOINTS_DIR
 from nxtrain.train.generate import Sampling
+from nxtrain.vocab import ID_MASK
 from tests.support.models import hf_model, plan
 from tests.support.runs import course, run_plan, token_file
 from tests.support.text_models import continued
@@ -77,7 +78,7 @@ class Runs:
     def ids(self, name: str = "run") -> list[int]:
         """Those that a run has prepared."""
         (file,) = (self.folder / name / "data").glob("train-*.npy")
-        return [int(number) for number in np.load(file)]
+        return [int(number) & ID_MASK for number in np.load(file)]
 
     def checkpoint(self, step: int, name: str = "run") -> Path:
         return directory.step_path(self.folder / name / CHECKPOINTS_DIR, step)

@@ -49,7 +49,7 @@ def traced(folder: Path) -> None:
     from nxtrain.config.check import Resolved
     from nxtrain.config.schema import RunConfig
     from nxtrain.family import find_family
-    from nxtrain.graphs.trace import trace
+    from nxtrain.graphs import trace as tracing
     from nxtrain.train import trainer
 
     family, found = find_family("llama"), {}
@@ -63,8 +63,9 @@ def traced(folder: Path) -> None:
         }
         plan = Resolved(RunConfig.model_validate(tables), family, family.config_type.model_validate(shape))
         steps = list[tuple[int, int]]()
-        with mock.patch.object(trainer, "update", counting(trainer.update, steps)):
-            trace(plan, of["world"], [0], steps=STEPS, hlo=None)
+        every = mock.patch.object(tracing, "few_micro_batches", lambda config, _: config.train)
+        with mock.patch.object(trainer, "update", counting(trainer.update, steps)), every:
+            tracing.trace(plan, of["world"], [0], steps=STEPS, hlo=None)
         found[name] = steps
     (folder / "calls.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -27,6 +27,7 @@ from tests.support.caches import COMPILER, add_done, add_locked, add_pending, co
 
 TINY = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
 LONG_S = 20.0
+SECOND_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def test_a_manifest_that_cannot_be_read_ends_only_a_run_that_must_have_one(
 
 
 @pytest.mark.usefixtures("neuron")
-@pytest.mark.parametrize("environ", [{"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}])
+@pytest.mark.parametrize("environ", [SECOND_RANK, {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}])
 def test_other_ranks_and_extraction_are_left_alone(tmp_path: Path, environ: dict[str, str]) -> None:
     with watch_misses(run(tmp_path, "compile.on_miss=stop"), environ):
         assert not (tmp_path / "cache").exists()
