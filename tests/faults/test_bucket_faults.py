@@ -7,13 +7,16 @@ some that the node does not have.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from nxtrain.data.arrow import prepared, streams
+from nxtrain.data import checksums
+from nxtrain.data.arrow import prepared, seal, streams, work
 from nxtrain.errors import DataError, StorageError
 from nxtrain.io import cached_object
 from nxtrain.launch.exit_codes import FINAL
@@ -27,6 +30,8 @@ __all__ = ["s3", "s3_variables"]
 
 STEPS, VOCABULARY, KEY = 12, 300, "c/o.arrow"
 ADDRESS = f"s3://{BUCKET}/{KEY}"
+SUMMED = (checksums, seal, work)
+"""Modules that know the bytes of a checksum, each of which is of a block that a run reads as a whole."""
 
 
 def in_small_blocks() -> None:
@@ -37,6 +42,7 @@ def in_small_blocks() -> None:
         (cached_object, "_RESERVE_BYTES"): 0,
     }
     small |= {(prepared, "_METADATA_BYTES"): 512, (streams, "_PERMUTED"): 2, (streams, "_GROUP_BYTES"): 100}
+    small |= {(module, "BLOCK_BYTES"): 256 for module in SUMMED}
     for (module, name), value in small.items():
         vars(module)[name] = value
 
@@ -46,7 +52,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus on a disk beside its tokenizer."""
     folder = tmp_path_factory.mktemp("corpus")
     write_tokenizer(folder / "tokenizer", VOCABULARY)
-    prepare(write_corpus(folder / "src", "a.jsonl", documents(400)), out=folder / "o.arrow")
+    source = write_corpus(folder / "src", "a.jsonl", documents(400))
+    with ExitStack() as stack:
+        for module in SUMMED:
+            stack.enter_context(mock.patch.object(module, "BLOCK_BYTES", 256))
+        prepare(source, out=folder / "o.arrow")
     return folder / "o.arrow"
 
 

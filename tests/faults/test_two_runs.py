@@ -9,6 +9,7 @@ from typing import Any
 
 from nxtrain.errors import BackendError
 from nxtrain.testing.fault_points import VARIABLE
+from tests.support.command_ranks import until
 from tests.support.commands import start, train, write_config
 from tests.support.runs import course
 
@@ -22,6 +23,8 @@ def test_the_second_is_refused_while_the_first_lives(tmp_path: Path, straight: l
         while len(course(tmp_path / "run") if (tmp_path / "run/metrics.jsonl").exists() else []) < 6:
             assert first.is_alive()
             time.sleep(0.05)
+        verified = tmp_path / "run/checkpoints/step-00000004/verified"
+        until(verified.exists, 60.0, lambda: "the first run verifies its checkpoint behind its steps")
         before = {path: path.read_bytes() for path in (tmp_path / "run").glob("checkpoints/*/*")}
         code, told = train(tmp_path)
         assert code == BackendError.exit_code, told
