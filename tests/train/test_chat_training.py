@@ -18,7 +18,7 @@ from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LocalLanes, StreamLoader, Streams
 from nxtrain.run_folder import METRICS_FILE
-from tests.support.commands import in_process
+from tests.support.commands import command, in_process, write_config
 from tests.support.conversations import (
     FAMILIES,
     VOCABULARY,
@@ -29,6 +29,7 @@ from tests.support.conversations import (
     write_family,
     write_talks,
 )
+from tests.support.corpora import write_tokenizer
 from tests.support.models import hf_model, plan
 
 SEQ_LEN, GLOBAL_BATCH, STEPS = 192, 2, 3
@@ -100,3 +101,12 @@ def test_losses_and_norms_are_those_of_whole_conversations(tmp_path: Path, famil
         assert line["loss"] == pytest.approx(loss.item(), rel=2e-6)
         assert line["grad_norm"] == pytest.approx(float(nn.utils.get_total_norm(grads)), rel=1e-5)
     assert len(lines) == STEPS
+
+
+def test_a_run_on_token_files_says_which_id_ends_documents(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", 300)
+    file = write_config(tmp_path, steps=1)
+    given = (f"data.tokenizer={tokenizer}", "model.config.vocab_size=300")
+    code, told = command(tmp_path, "train", file, "data.doc_mask=true", *given)
+    assert code == 0, told
+    assert "token files mark no documents, so that each id 0 (<|endoftext|>) ends one" in " ".join(told.split())
