@@ -34,8 +34,7 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
     if data.tokenizer_origin:
         context.print_line(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")
     if config.data.doc_mask and config.data.source == "tokens":
-        end = f"{data.end_id} ({data.end_of_text})"
-        context.print_line(f"data.doc_mask: token files mark no documents, so that each id {end} ends one")
+        context.print_line(f"data.doc_mask: token files mark no documents, so that each id {data.end_id} ends one")
     if data.skipped:
         context.print_line(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
     return data
