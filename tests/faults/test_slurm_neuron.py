@@ -49,7 +49,7 @@ def test_one_line_compiles_runs_is_preempted_and_resumes(
     for name, value in {**machine, "SLURM_CONF": cluster.environ["SLURM_CONF"], "PATH": path}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    line = ("launch", "config.toml", "run.name=x$(touch owned)\n#SBATCH --nodes=3", "compile.on_miss=stop")
+    line = ("launch", "config.toml", "run.name=x$(touch owned) #SBATCH --nodes=3", "compile.on_miss=stop")
     done = subprocess.run(
         [sys.executable, "-m", "nxtrain", *line, "--target=slurm"],
         capture_output=True,
