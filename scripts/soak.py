@@ -1,7 +1,7 @@
 """Break runs every few seconds, in ways drawn from seeds, and prove that nobody can tell: `python scripts/soak.py 1 2`.
 
-Exit code 0 if each run was, bit for bit, the one that nothing befell, and its goodput at most ten points below what the
-model gives for its failures and checkpoints; else what differs.
+Exit code 0 if each run on CPUs was, bit for bit, the one that nothing befell, and its goodput at most ten points below
+what the model gives for its failures and checkpoints; else what differs.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_torch
 from nxtrain.distributed.collectives import Collectives, Pending
-from nxtrain.errors import BackendError, ConfigError, Problem
+from nxtrain.errors import BackendError
 from nxtrain.mesh import Axis, Mesh
 from nxtrain.process.greetings import without_greetings
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from nxtrain.backends.kernel_base import Kernels
-    from nxtrain.config.schema import RunConfig
     from nxtrain.distributed.heartbeats import HeartbeatStore
     from nxtrain.sharding import Init, Segment, ShardSpec
 
@@ -67,31 +67,6 @@ class DeviceEvent(Protocol):
     def elapsed_time(self, end_event: DeviceEvent) -> float:
         """Milliseconds from this event to a later one, both reached."""
         ...
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Shape of one rank's attention in each block.
-
-    Args:
-        micro_batch: Sequences in a micro-batch.
-        seq_len: Tokens per sequence.
-        num_heads: Query heads of this rank.
-        head_size: Width of a head.
-        params: `fp32` or `bf16`, type of queries, keys and values.
-    """
-
-    micro_batch: int
-    seq_len: int
-    num_heads: int
-    head_size: int
-    params: str
-
-    @staticmethod
-    def of(config: RunConfig, num_heads: int, head_size: int) -> AttentionShape:
-        """Attention shape of a run, whose model has so many query heads of a size."""
-        train, params = config.train, config.precision.params
-        return AttentionShape(train.micro_batch, train.seq_len, num_heads // config.parallel.tp, head_size, params)
 
 
 class LayerSet(ABC):
@@ -202,6 +177,7 @@ class Backend(ABC):
         host_group: Group of all ranks that carries host objects; None: torch's default group.
         binding: Binding to a vendor's library.
         allow_unverified: Allow releases of a vendor's library that nxtrain is not verified with.
+        attention: Chosen implementation of attention; None: the device has one only, or none is chosen yet.
     """
 
     name: str
@@ -220,6 +196,7 @@ class Backend(ABC):
     host_group: ProcessGroup | None = None
     binding: Binding = Binding()
     allow_unverified: bool = False
+    attention: Attention | None = None
 
     @abstractmethod
     def __init__(self, *, hang_timeout_s: float = 1800.0, torch_compile: bool = False) -> None:
@@ -332,11 +309,7 @@ class Backend(ABC):
         Raises:
             ConfigError: The wanted implementation cannot run.
         """
-        if wanted == "flash":
-            reason = (
-                f"flash is a kernel of backend.name=neuron and neuron-native; {self.name} has torch's attention only"
-            )
-            raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
+        self.attention = choose_torch(self.name, wanted, shape)
 
     def choose_rounding(self, update: str, wanted: str) -> None:
         """Choose the random bits of stochastic rounding; called once, before a model is built.
@@ -354,7 +327,11 @@ class Backend(ABC):
 
     def notes(self) -> tuple[str, ...]:
         """Lines for people about this backend's choices for the run, each with its reason."""
-        return ()
+        return (str(self.attention),) if self.attention else ()
+
+    def bf16_warning(self) -> str:
+        """Warning for a run whose products are in bf16, on a device without them; empty if the device has them."""
+        return ""
 
     def peak_flops(self) -> float | None:
         """Dense bfloat16 operations per second of one device, by its maker's figures; None if unknown."""

@@ -82,7 +82,7 @@ class CpuBackend(C10dBackend):
         self._shared.unshare()  # after a failure, too: other ranks then know at once that this one is gone
 
     def notes(self) -> tuple[str, ...]:
-        return tuple(self._notes.values())
+        return (*self._notes.values(), *super().notes())
 
     def put(self, x: Tensor) -> Tensor:
         return x

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import DeviceEvent, Support
 from nxtrain.backends.c10d import AcceleratorBackend
+from nxtrain.backends.capability import bf16_warning
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.kernel_base import Rows
 from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
@@ -85,6 +86,9 @@ class CudaBackend(AcceleratorBackend):
 
     def put(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.device, non_blocking=True)
+
+    def bf16_warning(self) -> str:
+        return bf16_warning(torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device))
 
     def peak_flops(self) -> float | None:
         name = torch.cuda.get_device_name(self.device)

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_attention import blocked_attention
+from nxtrain.backends.document_attention import masked_attention
 from nxtrain.backends.kernel_base import Rows
 from nxtrain.backends.kernels import FusedKernels, row_tiles, sdpa
 from nxtrain.bench.live_bytes import LiveBytes
@@ -91,6 +92,14 @@ class _Kernels(FusedKernels):
             with sdpa_kernel(SDPBackend.MATH):
                 return sdpa(q, k, v)
         return sdpa(q, k, v, grouped=self._attention == "grouped")
+
+    def document_attention(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        if self._attention == "masked":
+            return masked_attention(q, k, v, starts)
+        if self._attention == "scores":
+            with sdpa_kernel(SDPBackend.MATH):
+                return masked_attention(q, k, v, starts)
+        return self.attention(q, k, v)  # a call for each document needs no more than one for the row
 
 
 class _Collectives(C10dCollectives):
@@ -199,7 +208,7 @@ def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
     train = resolved.config.train
     num_micro = train.global_batch // (train.micro_batch * mesh.dp_size)
     tokens = torch.zeros(num_micro, train.micro_batch, train.seq_len, dtype=torch.int64)
-    batch = DeviceBatch.of(tokens, tokens, backend.put)
+    batch = DeviceBatch.of(tokens, tokens, backend.put, tokens if resolved.config.data.doc_mask else None)
     with LiveBytes([*parameters, *kept, *state.model.buffers()]) as step:
         train_step(state, batch, 1e-3)
     held = {x.untyped_storage()._cdata for x in parameters}

@@ -10,6 +10,7 @@ from typing import Any
 from nxtrain.backends.neuron.hardware import PRODUCT_NAME, SYS
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
+from nxtrain.doctor.choices import check_choices
 from nxtrain.doctor.collectives import World, check_collectives
 from nxtrain.doctor.devices import check_devices
 from nxtrain.doctor.finding import Finding, Host, ToolError, fault
@@ -52,6 +53,8 @@ def examine(
         yield from _guarded("cache", lambda: [check_cache(config.compile)])
     yield from _guarded("ports", lambda: [check_port(host, PORT, needs_all=loaded is not None)])
     yield from _guarded("packages", lambda: check_packages(machine))
+    if loaded is not None:
+        yield from check_choices(host, config, machine)
     if collectives:
         yield from _guarded("collectives", lambda: check_collectives(host, machine, world))
 

@@ -96,7 +96,7 @@ def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
             _, devices = held.setdefault(int(pid), (command, []))
             devices.append(index_of[uuid])
         ecc = tuple((index, int(errors)) for index, _, errors in rows if errors.isdecimal())  # else [N/A]
-    except (ValueError, KeyError) as error:
+    except (csv.Error, ValueError, KeyError) as error:
         raise OutputError(f"nvidia-smi printed another table: {error!r}") from error
     numbers = tuple(index for index, _, _ in rows)
     return Devices(numbers, len(rows), _holders(held), rows[0][1] if rows else "", ecc)
@@ -107,7 +107,9 @@ def _holders(held: dict[int, tuple[str, list[int]]]) -> tuple[Holder, ...]:
 
 
 def _lines(text: str) -> list[list[str]]:
-    return [[field.strip() for field in row] for row in csv.reader(text.splitlines(), skipinitialspace=True) if row]
+    # Line by line, since a stray quotation mark would hide the line after it.
+    rows = (row for line in text.splitlines() for row in csv.reader([line], skipinitialspace=True, strict=True))
+    return [[field.strip() for field in row] for row in rows if row]
 
 
 def parse_fi_info(text: str) -> tuple[str, ...]:

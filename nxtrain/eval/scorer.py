@@ -1,8 +1,8 @@
 """Scores of a model of ours: log-likelihoods of continuations and of whole texts, and texts continued to a stop.
 
 Rows of tokens are sorted by length and read in batches, whose logits have a bounded size. Whole batches are divided
-over the data parallel ranks, so that a row has the same neighbours, and bit for bit the same score, for any number of
-them. Tensor parallel ranks share a model, and all of them have the scores.
+over the data parallel ranks, so that a row has the same neighbours for any number of them. On CPUs the score is then
+the same, bit for bit. Tensor parallel ranks share a model, and all of them have the scores.
 """
 
 from __future__ import annotations

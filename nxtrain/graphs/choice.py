@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from nxtrain.backends import choose_layers
+from nxtrain.backends.attention_choice import Attention
 from nxtrain.backends.neuron.hardware import INSTANCES, Instance
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, Package, SdkVersion, detect, installed, unverified_notes
 from nxtrain.config.schema import RunConfig
-from nxtrain.launch.neuron import attention_of, machine_of
+from nxtrain.launch.neuron import announced_attention, attention_of, machine_of
 
 TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain"}
 """Choices that can be traced on any machine, by key."""
@@ -92,7 +94,9 @@ def choose(config: RunConfig) -> Choices:
     if name != "neuron":
         if config.backend.layers == "nxd":
             stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} for tests alone"))
-        return Choices("native", ASSUMED, tuple(stand_ins))
+        if config.data.doc_mask and (attention := announced_attention(config, name, os.environ)):
+            _note_attention(attention, config.backend.attention, name, stand_ins, notes)
+        return Choices("native", ASSUMED, tuple(stand_ins), tuple(notes))
     known = machine_of(config)
     if known is None:
         notes.append(f"{ASSUMED.name} is assumed; cluster.instance names the instance of a run")
@@ -158,9 +162,13 @@ def _attention(config: RunConfig, machine: _Machine, stand_ins: list[StandIn], n
     found = attention_of(config, instance, machine.sdk, machine.distributed)
     if found is None:
         return False
-    if found.flash:
-        reason = f"flash on {instance.name}, by {found.reason}; NKI kernels are traced by AWS's compiler alone"
+    _note_attention(found, configured, instance.name, stand_ins, notes)
+    return found.is_flash
+
+
+def _note_attention(found: Attention, configured: str, where: str, stand_ins: list[StandIn], notes: list[str]) -> None:
+    if found.is_flash:
+        reason = f"flash on {where}, by {found.reason}; NKI kernels are traced by AWS's compiler alone"
         stand_ins.append(StandIn("backend.attention", configured, "flash", reason))
     elif configured == "auto":
-        notes.append(f"backend.attention=auto is plain on {instance.name}: {found.reason}")
-    return found.flash
+        notes.append(f"backend.attention=auto is {found.kind} on {where}: {found.reason}")

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nxtrain.backends.base import AttentionShape
+from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_torch
 from nxtrain.backends.neuron import torchneuron, torchneuron_names
-from nxtrain.backends.neuron.attention import Attention, choose
+from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
+from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
 from nxtrain.config.cache_dir import cache_folder, lock_folder
 from nxtrain.config.check import family_of, resolve_model
@@ -91,7 +92,7 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
         try:
             if attention := attention_of(config, instance, sdk or RECOMMENDED, installed("neuronx-distributed")):
                 about.insert(0, str(attention))
-                flash = attention.flash
+                flash = attention.is_flash
         except ConfigError as error:
             problems += error.problems
         environment = neuron_environment(config, instance, sdk or RECOMMENDED, flash=flash)
@@ -185,19 +186,40 @@ def machine_of(config: RunConfig) -> Instance | None:
 
 
 def attention_of(
-    config: RunConfig, instance: Instance, sdk: SdkVersion, distributed: Package | None
+    config: RunConfig, instance: Instance | None, sdk: SdkVersion | None, distributed: Package | None
 ) -> Attention | None:
     """Attention that ranks on an instance choose; None if the model's configuration is wrong.
 
     Raises:
         ConfigError: The configured attention is not available.
     """
+    shape, chosen = _shape_of(config), config.backend
+    if shape is None:
+        return None
+    return choose(chosen.attention, shape, instance, sdk, distributed, allow_unverified=chosen.allow_unverified)
+
+
+def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, str]) -> Attention | None:
+    """Attention that a run on a backend of this machine announces; None: it announces none, or its model is wrong.
+
+    Raises:
+        ConfigError: The configured attention is not available.
+    """
+    shape, wanted = _shape_of(config), config.backend.attention
+    if shape is None:
+        return None
+    if backend == "neuron":
+        return attention_of(config, machine_of(config), detect(), installed("neuronx-distributed"))
+    if backend == "neuron-native":
+        return choose_native(wanted, shape, switched_off=environ.get(SWITCH) == "0")
+    return choose_torch(backend, wanted, shape)
+
+
+def _shape_of(config: RunConfig) -> AttentionShape | None:
     try:
-        shape = AttentionShape.of(config, *family_of(config).heads(resolve_model(config)))
+        return AttentionShape.of(config, *family_of(config).heads(resolve_model(config)))
     except ConfigError:  # the check of the configuration reports errors of the model
         return None
-    chosen = config.backend
-    return choose(chosen.attention, shape, instance, sdk, distributed, allow_unverified=chosen.allow_unverified)
 
 
 def _named(instance: Instance | None) -> str:

@@ -114,12 +114,12 @@ def _attention_bytes(job: Job, *, recomputed: bool) -> int:
     repeats = job.local_heads // job.local_kv_heads
     fused, normed = job.config.model.fused_qkv, job.decoder.head_norms
     rotated, value = queries + keys, (queries + 2 * keys if fused else keys)
-    if recomputed or job.attention != "fused" or 1 in (repeats, job.local_kv_heads):  # one K/V head is a view
+    if recomputed or not job.repeats_heads or 1 in (repeats, job.local_kv_heads):  # one K/V head is a view
         inputs = rotated + value + (rotated if normed and not fused else 0)
     else:  # repeated K/V heads are kept; of the given ones only the queries, and what they share a tensor with
         inputs = (rotated if fused and not normed else queries) + 2 * queries
         inputs += (value if fused else rotated) if normed else 0
-    kernel_keeps = not recomputed and job.attention in ("fused", "grouped")
+    kernel_keeps = not recomputed and job.attention in ("fused", "grouped", "masked")
     out = _input_bytes(job, ATTENTION_OUT, _out_bytes(job), kept_anyway=kernel_keeps)
     kept = inputs * tokens * size + out
     kept += (job.local_heads + job.local_kv_heads) * tokens * FLOAT if normed else 0
@@ -141,7 +141,13 @@ def _core_bytes(job: Job) -> int:
         return heads * sum(row * end for row, end in zip(rows, ends, strict=True)) * job.params_size
     if job.attention == "scores":  # probabilities, and the masked scores from which a compiler may not free them
         return 2 * heads * train.seq_len**2 * job.params_size
-    return heads * train.seq_len * FLOAT  # logarithm of each row's sum
+    return heads * train.seq_len * FLOAT + _mask_bytes(job)  # logarithm of each row's sum
+
+
+def _mask_bytes(job: Job) -> int:
+    """Bytes of the mask of documents that a fused kernel gets, as numbers that it adds to the scores."""
+    train = job.config.train
+    return train.micro_batch * train.seq_len**2 * job.params_size if job.attention == "masked" else 0
 
 
 def _mlp_bytes(job: Job) -> int:
@@ -214,7 +220,7 @@ def forward_working_bytes(job: Job) -> int:
     if job.attention == "blocked":  # keys in float32, scores before and after softmax, and copies with the heads first
         copies = (queries + 2 * keys) * size if train.micro_batch > 1 else 0  # of one sequence these are views
         attention += (copies + keys * FLOAT) * tokens + 2 * heads * rows * train.seq_len * FLOAT
-    elif job.attention == "fused" and job.local_heads > job.local_kv_heads > 1:
+    elif job.repeats_heads and job.local_heads > job.local_kv_heads > 1:
         attention += 2 * queries * tokens * size
     elif job.attention == "scores":
         attention += heads * train.seq_len**2 * FLOAT
@@ -248,7 +254,7 @@ def attention_work_bytes(job: Job) -> int:
         return scores + job.micro_tokens * (2 * queries * size + (4 if narrow else 2) * keys * FLOAT)
     if job.attention == "scores":
         return heads * train.seq_len**2 * (FLOAT + size)
-    return job.micro_tokens * (2 * queries + 2 * (queries if job.attention == "fused" else keys)) * size
+    return job.micro_tokens * (2 * queries + 2 * (queries if job.repeats_heads else keys)) * size
 
 
 @once_per_job

@@ -15,9 +15,10 @@ from nxtrain.plan.hardware import Machine
 from nxtrain.plan.shapes import Entries, Stage, stage_entries, stage_kinds, stage_parts
 from nxtrain.stages import StagePart
 
-Attention = Literal["blocked", "fused", "grouped", "scores"]
+Attention = Literal["blocked", "fused", "grouped", "masked", "scores"]
 """Implementation of attention: `backends/cpu_attention.py`, torch's fused kernel with repeated K/V heads or with
-grouped ones (`backends/kernels.py:sdpa`; NKI's flash kernel keeps the same tensors), or products with kept scores."""
+grouped ones (`backends/kernels.py:sdpa`; NKI's flash kernel keeps the same tensors), a fused kernel with a mask of
+documents and repeated K/V heads (`backends/document_attention.py:masked_attention`), or products with kept scores."""
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number."""
@@ -136,15 +137,23 @@ class Job:
     def attention(self) -> Attention:
         """Implementation of attention on this backend."""
         name, train = self.config.backend.name, self.config.train
+        has_documents = self.config.data.doc_mask
         if name == "cpu":
+            if has_documents and self.config.compile.torch_compile:
+                return "masked"
             return "blocked" if self._is_short() else "fused"
-        if name == "xla":
+        if name == "xla" or (has_documents and self.is_trainium):
             return "scores"
         if not self.is_lazy:
-            return "grouped"
+            return "masked" if has_documents else "grouped"
         fits = train.seq_len % SEQUENCE_TILE == 0 and self.decoder.head_size <= MAX_HEAD_SIZE
         flash = fits and self.config.backend.attention != "plain" and self.config.precision.params == "bf16"
         return "grouped" if flash else "scores"
+
+    @property
+    def repeats_heads(self) -> bool:
+        """True if attention gets a copy of a K/V head for each query head that the head serves."""
+        return self.attention in ("fused", "masked")
 
     def _is_short(self) -> bool:
         """As `backends/cpu_attention.py:is_short`, whose module needs torch."""

@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.plan.job import Job
 from nxtrain.plan.predict import Prediction
 from nxtrain.plan.search import Found
 
@@ -63,6 +65,8 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         ("constants", "", time.basis),
         ("bubble", f"{time.bubble:.1%}", "share of the pipeline's time"),
     ]
+    if found.job.config.data.doc_mask:
+        rows.append(("attention", found.job.attention, _attention_cost(found.job)))
     rows += [
         (f"{t.axis} traffic", f"{t.bytes / 1e9:,.2f} GB", f"{duration(t.seconds)} by {t.link}, {t.hidden:.0%} hidden")
         for t in time.traffic
@@ -81,6 +85,14 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     if graphs["graphs"]:
         rows.append(("graphs", str(graphs["graphs"]), f"{graphs['host_bytes'] / GIB:,.0f} GiB of host to compile"))
     return rows
+
+
+def _attention_cost(job: Job) -> str:
+    """Cost of the attention that `data.doc_mask=true` gives a run, in words."""
+    if job.attention not in ("masked", "scores"):
+        return "data.doc_mask=true: a call for each document, planned as one for the row"
+    shape = AttentionShape.of(job.config, job.decoder.num_heads, job.decoder.head_size)
+    return f"data.doc_mask=true. {shape.mask_cost if job.attention == 'masked' else shape.scores_cost}"
 
 
 def _with_failures(days: float | None) -> str:

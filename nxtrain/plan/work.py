@@ -19,7 +19,7 @@ class Work(NamedTuple):
 
     Args:
         products: Operations of matrix products, over all tensor parallel ranks.
-        attention: Operations of causal attention, over all tensor parallel ranks.
+        attention: Operations of attention, over all tensor parallel ranks.
         moved: Bytes that a rank reads and writes between products, each operand and each result once.
     """
 
@@ -31,8 +31,9 @@ class Work(NamedTuple):
 def passes(job: Job, num_blocks: int, *, has_head: bool) -> tuple[Work, Work]:
     """Work of a part's forward and backward pass for a micro-batch, recomputation included."""
     per_token, tokens = costs(job.decoder, job.config.train.seq_len), job.micro_tokens
-    attention = attention_flops(job) * num_blocks
-    matrices, head = per_token.block * num_blocks - attention, per_token.head if has_head else 0
+    attention = computed_attention_flops(job) * num_blocks
+    matrices = (per_token.block - attention_flops(job)) * num_blocks
+    head = per_token.head if has_head else 0
     adapters, moved = 2 * adapter_params(job) * num_blocks, _moved_bytes(job) * num_blocks
     logits = _moved_by_logits(job) if has_head else 0
     backward = 2 * (matrices + head) if job.adapters is None else matrices + head + 2 * adapters
@@ -60,6 +61,11 @@ def _moved_by_logits(job: Job) -> int:
     """Bytes that the loss moves: logits in the type of the model and in float32, and their gradient."""
     rows = -(-job.decoder.vocab_size // job.config.parallel.tp)
     return job.micro_tokens * rows * (3 * job.params_size + 3 * SIZES["fp32"])
+
+
+def computed_attention_flops(job: Job) -> int:
+    """Operations of attention as its kernel computes it, per token and block: with a mask, those of all scores."""
+    return attention_flops(job) * (2 if job.attention == "masked" else 1)
 
 
 def attention_flops(job: Job) -> int:

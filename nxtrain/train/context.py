@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nxtrain.backends.base import AttentionShape, Backend
+from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.distributed.agreement import Ranks

@@ -295,6 +295,8 @@ def _announce(context: RunContext, reason: str) -> None:
     context.print_line(f"backend {backend.name} ({reason}); {mesh.world} ranks: {degrees}")
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
         context.print_line(note)
+    if context.config.precision.params == "bf16" and (warning := backend.bf16_warning()):
+        context.print_line(warning)
 
 
 def _announce_start(context: RunContext, data: Data, meta: Meta) -> None:

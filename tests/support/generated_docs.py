@@ -82,9 +82,10 @@ def layers() -> str:
 
 def releases() -> str:
     """Table of the packages of each release of the Neuron SDK, with the command that installs them."""
-    lines = ["", "| SDK | torch | torch-neuronx | neuronx-cc | NxD |", "|---|---|---|---|---|"]
+    lines = ["", "| SDK | Python | torch | torch-neuronx | neuronx-cc | NxD |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {sdk} | 2.9.0 | 2.9.0.{found.torch_neuronx} | {found.neuronx_cc} | {found.neuronx_distributed} |"
+        f"| {sdk} | {' to '.join(found.python)} | 2.9.0 | 2.9.0.{found.torch_neuronx} | {found.neuronx_cc} "
+        f"| {found.neuronx_distributed} |"
         for sdk, found in RELEASES.items()
     ]
     lines += ["", "```text", install_command().partition(": ")[2], "```", ""]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.backends.base import AttentionShape, Backend
+from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.backends.base import Backend
 from nxtrain.backends.neuron.backend import NeuronKernels
 from tests.support import nki_kernels, nxd_cpu
 

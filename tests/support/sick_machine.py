@@ -106,6 +106,7 @@ def trainium(folder: Path) -> Machine:
 
 SMI = """#!/bin/sh
 case "$1" in
+--query-gpu=name,compute_cap) echo "{capabilities}" ;;
 --query-gpu=index,uuid) for i in 0 1 2 3 4 5 6 7; do echo "$i, GPU-$i"; done ;;
 --query-gpu=*) for i in {present}; do echo "$i, 570.133.20, {ecc}"; done ;;
 *) printf '%s' '{processes}' ;;
@@ -113,12 +114,18 @@ esac
 """
 
 
-def gpus(folder: Path, present: str = "0 1 2 3 4 5 6 7", ecc: str = "0", processes: str = "") -> Machine:
+def gpus(
+    folder: Path,
+    present: str = "0 1 2 3 4 5 6 7",
+    ecc: str = "0",
+    processes: str = "",
+    capabilities: str = "NVIDIA H100 80GB HBM3, 9.0",
+) -> Machine:
     """A p5.48xlarge."""
     machine = Machine(folder)
     machine.file("/sys/devices/virtual/dmi/id/product_name", "p5.48xlarge\n")
     machine.program("nvidia-smi", "")
-    text = SMI.format(present=present, ecc=ecc, processes=processes)
+    text = SMI.format(present=present, ecc=ecc, processes=processes, capabilities=capabilities)
     (machine.bin / "nvidia-smi").write_text(text, encoding="ascii")
     machine.program("fi_info", fi_info(32))
     return machine

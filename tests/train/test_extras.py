@@ -123,8 +123,10 @@ def test_packages_of_aws_are_those_of_one_release() -> None:
         f"neuronx-cc=={release.neuronx_cc}.*",
         f"neuronx-distributed=={release.neuronx_distributed}.*",
     } < set(EXTRAS["neuron"])
+    assert (TABLE["neuron"][0][0], TABLE["neuron"][0][-1]) == release.python
     newest = torchneuron.TORCH[-1]
-    assert {f"torch=={newest}.*", f"torch-neuronx=={newest}.3.0.*"} < set(EXTRAS["neuron-native"])
+    assert {f"torch=={torchneuron.PINNED_TORCH}", f"torch-neuronx=={newest}.3.0.*"} < set(EXTRAS["neuron-native"])
+    assert torchneuron.PINNED_TORCH.startswith(f"{newest}.")
     assert TABLE["neuron-native"][0][0] == ".".join(map(str, torchneuron.PYTHON))
 
 

@@ -9,12 +9,10 @@ src/nki_samples/reference/attention.py in https://github.com/aws-neuron/nki-samp
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from nxtrain.backends.base import AttentionShape
+from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_by
 from nxtrain.backends.neuron.hardware import Instance
 from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverified
-from nxtrain.errors import ConfigError, Problem
 
 SEQUENCE_TILE = 2048
 """Tokens of a tile of the kernel; sequences are multiples of it."""
@@ -27,25 +25,6 @@ LAST_SDK = SdkVersion(2, 29)
 
 Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://github.com/aws-neuron/aws-neuron-sdk.
 """
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Implementation of attention.
-
-    Args:
-        flash: The flash kernel is used.
-        reason: Reason of the choice.
-        lnc: Physical cores that share the kernel's work.
-    """
-
-    flash: bool
-    reason: str
-    lnc: int = 1
-
-    def __str__(self) -> str:
-        """Line for people."""
-        return f"{'flash' if self.flash else 'plain'} attention: {self.reason}"
 
 
 def choose(
@@ -70,18 +49,10 @@ def choose(
     Raises:
         ConfigError: The flash kernel is wanted and cannot run.
     """
-    if wanted == "plain":
-        return Attention(False, f"as backend.attention=plain asks; {scores_cost(shape)}")
     obstacles = [*_lacking(instance, sdk, distributed, allow_unverified), *_misfits(shape, instance)]
-    if not obstacles:
-        assert instance is not None
-        assert distributed is not None
-        reason = f"NKI's kernel of neuronx-distributed {distributed.version}, Neuron SDK {sdk}"
-        return Attention(True, reason, instance.physical_cores)
-    if wanted == "flash":
-        reason = f"flash cannot be had: {'; '.join(obstacles)}"
-        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
-    return Attention(False, f"{'; '.join(obstacles)}. {scores_cost(shape)}")
+    version, cores = (distributed.version if distributed else ""), (instance.physical_cores if instance else 1)
+    flash = Attention("flash", f"NKI's kernel of neuronx-distributed {version}, Neuron SDK {sdk}", cores)
+    return choose_by(wanted, shape, obstacles, flash, "NKI's kernel")
 
 
 def _lacking(
@@ -112,10 +83,3 @@ def _misfits(shape: AttentionShape, instance: Instance | None) -> Iterator[str]:
     if instance is not None and shape.num_heads % instance.physical_cores:
         cores = instance.physical_cores
         yield f"{shape.num_heads} query heads per rank do not divide over the {cores} physical cores of a logical one"
-
-
-def scores_cost(shape: AttentionShape) -> str:
-    """Sentence with the memory of the scores that plain attention computes."""
-    size = 2 if shape.params == "bf16" else 4
-    mib = shape.micro_batch * shape.num_heads * shape.seq_len**2 * size / 2**20
-    return f"Each block's scores take {mib:,.0f} MiB (micro_batch x heads per rank x seq_len^2 x {size} bytes)"

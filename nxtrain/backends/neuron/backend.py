@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from nxtrain.backends.base import AttentionShape, Support, fetched_names
+from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.backends.base import Support, fetched_names
 from nxtrain.backends.neuron import sdk
-from nxtrain.backends.neuron.attention import Attention, choose
+from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.rounding import RoundingKey
@@ -75,7 +76,6 @@ class NeuronBackend(XlaBackend):
     """
 
     name = "neuron"
-    _attention: Attention | None = None
 
     def __init__(
         self,
@@ -110,14 +110,13 @@ class NeuronBackend(XlaBackend):
             sdk.installed("neuronx-distributed"),
             allow_unverified=self.allow_unverified,
         )
-        function = load() if found.flash else None
+        function = load() if found.is_flash else None
         self.kernels = NeuronKernels(rounds=self._rounds, flash=function, lnc=found.lnc)
-        self._attention = found
+        self.attention = found
 
     def notes(self) -> tuple[str, ...]:
-        if self._attention is None:
-            return ()
-        return (str(self._attention), *(sdk.unverified_notes() if self._attention.flash else ()))
+        is_flash = self.attention is not None and self.attention.is_flash
+        return (*super().notes(), *(sdk.unverified_notes() if is_flash else ()))
 
     def peak_flops(self) -> float | None:
         instance = this_machine()

@@ -121,7 +121,7 @@ def chip_kind(name: str) -> str:
 
 
 def _described(root: Path, product: str) -> Instance | None:
-    """Instance that the driver's files describe, such as a Trn3, whose instance types AWS's pages do not name."""
+    """Instance that the driver's files describe, such as a Trn3: AWS names the family `Trn3pds`, and no sizes."""
     chips = len(list((root / CHIPS).glob("neuron[0-9]*")))
     said = _read(root / CHIPS / "neuron0/info/architecture/instance_type")
     kind = chip_kind(product) or chip_kind(said)

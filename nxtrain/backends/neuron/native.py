@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.base import AttentionShape, Support, fetched_names
+from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.backends.base import Support, fetched_names
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.neuron import torchneuron
-from nxtrain.backends.neuron.attention import Attention
 from nxtrain.backends.neuron.hardware import INSTANCES, chip_kind, this_machine
 from nxtrain.backends.neuron.mesh_collectives import MeshCollectives
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
@@ -68,7 +68,6 @@ class NeuronNativeBackend(AcceleratorBackend):
                 self.host_group = dist.new_group(backend="gloo", timeout=limit)
         self.device = torch.device(DEVICE)
         self.kernels, self.host_kernels = NeuronNativeKernels(), CpuKernels()
-        self._attention: Attention | None = None
         self._rounding = ""
 
     @staticmethod
@@ -86,8 +85,8 @@ class NeuronNativeBackend(AcceleratorBackend):
         return dict.fromkeys(fetched_names(values), 1.0) if self.extracts else super().fetch(values)
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
-        self._attention = choose_native(wanted, shape, switched_off=os.environ.get(SWITCH) == "0")
-        self.kernels.grouped = self._attention.flash
+        self.attention = choose_native(wanted, shape, switched_off=os.environ.get(SWITCH) == "0")
+        self.kernels.grouped = self.attention.is_flash
 
     def choose_rounding(self, update: str, wanted: str) -> None:
         if update != "bf16_stochastic" or self.extracts:  # nothing can be probed; a later probe may choose otherwise
@@ -111,7 +110,7 @@ class NeuronNativeBackend(AcceleratorBackend):
             if _find("get_fallback_ops")
             else ("this TorchNeuron has no get_fallback_ops, so operations that run on the host are not reported")
         )
-        return tuple(filter(None, (str(self._attention or ""), self._rounding, blind)))
+        return tuple(filter(None, (*super().notes(), self._rounding, blind)))
 
     def fallbacks(self) -> tuple[str, ...]:
         found: Iterable[object] = _call("get_fallback_ops") or ()

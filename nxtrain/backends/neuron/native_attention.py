@@ -1,13 +1,12 @@
 """Attention of TorchNeuron: its flash kernel behind `scaled_dot_product_attention`, and the conditions of the kernel.
 
-The names and limits are those that users of the beta measured; AWS's pages do not list them. A shape that does not fit
-is computed in elementary operations, 6.4 times slower in a measurement of a user on trn2.3xlarge.
+Names and limits are measurements of one user of the beta 2.12.3; AWS's pages do not list them. Elementary operations
+compute a shape that does not fit. For one shape on trn2.3xlarge, that user measured 6.4 times the time.
 """
 
 from __future__ import annotations
 
-from nxtrain.backends.base import AttentionShape
-from nxtrain.backends.neuron.attention import Attention, scores_cost
+from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_by
 from nxtrain.errors import ConfigError, Problem
 
 SEQUENCE_TILE, MAX_HEAD_SIZE, MAX_HEADS = 512, 128, 512
@@ -31,16 +30,12 @@ def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> 
     obstacles = _obstacles(shape)
     if switched_off:
         obstacles.insert(0, f"{SWITCH}=0 turns TorchNeuron's kernel off")
-    if wanted == "plain" and not obstacles:
+    if wanted == "plain" and not obstacles and not shape.documents:
         reason = "plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
         hint = f"use auto, or set {SWITCH}=0 in the environment"
         raise ConfigError([Problem("backend.attention", reason, hint=hint)])
-    if wanted == "flash" and obstacles:
-        reason = f"flash cannot be had: {'; '.join(obstacles)}"
-        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
-    if obstacles:
-        return Attention(False, f"{'; '.join(obstacles)}. {scores_cost(shape)}")
-    return Attention(True, "TorchNeuron's kernel, which takes grouped keys and values as they are")
+    flash = Attention("flash", "TorchNeuron's kernel, which takes grouped keys and values as they are")
+    return choose_by(wanted, shape, obstacles, flash, "TorchNeuron's kernel")
 
 
 def _obstacles(shape: AttentionShape) -> list[str]:

@@ -38,22 +38,24 @@ class Release:
     """Prefixes of package versions in one release of the SDK.
 
     Args:
+        python: Oldest and newest Python with packages.
         torch_neuronx: Version of torch-neuronx, after the version of torch.
         neuronx_cc: Version of the compiler.
         neuronx_distributed: Version of NeuronX Distributed.
     """
 
+    python: tuple[str, str]
     torch_neuronx: str
     neuronx_cc: str
     neuronx_distributed: str
 
 
 RELEASES = {
-    SdkVersion(2, 27): Release("2.11", "2.22", "0.16"),
-    SdkVersion(2, 28): Release("2.12", "2.23", "0.17"),
-    SdkVersion(2, 29): Release("2.13", "2.24", "0.18"),
-    SdkVersion(2, 30): Release("2.14", "2.25", "0.19"),
-    SdkVersion(2, 31): Release("2.15", "2.26", "0.19"),
+    SdkVersion(2, 27): Release(("3.10", "3.12"), "2.11", "2.22", "0.16"),
+    SdkVersion(2, 28): Release(("3.10", "3.12"), "2.12", "2.23", "0.17"),
+    SdkVersion(2, 29): Release(("3.10", "3.12"), "2.13", "2.24", "0.18"),
+    SdkVersion(2, 30): Release(("3.11", "3.13"), "2.14", "2.25", "0.19"),
+    SdkVersion(2, 31): Release(("3.11", "3.13"), "2.15", "2.26", "0.19"),
 }
 """Releases with a torch-neuronx for torch 2.9; 2.32 has none.
 
@@ -64,9 +66,10 @@ DISTRIBUTED = ((0, 15), (0, 18))
 """First and last releases of NeuronX Distributed that nxtrain is verified with; later ones have no public source."""
 
 RECOMMENDED = SdkVersion(2, 28)
-"""Release that AWS recommends to keep.
+"""Release that AWS advises users of NxD and of NxD Training to keep; to users of torch-neuronx alone AWS names 2.31.0.
 
-Source: about-neuron/announcements/neuron2.x/announce-eos-nxdt-nxd-core-training.rst in the same repository.
+Source: about-neuron/announcements/neuron2.x/announce-eos-nxdt-nxd-core-training.rst, and setup/pytorch/index.rst, in
+the same repository.
 """
 
 

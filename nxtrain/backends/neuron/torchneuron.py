@@ -37,6 +37,9 @@ SDK = SdkVersion(2, 33)
 TORCH = ("2.13", "2.14")
 """Releases of torch that TorchNeuron supports."""
 
+PINNED_TORCH = "2.14.0"
+"""Release of torch in AWS's matrix for TorchNeuron. PyPI has a later 2.14.1, which AWS does not list."""
+
 PYTHON = (3, 12)
 """Oldest Python with packages of TorchNeuron."""
 
@@ -106,7 +109,7 @@ def detect() -> SdkVersion | None:
 def pip_command() -> str:
     """Command that installs TorchNeuron's packages for Python."""
     indices = f"--extra-index-url {PACKAGE_INDEX} --extra-index-url https://download.pytorch.org/whl/cpu"
-    pins = f"'torch=={TORCH[-1]}.*' 'torch-neuronx=={TORCH[-1]}.3.0.*' 'neuronx-cc==2.*' nki"
+    pins = f"torch=={PINNED_TORCH} 'torch-neuronx=={TORCH[-1]}.3.0.*' 'neuronx-cc==2.*' nki"
     return f"pip install {indices} {pins}"
 
 
@@ -123,7 +126,7 @@ def install_advice(os_release: Path | None = None) -> str:
         apt = f"sudo apt-get install {' '.join(SYSTEM_PACKAGES)} from https://apt.repos.neuron.amazonaws.com"
         return f"{start}{apt}; {python}"
     image = f"the image {IMAGE!r} of AWS has all of it in {IMAGE_ENVIRONMENT}"
-    wheels = "AWS's wheels are for Ubuntu 26.04 only"
+    wheels = "outside of AWS's images, AWS's quickstart names Ubuntu 26.04 alone for its wheels"
     if (name, version) == ("ubuntu", "24.04"):
         return f"{start}{wheels}; on this Ubuntu 24.04, {image}, and AWS's container for PyTorch too"
     system = f"{name} {version}".strip() or "this system"

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch.distributed import device_mesh
 
 from nxtrain.backends import open_backend
-from nxtrain.backends.base import AttentionShape
+from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.neuron import hardware, native, native_rounding, torchneuron

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nxtrain.backends.base import AttentionShape
+from nxtrain.backends.attention_choice import Attention, AttentionShape
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.neuron import backend as neuron
 from nxtrain.backends.neuron import sdk
-from nxtrain.backends.neuron.attention import Attention, choose
+from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.backend import NeuronBackend, NeuronKernels
 from nxtrain.backends.neuron.flash import flash_attention, load
 from nxtrain.backends.neuron.hardware import INSTANCES
@@ -67,14 +67,14 @@ def fake_nki_flash_attn_func(
 def test_the_kernel_is_taken_where_everything_fits() -> None:
     for wanted in ("auto", "flash"):
         found = choose(wanted, SHAPE, TRN1, SDK, NXD)
-        assert found == Attention(True, "NKI's kernel of neuronx-distributed 0.17.26814, Neuron SDK 2.28")
+        assert found == Attention("flash", "NKI's kernel of neuronx-distributed 0.17.26814, Neuron SDK 2.28")
         assert str(found).startswith("flash attention: NKI's kernel")
     assert choose("auto", SHAPE, TRN2, SDK, NXD).lnc == 2
 
 
 def test_plain_attention_is_taken_when_asked_for_and_told_its_cost() -> None:
     found = choose("plain", SHAPE, TRN1, SDK, NXD)
-    assert not found.flash
+    assert not found.is_flash
     cost = "Each block's scores take 128 MiB (micro_batch x heads per rank x seq_len^2 x 2 bytes)"
     assert str(found) == f"plain attention: as backend.attention=plain asks; {cost}"
 
@@ -99,7 +99,7 @@ def test_each_obstacle_is_named_and_refuses_a_kernel_that_is_insisted_on(
     changed = replace(SHAPE, **shape)
     inputs = {"instance": TRN1, "sdk": SDK, "distributed": NXD, **how}
     found = choose("auto", changed, **inputs)
-    assert not found.flash
+    assert not found.is_flash
     assert obstacle in found.reason
     with pytest.raises(ConfigError, match=r"backend\.attention.*flash cannot be had") as refused:
         choose("flash", changed, **inputs)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from nxtrain.backends import choose_layers
-from nxtrain.backends.base import AttentionShape, Binding
+from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.backends.base import Binding
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.neuron import backend as neuron
 from nxtrain.backends.neuron import sdk
@@ -79,13 +80,13 @@ def test_what_else_stands_against_it_still_does(
 
 def test_its_flash_attention_follows_the_same_rule() -> None:
     found = choose("auto", SHAPE, TRN1, SDK, UNREAD)
-    assert not found.flash
+    assert not found.is_flash
     assert f"{WHY}: use a release of those, or backend.allow_unverified=true" in found.reason
     with pytest.raises(ConfigError, match=r"flash cannot be had: .* is not of 0\.15 to 0\.18"):
         choose("flash", SHAPE, TRN1, SDK, UNREAD)
     for wanted in ("auto", "flash"):
-        assert choose(wanted, SHAPE, TRN1, SDK, UNREAD, allow_unverified=True).flash
-        assert choose(wanted, SHAPE, TRN1, SDK, READ).flash
+        assert choose(wanted, SHAPE, TRN1, SDK, UNREAD, allow_unverified=True).is_flash
+        assert choose(wanted, SHAPE, TRN1, SDK, READ).is_flash
 
 
 @pytest.mark.parametrize(("package", "warned"), [(READ, ()), (UNREAD, (WARNING,))])

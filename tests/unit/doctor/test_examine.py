@@ -279,3 +279,37 @@ def test_a_run_folder_that_is_a_file_is_a_fault(tmp_path: Path) -> None:
     assert "is no folder" in check_disk(tmp_path / "run").what
     assert "is no folder" in check_disk(tmp_path / "run/below").what
     assert check_disk(tmp_path / "other").ok
+
+
+OLD_AND_NEW = {
+    "Tesla V100-SXM2-16GB, 7.0": True,
+    "Tesla T4, 7.5": True,
+    "NVIDIA A100-SXM4-40GB, 8.0": False,
+    "NVIDIA A10G, 8.6": False,
+    "NVIDIA H100 80GB HBM3, 9.0": False,
+    "NVIDIA B200, 10.0": False,
+    "Quadro, of an old driver, [N/A]": False,
+}
+
+
+@pytest.mark.parametrize("params", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("gpu", OLD_AND_NEW)
+def test_a_gpu_without_bf16_products_gives_one_line_that_is_no_fault(gpu: str, params: str, tmp_path: Path) -> None:
+    machine = sick_machine.gpus(tmp_path / "gpus", capabilities=gpu)
+    wide = {"bf16": "fp32_master", "fp16": "fp32_master", "fp32": "fp32"}[params]
+    overrides = ["backend.name=cuda", f"precision.params={params}", f"precision.update={wide}", "run.dir=r"]
+    found = check(machine, *overrides, config="configs/tiny_cpu.toml")
+    lines = [finding for finding in found if finding.name == "bf16"]
+    assert len(lines) == (OLD_AND_NEW[gpu] and params == "bf16")
+    for finding in lines:
+        name, _, capability = gpu.rpartition(", ")
+        assert finding.ok
+        assert finding.what.startswith(f"warning: {name} has compute capability {capability}, and products in bf16")
+
+
+def test_a_driver_that_shows_no_compute_capability_is_no_fault(tmp_path: Path) -> None:
+    machine = sick_machine.gpus(tmp_path / "gpus")
+    machine.program("nvidia-smi", 'Field "compute_cap" is not a valid field to query.', 2)
+    bf16 = ["backend.name=cuda", "precision.params=bf16", "precision.update=fp32_master"]
+    found = check(machine, *bf16, config="configs/tiny_cpu.toml")
+    assert not [finding for finding in found if finding.name in ("bf16", "attention")]

@@ -18,7 +18,9 @@ from nxtrain.backends.kernels import PlainKernels
 from nxtrain.backends.rounding import step_hash
 from tests.support.rounding import rounded
 
-KERNELS = {"cpu": CpuKernels(), "cuda": CudaKernels(), "plain": PlainKernels()}
+KERNELS = {"CPU kernels": CpuKernels(), "CUDA kernels on CPU tensors": CudaKernels(), "plain kernels": PlainKernels()}
+"""Kernels whose operations run here on CPU tensors; `tests/device` runs those of CUDA on a GPU."""
+
 EVERY = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 BF16 = torch.bfloat16
 

@@ -21,7 +21,7 @@ from nxtrain.plan.job import Attention, Job
 from tests.support.models import plan
 from tests.unit.plan.test_command import SEVEN, answer
 
-DRAWN, ADAPTED = 12, 10
+DRAWN, ADAPTED, DOCUMENTS = 12, 10, 5
 FIRST_BLOCK = (2, 5, 7, 13, 15, 18, 21, 30, 36)
 """Draws of ranks with the model's first block, whose adapters stand in every place."""
 
@@ -115,6 +115,19 @@ def test_memory_of_a_first_block_beside_adapters_is_within_a_tenth_of_a_traced_s
 )
 def test_memory_of_drawn_ranks_is_within_a_tenth_of_a_traced_step(seed: int, adapted: bool) -> None:
     _hold(*draw(seed, adapted=adapted))
+
+
+@pytest.mark.parametrize("seed", range(DOCUMENTS))
+def test_memory_with_masks_between_documents_is_within_a_tenth_of_a_traced_step(seed: int) -> None:
+    drawn, _, stage, _ = draw(seed)
+    changes = {
+        "data": drawn.config.data.model_copy(update={"doc_mask": True}),
+        "train": drawn.config.train.model_copy(update={"seq_len": 2048}),  # masks are a good part of the memory
+    }
+    resolved = replace(drawn, config=drawn.config.model_copy(update=changes))
+    job = Job(resolved.family.decoder(resolved.model), MACHINES["p5.48xlarge"], 1, resolved.config)
+    assert job.attention == "masked"
+    _hold(resolved, job, stage, "masked")
 
 
 def _hold(resolved: Resolved, job: Job, stage: int, attention: Attention) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,19 @@ def test_efficiency_is_throughput_per_node_beside_that_of_the_smallest_run(tmp_p
     ]
     assert notes == ["run is left out: it has no throughput, or no cluster.nodes"]
     assert scaling(runs, price_usd_h=2.0)[0][1].tokens_per_usd == pytest.approx(4000 * 3600 / 16)
+
+
+def test_the_published_scaling_table_has_the_efficiencies_of_the_report(tmp_path: Path) -> None:
+    """`docs/alternatives.md` shows minutes of a job by its instances; throughput is their reciprocal."""
+    page = (Path(__file__).parents[3] / "docs" / "alternatives.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+)% \|$", page, re.MULTILINE)
+    assert [(int(nodes), float(minutes)) for nodes, minutes, _, _ in rows] == [(1, 99), (2, 55), (4, 27), (8, 13.5)]
+    runs = []
+    for nodes, minutes, _, _ in rows:
+        records = [record(step, tokens_per_s=1e6 / float(minutes)) for step in range(1, 4)]
+        runs.append(read_run(write_run(tmp_path / f"n{nodes}", records=records, cluster={"nodes": int(nodes)})))
+    points, _ = scaling(runs)
+    for point, (nodes, minutes, speedup, efficiency) in zip(points, rows, strict=True):
+        assert point.nodes == int(nodes)
+        assert float(speedup) == pytest.approx(99 / float(minutes), abs=0.05)
+        assert point.efficiency == pytest.approx(int(efficiency) / 100, abs=0.006)

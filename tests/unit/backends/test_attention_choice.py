@@ -1,0 +1,225 @@
+"""The announced attention is the one that runs: on every backend, with documents and without.
+
+Each backend chooses for drawn shapes. Its kernels then compute a small attention, whose calls of torch and of a flash
+kernel are recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typer.testing import CliRunner
+
+from nxtrain.backends import cpu_kernels, document_attention
+from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu_kernels import CpuKernels
+from nxtrain.backends.cuda import CudaBackend, CudaKernels
+from nxtrain.backends.neuron import backend as neuron
+from nxtrain.backends.neuron import sdk
+from nxtrain.backends.neuron.backend import NeuronBackend
+from nxtrain.backends.neuron.hardware import INSTANCES
+from nxtrain.backends.neuron.native import NeuronNativeBackend
+from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
+from nxtrain.backends.neuron.sdk import Package, SdkVersion
+from nxtrain.backends.xla.backend import XlaBackend, XlaKernels
+from nxtrain.cli.main import app
+from nxtrain.config.check import resolve_config
+from nxtrain.config.load import load
+from nxtrain.doctor import examine
+from nxtrain.errors import ConfigError
+from nxtrain.graphs.choice import choose
+from nxtrain.launch import neuron as launch_neuron
+from nxtrain.nn.attention import CausalAttention
+from nxtrain.plan.command import Question, predict
+from nxtrain.plan.predict import Assumptions
+from tests.support import sick_machine
+from tests.unit.backends.test_neuron_attention import MODULE, fake_nki_flash_attn_func
+
+TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.toml"
+BACKENDS = ("cpu", "cpu compiled", "cuda", "xla", "neuron", "neuron-native")
+NXD = Package("neuronx-distributed", "0.17.26814")
+DRAWS = 24
+
+
+class Recorder(TorchFunctionMode):
+    """Recorder of torch's attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            is_masked, is_grouped = kwargs.get("attn_mask") is not None, kwargs.get("enable_gqa", False)
+            self.kinds.add("masked" if is_masked else "grouped" if is_grouped else "plain")
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    """Recorder of the calls of this test, also of NxD's flash kernel and of calls for each document."""
+    recorder = Recorder()
+
+    def flash(*args: Any, **kwargs: Any) -> Tensor:
+        recorder.kinds.add("flash")
+        return fake_nki_flash_attn_func(*args, **kwargs)
+
+    def by_document(*args: Any) -> Tensor:
+        recorder.kinds.add("per-document")
+        return document_attention.attention_by_document(*args)
+
+    module = ModuleType(MODULE)
+    module.nki_flash_attn_func = flash  # type: ignore[attr-defined]
+    for name in ("neuronx_distributed", "neuronx_distributed.kernels"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    monkeypatch.setattr(cpu_kernels, "attention_by_document", by_document)
+    monkeypatch.setattr(XlaKernels, "__init__", lambda _: None)
+    monkeypatch.setattr(XlaBackend, "__init__", lambda _, **__: None)
+    for place in (neuron, launch_neuron):
+        monkeypatch.setattr(place, "this_machine", lambda: INSTANCES["trn2.48xlarge"])
+    for place in (sdk, launch_neuron):
+        monkeypatch.setattr(place, "detect", lambda: SdkVersion(2, 28))
+        monkeypatch.setattr(place, "installed", lambda _: NXD)
+    monkeypatch.delenv("TORCH_NEURONX_ENABLE_NKI_SDPA", raising=False)
+    with recorder:
+        yield recorder
+
+
+def opened(name: str) -> Backend:
+    """A backend with the kernels of its device, which claims none."""
+    if name == "neuron":
+        return NeuronBackend()
+    kernels = {
+        "cpu": CpuKernels,
+        "cpu compiled": CpuKernels,
+        "cuda": CudaKernels,
+        "xla": XlaKernels,
+        "neuron-native": NeuronNativeKernels,
+    }
+    kinds: dict[str, type[Any]] = {"xla": XlaBackend, "neuron-native": NeuronNativeBackend}
+    backend: Backend = object.__new__(kinds.get(name, CudaBackend))
+    backend.name, backend.kernels = name.split(maxsplit=1)[0], kernels[name]()
+    if isinstance(backend, NeuronNativeBackend):
+        backend._rounding = ""
+    return backend
+
+
+def shape_of(rng: Random, *, documents: bool, compiled: bool) -> AttentionShape:
+    return AttentionShape(
+        micro_batch=rng.choice([1, 2, 200]),
+        seq_len=rng.choice([2048, 4096, 512, 100]),
+        num_heads=rng.choice([2, 4, 8]),
+        head_size=rng.choice([64, 128, 160]),
+        params=rng.choice(["bf16", "bf16", "fp32"]),
+        documents=documents,
+        compiled=compiled,
+    )
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_announced_attention_is_the_one_that_runs(
+    name: str, documents: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: name == "cpu compiled")
+    rng, announced = Random(documents), set()
+    q, kv = torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8)
+    starts = torch.tensor([[0, 0, 2, 2, 2, 5], [0, 0, 0, 0, 4, 4]])
+    for _ in range(DRAWS):
+        shape = shape_of(rng, documents=documents, compiled=name == "cpu compiled")
+        wanted = rng.choice(["auto", "auto", "plain"])
+        backend = opened(name)
+        try:
+            backend.choose_attention(wanted, shape)
+        except ConfigError:  # TorchNeuron has no plain attention for shapes that fit its kernel
+            assert (name, wanted, documents) == ("neuron-native", "plain", False)
+            continue
+        recorder.kinds.clear()
+        CausalAttention(backend.kernels)(q, kv, kv, *((starts,) if documents else ()))
+        found = backend.attention
+        announced.add(found.kind if found else "")
+        lines = [note for note in backend.notes() if "attention: " in note]
+        assert lines == ([str(found)] if found else [])
+        if found is None:
+            assert recorder.kinds <= {"plain", "grouped"}
+            continue
+        ran = {"grouped": "flash"} if name == "neuron-native" else {}
+        kinds = {ran.get(kind, kind) for kind in recorder.kinds}
+        assert found.kind in kinds if found.kind == "per-document" else kinds == {found.kind}
+        assert ("seq_len^2" in str(found)) == (found.kind in ("plain", "masked"))
+    if documents:
+        assert announced == {"per-document" if name == "cpu" else "masked"}
+    else:
+        assert announced == ({"flash", "plain"} if name.startswith("neuron") else {""})
+
+
+@pytest.mark.parametrize("name", ["neuron", "neuron-native", "cuda", "xla", "cpu"])
+def test_a_flash_kernel_that_is_insisted_on_is_refused_with_documents(name: str, recorder: Recorder) -> None:
+    shape = AttentionShape(1, 4096, 4, 128, "bf16", documents=True)
+    with pytest.raises(ConfigError, match=r"backend\.attention.*flash") as refused:
+        opened(name).choose_attention("flash", shape)
+    if name.startswith("neuron"):
+        assert "data.doc_mask=true" in refused.value.problems[0].reason
+
+
+@pytest.mark.parametrize("documents", ["true", "false"])
+@pytest.mark.parametrize(
+    ("name", "instance"),
+    [
+        ("cpu", ""),
+        ("cuda", "p5.48xlarge"),
+        ("xla", ""),
+        ("neuron", "trn2.48xlarge"),
+        ("neuron-native", "trn2.48xlarge"),
+    ],
+)
+def test_doctor_graphs_and_plan_announce_what_the_run_does(
+    name: str, instance: str, documents: str, recorder: Recorder, tmp_path: Path
+) -> None:
+    overrides = [
+        f"backend.name={name}",
+        f"data.doc_mask={documents}",
+        f"cluster.instance={instance}",
+        "model.preset=llama3.2-1b",
+        *("train.global_batch=1024", "train.micro_batch=1"),
+        *("train.seq_len=4096", "precision.params=bf16", "precision.update=fp32_master", "train.remat=none"),
+    ]
+    config = load(TINY, overrides).config
+    resolved = resolve_config(load(TINY, overrides), 1, name)
+    backend = opened(name)
+    heads = resolved.family.heads(resolved.model)
+    backend.choose_attention(config.backend.attention, AttentionShape.of(config, *heads))
+    announced = "" if backend.attention is None else str(backend.attention)
+
+    machine = sick_machine.gpus(tmp_path / "m") if name == "cuda" else sick_machine.trainium(tmp_path / "m")
+    findings = examine.examine(TINY, overrides, collectives=False, world=None, host=machine.host)
+    assert [finding.what for finding in findings if finding.name == "attention"] == ([announced] if announced else [])
+
+    chosen = choose(config)
+    if documents == "true":
+        assert backend.attention is not None
+        assert any(backend.attention.reason in note for note in chosen.notes)
+
+    machine_name = instance or "trn1.32xlarge"
+    prediction, _ = predict(TINY, overrides, Question(instance=machine_name, nodes=1), Assumptions())
+    is_masked = backend.attention is not None and backend.attention.kind == "masked"
+    if name != "xla":  # without a kernel, all scores are computed with documents and without
+        assert (prediction.job.attention in ("masked", "scores")) == is_masked
+    shown = CliRunner().invoke(app, ["plan", str(TINY), *overrides, "--instance", machine_name, "--nodes", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert ("data.doc_mask=true" in shown.output) == (documents == "true")
+    assert ("seq_len^2" in shown.output) == is_masked
