@@ -1,4 +1,4 @@
-"""Environment of ranks on Neuron devices, set before Python starts: libraries read it while they are loaded."""
+"""Environment of ranks, set before Python starts: libraries of Neuron devices and OpenMP read it as they load."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.debug import debug_variables
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
+from nxtrain.launch.threads import thread_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
 from nxtrain.process.document import give_output_back
 
@@ -106,7 +107,7 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     """Re-execute this rank with its missing variables; a rank started by `nxtrain launch` lacks none.
 
     The process keeps its pid, so an agent above it sees no change. Without a Neuron device only the variables of
-    `recovery.debug` can be missing, since the backend reports the missing device with more detail.
+    threads and of `recovery.debug` can be missing, since the backend reports the missing device with more detail.
 
     Args:
         config: Configuration of the run.
@@ -119,6 +120,8 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     wanted = [*debug_variables(config, environ, neuron=is_neuron(config))]
     if is_neuron(config) and (torchneuron.support() if is_native(config) else support()).ok:
         wanted += _missing_on_neuron(config, environ, local_world)
+    if not is_neuron(config):
+        wanted += thread_variables(config, environ, local_world)
     complete = {**environ, **{variable.name: variable.value for variable in wanted}}
     if complete != environ:
         give_output_back()

@@ -123,7 +123,7 @@ STEPS = 40
 
 NUMBER = r"[\d.,]+(e-?\d+)?[kMG]?"
 RUN = (
-    r"# ranks that each take all cores slow one another down many times over",
+    r"# (ranks that each take all cores slow .*|a block of this model keeps no more threads busy, .* share is \d+)",
     r"export OMP_NUM_THREADS=\d+",
     rf"{re.escape(sys.executable)} -m nxtrain\.launch\.torchrun .* -m nxtrain train .*",
     r"backend cpu \(backend\.name=cpu\); 2 ranks: tp \d, dp \d",

@@ -260,15 +260,6 @@ def test_launch_starts_as_many_ranks_as_the_degrees_ask_for(overrides: list[str]
     assert f"--nproc-per-node={nproc}" in render(DEMO, [*overrides, "train.micro_batch=1"], None, {}).argv
 
 
-def test_launch_shares_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nxtrain.launch.local._num_cores", lambda: 7)
-    assert render(DEMO, (), 2, {}).env == {"OMP_NUM_THREADS": "3"}
-    assert render(DEMO, ["train.micro_batch=1", "train.global_batch=16", "parallel.dp=16"], 16, {}).env == {
-        "OMP_NUM_THREADS": "1"
-    }
-    assert render(DEMO, (), 2, {"OMP_NUM_THREADS": "5"}).env == {}
-
-
 def test_launch_starts_a_lone_rank_without_torchrun() -> None:
     argv = (sys.executable, "-m", "nxtrain", "train", TINY, "run.seed=1")
     assert render(Path(TINY), ["run.seed=1"], None, {}).argv == argv
