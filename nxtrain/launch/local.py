@@ -15,10 +15,10 @@ from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.debug import agent_settings, debug_variables
 from nxtrain.launch.environment import QUIET_PROFILER, Variable, beside
-from nxtrain.launch.neuron import is_neuron, needs
+from nxtrain.launch.neuron import device_support, is_neuron, needs
 from nxtrain.launch.threads import thread_variables
 from nxtrain.process import stacks
 
@@ -111,6 +111,7 @@ def launch(
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
+        BackendError: This machine lacks the devices of the run.
     """
     if dry_run:
         loaded, node = load(path, overrides), first_node or FIRST_NODE
@@ -120,6 +121,11 @@ def launch(
             raise ConfigError(problems)
         return
     command = render(path, overrides, nproc, os.environ, first_node=first_node, min_nodes=min_nodes)
+    config = load(path, overrides).config
+    devices = device_support(config, {**os.environ, **command.env})
+    if not devices.ok:  # each rank would find the same, after minutes of imports
+        elsewhere = "--dry-run and --target need no device"
+        raise BackendError(f"backend.name={config.backend.name} cannot run here: {devices.reason}\n    {elsewhere}")
     print(command, flush=True)
     if stacks.DUMP is not None:
         signal.signal(stacks.DUMP, signal.SIG_IGN)  # until the new program handles requests for stacks itself

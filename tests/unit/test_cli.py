@@ -274,6 +274,16 @@ def test_launch_checks_the_ranks_against_the_degrees() -> None:
         render(DEMO, ["cluster.nodes=2"], None, {})
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "9", "1", "many"])
+@pytest.mark.parametrize("target", ["local", "slurm"])
+def test_a_number_of_machines_that_no_run_can_shrink_to_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str, number: str
+) -> None:
+    words = ("launch", str(DEMO), "parallel.dp=0", "--target", target, "--min-nodes", number, "--dry-run")
+    assert main(monkeypatch, *words) == 2
+    assert "min-nodes" in capsys.readouterr().err
+
+
 def test_launch_restarts_as_often_as_the_configuration_says() -> None:
     assert "--max-restarts=3" in render(DEMO, ["recovery.max_restarts=3"], None, {}).argv
 
