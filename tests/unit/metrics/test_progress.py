@@ -72,7 +72,7 @@ def test_a_long_line_is_not_wrapped(log: io.StringIO, clock: FakeClock) -> None:
     ("width", "shown"),
     [
         (80, "MFU 1.2%  grad norm 1.23  data 0%"),
-        (130, "MFU 1.2%  grad norm 1.23  data 0%  0.5 GiB  saved 50"),
+        (130, "MFU 1.2%  grad norm 1.23  data 0%  0.5 GiB  saved 50  goodput 45%"),
         (220, f"MFU 1.2%  grad norm 1.23  data 0%  0.5 GiB  saved 50  goodput 45%  {SECTIONS}"),
     ],
 )
