@@ -32,6 +32,8 @@ QUICK_S = 0.25
 
 # transformers would import torch-xla for a device that it never gets here, in seconds of each process.
 os.environ.setdefault("USE_TORCH_XLA", "0")
+# As in scripts/lanes.sh: a test that calls `nxtrain train` in its own process must not start anew with other threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _USUAL = gc.get_threshold()
 

@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 _ORDER = ("neuron-native", "neuron", "cuda", "cpu")
 
 
-def choose(name: str) -> tuple[str, str]:
+def choose(name: str, *, in_full: bool = False) -> tuple[str, str]:
     """Name of the backend to open, and the reason; `auto` takes the first that can run on this machine.
 
     `auto` never chooses PyTorch/XLA, a tool for tests on machines without an accelerator.
+
+    Args:
+        name: Value of `backend.name`.
+        in_full: The reason names each backend that cannot run here, and why.
+
+    Raises:
+        BackendError: No backend can run here.
     """
     if name != "auto":
         return name, f"backend.name={name}"
@@ -28,8 +35,12 @@ def choose(name: str) -> tuple[str, str]:
     for candidate in _ORDER:
         found = _load(candidate).support()
         reasons.append(f"{candidate}: {found.reason.splitlines()[0]}")
-        if found.ok:
+        if found.ok and in_full:
             return candidate, "; ".join(reasons)
+        if found.ok and candidate == "cpu":
+            return candidate, "backend.name=auto: no accelerator can run here; recovery.debug=dist says why"
+        if found.ok:
+            return candidate, f"backend.name=auto: {found.reason.splitlines()[0]}"
     raise BackendError("no backend can run here: " + "; ".join(reasons))
 
 

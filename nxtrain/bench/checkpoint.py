@@ -32,6 +32,7 @@ from nxtrain.distributed.agreement import Ranks, StorageScope
 from nxtrain.io.checksummed_file import BLOCK_BYTES
 from nxtrain.mesh import Mesh
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 from nxtrain.sharding import Layout, ParamTable, ShardSpec
 
 ALONE = StorageScope(Ranks(Mesh(1, 0)))
@@ -75,8 +76,7 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
     place = folder / f"nxtrain-bench-{os.getpid()}"
     place.mkdir(parents=True)
     try:
-        with Console(stderr=True).status("writing and reading"):
-            seconds = measure(place, mib, rounds)
+        seconds = measure(place, mib, rounds)
     finally:
         shutil.rmtree(place)
     result = summarize(seconds, mib)
@@ -116,14 +116,16 @@ def measure(place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
         DCP_LOAD: state.dcp_load,
     }
     seconds: dict[str, list[float]] = {name: [] for name in turns}
-    for turn in range(rounds + 1):
-        state.clear()
-        for name, act in turns.items():
-            state.forget()
-            began = time.perf_counter()
-            act()
-            if turn:  # the first round maps memory
-                seconds[name].append(time.perf_counter() - began)
+    with Progress("starting", (rounds + 1) * len(turns)) as progress:
+        for number in range(rounds + 1):
+            state.clear()
+            for done, (name, act) in enumerate(turns.items(), number * len(turns)):
+                progress.show(done, f"round {number} of {rounds}: {name}")
+                state.forget()
+                began = time.perf_counter()
+                act()
+                if number:  # the first round maps memory
+                    seconds[name].append(time.perf_counter() - began)
     return seconds
 
 

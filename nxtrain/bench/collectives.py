@@ -15,6 +15,7 @@ from rich.table import Table
 from nxtrain.bench.turns import Worker, machine, machine_line, rank_environments
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -70,13 +71,13 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
 def measure(job: CollectivesJob, rounds: int) -> list[list[Any]]:
     """Seconds of each rank in each round, by operation, size and clock."""
     turns = []
-    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
+    with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
         workers = [
             stack.enter_context(Worker("nxtrain.bench.collectives_rank", str(rank), json.dumps(asdict(job)), env))
             for rank, env in enumerate(rank_environments(job.ranks))
         ]
         for number in range(rounds + 1):
-            status.update(f"round {number} of {rounds}")
+            progress.show(number, f"round {number} of {rounds}")
             for worker in workers:
                 worker.begin()
             turns.append([json.loads(worker.end()) for worker in workers])

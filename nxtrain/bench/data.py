@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from nxtrain.config.schema import DataConfig
 from nxtrain.data.dataset import open_data
 from nxtrain.data.loader import BatchShare, Loader
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 
 LOADER, NUMPY = "loader", "numpy"
 
@@ -42,10 +44,7 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
     """
     seq_len = sizes["seq_len"]
     ids = summarize(measure(sizes["mib"], seq_len, rounds))
-    with Console(stderr=True).status("tokenizing, and opening a large corpus"):
-        streams = measure_streams(
-            text_mib=sizes["text_mib"], file_mib=sizes["file_mib"], seq_len=seq_len, rounds=rounds
-        )
+    streams = measure_streams(text_mib=sizes["text_mib"], file_mib=sizes["file_mib"], seq_len=seq_len, rounds=rounds)
     result = {"machine": machine(), **sizes, "rounds": rounds, **ids, **streams, "absent": absent()}
     if as_json:
         write_document(result)
@@ -56,7 +55,7 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
 def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
     """Tokens per CPU second of each side in every round."""
     num_rows = max(BATCH, mib * (1 << 20) // (2 * (seq_len + 1)))
-    with tempfile.TemporaryDirectory() as place, Console(stderr=True).status("reading"):
+    with tempfile.TemporaryDirectory() as place, Progress("writing random ids") as progress:
         file = Path(place) / "rows.npy"
         rows = np.random.default_rng(0).integers(0, VOCAB, (num_rows, seq_len + 1), dtype=np.uint16)
         np.save(file, rows)
@@ -76,11 +75,12 @@ def measure(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
 
         sides: dict[str, Side] = {LOADER: load, NUMPY: copy, **peers}
         found: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(rounds + 1):
-            for name, act in sides.items():
-                began = time.process_time()
-                tokens = act()
-                found[name].append(tokens / (time.process_time() - began))
+        progress.total = (rounds + 1) * len(sides)
+        for done, (number, name) in enumerate(product(range(rounds + 1), sides)):
+            progress.show(done, f"reading ids, round {number} of {rounds}: {name}")
+            began = time.process_time()
+            tokens = sides[name]()
+            found[name].append(tokens / (time.process_time() - began))
     return {name: turns[1:] for name, turns in found.items()}
 
 

@@ -31,6 +31,7 @@ from nxtrain.data.arrow.streams import WINDOW_ROWS
 from nxtrain.data.corpora import stdlib_corpus
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer, train_bpe
 from nxtrain.errors import BackendError
+from nxtrain.process.progress import Progress
 
 CONCAT, BEST_FIT, WORKER = "concat", "best_fit", "best_fit in a worker"
 
@@ -146,11 +147,10 @@ def measure_streams(*, text_mib: int, file_mib: int, seq_len: int, rounds: int) 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         text = measure_text(text_mib, seq_len, rounds, folder)
-        return {
-            "text": text,
-            "wait": measure_wait(_corpora(folder, seq_len)),
-            "start": measure_start(file_mib, folder),
-        }
+        with Progress("measuring how long steps wait for ids"):
+            wait = measure_wait(_corpora(folder, seq_len))
+        with Progress(f"opening a corpus of {file_mib:,} MiB"):
+            return {"text": text, "wait": wait, "start": measure_start(file_mib, folder)}
 
 
 def _corpora(folder: Path, seq_len: int) -> dict[str, CorpusLanes]:

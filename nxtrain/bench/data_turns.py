@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from statistics import geometric_mean, median
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,7 @@ from nxtrain.data.arrow.lanes import CorpusLanes
 from nxtrain.data.arrow.streams import WINDOW_ROWS, open_lane
 from nxtrain.data.stream_loader import BEGIN, LaneOrder, Place
 from nxtrain.data.tokenization import TextTokenizer
+from nxtrain.process.progress import Progress
 
 Result = TypeVar("Result")
 
@@ -157,9 +159,10 @@ def take_text_turns(sides: Mapping[str, Sequence[Turn]], rounds: int) -> dict[st
         side over that of the bare tokenizer, by `speed_ratio`.
     """
     found: dict[str, list[list[Spent]]] = {name: [] for name in sides}
-    for each in range(rounds + 1):
-        for name, turns in sides.items():
-            found[name].append([turn.take((each + number) % 2 == 1) for number, turn in enumerate(turns)])
+    with Progress("starting", (rounds + 1) * len(sides)) as progress:
+        for done, (each, name) in enumerate(product(range(rounds + 1), sides)):
+            progress.show(done, f"tokenizing, round {each} of {rounds}: {name}")
+            found[name].append([turn.take((each + number) % 2 == 1) for number, turn in enumerate(sides[name])])
     result: dict[str, Any] = {"tokens": {}, "rows": [], "inside": {}, "ratios": {}}
     for name, taken in found.items():
         tokens = sum(spent.tokens for spent in taken[0])

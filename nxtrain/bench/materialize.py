@@ -20,6 +20,7 @@ from nxtrain.config.stages import stages
 from nxtrain.errors import BackendError, ConfigError
 from nxtrain.family import find_family
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 
 FAMILY = "llama"
 SEQ_LEN = 2048
@@ -103,7 +104,8 @@ def _check(target: Target) -> None:
 
 def _measure(target: Target) -> dict[str, Any]:
     argv = [sys.executable, "-m", "nxtrain.bench.stage", json.dumps(asdict(target))]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+    with Progress("making the shard"):
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise BackendError(f"the process that was measured ended with exit code {done.returncode}; see its lines above")
     measured: dict[str, Any] = json.loads(done.stdout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,7 @@ from nxtrain.mesh import Mesh
 from nxtrain.optim.adamw import AdamW
 from nxtrain.precision import DTYPES, Precision, Update
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 from nxtrain.sharding import Layout, ParamTable
 from nxtrain.train.build import build_meta
 
@@ -81,15 +83,15 @@ def bench_optim(*, layers: int, rounds: int, threads: int, as_json: bool) -> Non
     grads = {name: torch.randn(spec.shape) * 1e-3 for name, spec in layout.table.items()}
     updates = {PEER: _torchs(grads)}
     bytes_per_param = {PEER: 12.0}
-    with Console(stderr=True).status("making the states"):
+    seconds: dict[str, list[float]] = {name: [] for name in (PEER, *(case.name for case in CASES))}
+    with Progress("making the states", (WARMUP_ROUNDS + rounds) * len(seconds)) as progress:
         for case in CASES:
             updates[case.name], held = _ours(case, layout, backend, grads)
             bytes_per_param[case.name] = held / num_params
-    seconds: dict[str, list[float]] = {name: [] for name in updates}
-    for turn in range(WARMUP_ROUNDS + rounds):
-        for name, update in updates.items():
+        for done, (turn, name) in enumerate(product(range(WARMUP_ROUNDS + rounds), updates)):
+            progress.show(done, f"round {turn} of {WARMUP_ROUNDS + rounds}: {name}")
             begin = time.process_time()
-            update()
+            updates[name]()
             if turn >= WARMUP_ROUNDS:
                 seconds[name].append(time.process_time() - begin)
     result = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}

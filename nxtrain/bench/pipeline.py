@@ -31,6 +31,7 @@ from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 
 Work: TypeAlias = Literal["sleep", "blocks"]
 
@@ -150,7 +151,7 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
         BackendError: A process ended; its output contains the reason.
     """
     turns: list[list[Turn]] = [[] for _ in works]
-    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
+    with ExitStack() as stack, Progress("starting", rounds + 1) as progress:
         pipelines = [
             [
                 stack.enter_context(Worker("nxtrain.bench.pipeline_rank", str(rank), json.dumps(asdict(work)), env))
@@ -159,7 +160,7 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[Turn]]:
             for work in works
         ]
         for number in range(rounds + 1):
-            status.update(f"round {number} of {rounds}")
+            progress.show(number, f"round {number} of {rounds}")
             for workers, of_one in zip(pipelines, turns, strict=True):
                 for worker in workers:
                     worker.begin()

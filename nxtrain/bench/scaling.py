@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,7 @@ from nxtrain.bench.train import Workload
 from nxtrain.bench.turns import Worker, machine, machine_line, median_ratio, rank_environments
 from nxtrain.errors import ConfigError, Problem
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 
 ALONE, ONE, TWO = "alone", "one", "two_independent"
 
@@ -82,7 +84,9 @@ def measure(
     """Turns of the processes of each measurement, without the warm-up; and the parts of a step of rank 0."""
     job = json.dumps(asdict(work))
     module = "nxtrain.bench.scaling_rank"
-    with ExitStack() as stack, Console(stderr=True).status("starting") as status:
+    # A round has a turn of each layout, of one rank and of two; the parts of a step take about as long.
+    total = (rounds + 1) * (len(names) + 2) + len(names)
+    with ExitStack() as stack, Progress("starting", total) as progress:
 
         def start(name: str, environments: Sequence[Mapping[str, str]]) -> list[Worker]:
             return [stack.enter_context(Worker(module, name, job, env)) for env in environments]
@@ -90,12 +94,13 @@ def measure(
         alone = start(ALONE, rank_environments(1) * RANKS)
         groups = {ONE: alone[:1], TWO: alone, **{name: start(name, rank_environments(RANKS)) for name in names}}
         measured: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in groups}
-        for number in range(rounds + 1):
-            for name, workers in groups.items():
-                status.update(f"round {number} of {rounds}: {name}")
-                measured[name].append(_at_once(workers))
-        status.update("parts of a step")
-        parts = {name: _at_once(groups[name], "breakdown")[0] for name in names}
+        for done, (number, name) in enumerate(product(range(rounds + 1), groups)):
+            progress.show(done, f"round {number} of {rounds}: {name}")
+            measured[name].append(_at_once(groups[name]))
+        parts = {}
+        for done, name in enumerate(names, total - len(names)):
+            progress.show(done, f"parts of a step: {name}")
+            parts[name] = _at_once(groups[name], "breakdown")[0]
     return {name: turns[1:] for name, turns in measured.items()}, parts
 
 

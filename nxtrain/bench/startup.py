@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from rich.table import Table
 from nxtrain.bench.turns import machine, machine_line, median_ratio
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 
 PYTHON, TORCH, PACKAGE, HELP, FIRST_STEP = "python", "import torch", "import nxtrain", "nxtrain --help", "first step"
 
@@ -53,12 +55,11 @@ def measure(config: Path | None, rounds: int) -> dict[str, list[dict[str, float]
     """Wall and CPU seconds of each command in every round; the CPU time of children counts."""
     names = [PYTHON, TORCH, PACKAGE, HELP, *([FIRST_STEP] if config is not None else [])]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    with Console(stderr=True).status("starting") as status:
-        for number in range(rounds + 1):
-            for name in names:
-                status.update(f"round {number} of {rounds}: {name}")
-                turn = first_step(config) if name == FIRST_STEP and config is not None else command(name)
-                found[name].append(turn)
+    with Progress("starting", (rounds + 1) * len(names)) as progress:
+        for done, (number, name) in enumerate(product(range(rounds + 1), names)):
+            progress.show(done, f"round {number} of {rounds}: {name}")
+            turn = first_step(config) if name == FIRST_STEP and config is not None else command(name)
+            found[name].append(turn)
     return {name: turns[1:] for name, turns in found.items()}
 
 
@@ -152,8 +153,10 @@ def _show(result: Mapping[str, Any]) -> None:
     for row in result["rows"]:
         ratio = f"{result['ratios'][row['name']]:.2f}" if row["name"] in result["ratios"] else ""
         table.add_row(row["name"], f"{row['value']:.2f}", f"{row['cpu_s']['value']:.2f}", ratio)
-    table.caption = (
-        f"medians over {result['rounds']} rounds; the first step's wall time ends with its record, its CPU time with "
-        "the run"
+    has_step = any(row["name"] == FIRST_STEP for row in result["rows"])
+    table.caption = f"medians over {result['rounds']} rounds; " + (
+        "the first step's wall time ends with its record, its CPU time with the run"
+        if has_step
+        else "--first-step CONFIG adds the first step of a run"
     )
     console.print(table)

@@ -18,6 +18,7 @@ from nxtrain.config.schema import ON_XLA
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.family import find_family
 from nxtrain.process.document import write_document
+from nxtrain.process.progress import Progress
 
 SHAPE = {
     "vocab_size": 32000,
@@ -197,7 +198,8 @@ def measure(work: Workload, names: Sequence[str], rounds: int) -> tuple[dict[str
     with started({name: Worker("nxtrain.bench.worker", name, job, env) for name in all_names}) as workers:
         measured = take_all_turns(workers, rounds)
         own = [name for name in names if name in (OURS, COMPILED)]
-        parts = {} if work.backend in ON_XLA else {name: workers[name].turn("breakdown") for name in own}
+        with Progress("parts of a step"):
+            parts = {} if work.backend in ON_XLA else {name: workers[name].turn("breakdown") for name in own}
     for name, found in parts.items():
         found["unprofiled_step_s"] = median(step_s for turn in measured[name][1:] for step_s in turn["step_s"])
     return measured, parts

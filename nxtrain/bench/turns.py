@@ -13,14 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from rich.console import Console
-
 from nxtrain.errors import BackendError
 from nxtrain.launch.environment import QUIET_PROFILER
+from nxtrain.process.progress import Progress
 
 
 class Worker:
@@ -87,11 +87,10 @@ def take_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[Any
 def take_all_turns(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[Any]]:
     """Measure each worker in a warm-up round and in each round; the workers run on."""
     measured: dict[str, list[Any]] = {name: [] for name in workers}
-    with Console(stderr=True).status("starting") as status:
-        for turn in range(rounds + 1):
-            for name, worker in workers.items():
-                status.update(f"round {turn} of {rounds}: {name}")
-                measured[name].append(worker.turn())
+    with Progress("starting", (rounds + 1) * len(workers)) as progress:
+        for done, (number, name) in enumerate(product(range(rounds + 1), workers)):
+            progress.show(done, f"round {number} of {rounds}: {name}")
+            measured[name].append(workers[name].turn())
     return measured
 
 

@@ -35,8 +35,8 @@ def launch(
         str, typer.Option(metavar="NAME[:PORT]", help="With cluster.nodes above 1: one of them; the same on all.")
     ] = "",
     min_nodes: Annotated[
-        int, integer(0, MAX_RANKS, help="Go on with so few machines if others are lost; 0: with all.")
-    ] = 0,
+        int | None, integer(1, MAX_RANKS, help="Go on with so few machines if others are lost; by default with all.")
+    ] = None,
     target: Annotated[
         Literal["local", "slurm", "kubernetes", "hyperpod", "sagemaker", "parallelcluster", "eks"],
         typer.Option(help="This machine, or a kind of cluster."),
@@ -71,7 +71,7 @@ def launch(
     if target == "local":
         from nxtrain.launch.local import launch
 
-        launch(config, overrides or [], nproc, dry_run, first_node, min_nodes)
+        launch(config, overrides or [], nproc, dry_run, first_node, min_nodes or 0)
         return
     from nxtrain.launch.targets.job import Options
     from nxtrain.launch.targets.render import launch_on
@@ -81,7 +81,7 @@ def launch(
         nproc=nproc,
         image=image,
         claim=claim,
-        min_nodes=min_nodes,
+        min_nodes=min_nodes or 0,
         mounts=mounts,
         storage_gib=storage or STORAGE_GIB,
     )

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nxtrain.compile.cache import Cache
-from nxtrain.compile.entries import Entry, Key, State
+from nxtrain.compile.cache import OWN, Cache
+from nxtrain.compile.entries import NEFF_FOLDER, Entry, Key, State, is_compiler
 from nxtrain.compile.sync import CacheLocation, Step, open_place, sync
-from nxtrain.config.cache_dir import cache_folder
+from nxtrain.config.bounds import quoted
+from nxtrain.config.cache_dir import LOCKS, cache_folder
 from nxtrain.config.load import load
 from nxtrain.config.schema import CompileConfig
 from nxtrain.errors import BackendError, ConfigError
@@ -29,6 +30,8 @@ from nxtrain.process.document import write_document
 
 _COLORS = {State.DONE: "green", State.FAILED: "red", State.LOCKED: "cyan", State.STALE: "yellow", State.PENDING: "dim"}
 _GIB = 1 << 30
+_SHOWN = 3
+"""Most names of a folder that a message lists."""
 
 
 def ls(where: str | None, as_json: bool) -> None:
@@ -130,6 +133,9 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
         ConfigError: There is no such cache.
     """
     cache = _cache(where)
+    if not cache.root.is_dir():
+        print(f"{cache} is not there yet: nothing is compiled")
+        return
     every = max_gib is None and not failed and not stale
     with _explained(cache):
         cache.sweep()
@@ -174,25 +180,58 @@ class _Progress:
 
 
 def _place(text: str) -> CacheLocation:
-    return open_place(text if text.startswith(SCHEME) else _folder(text))
+    if text.startswith(SCHEME):
+        return open_place(text)
+    folder = _folder(text)
+    _refuse_other(folder)
+    return open_place(folder)
 
 
 def _cache(where: str | None) -> Cache:
     if where and where.startswith(SCHEME):
         raise ConfigError(f"{where} is a bucket; this command works on a folder. Fetch it: nxtrain cache sync SRC DST")
     folder = _folder(where)
-    if not folder.is_dir():
+    # A run makes the folder of its configuration, so one that is not there is an empty cache.
+    if not folder.is_dir() and not (where and _is_config(where)):
         raise ConfigError(
             f"{folder} is no folder; name a cache, or a configuration whose compile.cache_dir is one. "
             "A cache is made by compiling, or by: nxtrain cache sync SRC DST"
         )
+    _refuse_other(folder)
     return Cache(folder)
+
+
+def _refuse_other(folder: Path) -> None:
+    """Refuse a folder of other files before anything is written there; one that is empty or absent may become a cache.
+
+    Raises:
+        ConfigError: The folder holds files, and no graph.
+        BackendError: The folder cannot be read.
+    """
+    if not folder.is_dir():
+        return
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise BackendError(f"{folder} cannot be read: {error.strerror}") from error
+    has_graphs = any(name == NEFF_FOLDER or is_compiler(name) for name in names)
+    others = [name for name in names if name not in (OWN, LOCKS)]
+    if others and not has_graphs:
+        shown = ", ".join(map(quoted, others[:_SHOWN])) + (" and others" if others[_SHOWN:] else "")
+        raise ConfigError(
+            f"{folder} is no cache of compiled graphs: it holds {shown}, and neither neuronxcc-* nor "
+            f"{NEFF_FOLDER}; name a cache, a configuration whose compile.cache_dir is one, or an empty folder"
+        )
+
+
+def _is_config(where: str) -> bool:
+    return where.endswith(".toml")
 
 
 def _folder(where: str | None) -> Path:
     if where is None:
         return cache_folder(CompileConfig())
-    if not where.endswith(".toml"):
+    if not _is_config(where):
         return local_path(where)
     config = load(where).config
     return cache_folder(config.compile, shared=config.backend.name == "neuron-native")

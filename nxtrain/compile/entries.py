@@ -92,6 +92,11 @@ def parse_key(text: str) -> Key | None:
     return key if is_neff(key) or (_COMPILER.fullmatch(compiler) and _MODULE.fullmatch(module)) else None
 
 
+def is_compiler(name: str) -> bool:
+    """True if a name is that of a folder of one compiler's graphs."""
+    return bool(_COMPILER.fullmatch(name))
+
+
 def is_neff(key: Key) -> bool:
     """True if a key is that of a file of TorchNeuron, such as `neff/ab/cd/<hash>.neff`."""
     return key.compiler == NEFF_FOLDER and bool(_NEFF_FILE.fullmatch(key.module))

@@ -28,6 +28,9 @@ NETWORK_TYPES = {
 }
 """Types of network file systems; EFS mounts as nfs4, FSx for Lustre as lustre."""
 
+LOCKS = "locks"
+"""Folder in a cache for locks of TorchNeuron's compilations."""
+
 LOCAL_LOCKS = Path("/var/tmp/nxtrain-locks")
 """Beginning of a user's folder for locks, where the cache itself is on a network file system."""
 
@@ -75,7 +78,7 @@ def lock_folder(cache: Path, mounts: str | None = None) -> Path:
         mounts: As for `cache_folder`.
     """
     local = LOCAL_LOCKS.with_name(f"{LOCAL_LOCKS.name}-{getpass.getuser()}")
-    return local if network_type(cache, mounts) else cache / "locks"
+    return local if network_type(cache, mounts) else cache / LOCKS
 
 
 def fill(key: str, text: str, values: Mapping[str, str]) -> str:

@@ -28,6 +28,8 @@ from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokeni
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import clear_drafts
 from nxtrain.io.object_store import S3Path, place_of
+from nxtrain.process.console import standard_error
+from nxtrain.process.progress import Progress
 from nxtrain.vocab import END_BIT
 
 if TYPE_CHECKING:
@@ -186,7 +188,8 @@ def prepare(
     if config.source == "tokens":
         return _prepare_tokens(config, seq_len, vocab_size)
     corpus = stdlib_corpus() if config.source == "stdlib" else text_corpus(config.path)
-    survey = Survey.of(corpus)
+    with Progress(f"reading {corpus.name}"):
+        survey = Survey.of(corpus)
     skipped = tuple(f"{path}: {reason}" for path, reason in sorted(corpus.skipped.items()))
     if not survey.hashes.size:
         reasons = "".join(f"\n    {line}" for line in skipped)
@@ -200,7 +203,7 @@ def prepare(
         tokenizer_path = workdir / f"tokenizer-{digest(identity, vocab_size)}.json"
         if not tokenizer_path.exists():
             texts = (text for text, chosen in zip(survey.again(corpus), sampled, strict=True) if chosen)
-            train_bpe(texts, vocab_size, tokenizer_path)
+            train_tokenizer(texts, int(survey.chars[sampled].sum()), vocab_size, tokenizer_path)
     tokenizer = load_tokenizer(tokenizer_path, vocab_size, known.end if known else "")
 
     fingerprint = digest(identity, tokenizer.digest)
@@ -208,7 +211,11 @@ def prepare(
     validation = workdir / f"validation-marked-{fingerprint}.npy" if held.any() else None
     streams = {False: train} if validation is None else {False: train, True: validation}
     if not all(is_whole(path) for path in streams.values()):
-        _write_streams(streams, survey.again(corpus), tokenizer, held, survey.ends(held))
+        num_chars = int(survey.chars.sum())
+        standard_error().print(f"tokenizing {num_chars:,} characters of {corpus.name}", markup=False)
+        with Progress("tokenizing", num_chars) as progress:
+            read = _counted(survey.again(corpus), progress)
+            _write_streams(streams, read, tokenizer, held, survey.ends(held))
     return Prepared(
         train=str(train),
         validation=validation,
@@ -223,6 +230,33 @@ def prepare(
         validation_probe=probe(concat(read_array(validation), seq_len)) if validation else "",
         skipped=skipped,
     )
+
+
+def train_tokenizer(texts: Iterable[str], num_chars: int, vocab_size: int, path: Path) -> None:
+    """Train a tokenizer, and say so.
+
+    Args:
+        texts: Texts from which merges are learned.
+        num_chars: Number of their characters; 0: unknown.
+        vocab_size: Most entries.
+        path: The `tokenizer.json` to write.
+    """
+    amount = f" on {num_chars:,} characters" if num_chars else ""
+    standard_error().print(f"training a tokenizer of {vocab_size:,} entries{amount}", markup=False)
+    with Progress("training a tokenizer: counting words", num_chars) as progress:
+        train_bpe(_counted(texts, progress, after="training a tokenizer: merging words"), vocab_size, path)
+
+
+def _counted(texts: Iterable[str], progress: Progress, after: str = "") -> Iterator[str]:
+    """Texts, whose characters progress counts; `after`: the work that follows, of unknown length."""
+    num_chars = 0
+    for text in texts:
+        yield text
+        num_chars += len(text)
+        progress.show(num_chars)
+    if after:
+        progress.total = 0
+        progress.show(0, after)
 
 
 def digest(*parts: object) -> str:

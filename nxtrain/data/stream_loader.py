@@ -262,6 +262,7 @@ def places_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[P
     if found and len(found) != lanes:
         raise CheckpointError(
             f"the checkpoint's data has {len(found)} lanes, and train.global_batch here makes {lanes}; "
-            "keep train.global_batch, or start a new run from the weights"
+            "a lane is a stream of documents for some rows of every step. "
+            "Keep train.global_batch, or start a new run from the weights"
         )
     return found

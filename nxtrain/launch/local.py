@@ -15,10 +15,11 @@ from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
 from nxtrain.config.schema import RunConfig
-from nxtrain.errors import ConfigError, Problem
+from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.debug import agent_settings, debug_variables
 from nxtrain.launch.environment import QUIET_PROFILER, Variable, beside
-from nxtrain.launch.neuron import is_neuron, needs
+from nxtrain.launch.neuron import device_support, is_neuron, needs
+from nxtrain.launch.threads import thread_variables
 from nxtrain.process import stacks
 
 AGENT = ("-m", "nxtrain.launch.torchrun")
@@ -110,6 +111,7 @@ def launch(
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
+        BackendError: This machine lacks the devices of the run.
     """
     if dry_run:
         loaded, node = load(path, overrides), first_node or FIRST_NODE
@@ -119,6 +121,11 @@ def launch(
             raise ConfigError(problems)
         return
     command = render(path, overrides, nproc, os.environ, first_node=first_node, min_nodes=min_nodes)
+    config = load(path, overrides).config
+    devices = device_support(config, {**os.environ, **command.env})
+    if not devices.ok:  # each rank would find the same, after minutes of imports
+        elsewhere = "--dry-run and --target need no device"
+        raise BackendError(f"backend.name={config.backend.name} cannot run here: {devices.reason}\n    {elsewhere}")
     print(command, flush=True)
     if stacks.DUMP is not None:
         signal.signal(stacks.DUMP, signal.SIG_IGN)  # until the new program handles requests for stacks itself
@@ -198,9 +205,8 @@ def _render(
     variables += debug_variables(config, environ, neuron=is_neuron(config))
     if config.metrics.profile_steps and config.backend.name in {"cpu", "xla"}:
         variables += beside([QUIET_PROFILER], environ)
-    if "OMP_NUM_THREADS" not in {*environ, *(variable.name for variable in variables)}:
-        reason = "ranks that each take all cores slow one another down many times over"
-        variables.append(Variable("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)), reason))
+    given = {**environ, **{variable.name: variable.value for variable in variables}}
+    variables += thread_variables(config, given, nproc, neuron=is_neuron(config))
     options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")
     if nodes > 1:
         about.append(f"on each of the {nodes} nodes; {first_node} is the name of one of them")
@@ -219,8 +225,3 @@ def _render(
 
 def _ranks(config: RunConfig) -> int:
     return config.parallel.tp * config.parallel.pp * max(config.parallel.dp, 1)
-
-
-def _num_cores() -> int:
-    # Count the cores that this process may use, if known: a cluster often grants only some cores of the machine.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

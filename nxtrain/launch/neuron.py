@@ -1,4 +1,4 @@
-"""Environment of ranks on Neuron devices, set before Python starts: libraries read it while they are loaded."""
+"""Environment of ranks, set before Python starts: libraries of Neuron devices and OpenMP read it as they load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nxtrain import backends
 from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_torch
+from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
@@ -22,8 +24,12 @@ from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.debug import debug_variables
 from nxtrain.launch.environment import Variable
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
+from nxtrain.launch.threads import thread_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
 from nxtrain.process.document import give_output_back
+
+GPU_DEVICES = Path("/dev")
+"""Folder in which NVIDIA's driver shows GPUs: `nvidia0` and further, or `dxg` on Windows' Linux."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,31 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     return Needs(tuple(about), environment.beside(environ), tuple(problems))
 
 
+def device_support(config: RunConfig, environ: Mapping[str, str]) -> Support:
+    """Check if this machine has the devices that a run asks for; `auto`, `cpu` and `xla` run on any machine.
+
+    Only for GPUs is torch imported, and only where no file of a driver shows one.
+
+    Args:
+        config: Configuration of the run.
+        environ: Variables of its ranks.
+    """
+    match config.backend.name:
+        case "neuron":
+            return support()
+        case "neuron-native":
+            return torchneuron.support(devices=not torchneuron.compiles_only(environ))
+        case "cuda" if not [*GPU_DEVICES.glob("nvidia[0-9]*"), *GPU_DEVICES.glob("dxg")]:
+            return backends.support("cuda")
+        case _:
+            return Support(True, "ranks find their devices themselves")
+
+
 def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
     """Re-execute this rank with its missing variables; a rank started by `nxtrain launch` lacks none.
 
     The process keeps its pid, so an agent above it sees no change. Without a Neuron device only the variables of
-    `recovery.debug` can be missing, since the backend reports the missing device with more detail.
+    threads and of `recovery.debug` can be missing, since the backend reports the missing device with more detail.
 
     Args:
         config: Configuration of the run.
@@ -120,6 +146,8 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     wanted = [*debug_variables(config, environ, neuron=is_neuron(config))]
     if is_neuron(config) and (torchneuron.support() if is_native(config) else support()).ok:
         wanted += _missing_on_neuron(config, environ, local_world)
+    if not is_neuron(config):
+        wanted += thread_variables(config, environ, local_world)
     complete = {**environ, **{variable.name: variable.value for variable in wanted}}
     if complete != environ:
         give_output_back()

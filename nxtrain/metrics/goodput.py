@@ -106,7 +106,7 @@ class Goodput:
         restart_s: Time from the end of a failed start to the first finished step of the next start.
         checkpoint_stall_s: Time in which training waited for checkpoints.
         eval_s: Time in evaluations.
-        other_s: The rest, such as the end of a run.
+        other_s: Time of a start after its last progress, without a failure: the last save, and the end.
     """
 
     starts: int = 0
@@ -141,7 +141,7 @@ class Goodput:
             f"checkpoints {_time(self.checkpoint_stall_s)}": True,
             f"first start {_time(self.start_s)}": self.start_s >= _SHOWN_S,
             f"evaluation {_time(self.eval_s)}": self.eval_s >= _SHOWN_S,
-            f"other {_time(self.other_s)}": self.other_s >= _SHOWN_S,
+            f"after the last step {_time(self.other_s)}": self.other_s >= _SHOWN_S,
         }
         return (
             f"goodput {self.goodput:.1%} over {self.starts} start{'s' * (self.starts != 1)}: "

@@ -6,6 +6,7 @@ start, the time after its last record counts as restart: its last work, and the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,9 @@ from nxtrain.process.clock import Instant, now
 
 PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
 """Sections of work other than training, and the field of `Spent` that counts their time."""
+
+RESTART_LINE_S = 60.0
+"""Seconds after the first step of a restart until the line about it; a run that ends sooner has its last line only."""
 
 
 @dataclass
@@ -45,6 +49,7 @@ class GoodputMeter(RunObserver):
     _section: str = field(default="train_s", init=False)
     _settled: float = field(default=0.0, init=False)
     _next_beat: float = field(default=0.0, init=False)
+    _line_due_s: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
         self._log = StartLog(self.logs)
@@ -131,7 +136,7 @@ class GoodputMeter(RunObserver):
         found = self.read()
         self._log.add("end", self._start, found.record())
         self._log.replace(lambda: self._start)
-        if outcome != "failed":  # after a failure the next start prints the line
+        if outcome != "failed":  # after a failure the next start prints the line, once it has gone on for a while
             self.print_line(str(found))
 
     def read(self) -> Goodput:
@@ -148,7 +153,11 @@ class GoodputMeter(RunObserver):
         self._section = "start_s" if first else "train_s"
         self._spend(step=step)
         self._settle()
-        if first and self._past:
+        # The start before has printed its own line unless it failed.
+        if first and self._past and self._past[-1].outcome in {"failed", "killed"}:
+            self._line_due_s = self._settled + RESTART_LINE_S
+        if self._settled >= self._line_due_s:
+            self._line_due_s = math.inf
             self.print_line(str(self.read()))
 
     def _settle(self) -> None:

@@ -49,8 +49,9 @@ def details(record: Mapping[str, Any]) -> list[str]:
         found.append(f"MFU {numbers['mfu']:.1%}")
     if "grad_norm" in numbers:
         found.append(f"grad norm {numbers['grad_norm']:.3g}")
-    if spent_s > 0:
-        found.append(f"data wait {numbers.get('data_s', 0.0) / spent_s:.0%}")
+    shares = _shares(numbers, spent_s) if spent_s > 0 else {}
+    if shares:
+        found.append(f"data {shares.pop('data')}%")
     if "peak_memory_bytes" in numbers:
         found.append(f"{numbers['peak_memory_bytes'] / (1 << 30):.1f} GiB")
     if "saved_step" in numbers:
@@ -58,9 +59,21 @@ def details(record: Mapping[str, Any]) -> list[str]:
     if "goodput" in numbers:
         found.append(f"goodput {numbers['goodput']:.0%}")
     if spent_s > 0 and any(key in numbers for key in SECTIONS_S):
-        sections = (f"{key[:-2]} {numbers[key] / spent_s:.0%}" for key in SECTIONS_S if key in numbers)
-        found.append(" ".join([*sections, f"waiting {numbers.get('waiting_s', 0.0) / spent_s:.0%}"]))
+        found.append(" ".join(f"{name} {share}%" for name, share in shares.items()))
     return found
+
+
+def _shares(numbers: Mapping[str, float], spent_s: float) -> dict[str, int]:
+    """Per cent of the time by kind of work; their sum is 100, since each is the difference of two rounded sums."""
+    seconds = {"data": numbers.get("data_s", 0.0)}
+    seconds |= {key[:-2]: numbers[key] for key in SECTIONS_S if key in numbers}
+    seconds["waiting for ranks"] = numbers.get("waiting_s", 0.0)
+    found, total_s, whole = dict[str, int](), 0.0, 0
+    for name, own_s in seconds.items():
+        total_s += own_s
+        found[name] = round(100 * total_s / spent_s) - whole
+        whole += found[name]
+    return {**found, "other work": 100 - whole}
 
 
 def fitting(found: Iterable[str], columns: int) -> str:

@@ -70,7 +70,15 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         _noisy(runs, "mfu", "Model FLOPs utilization", "%", "mfu", scale=100, zero=True),
         _plain(runs, "memory", "Peak memory", "GiB, rank 0", "peak_memory_bytes", scale=1 / (1 << 30), zero=True),
         _plain(runs, "goodput", "Goodput", "% of the time since the first start", "goodput", scale=100, zero=True),
-        _plain(runs, "lost-updates", "Lost updates", "% of the parameters", "lost_update_frac", scale=100, zero=True),
+        _plain(
+            runs,
+            "lost-updates",
+            "Updates lost to rounding",
+            "% of the parameters",
+            "lost_update_frac",
+            scale=100,
+            zero=True,
+        ),
     ]
     return [chart for chart in found if chart is not None]
 

@@ -67,7 +67,7 @@ def train(loaded: Loaded, signals: Signals | None = None, began: Instant | None 
         StoppedBySignal: The run stopped because a signal asked for it.
     """
     place, chosen = Placement.read(), loaded.config.backend
-    name, reason = choose(chosen.name)
+    name, reason = choose(chosen.name, in_full=loaded.config.recovery.debug != "off")
     adapted = loaded.config.finetune.adapts
     layers, why = choose_layers(chosen.layers, name, allow_unverified=chosen.allow_unverified, adapted=adapted)
     reason += f"; layers {layers}: {why}" if why else ""

@@ -123,10 +123,14 @@ STEPS = 40
 
 NUMBER = r"[\d.,]+(e-?\d+)?[kMG]?"
 RUN = (
-    r"# ranks that each take all cores slow one another down many times over",
+    r"# (ranks that each take all cores slow .*|a block of this model keeps no more threads busy, .* share is \d+)",
     r"export OMP_NUM_THREADS=\d+",
     rf"{re.escape(sys.executable)} -m nxtrain\.launch\.torchrun .* -m nxtrain train .*",
     r"backend cpu \(backend\.name=cpu\); 2 ranks: tp \d, dp \d",
+    r"compiling the CPU kernels, once on this machine",
+    rf"training a tokenizer of {NUMBER} entries on {NUMBER} characters",
+    rf"tokenizing {NUMBER} characters of \S+",
+    r"(reading|training a tokenizer: .*|tokenizing).*: .*so far.*",
     r"CPU kernels: (C\+\+, bf16 products .*|torch's, .*)",
     r"CPU collectives: (shared memory, gloo between hosts|gloo, .*)",
     rf"parameter norm {NUMBER} at step 0; the initialization has {NUMBER} \+- {NUMBER}",

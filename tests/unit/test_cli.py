@@ -260,15 +260,6 @@ def test_launch_starts_as_many_ranks_as_the_degrees_ask_for(overrides: list[str]
     assert f"--nproc-per-node={nproc}" in render(DEMO, [*overrides, "train.micro_batch=1"], None, {}).argv
 
 
-def test_launch_shares_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nxtrain.launch.local._num_cores", lambda: 7)
-    assert render(DEMO, (), 2, {}).env == {"OMP_NUM_THREADS": "3"}
-    assert render(DEMO, ["train.micro_batch=1", "train.global_batch=16", "parallel.dp=16"], 16, {}).env == {
-        "OMP_NUM_THREADS": "1"
-    }
-    assert render(DEMO, (), 2, {"OMP_NUM_THREADS": "5"}).env == {}
-
-
 def test_launch_starts_a_lone_rank_without_torchrun() -> None:
     argv = (sys.executable, "-m", "nxtrain", "train", TINY, "run.seed=1")
     assert render(Path(TINY), ["run.seed=1"], None, {}).argv == argv
@@ -281,6 +272,16 @@ def test_launch_checks_the_ranks_against_the_degrees() -> None:
         render(DEMO, ["parallel.tp=2", "parallel.dp=0"], 3, {})
     with pytest.raises(ConfigError, match="nodes=2, but this is one machine"):
         render(DEMO, ["cluster.nodes=2"], None, {})
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "9", "1", "many"])
+@pytest.mark.parametrize("target", ["local", "slurm"])
+def test_a_number_of_machines_that_no_run_can_shrink_to_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str, number: str
+) -> None:
+    words = ("launch", str(DEMO), "parallel.dp=0", "--target", target, "--min-nodes", number, "--dry-run")
+    assert main(monkeypatch, *words) == 2
+    assert "min-nodes" in capsys.readouterr().err
 
 
 def test_launch_restarts_as_often_as_the_configuration_says() -> None:

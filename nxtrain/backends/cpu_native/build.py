@@ -16,6 +16,8 @@ import torch
 
 from nxtrain.errors import BackendError
 from nxtrain.io.atomic import replacing
+from nxtrain.process.console import standard_error
+from nxtrain.process.placement import Placement
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "exchange.cpp"))
 COMPILERS = ("g++", "clang++", "c++")
@@ -73,6 +75,8 @@ def _torch_folder() -> Path:
 
 
 def _build(library: Path) -> None:
+    if Placement.read().local_rank == 0:
+        standard_error().print("compiling the CPU kernels, once on this machine", markup=False)
     library.parent.mkdir(parents=True, exist_ok=True)
     # Ranks that start together may each build; the last rename wins, and all results are equal.
     with replacing(library, durable=False, shared=True) as out:

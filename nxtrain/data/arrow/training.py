@@ -17,14 +17,15 @@ from nxtrain.data.files import MARKED, Tokens, read_array, writing_tokens
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.order import shuffled
 from nxtrain.data.packing import concat
-from nxtrain.data.prepare import Prepared, digest, is_whole
+from nxtrain.data.prepare import Prepared, digest, is_whole, train_tokenizer
 from nxtrain.data.samples import probe
 from nxtrain.data.storage import cache_folder
 from nxtrain.data.stream_loader import Streams
-from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
+from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer
 from nxtrain.errors import DataError
 from nxtrain.io.atomic import clear_drafts
 from nxtrain.io.object_store import place_of
+from nxtrain.process.progress import Progress
 from nxtrain.vocab import END_BIT
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _train_tokenizer(
             yield from _sampled(open_documents(corpus, None, config.validation_fraction, vocab_size), wanted)
 
     if not path.exists():
-        train_bpe(texts(), vocab_size, path)
+        train_tokenizer(texts(), 0, vocab_size, path)
     return path
 
 
@@ -210,7 +211,7 @@ def _validation(  # 7 arguments: each is of another part of the preparation, and
     validation = workdir / f"validation-marked-{name}.npy"
     if not is_whole(validation):
         documents = [open_documents(each, tokenizer, config.validation_fraction, vocab_size) for each in corpora]
-        with writing_tokens(validation, MARKED) as append:
+        with Progress("tokenizing held-out documents"), writing_tokens(validation, MARKED) as append:
             for each, wanted in zip(documents, _parts(mixture, held_out.num_tokens), strict=True):
                 _append_held_out(each, append, wanted)
     return validation

@@ -32,12 +32,15 @@ def no_neuron(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 def test_auto_takes_the_cpu_where_nothing_else_runs_and_says_why() -> None:
     reasons = ("neuron-native: no beta", "neuron: no chip", "cuda: no GPU in this test", "cpu: every machine has a CPU")
-    assert choose("auto") == ("cpu", "; ".join(reasons))
+    assert choose("auto", in_full=True) == ("cpu", "; ".join(reasons))
+    short = "backend.name=auto: no accelerator can run here; recovery.debug=dist says why"
+    assert choose("auto") == ("cpu", short), "one short line on a laptop"
 
 
 def test_auto_takes_cuda_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaBackend, "support", staticmethod(lambda: Support(True, "8 x H200")))
-    assert choose("auto") == ("cuda", "neuron-native: no beta; neuron: no chip; cuda: 8 x H200")
+    assert choose("auto", in_full=True) == ("cuda", "neuron-native: no beta; neuron: no chip; cuda: 8 x H200")
+    assert choose("auto") == ("cuda", "backend.name=auto: 8 x H200")
 
 
 def test_a_name_is_taken_at_its_word() -> None:

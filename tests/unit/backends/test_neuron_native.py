@@ -201,12 +201,12 @@ def test_a_torch_that_did_not_load_it_is_told_apart(trn2: dict[str, str], monkey
 
 
 def test_auto_takes_the_one_of_the_two_that_is_installed(trn2: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    name, reason = choose("auto")
+    name, reason = choose("auto", in_full=True)
     assert name == "neuron-native"
     assert reason == f"neuron-native: {READY}"
     trn2.update({"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12.22436"})
     trn2.update({"neuronx-cc": "2.23.6484.0", "libneuronxla": "2.2.15515"})
-    name, reason = choose("auto")
+    name, reason = choose("auto", in_full=True)
     assert name == "neuron"
     assert reason.endswith("; neuron: 16 Neuron devices, SDK 2.28")
 

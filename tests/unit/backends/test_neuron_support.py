@@ -69,7 +69,7 @@ def trainium(machine: Path, install: Install) -> Path:
 def test_a_machine_with_devices_and_packages_is_supported(trainium: Path) -> None:
     support = sdk.support()
     assert (support.ok, support.reason) == (True, "2 Neuron devices, SDK 2.28")
-    name, reason = choose("auto")
+    name, reason = choose("auto", in_full=True)
     assert (name, reason.partition("; ")[2]) == ("neuron", "neuron: 2 Neuron devices, SDK 2.28")
 
 

@@ -16,6 +16,7 @@ from nxtrain.bench.collectives import (
     bench_collectives,
     summarize,
 )
+from nxtrain.bench.turns import machine
 from nxtrain.errors import ConfigError
 
 
@@ -64,3 +65,16 @@ def test_starts_are_compared_with_torch_by_cpu_time_inside_rounds() -> None:
     )
     assert found["ratios"] == {startup.HELP: 0.5}
     assert [row["value"] for row in found["rows"]] == [9.0, 2.0]
+
+
+@pytest.mark.parametrize("names", [(), (startup.HELP,), (startup.HELP, startup.FIRST_STEP)])
+def test_the_words_below_the_table_of_starts_are_about_its_rows(
+    capsys: pytest.CaptureFixture[str], names: tuple[str, ...]
+) -> None:
+    turns = [{"wall": 1.0, "cpu": 0.5}]
+    found = startup.summarize(dict.fromkeys((startup.TORCH, *names), turns))
+    startup._show({"machine": machine(), "rounds": 1, **found})
+    shown = " ".join(capsys.readouterr().out.split())
+    has_step = startup.FIRST_STEP in names
+    assert ("the first step's wall time" in shown) is has_step
+    assert ("--first-step CONFIG adds" in shown) is not has_step

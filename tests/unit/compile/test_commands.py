@@ -127,6 +127,67 @@ def test_a_place_that_is_not_there_is_one_message(
     assert words in capsys.readouterr().err
 
 
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+COMMANDS = (
+    ("ls", "{}"),
+    ("verify", "{}"),
+    ("clean", "{}"),
+    ("clean", "{}", "--max-gib", "0"),
+    ("clean", "{}", "--failed", "--stale"),
+    ("sync", "{}", "{other}"),
+    ("sync", "{other}", "{}"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("notes.txt",),
+        ("bin/sh", "etc/hosts"),
+        (".nxtrain/mutex", "home/user/a"),
+        ("neuronxcc/x", "neuronxcc-", "a b/c"),
+    ],
+    ids=str,
+)
+def test_a_folder_of_other_files_is_refused_and_nothing_is_left_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    root: Path,
+    tmp_path: Path,
+    command: tuple[str, ...],
+    names: tuple[str, ...],
+) -> None:
+    folder = tmp_path / "other"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("theirs", encoding="utf-8")
+    before = files(folder)
+    assert main(monkeypatch, *(word.format(folder, other=root) for word in command)) == 2
+    assert f"{folder} is no cache of compiled graphs: it holds " in capsys.readouterr().err
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "clean"])
+def test_the_cache_of_a_configuration_may_be_empty_or_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(f'[compile]\ncache_dir = "{tmp_path}/cache"\n', encoding="utf-8")
+    assert main(monkeypatch, command, config) == 0
+    assert not (tmp_path / "cache").exists(), "the command makes none"
+    assert capsys.readouterr().out
+    for names in ((), ("locks",), (".nxtrain",), ("neff",), (COMPILER, "a file of the user")):
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        (tmp_path / "cache").mkdir()
+        for name in names:
+            (tmp_path / "cache" / name).mkdir()
+        assert main(monkeypatch, command, config) == 0
+
+
 def test_a_cache_that_cannot_be_written_is_one_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], root: Path
 ) -> None:

@@ -82,7 +82,7 @@ def test_a_rank_of_another_launcher_starts_anew_with_them_once_and_keeps_what_th
     started: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
     config = load(TINY, [ON, f"run.dir={tmp_path}"]).config
-    shell = {"RANK": "1", "NCCL_DEBUG": "TRACE"}
+    shell = {"RANK": "1", "NCCL_DEBUG": "TRACE", "OMP_NUM_THREADS": "1"}
     reexec_with_environment(config, shell, local_world=2)
     ((program, argv, environ),) = started
     assert (program, argv) == (sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -218,7 +218,8 @@ def test_a_rank_whose_environment_contradicts_its_run_is_refused(monkeypatch: py
 def test_a_rank_without_neuron_devices_is_left_to_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neuron, "support", lambda: Support(False, "no chip in this test"))
     for name in ("neuron", "auto", "cpu"):
-        reexec_with_environment(load(TINY, [f"backend.name={name}"]).config, {"XLA_USE_BF16": "1"}, local_world=1)
+        shell = {"XLA_USE_BF16": "1", "OMP_NUM_THREADS": "1"}
+        reexec_with_environment(load(TINY, [f"backend.name={name}"]).config, shell, local_world=1)
 
 
 def test_the_cache_is_the_folder_of_this_machine_on_a_disk_of_its_own(tmp_path: Path) -> None:

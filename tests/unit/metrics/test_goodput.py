@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -118,14 +119,30 @@ def test_parts_of_a_run_that_failed_once(run: Run, outcome: str) -> None:
     assert json.loads((run.logs / STARTS_FILE).read_text().splitlines()[-1]).items() >= found.record().items()
 
 
-def test_people_get_a_line_at_a_restart_and_at_the_end(run: Run) -> None:
+@pytest.mark.parametrize("outcome", ["failed", "killed", "stopped", "done"])
+@pytest.mark.parametrize("steps", [1, 4, 30, 90])
+def test_a_restart_has_a_line_only_if_the_failed_start_had_none_and_the_run_goes_on(
+    run: Run, outcome: str, steps: int
+) -> None:
+    run.start(0, 10, outcome)
+    ended = outcome in ("done", "stopped")
+    assert len(run.said) == ended
+    run.said.clear()
+    began = run.machine().up
+    run.start(8, 8 + steps, "done")
+    lasts = run.machine().up - began > 60 + 11
+    assert len(run.said) == 1 + (lasts and not ended)
+    if len(run.said) > 1:
+        first, last = ([float(x) for x in re.findall(r"productive of ([0-9.]+)", line)] for line in run.said)
+        assert first != last, "the same line twice"
+
+
+def test_people_get_a_line_at_the_end(run: Run) -> None:
     run.start(0, 10, "failed")
     run.start(8, 12, "stopped")
     assert run.said == [
-        "goodput 19.3% over 2 starts: 7.0 s productive of 36.2 s; lost 2 steps (2.0 s), detection 0.2 s, restart "
-        "11.0 s, checkpoints 1.0 s, first start 11.0 s, evaluation 4.0 s",
         "goodput 23.8% over 2 starts: 10.0 s productive of 42.0 s; lost 2 steps (2.0 s), detection 0.2 s, restart "
-        "11.0 s, checkpoints 1.5 s, first start 11.0 s, evaluation 6.0 s, other 0.2 s",
+        "11.0 s, checkpoints 1.5 s, first start 11.0 s, evaluation 6.0 s, after the last step 0.2 s",
     ]
     run.said.clear()
     alone = Run(run.logs.parent / "alone", said=run.said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from nxtrain.metrics.progress import open_progress
+from nxtrain.metrics.status import KINDS_S, SECTIONS_S, details
 from nxtrain.process.console import standard_error
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ def record(step: int, **more: float) -> dict[str, float | None]:
 
 MEASURED = {"mfu": 0.0123, "grad_norm": 1.234, "data_s": 0.001, "training_s": 0.3, "log_s": 0.1, "saved_step": 50}
 MEASURED |= {"forward_s": 0.1, "backward_s": 0.2, "peak_memory_bytes": 1 << 29, "goodput": 0.45}
-SECTIONS = "forward 25% backward 50% waiting 0%"
+SECTIONS = "forward 25% backward 50% waiting for ranks 0% other work 25%"
 
 
 @pytest.fixture
@@ -69,9 +71,9 @@ def test_a_long_line_is_not_wrapped(log: io.StringIO, clock: FakeClock) -> None:
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (80, "MFU 1.2%  grad norm 1.23  data wait 0%"),
-        (130, "MFU 1.2%  grad norm 1.23  data wait 0%  0.5 GiB  saved 50"),
-        (200, f"MFU 1.2%  grad norm 1.23  data wait 0%  0.5 GiB  saved 50  goodput 45%  {SECTIONS}"),
+        (80, "MFU 1.2%  grad norm 1.23  data 0%"),
+        (130, "MFU 1.2%  grad norm 1.23  data 0%  0.5 GiB  saved 50  goodput 45%"),
+        (220, f"MFU 1.2%  grad norm 1.23  data 0%  0.5 GiB  saved 50  goodput 45%  {SECTIONS}"),
     ],
 )
 def test_a_line_has_the_most_important_numbers_that_fit(
@@ -144,3 +146,20 @@ def test_a_line_of_another_part_of_the_process_stands_above_the_bar(
     assert "of a part that began before the bar" in above
     assert "of a part that begins with the bar on the screen" in above
     assert "silent" not in log.getvalue()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_shares_of_a_line_add_up_to_all_of_the_time(seed: int) -> None:
+    draw = random.Random(seed)
+    times = {key: draw.choice([0.0, draw.random(), 100 * draw.random()]) for key in KINDS_S if draw.random() < 0.8}
+    rest_s = times.setdefault("training_s", 1.0)
+    for key in SECTIONS_S:
+        times[key] = rest_s * draw.random()
+        rest_s -= times[key]
+    shown = " ".join(details(times))
+    shares = {name.strip(): int(share) for name, share in re.findall(r"([a-z][a-z ]*) (-?\d+)%", shown)}
+    assert sum(shares.values()) == 100
+    spent_s = sum(times[key] for key in KINDS_S if key in times)
+    names = {"data_s": "data", "waiting_s": "waiting for ranks"} | {key: key[:-2] for key in SECTIONS_S}
+    for key, name in names.items():
+        assert abs(shares[name] - 100 * times.get(key, 0.0) / spent_s) <= 1.0

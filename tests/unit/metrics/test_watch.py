@@ -33,7 +33,7 @@ def test_a_line_has_the_numbers_of_the_newest_record(tmp_path: Path) -> None:
     line, ended = Followed(folder).line()
     assert not ended
     assert line == (
-        "step 21/60  loss 4.1180  val 4.0000  50k tokens/s  MFU 38.1%  grad norm 0.55  data wait 5%  3.0 GiB  "
+        "step 21/60  loss 4.1180  val 4.0000  50k tokens/s  MFU 38.1%  grad norm 0.55  data 5%  3.0 GiB  "
         "saved 10  goodput 90%  compute-bound  0:00:06 left"
     )
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nxtrain.process.progress import Progress
 from nxtrain.report import columns
 from nxtrain.report.columns import MOST, NUMBERS, read_columns
 
@@ -73,10 +74,16 @@ def plainly(content: bytes) -> tuple[dict[int, dict[str, float]], int]:
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=st.lists(LINE, max_size=12), is_torn=st.booleans(), block=st.sampled_from([40, 200, 1 << 25]))
+@given(
+    lines=st.lists(LINE, max_size=12),
+    is_torn=st.booleans(),
+    block=st.sampled_from([40, 200, 1 << 25]),
+    few=st.sampled_from([1, 60, 1 << 16]),
+)
 def test_columns_are_those_of_a_plain_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[bytes], is_torn: bool, block: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[bytes], is_torn: bool, block: int, few: int
 ) -> None:
+    monkeypatch.setattr(columns, "FEW_BYTES", few)
     monkeypatch.setattr(columns, "BLOCK_BYTES", max(block, 2 * max(map(len, lines), default=1)))
     content = b"\n".join(lines) + b"\n" * (not is_torn)
     file = tmp_path / "metrics.jsonl"
@@ -118,3 +125,45 @@ def test_of_one_step_the_last_record_counts_even_without_a_line_feed(tmp_path: P
     found = read_columns(file)
     assert found.numbers["loss"].tolist() == [2.0, 4.0]
     assert (found.repeated, found.torn) == (1, True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_odd_line_leaves_few_others_to_the_slow_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    lines = [json.dumps({"step": step, "loss": step / 7, "of another tool": "x" * 80}) for step in range(20_000)]
+    odd = sorted(draw.choice(len(lines), 5, replace=False).tolist())
+    for at in odd:
+        lines[at] = str(draw.choice(["{", '{"step": 5, "of another tool": {"a": 1}}', "null", '{"step": "5"}']))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    slow: list[bytes] = []
+    plain = columns._object
+    monkeypatch.setattr(columns, "_object", lambda line: slow.append(line) or plain(line))  # type: ignore[func-returns-value]
+    found = read_columns(tmp_path / "metrics.jsonl")
+    kept = [step for step in range(len(lines)) if step not in odd]
+    assert {*kept} <= {*found.steps.astype(int).tolist()} <= {*kept, 5}
+    assert sum(map(len, slow)) <= len(odd) * columns.FEW_BYTES
+
+
+def test_a_long_reading_shows_its_share_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, float, bool, list[float]]] = []
+
+    class Seen(Progress):
+        def __init__(self, label: str, total: float, *, on_terminals_only: bool) -> None:
+            super().__init__(label, total, on_terminals_only=on_terminals_only)
+            shown.append((label, total, on_terminals_only, []))
+
+        def show(self, done: float, label: str = "") -> None:
+            shown[-1][3].append(done)
+
+    monkeypatch.setattr(columns, "Progress", Seen)
+    monkeypatch.setattr(columns, "BLOCK_BYTES", 1000)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)), encoding="utf-8")
+    read_columns(file)
+    ((label, total, only, done),) = shown
+    assert (label, total, only) == (f"reading {file}", file.stat().st_size, True)
+    assert done == sorted(done)
+    assert done[-1] == total
+    assert abs(len(done) - total / 1000) < 2

@@ -1,0 +1,65 @@
+"""Threads of a rank on the host: their number follows the work of the model, and they sleep while they wait."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from nxtrain.config.check import family_of, resolve_model
+from nxtrain.config.schema import RunConfig
+from nxtrain.errors import ConfigError
+from nxtrain.launch.environment import Variable
+
+THREADS = "OMP_NUM_THREADS"
+WAITING = "OMP_WAIT_POLICY"
+
+BLOCK_OPS_PER_THREAD = 128_000_000
+"""Operations of a block's forward pass that are worth a thread.
+
+A block has four products. With this number each takes a thread some 0.5 ms, at the 70 Gflop/s of a core of an AMD EPYC
+in float32. To wake a thread and to wait for it took 0.03 to 0.06 ms there, for each product.
+"""
+
+_OPENMP = "https://www.openmp.org/spec-html/5.2/openmpse61.html"
+
+
+def thread_variables(
+    config: RunConfig, environ: Mapping[str, str], num_ranks: int, *, neuron: bool = False
+) -> tuple[Variable, ...]:
+    """Variables of OpenMP that the shell of a rank lacks; a value of the shell is never changed.
+
+    Args:
+        config: Configuration of the run.
+        environ: Variables of the shell, or of the process that becomes a rank.
+        num_ranks: Ranks per machine.
+        neuron: The run uses Neuron devices, for whose hosts nobody has measured another way to wait.
+    """
+    found: list[Variable] = []
+    threads = environ.get(THREADS, "")
+    if not threads:
+        share = max(1, num_cores() // num_ranks)
+        busy = _busy_threads(config)
+        reason = "ranks that each take all cores slow one another down many times over"
+        if busy < share:
+            reason = f"a block of this model keeps no more threads busy, and the rank's share is {share}"
+        threads = str(min(busy, share))
+        found.append(Variable(THREADS, threads, reason))
+    if threads != "1" and not neuron and WAITING not in environ and "GOMP_SPINCOUNT" not in environ:
+        reason = "threads that wait sleep; else they take the cores from whoever has work"
+        found.append(Variable(WAITING, "passive", reason, _OPENMP))
+    return tuple(found)
+
+
+def num_cores() -> int:
+    """Cores that this process may use, if known: a cluster often grants only some cores of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _busy_threads(config: RunConfig) -> int:
+    """Threads that the products of a block keep busy on a rank; 1 for a model that cannot be built."""
+    try:
+        costs = family_of(config).layer_costs(resolve_model(config), config.train.seq_len)
+    except ConfigError:  # the check of the configuration reports it
+        return 1
+    tokens = config.train.micro_batch * config.train.seq_len
+    return max(1, costs.block * tokens // (config.parallel.tp * BLOCK_OPS_PER_THREAD))

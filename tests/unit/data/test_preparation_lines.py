@@ -1,0 +1,72 @@
+"""Lines of a run that prepares its data: each piece of work that may take long is named before it begins."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from nxtrain.config.schema import DataConfig
+from nxtrain.data import prepare as preparation
+from nxtrain.data.prepare import Prepared, prepare
+from nxtrain.data.tokenization import train_bpe
+from nxtrain.process.progress import Progress
+
+VOCAB = 300
+
+
+def write(folder: Path, seed: int) -> int:
+    """Write drawn texts and return the number of their characters."""
+    draw = random.Random(seed)
+    folder.mkdir()
+    num_chars = 0
+    for number in range(draw.randint(1, 5)):
+        text = " ".join(draw.choice(["def", "return", "naïve", "x", "日本"]) for _ in range(draw.randint(50, 400)))
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+        num_chars += len(text)
+    return num_chars
+
+
+def prepared(folder: Path) -> Prepared:
+    config = DataConfig(source="text", path=str(folder), validation_fraction=0.0)
+    return prepare(config, seq_len=8, vocab_size=VOCAB, workdir=folder.parent / "work")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_first_start_names_what_it_does_and_a_second_one_has_nothing_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    num_chars = write(tmp_path / "text", seed)
+    prepared(tmp_path / "text")
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [
+        f"training a tokenizer of {VOCAB:,} entries on {num_chars:,} characters",
+        f"tokenizing {num_chars:,} characters of {tmp_path / 'text'}",
+    ]
+    assert said.out == ""
+    prepared(tmp_path / "text")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_long_work_shows_its_share_and_its_time_in_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "text", 7)
+
+    def slow(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+        train_bpe((time.sleep(0.15) or text for text in texts), vocab_size, path)  # type: ignore[func-returns-value]
+        time.sleep(0.15)
+
+    monkeypatch.setattr(preparation, "Progress", functools.partial(Progress, line_every_s=0.02))
+    monkeypatch.setattr(preparation, "train_bpe", slow)
+    prepared(tmp_path / "text")
+    lines = capsys.readouterr().err.splitlines()
+    shares = [line for line in lines if re.fullmatch(r"training a tokenizer: counting words: \d+%, .* left", line)]
+    merges = [line for line in lines if re.fullmatch(r"training a tokenizer: merging words: \d+ s so far", line)]
+    assert merges
+    assert shares or len([*(tmp_path / "text").iterdir()]) == 1

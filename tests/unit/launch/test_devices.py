@@ -1,0 +1,88 @@
+"""Refusal of a launch on a machine without the devices of the run, before any rank starts, and the ways around it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nxtrain import backends
+from nxtrain.backends.base import Support
+from nxtrain.backends.neuron import torchneuron
+from nxtrain.config.load import load
+from nxtrain.errors import BackendError
+from nxtrain.launch import neuron
+from nxtrain.launch.local import launch
+from nxtrain.launch.neuron import device_support
+
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "configs/tiny_cpu.toml"
+NONE = Support(False, "no device in this test\n    buy one")
+OVERRIDES = {
+    "neuron": ["backend.name=neuron", "cluster.instance=trn1.32xlarge"],
+    "neuron-native": ["backend.name=neuron-native", "cluster.instance=trn2.48xlarge"],
+    "cuda": ["backend.name=cuda"],
+}
+
+
+@pytest.fixture
+def without_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[object, ...]]:
+    """A machine that has none; the programs that would be started."""
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr(neuron, "support", lambda: NONE)
+    monkeypatch.setattr(torchneuron, "support", lambda *, devices=True: NONE)
+    monkeypatch.setattr(backends, "support", lambda name: NONE)
+    monkeypatch.setattr(neuron, "GPU_DEVICES", tmp_path)
+    monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
+    for name in [name for name in os.environ if name.startswith(("NEURON", "XLA_", "PJRT_", "TORCH_NEURON"))]:
+        monkeypatch.delenv(name)
+    return started
+
+
+@pytest.mark.parametrize("backend", OVERRIDES)
+def test_no_rank_starts_without_the_devices_of_its_run(
+    without_devices: list[tuple[object, ...]], capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    with pytest.raises(
+        BackendError, match=f"backend.name={backend} cannot run here: no device in this test"
+    ) as refused:
+        launch(TINY, OVERRIDES[backend], None, dry_run=False)
+    assert (refused.value.exit_code, without_devices) == (5, [])
+    assert capsys.readouterr().out == "", "the reason stands alone, without the environment of the ranks"
+    launch(TINY, OVERRIDES[backend], None, dry_run=True)
+    assert "nxtrain train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("backend", ["cpu", "xla", "auto"])
+def test_a_run_that_needs_no_device_starts_anywhere(
+    without_devices: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    launch(TINY, [f"backend.name={backend}"], None, dry_run=False)
+    assert len(without_devices) == 1
+
+
+@pytest.mark.parametrize("name", ["nvidia0", "nvidia17", "dxg"])
+def test_a_machine_that_shows_a_gpu_starts_its_ranks_without_an_import_of_torch(
+    without_devices: list[tuple[object, ...]], tmp_path: Path, name: str
+) -> None:
+    config = load(TINY, OVERRIDES["cuda"]).config
+    (tmp_path / "nvidiactl").touch()
+    assert not device_support(config, {}).ok, "the driver's control file is no GPU"
+    (tmp_path / name).touch()
+    assert device_support(config, {}).ok
+    assert not without_devices
+
+
+@pytest.mark.parametrize("backend", ["neuron", "neuron-native"])
+def test_the_command_ends_at_once_with_the_true_reason(backend: str) -> None:
+    argv = [sys.executable, "-m", "nxtrain", "launch", str(TINY), *OVERRIDES[backend]]
+    shell = {name: value for name, value in os.environ.items() if not name.startswith(("NEURON", "XLA_", "PJRT_"))}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=shell, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert f"error: backend.name={backend} cannot run here: " in done.stderr
+    assert "no Neuron device in /dev" in done.stderr
+    assert "rank" not in done.stderr
