@@ -75,6 +75,7 @@ PRESETS = {
     "llama3-70b": _preset(_LLAMA3, f"{_PAPER3}; {_HUB}/Meta-Llama-3-70B", **_WIDE),
     "llama3.1-8b": _preset(_LLAMA3, f"{_PAPER3}; {_HUB}/Llama-3.1-8B", **_LONG),
     "llama3.1-70b": _preset(_LLAMA3, f"{_PAPER3}; {_HUB}/Llama-3.1-70B", **_WIDE, **_LONG),
+    "llama3.3-70b": _preset(_LLAMA3, f"{_HUB}/Llama-3.3-70B-Instruct, config.json", **_WIDE, **_LONG),
     "llama3.1-405b": _preset(
         _LLAMA3,
         f"{_PAPER3}; {_HUB}/Llama-3.1-405B",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,9 @@ def plan(
     ] = "",
     tokens: Annotated[float, number(0, 1e18, help="Tokens of the run; by default train.steps.")] = 0.0,
     dataset: Annotated[str, typer.Option(metavar="NAME", help="Data set with the tokens of the run.")] = "",
+    device_hours: Annotated[
+        float, number(0, 1e15, help="Hours of a GPU or NeuronCore, which give the days and tokens of the run.")
+    ] = 0.0,
     hardware: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML file with machines of your own.", parser=local_path)
     ] = None,
@@ -53,13 +57,13 @@ def plan(
     Nothing is built or started. A layout that does not fit is reported with the arithmetic; the exit code is then 0 as
     well, and `fits` of --json is false. Of the instance, the short name will do: trn1n, p5.
     """
-    from nxtrain.plan.command import Question, find_layouts, predict, tokens_of
-    from nxtrain.plan.predict import Assumptions
+    from nxtrain.plan.command import Question, find_layouts, length_of, predict
     from nxtrain.plan.presets import SHAPES
     from nxtrain.plan.show import show, show_found, show_trace
 
     question = Question(instance, nodes, hardware, model, method)
-    assumed = Assumptions(tokens_of(tokens, dataset), store_gb_s * 1e9, mtbf_h * 3600, price)
+    length = length_of(tokens, dataset, device_hours)
+    assumed = replace(length, store_bytes_s=store_gb_s * 1e9, mtbf_s=mtbf_h * 3600, price_usd_h=price)
     if trace and (search or model in SHAPES):
         what = "--search compares many layouts" if search else f"nxtrain has no code for {model}"
         raise ConfigError(f"--trace builds a rank of one layout, and {what}; leave one of them out")

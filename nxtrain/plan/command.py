@@ -113,19 +113,20 @@ def find_layouts(path: Path, overrides: Sequence[str], question: Question, assum
     return Found(tuple(layouts), tuple(one for each in found for one in each.rejected)), setting.note
 
 
-def tokens_of(tokens: float, dataset: str) -> float:
-    """Tokens of a run: a number, or those of a published data set.
+def length_of(tokens: float, dataset: str, device_hours: float) -> Assumptions:
+    """Length of a run: a number of tokens, a published data set, or hours of the devices; by default train.steps.
 
     Raises:
-        ConfigError: Both are given, or the data set is unknown.
+        ConfigError: More than one is given, or the data set is unknown.
     """
-    if not dataset:
-        return tokens
-    if tokens:
-        raise ConfigError("--tokens and --dataset both give the tokens of the run; use one")
-    if dataset not in DATASETS:
+    given = {"--tokens": tokens, "--dataset": dataset, "--device-hours": device_hours}
+    if len(names := [name for name, value in given.items() if value]) > 1:
+        raise ConfigError(f"{' and '.join(names)} each give the length of the run; use one of them")
+    if dataset and dataset not in DATASETS:
         raise _unknown("--dataset", dataset, list(DATASETS))
-    return DATASETS[dataset].tokens
+    if dataset:
+        return Assumptions(tokens=DATASETS[dataset].tokens, data_bytes=DATASETS[dataset].bytes or 0.0)
+    return Assumptions(tokens=tokens, device_hours=device_hours)
 
 
 def _setting(path: Path, overrides: Sequence[str], question: Question) -> Setting:

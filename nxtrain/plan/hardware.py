@@ -177,7 +177,7 @@ MACHINES: dict[str, Machine] = {
         _of_chips("trn2.3xlarge", _TRN2, _Box(1, 0, 128, 12), ranks=4),
         _trainium("trn2.48xlarge", "trn2-arch.rst", bandwidth=2900 * GB, link=1024 * GB, network=3200, host_gib=2048),
         _trainium("trn2u.48xlarge", "trn2-arch.rst", bandwidth=2900 * GB, link=1024 * GB, network=3200, host_gib=2048),
-        _of_chips("trn2-ultraserver", _TRN2, _Box(64, 3200, 8192, 768), ranks=4),
+        _of_chips("trn2-ultraserver", _TRN2, _Box(64, 12_800, 8192, 768), ranks=4),
         _of_chips("trn3-gen1-ultraserver", _TRN3, _Box(64, 12_800, 8192, 768), ranks=4),
         _of_chips("trn3-gen2-ultraserver", _TRN3, _Box(144, 28_800, 27 * 1024, 2304), ranks=4),
         _of_chips("p4d.24xlarge", _A100_40, _Box(8, 400, 1152, 96, 32.77)),

@@ -115,13 +115,15 @@ def optimizer_bytes(job: Job, stage: int) -> int:
 
 def state_size(job: Job) -> int:
     """Bytes of optimizer state for each entry that a rank updates, without ZeRO-1's own rows of the parameters."""
-    precision = job.config.precision
-    size = 2 * SIZES[precision.state]
-    if precision.update == "fp32_master" and job.stored_size != SIZES["fp32"]:
-        size += SIZES["fp32"]
-    if precision.update == "bf16_kahan":
-        size += SIZES["bf16"]
-    return size
+    return 2 * SIZES[job.config.precision.state] + master_size(job)
+
+
+def master_size(job: Job) -> int:
+    """Bytes of the float32 master copy of each updated entry, or of its correction by Kahan; 0 without either."""
+    update = job.config.precision.update
+    if update == "fp32_master" and job.stored_size != SIZES["fp32"]:
+        return SIZES["fp32"]
+    return SIZES["bf16"] if update == "bf16_kahan" else 0
 
 
 def own_rows_bytes(job: Job, stage: int) -> int:

@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nxtrain.plan.adapters import frozen_bytes
 from nxtrain.plan.goodput import Failures
-from nxtrain.plan.job import Job
-from nxtrain.plan.memory import Bytes, checkpoint_bytes, host_bytes, rank_bytes
-from nxtrain.plan.moments import in_flight
+from nxtrain.plan.job import SIZES, Job
+from nxtrain.plan.memory import Bytes, checkpoint_bytes, host_bytes, master_size, rank_bytes
+from nxtrain.plan.moments import accumulated_size, in_flight
 from nxtrain.plan.shapes import num_params
 from nxtrain.plan.speed import StepTime, step_time
 from nxtrain.plan.work import model_flops_per_token, trained_params
 
 GIB = 1 << 30
-DAY_S = 86_400.0
+DAY_S, HOUR_S = 86_400.0, 3600.0
 
 INTERRUPTIONS_PER_DEVICE_S = 466 / (54 * DAY_S * 16_384)
 """Interruptions of a run per device and second: 466 in 54 days on 16,384 GPUs.
@@ -51,12 +52,16 @@ class Assumptions:
 
     Args:
         tokens: Tokens of the run; 0: those of train.steps.
+        data_bytes: Bytes of the data set with these tokens; 0: unknown.
+        device_hours: Hours of a device that the run may take, which give its tokens; 0: the tokens are given.
         store_bytes_s: Bytes per second that one machine writes to the store of checkpoints.
         mtbf_s: Mean time between failures of the run; 0: from the number of devices.
         price_usd_h: Price of a machine's hour; None: that of the table.
     """
 
     tokens: float = 0.0
+    data_bytes: float = 0.0
+    device_hours: float = 0.0
     store_bytes_s: float = STORE_BYTES_S
     mtbf_s: float = 0.0
     price_usd_h: float | None = None
@@ -110,13 +115,20 @@ class Prediction:
 
     @property
     def tokens(self) -> float:
-        """Tokens of the run."""
+        """Tokens of the run: as given, by train.steps, or those that fit the hours of the devices."""
+        if self.assumed.device_hours:
+            return self.assumed.device_hours * HOUR_S / self.job.world * self.tokens_per_s
         return self.assumed.tokens or float(self.job.config.train.steps * self.job.tokens_per_step)
 
     @property
     def days(self) -> float:
         """Days of training without failures."""
         return self.tokens / self.tokens_per_s / DAY_S
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all devices in `days`."""
+        return self.days * DAY_S / HOUR_S * self.job.world
 
     @property
     def price_usd_h(self) -> float | None:
@@ -179,6 +191,7 @@ class Prediction:
             "method": job.method,
             "trained_params": self.trained_params,
             "trained_share": self.trained_params / num_params(job.decoder),
+            "model_bytes": self._model_bytes_json(),
             "flops_per_token": model_flops_per_token(job),
             "compute_s": time.compute_s,
             "update_s": time.update_s,
@@ -193,6 +206,22 @@ class Prediction:
             "compile": self._compile_json(),
             "cost_note": self._cost_note(),
         }
+
+    def _model_bytes_json(self) -> dict[str, int]:
+        """Bytes of the whole model's training state, whatever ranks hold of it."""
+        job, trained = self.job, self.trained_params
+        frozen = 0
+        if job.adapters is not None:
+            quantized = job.method == "qlora"
+            stages = [frozen_bytes(stage, 1, 1, job.params_size, quantized=quantized) for stage in job.stages]
+            frozen = sum(stage.held for stage in stages)
+        kinds = {
+            "params": trained * job.stored_size + frozen,
+            "masters": trained * master_size(job),
+            "grads": trained * accumulated_size(job),
+            "moments": trained * 2 * SIZES[job.config.precision.state],
+        }
+        return {**kinds, "total": sum(kinds.values())}
 
     def _checkpoint_json(self) -> dict[str, Any]:
         failures, step_s = self.failures(), self.time.step_s
@@ -212,6 +241,8 @@ class Prediction:
         goodput = self._checkpoint_json()["goodput"]
         return {
             "tokens": tokens,
+            "data_bytes": self.assumed.data_bytes or None,
+            "device_hours": self.device_hours,
             "flops_6nd": 6.0 * params * tokens,
             **({} if self.job.adapters is None else {"flops_4nd": 4.0 * params * tokens}),
             "flops": model_flops_per_token(self.job) * tokens,

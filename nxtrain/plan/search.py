@@ -50,15 +50,39 @@ class Found:
     layouts: tuple[Prediction, ...]
     rejected: tuple[Rejected, ...]
 
+    @property
+    def reason(self) -> str:
+        """Sentences on the fastest layout: its longest part, and the part that slows the next layout."""
+        if not self.layouts:
+            return ""
+        best, *others = self.layouts
+        parts = best.time.parts
+        longest = max(parts, key=lambda name: parts[name])
+        said = f"{_layout(best.job)} is fastest: {longest} is {parts[longest] / best.time.step_s:.0%} of its step."
+        if not others:
+            return said
+        second = others[0]
+        lost = {name: seconds - parts.get(name, 0.0) for name, seconds in second.time.parts.items()}
+        slowed = max(lost, key=lambda name: lost[name])
+        more = second.time.step_s / best.time.step_s - 1.0
+        return f"{said} The next, {_layout(second.job)}, takes {more:.1%} longer, most of it by {slowed}."
+
     def to_json(self) -> dict[str, Any]:
         """The result as JSON."""
         return {
+            "reason": self.reason,
             "layouts": [found.to_json() for found in self.layouts],
             "rejected": [
                 {"method": each.job.method, "parallel": layout_json(each.job), "reason": each.reason}
                 for each in self.rejected
             ],
         }
+
+
+def _layout(job: Job) -> str:
+    parallel, train = job.config.parallel, job.config.train
+    degrees = f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard}"
+    return f"{degrees} micro_batch={train.micro_batch} remat={train.remat}"
 
 
 def search(decoder: Decoder, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions) -> Found:

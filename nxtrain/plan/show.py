@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -56,9 +57,12 @@ def show(found: Prediction, note: str) -> None:
 def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     data, time = found.to_json(), found.time
     checkpoint, run, graphs = data["checkpoint"], data["run"], data["compile"]
+    model = data["model_bytes"]
+    kinds = ", ".join(f"{name} {size / 1e9:,.4g}" for name, size in model.items() if size and name != "total")
     nd = "flops_4nd" if "flops_4nd" in run else "flops_6nd"
     rows = [
         ("trained", f"{data['trained_share']:.2%}", f"{data['trained_params']:,} parameters, by {data['method']}"),
+        ("whole model", f"{model['total'] / 1e9:,.4g} GB", kinds),
         ("step", duration(time.step_s), f"compute {duration(time.compute_s)}, update {duration(time.update_s)}"),
         ("throughput", f"{found.tokens_per_s:,.0f} tokens/s", f"{data['sequences_per_s']:,.2f} sequences/s"),
         ("MFU", f"{time.mfu:.1%}", "operations of the model, causal attention, over the bf16 peak"),
@@ -77,14 +81,23 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         ("best interval", best, f"a failure every {duration(checkpoint['mtbf_s'])}"),
         ("goodput", f"{checkpoint['goodput']:.1%}", "at this interval"),
         ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
+        *_data_set(run),
         ("Chinchilla", f"{run['chinchilla_tokens']:.3g} tokens", "20 per parameter"),
         ("time", f"{found.days:,.2f} days", _with_failures(run["days_with_failures"])),
+        ("device hours", f"{run['device_hours']:,.4g}", f"of {found.job.world:,} devices, without failures"),
     ]
     cost = found.cost_usd
     rows.append(("cost", "none" if cost is None else f"{cost:,.0f} USD", data["cost_note"]))
     if graphs["graphs"]:
         rows.append(("graphs", str(graphs["graphs"]), f"{graphs['host_bytes'] / GIB:,.0f} GiB of host to compile"))
     return rows
+
+
+def _data_set(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    if not run["data_bytes"]:
+        return []
+    per_token = f"{run['data_bytes'] / run['tokens']:.2f} bytes per token"
+    return [("data set", f"{run['data_bytes'] / 1e9:,.4g} GB", per_token)]
 
 
 def _attention_cost(job: Job) -> str:
@@ -123,6 +136,8 @@ def show_found(found: Found, note: str, top: int) -> None:
             f"{each.time.mfu:.1%}",
         )
     screen.print(layouts if found.layouts else "no layout fits")
+    if found.reason:
+        screen.print(found.reason)
     more = len(found.layouts) - top
     if more > 0:
         screen.print(f"and {more} slower layouts; --top {len(found.layouts)} shows all")

@@ -58,6 +58,9 @@ COMPILED_PASSES, EAGER_PASSES = 2.5, 4.5
 """Times that kernels move each tensor between products, where one read and one write would do."""
 
 
+_LINKS = {"none": "no link", "device": "the links of a machine", "network": "the network"}
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Predicted time of a step.
@@ -79,6 +82,15 @@ class StepTime:
     traffic: tuple[Traffic, ...]
     mfu: float
     basis: str
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by cause; transfers count as far as no computation hides them."""
+        found = {"computation": self.compute_s, "the update": self.update_s}
+        for each in self.traffic:
+            name = f"{each.axis} transfers by {_LINKS[each.link]}"
+            found[name] = found.get(name, 0.0) + each.seconds * (1.0 - each.hidden)
+        return {**found, "waits of the pipeline": max(0.0, self.step_s - sum(found.values()))}
 
 
 def step_time(job: Job, *, hides_tp: bool = True) -> StepTime:
@@ -282,4 +294,5 @@ def _pp_traffic(job: Job, seconds: float, exposed_s: float) -> Iterator[Traffic]
 
 
 def _hidden(seconds: float, exposed_s: float) -> float:
-    return 1.0 - exposed_s / seconds if seconds else 0.0
+    """Share of a transfer that is hidden; rounding may leave more seconds exposed than the transfer takes."""
+    return max(0.0, 1.0 - exposed_s / seconds) if seconds else 0.0

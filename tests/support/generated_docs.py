@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.config.show import keys
 from nxtrain.errors import StoppedBySignal
 from nxtrain.launch.exit_codes import EXIT_CODES, ExitCode
-from nxtrain.plan.presets import DATASETS, SHAPES
+from nxtrain.plan.memory import rank_bytes
+from nxtrain.plan.presets import DATASETS, SHAPES, Dataset
 from nxtrain.plan.shapes import num_params
-from nxtrain.plan.speed import OTHER, SPEEDS
-from tests.support.published import Compared, compared, held_out, summary
+from nxtrain.plan.speed import OTHER, SPEEDS, step_time
+from tests.support.published import Compared, compared, held_out, job_of, summary
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -142,9 +144,33 @@ def shapes() -> str:
     """Tables of models and data sets for plans."""
     lines = ["", "| model | parameters | source |", "|---|---|---|"]
     lines += [f"| `{name}` | {num_params(s.decoder) / 1e9:,.1f}e9 | {_cell(s.source)} |" for name, s in SHAPES.items()]
-    lines += ["", "| data set | tokens | source |", "|---|---|---|"]
-    lines += [f"| `{name}` | {found.tokens / 1e9:,.0f}e9 | {_cell(found.source)} |" for name, found in DATASETS.items()]
-    return "\n".join([*lines, ""])
+    lines += ["", "| data set | tokens | bytes | bytes per token | source |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(_data_set(name, found) for name, found in DATASETS.items()), ""])
+
+
+def _data_set(name: str, found: Dataset) -> str:
+    size, per_token = (f"{found.bytes / 1e9:,.12g}e9", f"{found.bytes / found.tokens:.2f}") if found.bytes else ("", "")
+    return f"| `{name}` | {found.tokens / 1e9:,.12g}e9 | {size} | {per_token} | {_cell(found.source)} |"
+
+
+def networks() -> str:
+    """Seconds of a step by mode of sharding and by network: Llama 2 7B on 16 p5.48xlarge."""
+    modes = ("none", "zero1", "grad_op", "full", "hybrid")
+    head = " | ".join(f"`{mode}`" for mode in modes)
+    lines = ["", f"| network of a machine | {head} |", "|---|---|---|---|---|---|"]
+    for gigabits in (3200, 800, 400, 100):
+        cells = [_step(mode, gigabits * 1e9 / 8) for mode in modes]
+        lines.append(f"| {gigabits:,} Gb/s | {' | '.join(cells)} |")
+    notes = "Seconds of a step of Llama 2 7B on 16 p5.48xlarge: 512 sequences of 4,096 tokens, one in a micro-batch."
+    return "\n".join([*lines, "", notes, ""])
+
+
+def _step(mode: str, network_bytes_s: float) -> str:
+    row = {"model": "llama2-7b", "instance": "p5.48xlarge", "nodes": 16, "tp": 1, "pp": 1, "shard": mode}
+    job = job_of({**row, "seq_len": 4096, "global_batch": 512, "remat": "selective"})
+    job = replace(job, machine=replace(job.machine, network_bytes_s=network_bytes_s))
+    fits = rank_bytes(job)[1].total <= job.machine.device_bytes
+    return f"{step_time(job).step_s:.2f}{'' if fits else ', does not fit'}"
 
 
 def exit_codes() -> str:
@@ -181,6 +207,7 @@ PARTS: dict[tuple[str, str], Callable[[], str]] = {
     ("planning.md", "published"): published,
     ("planning.md", "outliers"): outliers,
     ("planning.md", "held_out"): not_used,
+    ("planning.md", "networks"): networks,
     ("planning.md", "shapes"): shapes,
 }
 

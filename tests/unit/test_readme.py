@@ -24,8 +24,7 @@ from nxtrain.errors import ConfigError
 from nxtrain.launch.local import render
 from nxtrain.launch.targets.job import Options, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
-from nxtrain.plan.command import Question, find_layouts, predict, tokens_of
-from nxtrain.plan.predict import Assumptions
+from nxtrain.plan.command import Question, find_layouts, length_of, predict
 from tests.support import markdown
 from tests.support.markdown import GENERATED, ROOT, blocks, inline_code, pages
 
@@ -148,7 +147,7 @@ def _check_own(words: Sequence[str], world: int) -> None:
     elif name == "plan":
         question = Question(values["instance"], values["nodes"], values["hardware"], values["model"])
         answer = find_layouts if values["search"] else predict
-        answer(path, overrides, question, Assumptions(tokens_of(values["tokens"], values["dataset"])))
+        answer(path, overrides, question, length_of(values["tokens"], values["dataset"], values["device_hours"]))
     elif path.exists():
         resolve_config(load(path, overrides), None if name in {"show", "doctor"} else values.get("world", world))
     else:  # one of the reader's own

@@ -17,6 +17,7 @@ from nxtrain.family import family_names, find_family
 from nxtrain.plan.predict import INTERRUPTIONS_PER_DEVICE_S
 from nxtrain.plan.presets import DATASETS, SHAPES
 from nxtrain.plan.shapes import flops_per_token, num_params
+from tests.support.generated_docs import shapes
 
 SEVEN = "configs/llama2_7b_trn1.toml"
 SEVENTY = "configs/llama2_70b_trn1.toml"
@@ -219,6 +220,58 @@ def test_tokens_of_data_sets_give_days_and_operations() -> None:
     assert found["days"] == pytest.approx(627e9 / found["tokens_per_s"] / 86_400)
     assert found["run"]["flops_6nd"] == pytest.approx(6 * found["params"] * 627e9)
     assert found["run"]["chinchilla_tokens"] == 20 * found["params"]
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_data_sets_have_bytes_that_are_shown_beside_their_tokens(name: str) -> None:
+    known = DATASETS[name]
+    assert answer(SEVEN, "--dataset", name)["run"]["data_bytes"] == known.bytes
+    shown = CliRunner().invoke(app, ["plan", SEVEN, "--dataset", name]).output
+    assert known.bytes is not None
+    assert f"{known.bytes / known.tokens:.2f} bytes per token" in shown
+    (row,) = (line for line in shapes().splitlines() if line.startswith(f"| `{name}` "))
+    tokens, size = (float(cell.strip().removesuffix("e9").replace(",", "")) * 1e9 for cell in row.split("|")[2:4])
+    assert (tokens, size) == pytest.approx((known.tokens, known.bytes))
+
+
+def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
+    """Llama 3.1 70B took 7.0e6 hours of a GPU, and Llama 2 70B's recipe 6.4e6 on 256 machines of 8."""
+    layout: tuple[str, ...] = ("parallel.tp=8", "parallel.pp=1", "parallel.dp=0", "--model", "llama3.1-70b")
+    layout += ("train.seq_len=8192", "train.global_batch=4096", "train.micro_batch=1", "parallel.shard=full")
+    for hours, instance, nodes, days in ((6.4e6, "p5", 256, 130.2), (7.0e6, "p4de", 512, 71.2)):
+        found = answer(SEVENTY, "--instance", instance, "--nodes", str(nodes), *layout, "--device-hours", f"{hours}")
+        assert found["days"] == pytest.approx(days, abs=0.05)
+        assert found["run"]["device_hours"] == pytest.approx(hours)
+        assert found["run"]["tokens"] == pytest.approx(found["days"] * 86_400 * found["tokens_per_s"])
+    by_steps = answer(SEVENTY)
+    world = by_steps["nodes"] * 32
+    assert by_steps["run"]["device_hours"] == pytest.approx(by_steps["days"] * 24 * world)
+    with pytest.raises(ConfigError, match="--tokens and --device-hours each give the length"):
+        answer(SEVEN, "--device-hours", "5", "--tokens", "5")
+
+
+def test_the_whole_model_takes_the_bytes_of_the_classic_split() -> None:
+    """Mixed precision: 6 bytes of weights, 4 of gradients and 8 of moments for each of 70.6e9 parameters."""
+    types = ("precision.params=bf16", "precision.update=fp32_master", "precision.state=fp32")
+    found = answer(SEVENTY, "--model", "llama3.1-70b", *types, "precision.accumulate=fp32")["model_bytes"]
+    number = 70_553_706_496
+    assert (found["params"] + found["masters"], found["grads"], found["moments"]) == (
+        6 * number,
+        4 * number,
+        8 * number,
+    )
+    weights, grads, moments = (round(size / 1e9) for size in (6 * number, found["grads"], found["moments"]))
+    assert (weights, grads, moments, round(found["total"] / 1e12, 2)) == (423, 282, 564, 1.27)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_the_whole_model_is_the_sum_of_the_ranks_of_its_stages(method: str) -> None:
+    """One tensor parallel rank per stage, and nothing sharded over dp: all bytes but activations are the model's."""
+    layout = ("parallel.tp=1", "parallel.pp=1", "parallel.dp=1", "parallel.shard=none", "train.micro_batch=1")
+    found = answer("configs/tiny_cpu.toml", "backend.name=cpu", "finetune.r=4", *layout, "--method", method)
+    whole, rank = found["model_bytes"], found["bytes"]
+    assert (whole["params"], whole["grads"]) == (rank["params"] + rank["frozen"], rank["grads"])
+    assert whole["masters"] + whole["moments"] == rank["optimizer"]
 
 
 def test_models_that_are_arithmetic_only_are_planned() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -188,3 +190,25 @@ def test_what_is_known_to_fit_fits(case: str) -> None:
 def test_what_is_known_not_to_fit_does_not(case: str) -> None:
     job = job_of({**BASE, **NOT_FIT[case]})
     assert rank_bytes(job)[1].total > job.machine.device_bytes
+
+
+ROOT = Path(__file__).parents[3]
+PEAK = {"A100": 312e12, "H100": 989e12}
+
+
+def test_published_hours_are_those_of_a_plausible_share_of_the_peak() -> None:
+    """By 6 operations for each parameter and token; a figure that is wrong by a factor of 2 is often outside."""
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8").partition("## Published runs on GPUs")[2]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if re.match(r"\| \w.* \d", line)
+    ]
+    assert len(rows) == 6
+    for _, params, tokens, gpus, machines, hours, source in rows:
+        (chip,) = (name for name in PEAK if name in gpus)
+        params_9, tokens_9, hours_of_gpus = (
+            float(text.removesuffix("e9").replace(",", "")) for text in (params, tokens, hours)
+        )
+        share = 6e18 * params_9 * tokens_9 / (hours_of_gpus * 3600 * PEAK[chip])
+        assert 0.25 <= share <= 0.48, source
+        if number := re.match(r"([\d,]+) [AH]100", gpus):
+            assert int(number[1].replace(",", "")) == 8 * int(machines.partition(" x ")[0].replace(",", ""))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.predict import Assumptions, Prediction
-from nxtrain.plan.search import CHUNKS, MAX_MICRO_BATCH, REMATS, Rejected, search
+from nxtrain.plan.search import CHUNKS, MAX_MICRO_BATCH, REMATS, Found, Rejected, search
 from nxtrain.plan.speed import SPEEDS, step_time
 from nxtrain.plan.traffic import tp_bytes
 from tests.support.published import job_of
@@ -105,3 +107,63 @@ def test_hybrid_sharding_gathers_within_a_machine_and_sums_between_machines() ->
     assert sums.bytes == pytest.approx(2 * 3 / 4 * 4 * params / 8, rel=1e-3)
     (full,) = step_time(job_of({**ROW, "model": "llama3-8b", "tp": 1, "shard": "full"})).traffic
     assert (full.axis, full.link) == ("dp", "network")
+
+
+def drawn_job(rng: Random, shard: str = "zero1") -> Job:
+    """Run of a drawn model on drawn machines."""
+    return job_of(
+        {
+            **ROW,
+            "model": rng.choice(("llama2-7b", "llama3-8b", "llama2-13b")),
+            "instance": rng.choice(("p5.48xlarge", "p4de.24xlarge", "p5en.48xlarge")),
+            "nodes": rng.choice((2, 4, 8)),
+            "tp": rng.choice((1, 2, 8)),
+            "shard": shard,
+            "global_batch": 512,
+        }
+    )
+
+
+def with_network(job: Job, bytes_s: float) -> Job:
+    return replace(job, machine=replace(job.machine, network_bytes_s=bytes_s))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_of_a_step_add_up_and_no_share_is_outside_of_0_and_1(seed: int) -> None:
+    rng = Random(seed)
+    job = with_network(drawn_job(rng), rng.choice((1e9, 4e10, 4e11)))
+    for found in search(job.decoder, job.machine, job.nodes, job.config, Assumptions()).layouts:
+        assert all(0 <= each.hidden <= 1 for each in found.time.traffic)
+        assert all(seconds >= 0 for seconds in found.time.parts.values())
+        assert sum(found.time.parts.values()) == pytest.approx(found.time.step_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_words_of_a_search_follow_from_its_numbers(seed: int) -> None:
+    job = drawn_job(Random(seed))
+    found = search(job.decoder, job.machine, job.nodes, job.config, Assumptions())
+    best, second = found.layouts[:2]
+    longest, slowed = re.findall(r"(?:fastest: (.+) is \d|most of it by (.+)\.$)", found.reason)
+    assert best.time.parts[longest[0]] == max(best.time.parts.values())
+    lost = {name: value - best.time.parts.get(name, 0.0) for name, value in second.time.parts.items()}
+    assert lost[slowed[1]] == max(lost.values())
+    for each in (best, second):
+        parallel = each.job.config.parallel
+        assert f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard} " in found.reason
+    assert f"takes {second.time.step_s / best.time.step_s - 1:.1%} longer" in found.reason
+    assert Found((), ()).reason == ""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_slower_network_never_helps_a_mode_with_more_bytes_on_it(seed: int) -> None:
+    """Full sharding gathers over all machines what hybrid sharding gathers in one, and twice what grad_op does."""
+    rng = Random(seed)
+    jobs = {mode: drawn_job(Random(seed), mode) for mode in ("grad_op", "full", "hybrid")}
+    networks = sorted((10 ** rng.uniform(9, 12) for _ in range(9)), reverse=True)
+    steps = {mode: [step_time(with_network(job, each)).step_s for each in networks] for mode, job in jobs.items()}
+    for times in steps.values():
+        assert times == sorted(times)
+    for lighter in ("grad_op", "hybrid"):
+        behind = [full > light for full, light in zip(steps["full"], steps[lighter], strict=True)]
+        assert behind == sorted(behind), "once overtaken, it stays behind"
+    assert steps["full"][-1] > steps["hybrid"][-1]
