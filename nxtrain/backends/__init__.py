@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxtrain.backends.xla.environment import EXTRACTION, extracting
@@ -11,6 +13,9 @@ from nxtrain.errors import BackendError
 if TYPE_CHECKING:
     from nxtrain.backends.base import Backend, Support
     from nxtrain.backends.neuron.sdk import Package
+
+GPU_DEVICES = Path("/dev")
+"""Folder in which NVIDIA's driver shows GPUs: `nvidia0` and further, or `dxg` on Windows' Linux."""
 
 # An environment has the torch-neuronx of TorchNeuron or the one of PyTorch/XLA, never both: the first two entries
 # exclude each other, and the recommended one comes first.
@@ -51,6 +56,27 @@ def support(name: str) -> Support:
         BackendError: There is no such backend.
     """
     return _load(name).support()
+
+
+def device_support(name: str, environ: Mapping[str, str]) -> Support:
+    """Check if this machine has the devices that a run asks for; `auto`, `cpu` and `xla` run on any machine.
+
+    Only for GPUs is torch imported, and only where no file of a driver shows one.
+
+    Args:
+        name: Value of `backend.name`.
+        environ: Variables of the run's ranks.
+    """
+    from nxtrain.backends.base import Support
+    from nxtrain.backends.neuron import sdk, torchneuron
+
+    if name == "neuron":
+        return sdk.support()
+    if name == "neuron-native":
+        return torchneuron.support(devices=not torchneuron.compiles_only(environ))
+    if name == "cuda" and not [*GPU_DEVICES.glob("nvidia[0-9]*"), *GPU_DEVICES.glob("dxg")]:
+        return support(name)
+    return Support(True, "ranks find their devices themselves")
 
 
 def choose_layers(

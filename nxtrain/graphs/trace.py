@@ -198,7 +198,8 @@ def _play(
 def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> tuple[Mesh, ParamTable]:
     config = plan.config
     mesh = mesh_of(plan, backend)
-    state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
+    with backend.building():
+        state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
     if state.pipeline is not None:
         tape.num_chunks, state.pipeline.watch = config.parallel.virtual_pp, tape.act
     train = few_micro_batches(config, mesh).model_copy(

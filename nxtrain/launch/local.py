@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nxtrain.backends import device_support
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import Loaded, load
@@ -18,7 +19,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.errors import BackendError, ConfigError, Problem
 from nxtrain.launch.debug import agent_settings, debug_variables
 from nxtrain.launch.environment import QUIET_PROFILER, Variable, beside
-from nxtrain.launch.neuron import device_support, is_neuron, needs
+from nxtrain.launch.neuron import is_neuron, needs
 from nxtrain.launch.threads import thread_variables
 from nxtrain.process import stacks
 
@@ -122,7 +123,7 @@ def launch(
         return
     command = render(path, overrides, nproc, os.environ, first_node=first_node, min_nodes=min_nodes)
     config = load(path, overrides).config
-    devices = device_support(config, {**os.environ, **command.env})
+    devices = device_support(config.backend.name, {**os.environ, **command.env})
     if not devices.ok:  # each rank would find the same, after minutes of imports
         elsewhere = "--dry-run and --target need no device"
         raise BackendError(f"backend.name={config.backend.name} cannot run here: {devices.reason}\n    {elsewhere}")

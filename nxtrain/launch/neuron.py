@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nxtrain import backends
 from nxtrain.backends.attention_choice import Attention, AttentionShape, choose_torch
-from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, Instance, this_machine
@@ -27,9 +25,6 @@ from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, r
 from nxtrain.launch.threads import thread_variables
 from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
 from nxtrain.process.document import give_output_back
-
-GPU_DEVICES = Path("/dev")
-"""Folder in which NVIDIA's driver shows GPUs: `nvidia0` and further, or `dxg` on Windows' Linux."""
 
 
 @dataclass(frozen=True)
@@ -107,26 +102,6 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
     problems += rank_variables(environ, 0, num_ranks)[1] if native else []
     problems += _misfits(config, instance, num_ranks) if instance else []
     return Needs(tuple(about), environment.beside(environ), tuple(problems))
-
-
-def device_support(config: RunConfig, environ: Mapping[str, str]) -> Support:
-    """Check if this machine has the devices that a run asks for; `auto`, `cpu` and `xla` run on any machine.
-
-    Only for GPUs is torch imported, and only where no file of a driver shows one.
-
-    Args:
-        config: Configuration of the run.
-        environ: Variables of its ranks.
-    """
-    match config.backend.name:
-        case "neuron":
-            return support()
-        case "neuron-native":
-            return torchneuron.support(devices=not torchneuron.compiles_only(environ))
-        case "cuda" if not [*GPU_DEVICES.glob("nvidia[0-9]*"), *GPU_DEVICES.glob("dxg")]:
-            return backends.support("cuda")
-        case _:
-            return Support(True, "ranks find their devices themselves")
 
 
 def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:

@@ -169,7 +169,7 @@ def test_a_run_takes_what_the_key_allows_and_says_why(
         opened.append(layers)
         return CpuBackend()
 
-    monkeypatch.setattr(run, "choose", lambda name: ("neuron", "a Trainium"))
+    monkeypatch.setattr(run, "choose", lambda name, **_: ("neuron", "a Trainium"))
     monkeypatch.setattr(run, "open_backend", open_backend)
     monkeypatch.setattr(run, "train_on", lambda context, reason: told.append(reason))
     loaded = load(CONFIG, [f"run.dir={tmp_path}", "backend.name=auto", *overrides])

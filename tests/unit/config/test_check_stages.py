@@ -28,7 +28,7 @@ def test_a_run_is_held_to_the_rules_of_the_backend_that_auto_chose(
 ) -> None:
     """The machine is a stand-in: all that is asked of it is its name and its size."""
     machine = SimpleNamespace(name="neuron", world=3, failed=lambda error: error, close=lambda: None)
-    monkeypatch.setattr(run, "choose", lambda name: ("neuron", "the first that can run here"))
+    monkeypatch.setattr(run, "choose", lambda name, **_: ("neuron", "the first that can run here"))
     monkeypatch.setattr(run, "choose_layers", lambda name, backend, **_: ("native", ""))
     monkeypatch.setattr(run, "open_backend", lambda *args, **_: machine)
     path = tmp_path / "run.toml"

@@ -26,7 +26,9 @@ def write(folder: Path, seed: int) -> int:
     folder.mkdir()
     num_chars = 0
     for number in range(draw.randint(1, 5)):
-        text = " ".join(draw.choice(["def", "return", "naïve", "x", "日本"]) for _ in range(draw.randint(50, 400)))
+        text = " ".join(
+            draw.choice(["def", "return", "na\u00efve", "x", "\u65e5\u672c"]) for _ in range(draw.randint(50, 400))
+        )
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
         num_chars += len(text)
     return num_chars

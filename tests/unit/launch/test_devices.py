@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from nxtrain import backends
+from nxtrain.backends import device_support
 from nxtrain.backends.base import Support
-from nxtrain.backends.neuron import torchneuron
-from nxtrain.config.load import load
+from nxtrain.backends.neuron import sdk, torchneuron
 from nxtrain.errors import BackendError
-from nxtrain.launch import neuron
 from nxtrain.launch.local import launch
-from nxtrain.launch.neuron import device_support
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs/tiny_cpu.toml"
@@ -32,10 +30,10 @@ OVERRIDES = {
 def without_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[object, ...]]:
     """A machine that has none; the programs that would be started."""
     started: list[tuple[object, ...]] = []
-    monkeypatch.setattr(neuron, "support", lambda: NONE)
+    monkeypatch.setattr(sdk, "support", lambda: NONE)
     monkeypatch.setattr(torchneuron, "support", lambda *, devices=True: NONE)
     monkeypatch.setattr(backends, "support", lambda name: NONE)
-    monkeypatch.setattr(neuron, "GPU_DEVICES", tmp_path)
+    monkeypatch.setattr(backends, "GPU_DEVICES", tmp_path)
     monkeypatch.setattr(os, "execve", lambda *args: started.append(args))
     for name in [name for name in os.environ if name.startswith(("NEURON", "XLA_", "PJRT_", "TORCH_NEURON"))]:
         monkeypatch.delenv(name)
@@ -69,11 +67,10 @@ def test_a_run_that_needs_no_device_starts_anywhere(
 def test_a_machine_that_shows_a_gpu_starts_its_ranks_without_an_import_of_torch(
     without_devices: list[tuple[object, ...]], tmp_path: Path, name: str
 ) -> None:
-    config = load(TINY, OVERRIDES["cuda"]).config
     (tmp_path / "nvidiactl").touch()
-    assert not device_support(config, {}).ok, "the driver's control file is no GPU"
+    assert not device_support("cuda", {}).ok, "the driver's control file is no GPU"
     (tmp_path / name).touch()
-    assert device_support(config, {}).ok
+    assert device_support("cuda", {}).ok
     assert not without_devices
 
 
