@@ -124,7 +124,6 @@ def text_corpus(path: str) -> Corpus:
     files = tuple(found.files)
     if not files:
         what = "holds no file" if root.is_dir() else "matches no file" if glob.has_magic(path) else "does not exist"
-        what = found.skipped.get(root, what).replace("it is", "is", 1)
         raise DataError(f"data.path={path} {what}; name a text file, a folder of them, or a glob (from {Path.cwd()})")
     return Corpus(path, files, "refuse", found.skipped)
 
