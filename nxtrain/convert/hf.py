@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from nxtrain.convert.streamed import write_streamed
 from nxtrain.data.tokenization import declared_end
 from nxtrain.distributed.agreement import Ranks, StorageScope, collective
 from nxtrain.distributed.c10d_collectives import C10dCollectives
-from nxtrain.errors import CheckpointError, ConfigError, DamagedError
+from nxtrain.errors import CheckpointError, ConfigError, DamagedError, refused
 from nxtrain.family import BuildContext, ModelConfig, ModelFamily, find_family
 from nxtrain.io.atomic import write_durably
 from nxtrain.io.object_store import Location, content_of
@@ -67,7 +68,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
 
     Raises:
         ConfigError: The folder is unreadable, of an unknown family, or its tensors do not fit its configuration.
-        CheckpointError: Weights are not finite; nothing was written.
+        InputError: Weights are not finite; nothing was written.
     """
     folder = HfFolder(src)
     family = find_family(str(folder.config.get("model_type")))
@@ -235,8 +236,10 @@ def new_folder(dst: Path) -> Iterator[Path]:
         staged = directory.prepare(dst)
         yield staged
         directory.publish(staged, dst)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {dst}: {error}") from error
+    except OSError as error:
+        raise refused(error, f"{dst} cannot be written") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{dst} cannot be written: {error}") from error
     finally:
         if staged is not None:
             directory.discard(staged)
@@ -251,12 +254,18 @@ def refuse_to_overwrite(dst: Path, own: tuple[str, ...]) -> None:
 
     Raises:
         ConfigError: The folder has another file, or is a file itself.
+        NxtrainError: Nothing can be written there.
     """
     if dst.exists() and not dst.is_dir():
         raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")
     foreign = [p.name for p in dst.iterdir() if not any(fnmatch(p.name, name) for name in own)] if dst.exists() else []
     if foreign:
         raise ConfigError(f"{dst} exists and holds {foreign[0]}, which no conversion wrote; give a new folder")
+    try:
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=dst.parent).close()
+    except OSError as error:
+        raise refused(error, f"{dst} cannot be written") from error
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -140,7 +140,7 @@ class HfWeights:
         """Refuse the folder if any value that was read is not finite.
 
         Raises:
-            CheckpointError: Some values are not finite; names their tensors.
+            InputError: Some values are not finite; names their tensors.
         """
         self._finiteness.check()
 

@@ -34,7 +34,7 @@ from nxtrain.config.tables import toml_value
 from nxtrain.convert.finite import Finiteness
 from nxtrain.convert.hf_folder import HfFolder, read_object
 from nxtrain.distributed.agreement import collective
-from nxtrain.errors import CheckpointError, ConfigError, Problem
+from nxtrain.errors import CheckpointError, ConfigError, Problem, cause_of
 from nxtrain.finetune.lora import A, B, scale_of
 from nxtrain.io.atomic import write_durably
 from nxtrain.io.object_store import Location
@@ -224,7 +224,8 @@ def read_adapter(folder: Path) -> Adapter:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 tensors[name.removeprefix(_PREFIX).removesuffix(_SUFFIX)] = file.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {folder / WEIGHTS}: {error}; give a folder that PEFT wrote") from error
+        reason = cause_of(error) if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {folder / WEIGHTS}: {reason}; give a folder that PEFT wrote") from error
     layers = {name.rpartition(".")[0] for name in tensors}
     unknown = sorted(name for name in tensors if name.rpartition(".")[2] not in {A, B})
     unpaired = [layer for layer in sorted(layers) if not {f"{layer}.{A}", f"{layer}.{B}"} <= tensors.keys()]

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from nxtrain.errors import BackendError, CheckpointError
+from nxtrain.errors import BackendError, CheckpointError, refused
 from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
@@ -23,15 +23,16 @@ def check_folder(folder: Path) -> None:
     """Check on the leader that the run's folder can be written and that the clock is set.
 
     Raises:
-        BackendError: The clock is not set.
-        CheckpointError: The folder cannot be written.
+        BackendError: The clock is not set, or the rights are missing.
+        InputError: A file is in the way.
+        StorageError: The storage fails or is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\n")
     except OSError as error:
-        raise CheckpointError(f"run.dir={folder} cannot be written: {error}. Use another run.dir") from error
+        raise refused(error, f"run.dir={folder} cannot be written") from error
     # A file that this start created itself, such as its lock, is stamped with the same clock.
     now, written = time.time(), max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
     if now < BUILT or now < written - TOLERATED_S:

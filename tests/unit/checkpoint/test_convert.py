@@ -16,7 +16,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.convert.hf import hf_to_nxtrain, nxtrain_to_hf
-from nxtrain.errors import CheckpointError, ConfigError
+from nxtrain.errors import CheckpointError, ConfigError, InputError
 from nxtrain.mesh import Mesh
 from nxtrain.sharding import Layout
 from tests.support.checkpoints import blank, cut, meta, save, table
@@ -177,7 +177,7 @@ def test_weights_that_are_not_finite_are_named_and_no_checkpoint_is_made(tmp_pat
     spoilt["model.norm.weight"][:3] = torch.nan
     spoilt["model.layers.1.mlp.up_proj.weight"][2, 2] = torch.inf
     save_file(spoilt, file, {"format": "pt"})
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(InputError) as refused:
         hf_to_nxtrain(src, tmp_path / "ours")
     assert "2 tensors have values that are not finite" in str(refused.value)
     assert "model.norm.weight (3 NaN)" in str(refused.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nxtrain.errors import BackendError, CheckpointError
+from nxtrain.errors import BackendError, InputError
 from nxtrain.train.supervision import preflight
 from nxtrain.train.supervision.preflight import check_folder
 from nxtrain.train.supervision.run_lock import only_run
@@ -43,5 +43,5 @@ def test_a_clock_that_is_a_little_behind_is_none(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(CheckpointError, match=r"run\.dir=.*cannot be written"):
+    with pytest.raises(InputError, match=r"run\.dir=.*cannot be written: File exists; check the path"):
         check_folder(tmp_path / "run")
