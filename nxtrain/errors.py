@@ -220,7 +220,13 @@ def refused(error: OSError, what: str = "") -> NxtrainError:
     return StorageError(f"{text}; start again when the storage or the network is back")
 
 
-def cause_of(error: OSError) -> str:
-    """Paths of a failed system call and its reason, in words without Python's own."""
+def cause_of(error: Exception) -> str:
+    """Reason of a failed system call, with its paths, or of a text that is not readable; without Python's own words."""
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, ValueError) and "set_int_max_str_digits" in str(error):
+        return "a number has too many digits"
+    if not isinstance(error, OSError):
+        return str(error)
     names = [f"{name}" for name in (error.filename, error.filename2) if name is not None]
     return f"{' -> '.join(names) or 'the system'}: {error.strerror or error}"

@@ -244,7 +244,10 @@ def read_adapter(folder: Path) -> Adapter:
             rslora=bool(config.get("use_rslora", False)),
             targets=targets,
         )
-    except (ValidationError, TypeError, ValueError, KeyError) as error:
+    except ValidationError as error:
+        reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {reasons}") from error
+    except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {error}") from error
     return Adapter(shape, tensors, str(config.get("base_model_name_or_path") or ""), about.get(_FINGERPRINT, ""))
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from nxtrain.data.files import unreadable
 from nxtrain.data.walk import matches, walk
-from nxtrain.errors import DataError
+from nxtrain.errors import DataError, cause_of
 from nxtrain.io.regular import open_regular, read_bytes
 
 # Tests of the library and tables of character codes are no prose.
@@ -152,7 +152,7 @@ def _json_text(line: str, where: str) -> str:
     try:
         record = json.loads(line)
     except (RecursionError, ValueError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        raise DataError(f"{where}: not JSON: {cause_of(error)}") from error
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{where}: no string under "text"; each line is an object such as {{"text": "..."}}')

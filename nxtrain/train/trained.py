@@ -18,7 +18,7 @@ from nxtrain.convert.hf_folder import CONFIG
 from nxtrain.convert.peft import CONFIG as ADAPTER_CONFIG
 from nxtrain.convert.verify_export import open_hf_model, open_model
 from nxtrain.data.tokenization import end_ids
-from nxtrain.errors import ConfigError, DamagedError, DataError
+from nxtrain.errors import ConfigError, DamagedError, DataError, cause_of
 from nxtrain.family import CausalLM, ModelConfig, ModelFamily, find_family
 from nxtrain.io.object_store import Location, content_of, place_of
 from nxtrain.mesh import Mesh
@@ -156,4 +156,5 @@ def _read_hf(place: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
         listed = declared if isinstance(declared, list) else [declared]
         return family, family.from_hf(content), frozenset(token for token in listed if isinstance(token, int))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {error!r}") from error
+        reason = cause_of(error) if isinstance(error, RecursionError | ValueError) else repr(error)
+        raise ConfigError(f"{place / CONFIG} is no configuration of a model: {reason}") from error
