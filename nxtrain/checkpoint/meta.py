@@ -64,7 +64,8 @@ class Meta(BaseModel):
     shuffle: bool | None = None
     """True if the rows were shuffled; None if unknown."""
     settings: dict[str, Any] = {}
-    """Other configuration values that determine the training trajectory, by key; empty if unknown."""
+    """Other configuration values that determine the training trajectory, by key; empty if unknown. Of converted weights
+    without a tokenizer, ids of special tokens by file of Hugging Face. Readers pass over keys that they do not know."""
     tokenizer_fingerprint: str = ""
     """Identity of the tokenizer; empty if the data named none."""
     end_of_text: str = ""

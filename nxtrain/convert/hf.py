@@ -27,7 +27,7 @@ from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.convert.finite import Finiteness
-from nxtrain.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder
+from nxtrain.convert.hf_folder import CONFIG, INDEX, WEIGHTS, HfFolder, read_object
 from nxtrain.convert.peft import COMPANIONS, MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.convert.streamed import write_streamed
 from nxtrain.data.tokenization import declared_end
@@ -55,6 +55,8 @@ _EXPORTED_FILES = (
 ReadShards = Callable[[Mapping[TensorShard, Tensor]], None]
 """Function that fills a host tensor for each shard, some rows of a weight."""
 
+GENERATION_CONFIG = "generation_config.json"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BEGIN = ("<|begin_of_text|>", "<s>")
 _END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
@@ -100,6 +102,8 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     if tokenizer.is_file():
         known = {"tokenizer_fingerprint": fingerprint([read_bytes(tokenizer)]), "end_of_text": declared_end(tokenizer)}
         meta = meta.model_copy(update=known)
+    else:
+        meta = meta.model_copy(update={"settings": _declared_ids(folder)})
     alone = StorageScope(Ranks(Mesh(1, 0)))
     kept = tokenizer if tokenizer.is_file() else None
     written = write(dst, planner, meta, alone, tokenizer=kept, check=finiteness.check)
@@ -135,9 +139,20 @@ def nxtrain_to_hf(
         _write_weights(_weights_of(manifest), partial(_read_checkpoint, place, manifest), out, max_shard_bytes)
         special = _copy_tokenizer(place / directory.TOKENIZER, out, meta.end_of_text)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
-        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
-        write_json(out / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+        ids_of_text = {key: value for key, value in ids.items() if value is not None}
+        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids, **meta.settings.get(CONFIG, {})})
+        write_json(out / GENERATION_CONFIG, {**ids_of_text, **meta.settings.get(GENERATION_CONFIG, {})})
     return place
+
+
+def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
+    """Ids of special tokens by file of a Hugging Face folder; a folder without a tokenizer has them nowhere else."""
+    file = folder.path / GENERATION_CONFIG
+    of_generation = read_object(file) if file.is_file() else {}
+    contents = {CONFIG: folder.config, GENERATION_CONFIG: {**folder.config, **of_generation}}
+    return {
+        name: {key: content[key] for key in _IDS if content.get(key) is not None} for name, content in contents.items()
+    }
 
 
 def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
