@@ -148,8 +148,7 @@ def nxtrain_to_hf(
 def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
     """Ids of special tokens by file of a Hugging Face folder; a folder without a tokenizer has them nowhere else."""
     file = folder.path / GENERATION_CONFIG
-    of_generation = read_object(file) if file.is_file() else {}
-    contents = {CONFIG: folder.config, GENERATION_CONFIG: {**folder.config, **of_generation}}
+    contents = {CONFIG: folder.config, GENERATION_CONFIG: read_object(file) if file.is_file() else folder.config}
     return {
         name: {key: content[key] for key in _IDS if content.get(key) is not None} for name, content in contents.items()
     }
